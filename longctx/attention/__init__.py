@@ -1,0 +1,23 @@
+"""Attention: masks as intervals, a registry of backends, and one function that calls them.
+
+The names load on first use, so that reading the config schema beside them does not import torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from longctx.attention.mask import Mask as Mask
+    from longctx.attention.registry import attention as attention
+    from longctx.attention.registry import backends as backends
+    from longctx.attention.registry import check as check
+    from longctx.attention.registry import kernels_run as kernels_run
+    from longctx.attention.registry import register as register
+
+__all__ = ["Mask", "attention", "backends", "check", "kernels_run", "register"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{'mask' if name == 'Mask' else 'registry'}"), name)

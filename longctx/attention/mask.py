@@ -1,0 +1,164 @@
+"""What a query may see: one interval of keys per query.
+
+Query i of row b sees the keys first[b, i] .. last[b, i], both ends included and both non-decreasing in i; an interval with
+last < first is empty. Causal attention, packed documents, sliding windows, their intersections and full attention are all of
+this form. It costs O(T) memory, and its transpose has the same form: key j is seen by the queries qfirst[b, j] .. qlast[b, j],
+which is what the backward of a tiled kernel walks over (compare FlashMask, arXiv 2410.01359).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Which keys each query sees; build with `causal`, `full`, `documents` or `intervals`, once per batch.
+
+    After `bind` it holds int32 tensors: `first`, `last` (B or 1, Tq) and `qfirst`, `qlast` (B or 1, Tk). A batch of 1 stands for
+    every row. `doc_ids` (B, T) and, once bound, `offsets` (documents + 1,) describe packed documents over the flattened batch.
+    """
+
+    kind: str
+    window: int | None = None
+    doc_ids: Tensor | None = None
+    first: Tensor | None = None
+    last: Tensor | None = None
+    qfirst: Tensor | None = None
+    qlast: Tensor | None = None
+    offsets: Tensor | None = None
+    longest: int = 0
+    visible: int = -1
+
+    @staticmethod
+    def causal(window: int | None = None) -> Mask:
+        """Each query sees the keys up to its own, the last `window` of them if given; the last query sees the last key."""
+        return Mask("causal", _checked(window))
+
+    @staticmethod
+    def full() -> Mask:
+        """Every query sees every key."""
+        return Mask("full")
+
+    @staticmethod
+    def documents(doc_ids: Tensor, window: int | None = None) -> Mask:
+        """Causal attention inside packed documents: `doc_ids` (B, T) integers, non-decreasing along each row.
+
+        Give it on the CPU where you can: then counting pairs and offsets never waits for a device. Raises ValueError for ids that
+        are not integers of two dimensions, or that decrease.
+        """
+        if doc_ids.ndim != 2 or doc_ids.is_floating_point():
+            raise ValueError(f"doc_ids must be integers of shape (B, T), got {doc_ids.dtype} of shape {tuple(doc_ids.shape)}")
+        if bool((doc_ids[:, 1:] < doc_ids[:, :-1]).any()):
+            raise ValueError("doc_ids must not decrease along a row; sort the documents of each row, or renumber them")
+        B, T = doc_ids.shape
+        changes = torch.ones(B, T, dtype=torch.bool, device=doc_ids.device)
+        changes[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
+        starts = changes.flatten().nonzero().flatten()
+        offsets = torch.cat([starts, starts.new_tensor([B * T])]).to(torch.int32)
+        lengths = offsets.diff().long()
+        pairs = _causal_pairs(lengths, window)
+        visible = int(pairs.sum()) if pairs.numel() else 0
+        longest = int(lengths.max()) if lengths.numel() else 0
+        return Mask("documents", _checked(window), doc_ids=doc_ids, offsets=offsets, longest=longest, visible=visible)
+
+    @staticmethod
+    def intervals(first: Tensor, last: Tensor) -> Mask:
+        """Any intervals: `first`, `last` (B or 1, Tq) integers, both non-decreasing along Tq; last < first sees nothing."""
+        if first.shape != last.shape or first.ndim != 2:
+            raise ValueError(f"first and last must both be (B, Tq), got {tuple(first.shape)} and {tuple(last.shape)}")
+        for name, x in (("first", first), ("last", last)):
+            if bool((x[:, 1:] < x[:, :-1]).any()):
+                raise ValueError(f"{name} must not decrease along a row")
+        return Mask("intervals", first=first.int().contiguous(), last=last.int().contiguous())
+
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> Mask:
+        """The same mask with its tensors on `device`."""
+        moved = {
+            name: x.to(device, non_blocking=non_blocking) for name, x in vars(self).items() if isinstance(x, Tensor)
+        }
+        return replace(self, **moved)
+
+    def bind(self, B: int, Tq: int, Tk: int, device: torch.device | str) -> Mask:
+        """The mask with its O(T) interval tensors on `device`; call it once per batch, outside a compiled region.
+
+        Raises ValueError where the mask was made for another batch size or length.
+        """
+        if self.qfirst is not None:
+            self._check_shape(B, Tq, Tk)
+            return self if self.qfirst.device == torch.device(device) else self.to(device)
+        mask = self.to(device)
+        first, last = mask._queries(B, Tq, Tk, torch.device(device))
+        keys = torch.arange(Tk, device=device, dtype=torch.int32).expand(first.shape[0], Tk).contiguous()
+        qfirst = torch.searchsorted(last, keys, right=False, out_int32=True)
+        qlast = torch.searchsorted(first, keys, right=True, out_int32=True) - 1
+        return replace(mask, first=first, last=last, qfirst=qfirst, qlast=qlast)
+
+    def positions(self, B: int, T: int, device: torch.device | str) -> Tensor:
+        """(B, T) int64: the place of each token in its own document, counted from 0."""
+        i = torch.arange(T, device=device)
+        if self.doc_ids is None:
+            return i.expand(B, T)
+        return i - _document_starts(self.doc_ids.to(device))
+
+    def pairs(self, B: int, Tq: int, Tk: int) -> int:
+        """Visible (query, key) pairs of one head, over all B rows."""
+        if self.kind == "full":
+            return B * Tq * Tk
+        if self.kind == "documents":
+            self._check_shape(B, Tq, Tk)
+            return self.visible
+        if self.kind == "causal" and Tq == Tk:
+            return B * int(_causal_pairs(torch.tensor([Tq]), self.window).sum())
+        first, last = self._queries(B, Tq, Tk, torch.device("cpu"))
+        first, last = first.cpu().long().clamp(min=0), last.cpu().long().clamp(max=Tk - 1)
+        return int((last - first + 1).clamp(min=0).sum()) * (B // first.shape[0])
+
+    def _check_shape(self, B: int, Tq: int, Tk: int) -> None:
+        if self.doc_ids is not None and (B, Tq, Tq) != (*self.doc_ids.shape, Tk):
+            raise ValueError(f"mask is for doc_ids of shape {tuple(self.doc_ids.shape)}, not for B={B}, Tq={Tq}, Tk={Tk}")
+        if self.first is not None and (self.first.shape[0] not in (1, B) or self.first.shape[1] != Tq):
+            raise ValueError(f"mask is for intervals of shape {tuple(self.first.shape)}, not for B={B}, Tq={Tq}")
+        if self.qfirst is not None and self.qfirst.shape[1] != Tk:
+            raise ValueError(f"mask is bound to {self.qfirst.shape[1]} keys, not to Tk={Tk}")
+
+    def _queries(self, B: int, Tq: int, Tk: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """first, last (B or 1, Tq) int32, clipped so that both stay inside -1 .. Tk."""
+        self._check_shape(B, Tq, Tk)
+        if self.kind == "intervals":
+            assert self.first is not None and self.last is not None
+            return self.first.clamp(min=0, max=Tk), self.last.clamp(min=-1, max=Tk - 1)
+        i = torch.arange(Tq, device=device, dtype=torch.int32)[None]
+        if self.kind == "full":
+            return torch.zeros_like(i), torch.full_like(i, Tk - 1)
+        if self.doc_ids is not None:
+            first, last = _document_starts(self.doc_ids.to(device)).int(), i.expand(B, Tq).contiguous()
+        else:
+            last = (i + (Tk - Tq)).clamp(min=-1)
+            first = torch.zeros_like(last)
+        if self.window is not None:
+            first = torch.maximum(first, last - (self.window - 1))
+        return first, last
+
+
+def _checked(window: int | None) -> int | None:
+    if window is not None and window < 1:
+        raise ValueError(f"window={window} must be at least 1 key, the query's own; leave it out for no window")
+    return window
+
+
+def _document_starts(doc_ids: Tensor) -> Tensor:
+    """(B, T) int64: index in the row of the first token of each token's document."""
+    i = torch.arange(doc_ids.shape[1], device=doc_ids.device).expand(doc_ids.shape)
+    inside = torch.zeros_like(doc_ids, dtype=torch.bool)
+    inside[:, 1:] = doc_ids[:, 1:] == doc_ids[:, :-1]
+    return torch.where(inside, 0, i).cummax(dim=1).values
+
+
+def _causal_pairs(lengths: Tensor, window: int | None) -> Tensor:
+    """Pairs that causal attention sees in sequences of these lengths: a triangle, or a band of `window` keys."""
+    w = lengths if window is None else lengths.clamp(max=window)
+    return w * (w + 1) // 2 + (lengths - w) * w

@@ -1,0 +1,1 @@
+"""Kernels: how attention runs. The only user of Triton, which is imported when the first kernel is launched."""
