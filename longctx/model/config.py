@@ -1,0 +1,89 @@
+"""The shape of a GPT, what it costs, and how it runs. Free of torch, so that the command line answers at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class GPTConfig:
+    """Sizes of a GPT in Llama's architecture; the defaults are the `tiny` preset.
+
+    `vocab_size` None: the training script takes it from the tokenizer. `head_dim` None: channels / heads. `ffn` is the inner
+    width of SwiGLU. `recompute` keeps only each block's input and computes the rest again in backward. `loss_chunk` is the number
+    of tokens whose logits exist at one time while the loss is computed.
+    """
+
+    vocab_size: int | None = None
+    layers: int = 4
+    channels: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int | None = None
+    ffn: int = 384
+    rope_theta: float = 500000.0
+    norm_eps: float = 1e-5
+    tied: bool = True
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    init_std: float = 0.02
+    recompute: bool = False
+    loss_chunk: int = 1024
+
+    @property
+    def head_size(self) -> int:
+        """Channels of one head."""
+        return self.channels // self.heads if self.head_dim is None else self.head_dim
+
+    def validate(self) -> None:
+        """Raise ValueError naming `model.<key>` for sizes of which no model can be made."""
+        for key in ("layers", "channels", "heads", "kv_heads", "ffn", "loss_chunk"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"model.{key}={getattr(self, key)} must be at least 1")
+        if self.vocab_size is not None and self.vocab_size < 2:
+            raise ValueError(f"model.vocab_size={self.vocab_size} must be at least 2 (or null: the tokenizer's)")
+        for key in ("rope_theta", "norm_eps", "init_std"):
+            if not 0 < getattr(self, key) < float("inf"):
+                raise ValueError(f"model.{key}={getattr(self, key)} must be a number above 0")
+        if self.heads % self.kv_heads:
+            divisors = ", ".join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)
+            raise ValueError(
+                f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv_heads}; kv_heads can be {divisors}"
+            )
+        if self.head_dim is None and self.channels % self.heads:
+            raise ValueError(
+                f"model.channels={self.channels} is not a multiple of model.heads={self.heads}; "
+                "change one of them, or set model.head_dim"
+            )
+        if self.head_size < 2 or self.head_size % 2:
+            key = "model.head_dim" if self.head_dim is not None else "model.channels / model.heads"
+            raise ValueError(f"{key}={self.head_size} must be an even number of at least 2: rotary embedding turns pairs")
+
+    def matmul_parameters(self) -> int:
+        """Weights that every token is multiplied with: all linear layers and the output head, also where it is tied."""
+        return self.layers * self._block_matmul_parameters() + self._known_vocab_size() * self.channels
+
+    def parameters(self) -> int:
+        """Trainable parameters, a tied embedding counted once; raises ValueError while `vocab_size` is None."""
+        V, C, D = self._known_vocab_size(), self.channels, self.head_size
+        block = self._block_matmul_parameters() + 2 * C
+        block += (self.heads + 2 * self.kv_heads) * D if self.qkv_bias else 0
+        block += 2 * D if self.qk_norm else 0
+        return V * C * (1 if self.tied else 2) + self.layers * block + C
+
+    def flops_per_token(self, pairs_per_token: float) -> float:
+        """FLOPs of forward and backward for one token that sees `pairs_per_token` keys on average (forward alone: a third).
+
+        6 per matmul weight (PaLM, arXiv 2204.02311, appendix B) and 12 per visible pair, head and channel: pairs that a mask hides
+        are not work, nor is recomputation.
+        """
+        return 6 * self.matmul_parameters() + 12 * pairs_per_token * self.heads * self.head_size * self.layers
+
+    def _block_matmul_parameters(self) -> int:
+        C, D = self.channels, self.head_size
+        return C * (self.heads + 2 * self.kv_heads) * D + self.heads * D * C + 3 * C * self.ffn
+
+    def _known_vocab_size(self) -> int:
+        if self.vocab_size is None:
+            raise ValueError("model.vocab_size is not set; give it, or take it from a tokenizer")
+        return self.vocab_size

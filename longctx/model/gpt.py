@@ -1,0 +1,86 @@
+"""A GPT in Llama's architecture: embedding, blocks, norm, output head or loss. Nothing in forward waits for the device."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from longctx.attention import Mask
+from longctx.attention.config import AttentionConfig
+from longctx.model.config import GPTConfig
+from longctx.model.layers import Block, RMSNorm
+from longctx.model.loss import linear_cross_entropy
+from longctx.model.rope import Rope
+
+
+class GPT(nn.Module):
+    """The model of `config`, with attention by the named backend; raises ValueError where `config` makes no model."""
+
+    def __init__(self, config: GPTConfig, attention: AttentionConfig | str = "flash") -> None:
+        super().__init__()
+        config.validate()
+        if config.vocab_size is None:
+            raise ValueError("model.vocab_size is not set; give it, or take it from a tokenizer")
+        chosen = AttentionConfig(attention) if isinstance(attention, str) else attention
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.channels)
+        self.rope = Rope(config.head_size, config.rope_theta)
+        self.blocks = nn.ModuleList(Block(config, chosen) for _ in range(config.layers))
+        self.norm = RMSNorm(config.channels, config.norm_eps)
+        self.head = None if config.tied else nn.Linear(config.channels, config.vocab_size, bias=False)
+        self.init_weights()
+
+    @property
+    def unembedding(self) -> Tensor:
+        """(V, C) weight of the output head: the embedding itself where they are tied."""
+        return self.embed.weight if self.head is None else self.head.weight
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Draw all weights anew: normal(0, init_std), projections into the residual stream smaller by sqrt(2 · layers) (GPT-2)."""
+        std = self.config.init_std
+        for name, module in self.named_modules():
+            if isinstance(module, RMSNorm):
+                nn.init.ones_(module.weight)
+            elif isinstance(module, nn.Linear | nn.Embedding):
+                into_residual = name.endswith((".attention.out", ".mlp.down"))
+                nn.init.normal_(module.weight, std=std / math.sqrt(2 * self.config.layers) if into_residual else std)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def compile_blocks(self) -> None:
+        """Compile every block in place with torch.compile; parameter names stay as they are.
+
+        All blocks share one compiled graph. A backend that torch.compile cannot trace splits it in two around attention.
+        """
+        for block in self.blocks:
+            block.compile()
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, mask: Mask | None = None, reduction: str = "mean"
+    ) -> Tensor:
+        """tokens (B, T) int64 → logits (B, T, V), or with targets (B, T), where -100 is not scored, their loss in fp32.
+
+        `mask` defaults to `Mask.causal()`. `reduction` is "mean" over the scored tokens, "sum", or "none": losses (B, T), 0 where
+        not scored, without gradient. Raises ValueError where tokens, targets or mask do not fit together.
+        """
+        if tokens.ndim != 2 or (targets is not None and targets.shape != tokens.shape):
+            shapes = tuple(tokens.shape), None if targets is None else tuple(targets.shape)
+            raise ValueError(f"tokens and targets must both be (B, T), got {shapes[0]} and {shapes[1]}")
+        B, T = tokens.shape
+        mask = (Mask.causal() if mask is None else mask).bind(B, T, T, tokens.device)
+        cos, sin = self.rope(mask.positions(B, T, tokens.device))
+        x = self.embed(tokens)
+        for block in self.blocks:
+            if self.config.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, cos, sin, mask, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, cos, sin, mask)
+        x = self.norm(x)
+        if targets is None:
+            return F.linear(x, self.unembedding)
+        return linear_cross_entropy(x, self.unembedding, targets, self.config.loss_chunk, reduction)

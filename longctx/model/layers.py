@@ -1,0 +1,71 @@
+"""One transformer block: RMSNorm, grouped-query self-attention, RMSNorm, SwiGLU, each half added to the residual stream.
+
+Shapes: B rows, T tokens, C channels, H query heads, Hkv key-value heads, D channels per head. q, k, v come from one projection
+and gate and up from another; their rows are [q; k; v] and [gate; up], so that they split into the tensors of a Llama checkpoint.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from longctx.attention import Mask, attention
+from longctx.attention.config import AttentionConfig
+from longctx.model.config import GPTConfig
+from longctx.model.rope import rotate
+
+
+class RMSNorm(nn.RMSNorm):
+    """x / rms(x) · weight, computed in fp32 and returned in x's dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class SelfAttention(nn.Module):
+    """Rotary grouped-query attention by the chosen backend."""
+
+    def __init__(self, config: GPTConfig, chosen: AttentionConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_size
+        self.backend, self.options = chosen.backend, dict(chosen.options)
+        self.qkv = nn.Linear(config.channels, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=config.qkv_bias)
+        self.out = nn.Linear(self.heads * self.head_dim, config.channels, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
+        B, T, _ = x.shape
+        qkv = self.qkv(x).view(B, T, -1, self.head_dim)
+        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)  # (B, T, H or Hkv, D)
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        o = attention(q, k, v, mask=mask, backend=self.backend, **self.options)
+        return self.out(o.reshape(B, T, -1))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) · up(x)), arXiv 2002.05202."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(config.channels, 2 * config.ffn, bias=False)
+        self.down = nn.Linear(config.ffn, config.channels, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); x is (B, T, C)."""
+
+    def __init__(self, config: GPTConfig, chosen: AttentionConfig) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.channels, config.norm_eps)
+        self.attention = SelfAttention(config, chosen)
+        self.mlp_norm = RMSNorm(config.channels, config.norm_eps)
+        self.mlp = SwiGLU(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
+        return x + self.mlp(self.mlp_norm(x))

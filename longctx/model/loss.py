@@ -1,0 +1,107 @@
+"""Cross-entropy of a linear output head, without the logits of a whole row: only those of one chunk of tokens exist at a time.
+
+For token n with hidden state h and target t:  z = W h,  p = softmax(z),  loss = -log p[t],  dz = p - onehot(t),
+dh = Wᵀ dz,  dW = Σ dz hᵀ.  All of it needs z, so the gradients are computed in forward, while a chunk's z is there, and z is never
+computed twice (as in Liger Kernel, arXiv 2410.10989). Backward only multiplies them with the incoming gradient, a scalar.
+dW is accumulated in fp32 over the chunks; matmuls run in the dtype of the inputs, or in autocast's.
+
+Shapes: N tokens, C channels, V words.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORED = -100
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, reduction: str = "mean") -> Tensor:
+    """Loss of logits = hidden (..., C) @ weight (V, C)ᵀ against targets (...), in fp32 (fp64 for fp64 inputs); -100 is not scored.
+
+    "mean" is over the scored tokens and "sum" over all; where no token is scored both are 0 with zero gradients. "none" gives a loss
+    per token, 0 where not scored, and has no gradient: it is for evaluation. Gradients can be taken once per loss.
+    Raises ValueError for another `reduction`.
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction={reduction!r} must be 'mean', 'sum' or 'none'")
+    flat, t = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    if reduction == "none":
+        with torch.no_grad():
+            return _Chunks(flat, weight).losses(t, chunk).view(targets.shape)
+    if torch.is_grad_enabled():
+        total = _SummedLoss.apply(flat, weight, t, chunk)
+    else:
+        total = _Chunks(flat, weight).losses(t, chunk).sum()
+    return total if reduction == "sum" else total / (t != IGNORED).sum().clamp(min=1)
+
+
+class _SummedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+        chunks = _Chunks(hidden, weight, *ctx.needs_input_grad[:2])
+        total = chunks.losses(targets, chunk).sum()
+        ctx.gradients = chunks.dh, chunks.dw
+        ctx.dtypes = hidden.dtype, weight.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("the gradients of this loss were already taken; compute the loss again")
+        (dh, dw), ctx.gradients = ctx.gradients, None
+        dh = None if dh is None else dh.to(ctx.dtypes[0]).mul_(grad)
+        dw = None if dw is None else dw.mul_(grad).to(ctx.dtypes[1])
+        return dh, dw, None, None
+
+
+class _Chunks:
+    """Losses, and with them the gradients of their sum if asked for: `dh` (N, C) and `dw` (V, C)."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, need_dh: bool = False, need_dw: bool = False) -> None:
+        dtype = hidden.dtype
+        if torch.is_autocast_enabled(hidden.device.type) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+        self.hidden, self.weight = hidden, weight.to(dtype)
+        self.dtype, self.accumulate = dtype, torch.promote_types(dtype, torch.float32)
+        self.dh = torch.empty_like(hidden, dtype=dtype) if need_dh else None
+        self.dw = torch.zeros_like(weight, dtype=self.accumulate) if need_dw else None
+
+    def losses(self, targets: Tensor, chunk: int) -> Tensor:
+        """(N,) loss of each token."""
+        losses = torch.empty(targets.shape, dtype=self.accumulate, device=self.hidden.device)
+        for start in range(0, len(targets), chunk):
+            rows = slice(start, start + chunk)
+            ignored = targets[rows, None] == IGNORED
+            t = targets[rows, None].masked_fill(ignored, 0)
+            h = self.hidden[rows].to(self.dtype).masked_fill(ignored, 0)  # (n, C); an ignored token adds nothing to dW
+            logp = self._logits(h).log_softmax(dim=-1)  # (n, V)
+            loss = -logp.gather(1, t)
+            losses[rows] = loss.masked_fill(ignored, 0).squeeze(1)
+            if self.dh is None and self.dw is None:
+                continue
+            dz = torch.exp(logp, out=torch.empty_like(logp, dtype=self.dtype))
+            dz.scatter_(1, t, torch.expm1(-loss).to(self.dtype))  # p[t] - 1, without cancellation where p[t] is near 1
+            if self.dh is not None:
+                self.dh[rows] = (dz @ self.weight).masked_fill(ignored, 0)
+            if self.dw is not None:
+                self._add_to_dw(dz, h)
+        return losses
+
+    def _logits(self, h: Tensor) -> Tensor:
+        if h.is_cuda and self.dtype != self.accumulate:  # straight from the matmul's fp32 accumulator, never rounded to 16 bits
+            return torch.mm(h, self.weight.t(), out_dtype=self.accumulate)
+        return (h @ self.weight.t()).to(self.accumulate)
+
+    def _add_to_dw(self, dz: Tensor, h: Tensor) -> None:
+        assert self.dw is not None
+        if h.is_cuda and self.dtype != self.accumulate:
+            torch.addmm(self.dw, dz.t(), h, out_dtype=self.accumulate, out=self.dw)
+        elif self.dtype == self.accumulate:
+            self.dw.addmm_(dz.t(), h)
+        else:
+            self.dw += dz.t() @ h
