@@ -1,0 +1,154 @@
+"""What a training run is told: the keys at the top of configs/train.yaml, checked, and completed for the machine at hand.
+
+Torch-free, so that `python train.py --help` and every mistyped word are answered in a second. The comment beside a key is its
+help text.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from longctx.attention.config import AttentionConfig
+from longctx.data.config import DataConfig
+from longctx.model.config import GPTConfig
+
+LONGEST_ROW = 2**24
+TOKENS_PER_MICRO_BATCH = {"cuda": 16384, "cpu": 4096}
+TOKENS_PER_STEP = {"cuda": 65536, "cpu": 4096}
+STEPS = {"cuda": 300, "cpu": 60}
+
+
+@dataclass
+class StrategyConfig:
+    """How several devices share the work."""
+
+    name: str = "auto"  # auto: ddp with more than one device, else none | ddp: a copy of the model per device
+
+
+@dataclass
+class WandbConfig:
+    """What Weights & Biases is told about a run."""
+
+    project: str = "longctx"  # the project that the run appears in
+    entity: str | None = None  # team or user; null: your default
+    mode: str = "auto"  # auto: online with an API key, else offline | online | offline | disabled
+    group: str | None = None  # runs of one group are drawn together
+    tags: list[str] = field(default_factory=list)  # such as [baseline,h200]
+    notes: str | None = None  # a sentence about the run
+
+
+@dataclass
+class TrainConfig:
+    """One training run."""
+
+    seq_len: int = 4096  # tokens per row: the context that the model trains at
+    batch_size: int | None = None  # rows per device and micro-batch; null: 16,384 tokens on a GPU, 4,096 on a CPU
+    accumulate: int | None = None  # micro-batches per step; null: 65,536 tokens a step on a GPU, 4,096 on a CPU
+    max_steps: int | None = None  # optimizer steps; null: from max_tokens, else 300 on a GPU and 60 on a CPU
+    max_tokens: int | None = None  # stop after about so many tokens, padding included, instead of max_steps
+    lr: float = 1e-3  # peak learning rate of AdamW
+    min_lr: float = 0.1  # the cosine ends at this share of lr
+    warmup_steps: int | None = None  # linear warm-up; null: a tenth of the steps, at most 200
+    weight_decay: float = 0.1  # on matrices, embeddings among them; never on norms and biases
+    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's averages of the gradient and of its square
+    clip: float | None = 1.0  # largest global gradient norm; null: no clipping
+    seed: int = 1  # of the initial weights and of the order of the rows
+    device: str = "auto"  # auto: a GPU if there is one | cpu | cuda
+    devices: int = 1  # GPUs, or processes on a CPU
+    precision: str = "auto"  # auto: bf16 on a GPU, fp32 on a CPU | bf16: fp32 weights, autocast | fp32
+    compile: str = "auto"  # auto: on a GPU | true | false: torch.compile of each transformer block
+    deterministic: bool = False  # only algorithms that give the same bits in every run; slower
+    name: str | None = None  # of the run's folder; null: made of what differs from the defaults, and a counter
+    resume: str | None = None  # continue this run, for example runs/tiny-flash-4k-001
+    runs: str = "runs"  # the folder that runs are written to
+    val_every: int | None = None  # steps between validations; null: a fifth of the run. The first comes before step 1
+    val_rows: int | None = 8  # rows of a validation; null: all
+    checkpoint_every: int | None = None  # steps between checkpoints; null: a fifth of the run. One always comes at the end
+    keep_checkpoints: int = 2  # the newest so many stay on disk
+    log_every: int = 5  # steps between rows of metrics.jsonl
+    workers: int = 1  # processes that prepare batches, per device; 0: none
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    model: GPTConfig = field(default_factory=GPTConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+    def validate(self) -> None:
+        """Raise ValueError naming the first key whose value makes no sense; whatever needs a device or data is checked later."""
+        _in_range("seq_len", self.seq_len, 2, LONGEST_ROW)
+        for key in ("batch_size", "accumulate", "max_steps", "val_rows", "val_every", "checkpoint_every"):
+            if getattr(self, key) is not None:
+                _in_range(key, getattr(self, key), 1, 10**9)
+        if self.max_tokens is not None:
+            _in_range("max_tokens", self.max_tokens, 1, 10**15)
+            if self.max_steps is not None:
+                raise ValueError(f"max_steps={self.max_steps} and max_tokens={self.max_tokens} both end the run; give one")
+        if self.warmup_steps is not None:
+            _in_range("warmup_steps", self.warmup_steps, 0, 10**9)
+        for key, least, most in (("devices", 1, 4096), ("keep_checkpoints", 1, 10**6), ("log_every", 1, 10**9)):
+            _in_range(key, getattr(self, key), least, most)
+        _in_range("workers", self.workers, 0, 256)
+        _in_range("seed", self.seed, 0, 2**63 - 1)
+        _in_range("lr", self.lr, 0.0, 10.0)
+        _in_range("min_lr", self.min_lr, 0.0, 1.0)
+        _in_range("weight_decay", self.weight_decay, 0.0, 10.0)
+        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
+            raise ValueError(f"betas={list(self.betas)}: two numbers from 0 up to, not including, 1, such as [0.9,0.95]")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip={self.clip}: a norm above 0, or null for no clipping")
+        _one_of("device", self.device, ("auto", "cpu", "cuda"))
+        _one_of("precision", self.precision, ("auto", "bf16", "fp32"))
+        _one_of("compile", self.compile.lower(), ("auto", "true", "false"))
+        _one_of("strategy.name", self.strategy.name, ("auto", "ddp"))
+        _one_of("wandb.mode", self.wandb.mode, ("auto", "online", "offline", "disabled"))
+        if self.name is not None:
+            check_name(self.name)
+        if not self.runs.strip() or "\0" in self.runs:
+            raise ValueError(f"runs={self.runs!r}: the path of a folder")
+        self.model.validate()
+        self.data.validate()
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError unless `name` is safe as the name of one folder: letters, digits, . _ - and at most 100 of them."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        raise ValueError(
+            f"name={name!r}: up to 100 letters, digits, '.', '_' and '-', beginning with a letter or digit; it names a folder"
+        )
+
+
+def complete(config: TrainConfig, device: str) -> TrainConfig:
+    """The configuration with every null that depends on `device` ("cuda" or "cpu") filled in; pure."""
+    batch_size = config.batch_size or max(1, TOKENS_PER_MICRO_BATCH[device] // config.seq_len)
+    micro_batch = batch_size * config.seq_len * config.devices
+    accumulate = config.accumulate or max(1, TOKENS_PER_STEP[device] // micro_batch)
+    if config.max_tokens is not None:
+        steps = math.ceil(config.max_tokens / (micro_batch * accumulate))
+    else:
+        steps = config.max_steps or STEPS[device]
+    warmup = min(200, steps // 10) if config.warmup_steps is None else config.warmup_steps
+    return replace(
+        config,
+        batch_size=batch_size,
+        accumulate=accumulate,
+        max_steps=steps,
+        max_tokens=None,
+        warmup_steps=warmup,
+        val_every=config.val_every or max(1, math.ceil(steps / 5)),
+        checkpoint_every=config.checkpoint_every or max(1, math.ceil(steps / 5)),
+        precision={"cuda": "bf16", "cpu": "fp32"}[device] if config.precision == "auto" else config.precision,
+        compile=str(device == "cuda").lower() if config.compile.lower() == "auto" else config.compile.lower(),
+    )
+
+
+def _in_range(key: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:
+        raise ValueError(f"{key}={value}: a number from {least:,} to {most:,}")
+
+
+def _one_of(key: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{key}={value}: one of {', '.join(allowed)}")
