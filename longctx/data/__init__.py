@@ -1,0 +1,35 @@
+"""Documents in, rows of tokens out: corpora, tokenizer, packing, and the order in which rows are seen.
+
+Names are imported when first used, so that reading a DataConfig does not wait for torch or pyarrow.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from longctx.data.config import DataConfig as DataConfig
+    from longctx.data.corpora import Document as Document
+    from longctx.data.corpora import read_documents as read_documents
+    from longctx.data.dataset import Data as Data
+    from longctx.data.dataset import load as load
+    from longctx.data.sampler import SampleStream as SampleStream
+    from longctx.data.tokenizer import Tokenizer as Tokenizer
+
+_HOME = {
+    "DataConfig": "config",
+    "Document": "corpora",
+    "read_documents": "corpora",
+    "Data": "dataset",
+    "load": "dataset",
+    "SampleStream": "sampler",
+    "Tokenizer": "tokenizer",
+}
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,83 @@
+"""What a data set is made of: where its documents come from, how they become tokens, which of them validate.
+
+No import of torch, datasets or tokenizers here: the command line reads this file before it knows whether it will train.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SOURCES = ("embedded", "text", "hub")
+
+
+@dataclass
+class DataConfig:
+    """Everything that decides the documents and their tokens; the row length is given to `load`.
+
+    Only `source` needs a value: `text` also needs `path`, `hub` needs `path` (a data set's name, or a builder such as
+    `json` together with `files`).
+    """
+
+    source: str = "embedded"  # embedded | text | hub
+    path: Any = None  # text: file, folder, glob, or a list of them; hub: the data set's name
+    text_column: str = "text"  # field of .jsonl and .parquet files and of hub data sets
+    errors: str = "strict"  # bytes that are not UTF-8 in text files: strict | replace
+    name: str | None = None  # hub: configuration of the data set
+    split: str = "train"  # hub
+    files: Any = None  # hub: data_files, a path or a list of paths
+    revision: str | None = None  # hub: commit, tag or branch
+    documents: int | None = None  # read at most so many documents
+    tokenizer: str | None = (
+        None  # tokenizer.json or a Hugging Face folder; None trains a byte-level BPE on the documents
+    )
+    vocab_size: int = 16384  # of the BPE trained here
+    val_fraction: float = 0.02  # share of documents that validate; 0: none
+    cache: str | None = None  # None: $LONGCTX_CACHE, else $XDG_CACHE_HOME/longctx, else ~/.cache/longctx
+
+    def validate(self) -> None:
+        """Raise ValueError naming the first key that cannot be right, before anything is read."""
+        if self.source not in SOURCES:
+            raise ValueError(f"data.source={self.source}: not a source; use one of {', '.join(SOURCES)}")
+        if self.source != "embedded" and not self.paths():
+            what = "a file, folder or glob" if self.source == "text" else "a data set's name"
+            raise ValueError(f"data.path is not set: data={self.source} needs {what}, data.path=...")
+        if self.source == "hub" and len(self.paths()) != 1:
+            raise ValueError(f"data.path={self.path}: data=hub takes one data set's name")
+        if self.errors not in ("strict", "replace"):
+            raise ValueError(f"data.errors={self.errors}: use strict or replace")
+        if self.documents is not None and self.documents < 1:
+            raise ValueError(f"data.documents={self.documents}: use a number of documents from 1 up, or null for all")
+        if not 0 <= self.val_fraction < 1:
+            raise ValueError(f"data.val_fraction={self.val_fraction}: use a share from 0 (no validation) to below 1")
+        if self.tokenizer is None and self.vocab_size < 257:
+            raise ValueError(f"data.vocab_size={self.vocab_size}: a byte-level vocabulary has at least 257 tokens")
+
+    def paths(self) -> list[str]:
+        """`path` as a list of strings, whichever way it was written."""
+        return _strings(self.path, "data.path")
+
+    def data_files(self) -> list[str]:
+        """`files` as a list of strings, whichever way it was written."""
+        return _strings(self.files, "data.files")
+
+    def cache_folder(self) -> Path:
+        """Where everything built from documents is kept; not created here."""
+        if self.cache:
+            return Path(self.cache).expanduser()
+        if os.environ.get("LONGCTX_CACHE"):
+            return Path(os.environ["LONGCTX_CACHE"]).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "longctx"
+
+
+def _strings(value: Any, key: str) -> list[str]:
+    if value is None or value == "":
+        return []
+    if isinstance(value, str | os.PathLike):
+        return [os.fspath(value)]
+    if isinstance(value, Sequence) and all(isinstance(item, str | os.PathLike) for item in value):
+        return [os.fspath(item) for item in value]
+    raise ValueError(f"{key}={value}: use a path or a list of paths")

@@ -1,0 +1,135 @@
+"""From a DataConfig to rows: corpus, tokenizer, tokens, split and packing, each cached by a fingerprint of what it depends on.
+
+tokenizers/KEY    BPE trained on the corpus           key: the corpus' identity, vocabulary size
+documents/KEY     documents as tokens (Arrow)         key: the corpus' identity, tokenizer
+packings/KEY      which piece lies in which row       key: documents, val_fraction, seq_len
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from longctx.data.cache import cached, fingerprint
+from longctx.data.config import DataConfig
+from longctx.data.corpora import open_corpus
+from longctx.data.duplicates import validates
+from longctx.data.packing import Packing, pack
+from longctx.data.store import Store, build
+from longctx.data.tokenizer import Tokenizer, train
+
+if TYPE_CHECKING:
+    from longctx.data.rows import Rows
+
+_VERSION = 1  # of what is in the cache; raised when the same documents would become other tokens or rows
+_SAMPLE = 16 << 20  # characters that the BPE is trained on
+SPLITS = ("train", "val")
+
+
+class EncodedDocument(NamedTuple):
+    """A whole document, uncut: its tokens (tokens,) int64, the last one end-of-text, and its size in UTF-8 bytes."""
+
+    name: str
+    ids: np.ndarray
+    n_bytes: int
+
+
+class Data:
+    """A data set at one row length: `train` and `val` rows, the tokenizer, whole documents, and what there is in all."""
+
+    def __init__(self, config: DataConfig, seq_len: int):
+        if seq_len < 2:
+            raise ValueError(f"seq_len={seq_len}: a row holds at least 2 tokens")
+        self.config, self.seq_len = config, seq_len
+        self.tokenizer, self.store = _tokenize(config)
+        validating = _split(config, self.store)
+        self.split = {"train": np.flatnonzero(~validating), "val": np.flatnonzero(validating)}
+        self.fingerprint: str = fingerprint(
+            [_VERSION, self.store.content(), self.tokenizer.fingerprint, config.val_fraction]
+        )
+        self.packings = self._pack()
+
+    @property
+    def train(self) -> Rows:
+        return self._rows("train")
+
+    @property
+    def val(self) -> Rows:
+        return self._rows("val")
+
+    def documents(self, split: str = "val") -> Iterator[EncodedDocument]:
+        """Whole documents of `train` or `val`, uncut, in their fixed order."""
+        if split not in SPLITS:
+            raise ValueError(f"split={split}: use train or val")
+        for document in self.split[split].tolist():
+            ids = self.store.tokens(document).astype(np.int64)
+            yield EncodedDocument(self.store.name(document), ids, int(self.store.n_bytes[document]))
+
+    def summary(self) -> dict[str, Any]:
+        """Counts for a table or a log; `efficiency` is the share of row positions that are not padding."""
+        result: dict[str, Any] = {
+            "source": self.config.source,
+            "documents": len(self.store),
+            "documents_dropped": self.store.dropped,
+            "near_duplicates": len(self.store) - len(np.unique(self.store.groups)),
+            "bytes": int(self.store.n_bytes.sum()),
+            "tokens": int(self.store.lengths.sum()),
+            "vocab_size": self.tokenizer.vocab_size,
+            "seq_len": self.seq_len,
+        }
+        for split in SPLITS:
+            result[f"{split}_documents"] = len(self.split[split])
+            result[f"{split}_tokens"] = int(self.store.lengths[self.split[split]].sum())
+            result[f"{split}_rows"] = self.packings[split].rows
+            result[f"{split}_efficiency"] = round(self.packings[split].efficiency(self.seq_len), 6)
+        return result
+
+    def _rows(self, split: str) -> Rows:
+        from longctx.data.rows import Rows
+
+        return Rows(self.store, self.packings[split], self.seq_len, self.tokenizer.eos_id)
+
+    def _pack(self) -> dict[str, Packing]:
+        def write(folder: Path) -> None:
+            for split, documents in self.split.items():
+                pack(self.store.lengths[documents], self.seq_len, documents).save(folder / f"{split}.npz")
+
+        key = fingerprint([self.fingerprint, self.seq_len])
+        folder = cached(self.config.cache_folder() / "packings" / key, write)
+        return {split: Packing.load(folder / f"{split}.npz") for split in SPLITS}
+
+
+def load(config: DataConfig, seq_len: int) -> Data:
+    """Open a data set in rows of `seq_len` tokens, building what the cache lacks.
+
+    Raises ValueError or OSError with one line that names the key or file, whatever is wrong with the documents.
+    """
+    return Data(config, seq_len)
+
+
+def _tokenize(config: DataConfig) -> tuple[Tokenizer, Store]:
+    corpus = open_corpus(config)
+    identity = [_VERSION, config.source, corpus.identity]
+    cache = config.cache_folder()
+    if config.tokenizer is None:
+        folder = cached(
+            cache / "tokenizers" / fingerprint([identity, config.vocab_size]),
+            lambda folder: train(corpus.sample(_SAMPLE), config.vocab_size).save(folder / "tokenizer.json"),
+        )
+        tokenizer = Tokenizer.load(folder)
+    else:
+        tokenizer = Tokenizer.load(config.tokenizer)
+    folder = cached(
+        cache / "documents" / fingerprint([identity, tokenizer.fingerprint]),
+        lambda folder: build(folder, corpus, tokenizer),
+    )
+    return tokenizer, Store(folder)
+
+
+def _split(config: DataConfig, store: Store) -> np.ndarray:
+    keys = [hashlib.sha256(key.tobytes()).digest() for key in store.keys]
+    return validates(keys, store.groups, config.val_fraction)

@@ -1,0 +1,90 @@
+"""Near-duplicate documents, so that a copy of a training document never validates.
+
+MinHash (Broder 1997) over shingles of five words, banded so that documents that share most of them meet in a bucket, then
+joined if their signatures agree in at least `SIMILAR` of the places. Case, punctuation and white space at word edges count
+as little as they can at this price: words are compared lower case, split at white space.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+PLACES = 64  # of a signature
+_BAND = 4  # places per bucket key: documents alike by 0.8 share at least one of 16 keys with probability 0.9998
+_SHINGLE = 5  # words
+SIMILAR = 0.7  # share of equal places from which two documents are one group
+
+_ODD = np.random.Generator(np.random.PCG64(20)).integers(0, 2**64, PLACES, dtype=np.uint64) | np.uint64(1)
+_ADD = np.random.Generator(np.random.PCG64(21)).integers(0, 2**64, PLACES, dtype=np.uint64)
+
+
+def signature(text: str) -> np.ndarray:
+    """MinHash of a text, (PLACES,) uint32: two texts agree in about the share of shingles that they share."""
+    words = text.lower().encode("utf-8", "replace").split()
+    if not words:
+        return np.zeros(PLACES, np.uint32)
+    hashes = np.fromiter(map(zlib.crc32, words), np.uint64, len(words))
+    width = min(_SHINGLE, len(words))
+    shingles = np.zeros(len(words) - width + 1, np.uint64)
+    for at in range(width):
+        shingles *= np.uint64(0x100000001B3)
+        shingles += hashes[at : at + len(shingles)]
+    shingles ^= shingles >> np.uint64(29)
+    shingles *= np.uint64(0xBF58476D1CE4E5B9)
+    shingles ^= shingles >> np.uint64(32)
+    smallest = np.full(PLACES, 2**64 - 1, np.uint64)
+    for first in range(0, len(shingles), 4096):  # stays in the cache
+        block = shingles[first : first + 4096]
+        for place in range(PLACES):
+            smallest[place] = min(smallest[place], (block * _ODD[place] + _ADD[place]).min())
+    return (smallest >> np.uint64(32)).astype(np.uint32)
+
+
+def groups(signatures: np.ndarray) -> np.ndarray:
+    """Group near-duplicates: (documents, PLACES) uint32 -> (documents,) int64, the first document of each one's group."""
+    count = len(signatures)
+    parent = list(range(count))
+
+    def root(document: int) -> int:
+        while parent[document] != document:
+            parent[document] = parent[parent[document]]
+            document = parent[document]
+        return document
+
+    for band in range(0, PLACES, _BAND):
+        keys = np.zeros(count, np.uint64)
+        for place in range(band, band + _BAND):
+            keys = keys * np.uint64(0x9E3779B97F4A7C15) + signatures[:, place]
+        order = np.argsort(keys, kind="stable")
+        meet = np.flatnonzero(keys[order][1:] == keys[order][:-1])
+        one, other = order[meet], order[meet + 1]
+        alike = (signatures[one] == signatures[other]).mean(axis=1) >= SIMILAR
+        for a, b in zip(one[alike].tolist(), other[alike].tolist(), strict=True):
+            a, b = sorted((root(a), root(b)))
+            parent[b] = a
+    return np.array([root(document) for document in range(count)], dtype=np.int64)
+
+
+def validates(keys: Sequence[bytes], group: np.ndarray, fraction: float) -> np.ndarray:
+    """Which documents validate, (documents,) bool: those whose group's smallest key lies in the first `fraction` of all keys.
+
+    `keys` are hashes of the documents' contents, 8 bytes or more. Where none would validate, or all would, the group with the
+    smallest key alone does. Raises ValueError if there is only one group to split.
+    """
+    if fraction == 0 or not len(keys):
+        return np.zeros(len(keys), bool)
+    place = np.array([int.from_bytes(key[:8], "big") for key in keys], np.uint64)
+    smallest = np.full(len(keys), 2**64 - 1, np.uint64)
+    np.minimum.at(smallest, group, place)
+    chosen = smallest[group] < np.uint64(fraction * 2**63) * np.uint64(2)
+    if chosen.all() or not chosen.any():
+        chosen = smallest[group] == smallest[group].min()
+    if chosen.all():
+        raise ValueError(
+            f"data.val_fraction={fraction}: the documents cannot be split ({len(keys)}, all one or near-duplicates of it); "
+            "give more documents, or data.val_fraction=0 to train without validation"
+        )
+    return chosen

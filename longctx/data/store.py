@@ -1,0 +1,115 @@
+"""Tokenized documents in one Arrow file, a row per document (name, input_ids, n_bytes), read through the memory map.
+
+The file is what `datasets.Dataset.from_file` opens; it is written and read through pyarrow, which datasets is built on,
+because that starts in a tenth of the time. Beside it lie the near-duplicate groups and the content hashes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from longctx.data import duplicates
+from longctx.data.corpora import Corpus, Document
+from longctx.data.progress import Progress
+from longctx.data.tokenizer import Tokenizer
+
+_BATCH = 8 << 20  # characters tokenized and written together
+
+
+class Store:
+    """Documents of `folder`, (documents,) each: `lengths` tokens, `n_bytes`, `groups`, `keys`; opened again when unpickled."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        with pa.memory_map(str(folder / "documents.arrow")) as source:
+            self.table = pa.ipc.open_stream(source).read_all()
+        with np.load(folder / "documents.npz") as extra:
+            self.groups: np.ndarray = extra["groups"]
+            self.keys: np.ndarray = extra["keys"]  # (documents, 16) uint8
+            self.dropped = int(extra["dropped"])
+        chunks = self.table.column("input_ids").chunks
+        self._ids = [chunk.values.to_numpy(zero_copy_only=True) for chunk in chunks]
+        offsets = [chunk.offsets.to_numpy(zero_copy_only=True) for chunk in chunks]
+        self._first = (
+            np.concatenate([np.asarray(o[:-1], np.int64) for o in offsets]) if chunks else np.zeros(0, np.int64)
+        )
+        ends = np.concatenate([np.asarray(o[1:], np.int64) for o in offsets]) if chunks else np.zeros(0, np.int64)
+        self._chunk = np.repeat(np.arange(len(chunks)), [len(chunk) for chunk in chunks])
+        self.lengths = ends - self._first
+        self.n_bytes = self.table.column("n_bytes").to_numpy()
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __reduce__(self) -> tuple[type[Store], tuple[Path]]:
+        return Store, (self.folder,)
+
+    def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Tokens `start:stop` of a document, a read-only view into the file."""
+        length = int(self.lengths[document])
+        stop = length if stop is None else min(stop, length)
+        first = int(self._first[document])
+        return self._ids[self._chunk[document]][first + start : first + stop]
+
+    def name(self, document: int) -> str:
+        return str(self.table.column("name")[document])
+
+    def content(self) -> str:
+        """A hash of all documents' contents, in order."""
+        return hashlib.sha256(self.keys.tobytes()).hexdigest()[:32]
+
+
+def build(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> None:
+    """Tokenize every document into `folder`, with its near-duplicate group and a hash of its content.
+
+    Documents without a token to predict (empty ones) are left out and counted. Raises ValueError if none is left.
+    """
+    kind = pa.uint16() if tokenizer.vocab_size <= 1 << 16 else pa.int32()
+    schema = pa.schema({"name": pa.string(), "input_ids": pa.list_(kind), "n_bytes": pa.int64()})
+    keys: list[bytes] = []
+    signatures: list[np.ndarray] = []
+    dropped = 0
+    with (
+        Progress("tokenizing", corpus.total) as progress,
+        pa.OSFile(str(folder / "documents.arrow"), "wb") as sink,
+        pa.ipc.new_stream(sink, schema) as writer,
+    ):
+        for batch in _batches(corpus.documents()):
+            kept = [document for document in batch if document.text]
+            dropped += len(batch) - len(kept)
+            sizes = [len(document.text.encode()) for document in kept]
+            ids = tokenizer.encode_documents([document.text for document in kept])
+            for document in kept:
+                keys.append(hashlib.sha256(document.text.encode()).digest()[:16])
+                signatures.append(duplicates.signature(document.text))
+            offsets = np.cumsum([0, *(len(tokens) for tokens in ids)]).astype(np.int32)
+            values = pa.array(np.concatenate([np.zeros(0, np.int32), *ids]), kind)
+            columns = [[document.name for document in kept], pa.ListArray.from_arrays(offsets, values), sizes]
+            writer.write_batch(pa.record_batch(columns, schema=schema))
+            progress.advance(len(batch), int(offsets[-1]))
+    if not keys:
+        raise ValueError(f"no document has 2 tokens or more ({dropped} are empty): there is nothing to predict")
+    np.savez(
+        folder / "documents.npz",
+        groups=duplicates.groups(np.stack(signatures)),
+        keys=np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16),
+        dropped=dropped,
+    )
+
+
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document.text) + 64
+        if characters >= _BATCH:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

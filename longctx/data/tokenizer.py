@@ -1,0 +1,164 @@
+"""Text to token ids and back: a byte-level BPE trained here, or any tokenizer that a tokenizer.json describes.
+
+Around Hugging Face `tokenizers`; adds what training needs and tokenizer.json does not say: which token ends a document.
+Text never turns into special tokens: a document that quotes `<|endoftext|>` does not end there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+EOS = "<|endoftext|>"
+_KNOWN_EOS = (EOS, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|eot_id|>")
+_SEGMENT = 1 << 20  # characters; longer texts are tokenized in parts, which bounds memory and uses every core
+_BOUNDARY = re.compile(r"[A-Za-z]\n+(?=[^\s])")
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` with its end-of-text token. Ids are 0 .. vocab_size - 1."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, eos: str):
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.encode_special_tokens = True
+        eos_id = tokenizer.token_to_id(eos)
+        if eos_id is None:
+            raise ValueError(f"the tokenizer has no token '{eos}' to end a document with")
+        self._tokenizer = tokenizer
+        self.eos: str = eos
+        self.eos_id: int = eos_id
+        self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.bos_id: int | None = self._find_bos()
+        self.fingerprint: str = hashlib.sha256(f"{tokenizer.to_str()} {eos}".encode()).hexdigest()[:32]
+        self._can_split = self.encode("a b\nc\n\nd") == [
+            *self.encode("a b"),
+            *self.encode("\nc"),
+            *self.encode("\n\nd"),
+        ]
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text` alone, without special tokens."""
+        return [token for part in self._encode_parts(self._segments(text)) for token in part]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of token ids, special tokens included."""
+        return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
+
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of whole documents, each (tokens,) int32: begin-of-text if this tokenizer has it, text, end-of-text."""
+        parts: list[str] = []
+        ends = []
+        for text in texts:
+            parts += self._segments(text)
+            ends.append(len(parts))
+        encoded = self._encode_parts(parts)
+        head = [] if self.bos_id is None else [self.bos_id]
+        documents, first = [], 0
+        for end in ends:
+            documents.append(
+                np.concatenate([np.asarray(x, np.int32) for x in (head, *encoded[first:end], [self.eos_id])])
+            )
+            first = end
+        return documents
+
+    def save(self, path: str | Path) -> None:
+        """Write `path` (tokenizer.json) and, beside it, tokenizer_config.json that names the end-of-text token."""
+        path = Path(path)
+        self._tokenizer.save(str(path))
+        settings: dict[str, str | None] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos}
+        if self.bos_id is not None:
+            settings["bos_token"] = self._tokenizer.id_to_token(self.bos_id)
+        (path.parent / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """Read a tokenizer.json, or a folder that has one (a run, a Hugging Face model).
+
+        Raises FileNotFoundError or ValueError with one line if there is none, it is broken, or no token ends a text.
+        """
+        place = Path(path).expanduser()
+        file = place / "tokenizer.json" if place.is_dir() else place
+        if not file.is_file():
+            raise FileNotFoundError(f"tokenizer={path}: no tokenizer.json here")
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"tokenizer={path}: {file.name} does not describe a tokenizer ({error})") from error
+        return cls(tokenizer, _find_eos(tokenizer, file))
+
+    def _find_bos(self) -> int | None:
+        plain = self._tokenizer.encode("a", add_special_tokens=False).ids
+        full = self._tokenizer.encode("a", add_special_tokens=True).ids
+        return full[0] if full != plain and full[1 : 1 + len(plain)] == plain else None
+
+    def _encode_parts(self, parts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(parts), add_special_tokens=False)]
+
+    def _segments(self, text: str) -> list[str]:
+        if len(text) <= _SEGMENT or not self._can_split:
+            return [text]
+        return list(split(text, _SEGMENT))
+
+
+def split(text: str, size: int) -> Iterator[str]:
+    """Split `text` into parts of at least `size` characters without changing its tokens.
+
+    Cuts lie between a letter and a line break, where byte-level pre-tokenizers never join.
+    """
+    first = 0
+    while len(text) - first > size and (boundary := _BOUNDARY.search(text, first + size)):
+        yield text[first : boundary.start() + 1]
+        first = boundary.start() + 1
+    yield text[first:]
+
+
+def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE (GPT-2's pre-tokenizer) of at most `vocab_size` tokens, end-of-text included."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOS],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return Tokenizer(tokenizer, EOS)
+
+
+def _find_eos(tokenizer: tokenizers.Tokenizer, file: Path) -> str:
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = _read_json(file.parent / name).get("eos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str) and tokenizer.token_to_id(token) is not None:
+            return token
+    for name in ("config.json", "generation_config.json"):
+        number = _read_json(file.parent / name).get("eos_token_id")
+        number = number[0] if isinstance(number, list) and number else number
+        if isinstance(number, int) and (text := tokenizer.id_to_token(number)) is not None:
+            return text
+    for token in _KNOWN_EOS:
+        if tokenizer.token_to_id(token) is not None:
+            return token
+    raise ValueError(
+        f'{file}: no token that ends a text is known; put a tokenizer_config.json with "eos_token" beside it'
+    )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file}: cannot be read as JSON ({error})") from error
+    return content if isinstance(content, dict) else {}
