@@ -1,4 +1,4 @@
-"""The shape of a GPT, what it costs, and how it runs. Free of torch, so that the command line answers at once."""
+"""The shape of a GPT and what it costs. Free of torch, so that the command line answers at once."""
 
 from __future__ import annotations
 
@@ -7,28 +7,23 @@ from dataclasses import dataclass
 
 @dataclass
 class GPTConfig:
-    """Sizes of a GPT in Llama's architecture; the defaults are the `tiny` preset.
+    """Sizes of a GPT in Llama's architecture, and what is kept of it while it trains; the defaults are the `tiny` preset."""
 
-    `vocab_size` None: the training script takes it from the tokenizer. `head_dim` None: channels / heads. `ffn` is the inner
-    width of SwiGLU. `recompute` keeps only each block's input and computes the rest again in backward. `loss_chunk` is the number
-    of tokens whose logits exist at one time while the loss is computed.
-    """
-
-    vocab_size: int | None = None
-    layers: int = 4
-    channels: int = 128
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int | None = None
-    ffn: int = 384
-    rope_theta: float = 500000.0
-    norm_eps: float = 1e-5
-    tied: bool = True
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    init_std: float = 0.02
-    recompute: bool = False
-    loss_chunk: int = 1024
+    vocab_size: int | None = None  # words; null: the tokenizer's, rounded up to a multiple of 64
+    layers: int = 4  # transformer blocks
+    channels: int = 128  # width of the residual stream
+    heads: int = 4  # query heads
+    kv_heads: int = 2  # key-value heads, each shared by heads / kv_heads query heads
+    head_dim: int | None = None  # channels of a head; null: channels / heads
+    ffn: int = 384  # inner width of SwiGLU
+    rope_theta: float = 500000.0  # base of the rotary frequencies
+    norm_eps: float = 1e-5  # added to the mean square in RMSNorm
+    tied: bool = True  # the output head is the embedding
+    qkv_bias: bool = False  # biases in the q, k and v projections, as in Qwen2
+    qk_norm: bool = False  # RMSNorm on every head of q and k, as in Qwen3
+    init_std: float = 0.02  # of the normal distribution that weights are drawn from
+    recompute: bool = False  # keep only each block's input, compute the rest again in backward: less memory, a third slower
+    loss_chunk: int = 1024  # tokens whose logits exist at one time in the loss
 
     @property
     def head_size(self) -> int:

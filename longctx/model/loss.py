@@ -85,7 +85,7 @@ class _Chunks:
             if self.dh is None and self.dw is None:
                 continue
             dz = torch.exp(logp, out=torch.empty_like(logp, dtype=self.dtype))
-            dz.scatter_(1, t, torch.expm1(-loss).to(self.dtype))  # p[t] - 1, without cancellation where p[t] is near 1
+            dz.scatter_(1, t, torch.expm1(-loss).to(self.dtype))  # p[t] - 1; a 16-bit p[t] near 1 is 1
             if self.dh is not None:
                 self.dh[rows] = (dz @ self.weight).masked_fill(ignored, 0)
             if self.dw is not None:
@@ -102,6 +102,6 @@ class _Chunks:
         if h.is_cuda and self.dtype != self.accumulate:
             torch.addmm(self.dw, dz.t(), h, out_dtype=self.accumulate, out=self.dw)
         elif self.dtype == self.accumulate:
-            self.dw.addmm_(dz.t(), h)
+            torch.addmm(self.dw, dz.t(), h, out=self.dw)
         else:
             self.dw += dz.t() @ h

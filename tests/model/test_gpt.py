@@ -1,0 +1,238 @@
+"""The model as a whole: causality, packed documents, backends that agree, weights that survive a round trip, recomputation."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from longctx.attention import Mask
+from longctx.attention.config import AttentionConfig
+from longctx.model import GPT, GPTConfig
+
+CONFIG = GPTConfig(vocab_size=67, layers=2, channels=32, heads=4, kv_heads=2, ffn=48, init_std=0.2, loss_chunk=7)
+V = 67
+
+
+def make(config: GPTConfig = CONFIG, attention: str = "naive", seed: int = 0) -> GPT:
+    torch.manual_seed(seed)
+    return GPT(config, attention)
+
+
+def tokens(B: int, T: int, seed: int = 1) -> Tensor:
+    return torch.randint(V, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+def doc_ids(*lengths: int) -> Tensor:
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+
+
+@pytest.mark.parametrize("attention", ["naive", "flash"])
+@pytest.mark.parametrize("t", [1, 17, 36])
+def test_the_future_changes_nothing(attention: str, t: int) -> None:
+    model = make(attention=attention).eval()
+    x = tokens(2, 37)
+    changed = x.clone()
+    changed[:, t:] = (changed[:, t:] + 1) % V
+    before, after = model(x), model(changed)
+    assert torch.equal(before[:, :t], after[:, :t])
+    assert not torch.equal(before[:, t:], after[:, t:])
+
+
+@pytest.mark.parametrize("attention", ["naive", "flash"])
+def test_documents_of_a_row_do_not_see_each_other(attention: str) -> None:
+    model, ids = make(attention=attention), doc_ids(11, 1, 13, 6)
+    x = tokens(1, 31)
+    before = model(x, mask=Mask.documents(ids))
+    for document in range(4):
+        changed = torch.where(ids == document, (x + 1) % V, x)
+        after = model(changed, mask=Mask.documents(ids))
+        assert torch.equal(before[ids != document], after[ids != document])
+        assert not torch.equal(before[ids == document], after[ids == document])
+
+
+@pytest.mark.parametrize("attention", ["naive", "flash"])
+def test_a_packed_document_has_the_losses_of_the_document_alone(attention: str) -> None:
+    model, ids = make(attention=attention), doc_ids(11, 1, 13, 6)
+    x, y = tokens(1, 31), tokens(1, 31, seed=2)
+    packed = model(x, y, Mask.documents(ids), reduction="none")
+    for document in range(4):
+        row = (ids == document)[0]
+        alone = model(x[:, row], y[:, row], reduction="none")
+        torch.testing.assert_close(packed[:, row], alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mask", [Mask.causal(), Mask.causal(window=5), Mask.documents(doc_ids(20, 17, 2).expand(2, -1))])
+@pytest.mark.parametrize("changes", [{}, {"qkv_bias": True, "qk_norm": True, "tied": False}, {"head_dim": 20}])
+def test_naive_and_flash_agree(mask: Mask, changes: dict) -> None:
+    naive, flash = (make(replace(CONFIG, **changes), name) for name in ("naive", "flash"))
+    x, y = tokens(2, 39), tokens(2, 39, seed=2)
+    losses = [model(x, y, mask) for model in (naive, flash)]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
+    for loss in losses:
+        loss.backward()
+    for (name, p), q in zip(naive.named_parameters(), flash.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_reductions_belong_together() -> None:
+    model, x, y = make(), tokens(2, 19), tokens(2, 19, seed=2)
+    y[0, 5:] = -100
+    each = model(x, y, reduction="none")
+    assert each.shape == (2, 19) and each.dtype == torch.float32 and (each[0, 5:] == 0).all()
+    torch.testing.assert_close(model(x, y, reduction="sum"), each.sum())
+    torch.testing.assert_close(model(x, y), each.sum() / (5 + 19))
+    torch.testing.assert_close(each, -model(x).log_softmax(-1).gather(2, y.clamp(min=0)[..., None])[..., 0] * (y != -100))
+
+
+@pytest.mark.parametrize("mask", [Mask.causal(), Mask.documents(doc_ids(20, 3).expand(2, -1))])
+def test_recomputation_changes_no_bit(mask: Mask) -> None:
+    x = tokens(2, 23)
+    gradients = []
+    for recompute in (False, True):
+        model = make(replace(CONFIG, recompute=recompute))
+        model(x, x, mask).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_survive_safetensors(tmp_path: Path, tied: bool) -> None:
+    config = replace(CONFIG, tied=tied, qkv_bias=True, qk_norm=True)
+    model, other = make(config), make(config, seed=5)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    other.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert torch.equal(model(tokens(1, 9)), other(tokens(1, 9)))
+
+
+def test_tied_weights_stay_tied_after_loading() -> None:
+    model = make()
+    model.load_state_dict(make(seed=3).state_dict(), assign=True)
+    assert model.unembedding is model.embed.weight
+    assert sum(p.shape == (V, CONFIG.channels) for p in model.parameters()) == 1
+    assert make(replace(CONFIG, tied=False)).unembedding.data_ptr() != make().embed.weight.data_ptr()
+
+
+def test_initial_weights_have_their_spread_and_depend_on_the_seed_alone() -> None:
+    config = replace(CONFIG, channels=128, ffn=256, layers=8, init_std=0.02, qkv_bias=True)
+    model = make(config)
+    for name, p in model.named_parameters():
+        if name.endswith("norm.weight"):
+            assert (p == 1).all()
+        elif name.endswith("bias"):
+            assert (p == 0).all()
+        else:
+            expected = 0.02 / 4 if name.endswith(("attention.out.weight", "mlp.down.weight")) else 0.02
+            assert p.std().item() == pytest.approx(expected, rel=0.05), name
+    again, other = make(config), make(config, seed=1)
+    assert torch.equal(model.blocks[3].mlp.down.weight, again.blocks[3].mlp.down.weight)
+    assert not torch.equal(model.blocks[3].mlp.down.weight, other.blocks[3].mlp.down.weight)
+
+
+def test_it_learns_to_repeat_one_row() -> None:
+    model, x = make(attention="flash"), tokens(1, 24)
+    y = x.roll(-1, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = model(x, y)
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.2
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_16_bits_stay_near_fp32(qk_norm: bool) -> None:
+    config = replace(CONFIG, qk_norm=qk_norm, qkv_bias=True)
+    x = tokens(2, 33)
+    expected = make(config)(x, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        model = make(config)
+        loss = model(x, x)
+    loss.backward()
+    assert loss.dtype == torch.float32 and all(p.grad.dtype == torch.float32 for p in model.parameters())
+    small = make(config).bfloat16()
+    small_loss = small(x, x)
+    small_loss.backward()
+    assert small_loss.dtype == torch.float32 and all(p.grad.dtype == torch.bfloat16 for p in small.parameters())
+    torch.testing.assert_close(loss, expected, rtol=0.02, atol=0)
+    torch.testing.assert_close(small_loss, expected, rtol=0.02, atol=0)
+
+
+def test_attention_options_reach_the_backend() -> None:
+    with pytest.raises(ValueError, match="attention.options.colour=blue is not an option of naive"):
+        GPT(CONFIG, AttentionConfig("naive", {"colour": "blue"}))(tokens(1, 4))
+
+
+@pytest.mark.parametrize("shapes", [((4,), None), ((2, 4), (2, 5)), ((2, 4), (4, 2))])
+def test_shapes_that_do_not_fit_are_refused(shapes: tuple) -> None:
+    x, y = (None if s is None else torch.zeros(s, dtype=torch.int64) for s in shapes)
+    with pytest.raises(ValueError, match=r"tokens and targets must both be \(B, T\)"):
+        make()(x, y)
+
+
+def test_one_token_is_a_row() -> None:
+    assert make()(tokens(1, 1)).shape == (1, 1, V)
+
+
+@pytest.mark.parametrize("attention", ["naive", "flash"])
+@pytest.mark.parametrize("mask", [Mask.causal(), Mask.documents(doc_ids(20, 3).expand(2, -1))])
+def test_a_block_is_one_graph(attention: str, mask: Mask) -> None:
+    model, x = make(attention=attention), tokens(2, 23)
+    expected = model(x, x, mask)
+    torch.compiler.reset()
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    loss = model(x, x, mask)
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_all_blocks_and_batches_share_one_graph() -> None:
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    model = make(replace(CONFIG, layers=4))
+    torch.compiler.reset()
+    for block in model.blocks:
+        block.compile(backend=count, fullgraph=True)
+    for seed in range(3):
+        ids = doc_ids(3 + seed, 20 - seed).expand(2, -1)
+        model(tokens(2, 23, seed), tokens(2, 23, seed), Mask.documents(ids)).backward()
+    assert len(graphs) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_blocks_on_a_gpu(recompute: bool) -> None:
+    config = replace(CONFIG, recompute=recompute, channels=64, heads=4)
+    model = make(config, "flash").cuda()
+    x = tokens(2, 200).cuda()
+    mask = Mask.documents(doc_ids(120, 80).expand(2, -1))
+    with torch.autocast("cuda", torch.bfloat16):
+        expected = model(x, x, mask)
+        model.compile_blocks()
+        loss = model(x, x, mask)
+    torch.testing.assert_close(loss, expected, rtol=0.01, atol=0)
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.gpu
+def test_forward_and_backward_do_not_wait_for_the_gpu() -> None:
+    model = make(replace(CONFIG, channels=64, heads=4), "flash").cuda().bfloat16()
+    x = tokens(2, 200).cuda()
+    mask = Mask.documents(doc_ids(120, 80).expand(2, -1)).to("cuda")
+    model(x, x, mask).backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(x, x, mask).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

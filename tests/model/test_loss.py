@@ -1,0 +1,187 @@
+"""The chunked loss is cross-entropy: same value, same gradients, at every chunk size, and never the logits of a whole row."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from longctx.model.loss import linear_cross_entropy
+
+N, C, V = 23, 12, 41
+
+
+def inputs(dtype: torch.dtype, ignored: float = 0.3, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(N, C, generator=generator, dtype=torch.float64)
+    weight = torch.randn(V, C, generator=generator, dtype=torch.float64)
+    targets = torch.randint(V, (N,), generator=generator)
+    targets[torch.rand(N, generator=generator) < ignored] = -100
+    leaves = [x.to(device, dtype).requires_grad_() for x in (hidden, weight)]
+    return leaves[0], leaves[1], targets.to(device)
+
+
+def reference(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    return F.cross_entropy((hidden @ weight.t()).flatten(0, -2), targets.flatten(), reduction=reduction)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("chunk", [1, 2, 7, N - 1, N, N + 1, 1000])
+def test_loss_and_gradients_are_exact(chunk: int, reduction: str) -> None:
+    hidden, weight, targets = inputs(torch.float64)
+    loss = linear_cross_entropy(hidden, weight, targets, chunk, reduction)
+    expected = reference(hidden, weight, targets, reduction)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    upstream = torch.tensor(-2.75, dtype=torch.float64)
+    got = torch.autograd.grad(loss, (hidden, weight), upstream)
+    want = torch.autograd.grad(expected, (hidden, weight), upstream)
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 100])
+def test_none_gives_a_loss_per_token_without_gradient(chunk: int) -> None:
+    hidden, weight, targets = inputs(torch.float64)
+    losses = linear_cross_entropy(hidden[None], weight, targets[None], chunk, "none")
+    assert losses.shape == (1, N) and not losses.requires_grad
+    torch.testing.assert_close(losses[0], reference(hidden, weight, targets, "none").detach(), rtol=1e-12, atol=0)
+    assert (losses[0][targets == -100] == 0).all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_nothing_scored_gives_zero_and_zero_gradients(reduction: str) -> None:
+    hidden, weight, targets = inputs(torch.float32, ignored=2.0)
+    loss = linear_cross_entropy(hidden, weight, targets, 7, reduction)
+    loss.backward()
+    assert loss.item() == 0
+    assert (hidden.grad == 0).all() and (weight.grad == 0).all()
+
+
+def test_an_ignored_token_leaves_no_trace_even_if_it_is_not_finite() -> None:
+    hidden, weight, targets = inputs(torch.float32)
+    targets[3] = -100
+    clean = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets, 4), (hidden, weight))
+    spoilt = hidden.detach().clone()
+    spoilt[3] = float("nan")
+    spoilt.requires_grad_()
+    loss = linear_cross_entropy(spoilt, weight, targets, 4)
+    assert torch.equal(clean[1], torch.autograd.grad(loss, weight)[0])
+
+
+def test_no_grad_gives_the_same_number() -> None:
+    hidden, weight, targets = inputs(torch.float32)
+    with torch.no_grad():
+        without = linear_cross_entropy(hidden, weight, targets, 6)
+    assert not without.requires_grad
+    assert torch.equal(without, linear_cross_entropy(hidden, weight, targets, 6).detach())
+
+
+def test_only_the_gradients_asked_for() -> None:
+    hidden, weight, targets = inputs(torch.float64)
+    for frozen, free in ((hidden, weight), (weight, hidden)):
+        want = torch.autograd.grad(reference(hidden, weight, targets, "mean"), free)[0]
+        frozen.requires_grad_(False)
+        got = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets, 5), free)[0]
+        frozen.requires_grad_()
+        torch.testing.assert_close(got, want)
+
+
+def test_confident_tokens_keep_their_gradient_in_bf16() -> None:
+    """p[t] = 1 - 1e-4 is 1 in bf16; its gradient p[t] - 1 is not 0."""
+    weight = torch.tensor([[1.0], [0.0]], dtype=torch.bfloat16)
+    hidden = torch.tensor([[9.1875]], dtype=torch.bfloat16, requires_grad=True)
+    linear_cross_entropy(hidden, weight, torch.tensor([0]), 1).backward()
+    exact = hidden.detach().double().requires_grad_()
+    reference(exact, weight.double(), torch.tensor([0]), "mean").backward()
+    assert exact.grad.item() < -1e-5
+    assert hidden.grad.item() == pytest.approx(exact.grad.item(), rel=1e-2)
+
+
+def test_far_from_zero_logits_do_not_overflow() -> None:
+    hidden, weight, targets = inputs(torch.float32)
+    loss = linear_cross_entropy(hidden * 1e4, weight, targets, 5)
+    loss.backward()
+    torch.testing.assert_close(loss, reference(hidden * 1e4, weight, targets, "mean"))
+    assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
+
+
+def test_gradients_are_taken_once() -> None:
+    hidden, weight, targets = inputs(torch.float32)
+    loss = linear_cross_entropy(hidden, weight, targets, 5)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="already taken"):
+        loss.backward()
+
+
+def test_unknown_reduction_is_refused() -> None:
+    hidden, weight, targets = inputs(torch.float32)
+    with pytest.raises(ValueError, match="reduction='average' must be 'mean', 'sum' or 'none'"):
+        linear_cross_entropy(hidden, weight, targets, 5, "average")
+
+
+def sixteen_bit_errors(device: str, autocast: bool, chunk: int) -> tuple[Tensor, ...]:
+    """Errors, against fp64 on the same inputs rounded to bf16, of loss, dh and dW; each relative to the largest entry."""
+    hidden, weight, targets = inputs(torch.bfloat16, device=device)
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    leaves = [x.detach().float().requires_grad_() for x in exact] if autocast else [hidden, weight]
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        loss = linear_cross_entropy(*leaves, targets, chunk)
+    loss.backward()
+    expected = reference(*exact, targets, "mean")
+    expected.backward()
+    assert loss.dtype == torch.float32
+    assert [x.grad.dtype for x in leaves] == [x.dtype for x in leaves]
+    pairs = [(loss, expected), *((x.grad, y.grad) for x, y in zip(leaves, exact, strict=True))]
+    return tuple(((x.double() - y).abs().max() / y.abs().max()).detach() for x, y in pairs)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("chunk", [3, 100])
+def test_bf16_on_a_cpu(autocast: bool, chunk: int) -> None:
+    loss, dh, dw = sixteen_bit_errors("cpu", autocast, chunk)
+    assert loss < 1e-2 and dh < 2e-2 and dw < 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_bf16_on_a_gpu_has_fp32_logits(autocast: bool, chunk: int) -> None:
+    loss, dh, dw = sixteen_bit_errors("cuda", autocast, chunk)
+    assert loss < 1e-5 and dh < 2e-2 and dw < 2e-2
+
+
+@pytest.mark.gpu
+def test_the_loss_does_not_wait_for_the_gpu() -> None:
+    hidden, weight, targets = inputs(torch.bfloat16, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        linear_cross_entropy(hidden, weight, targets, 5).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the largest tensor that any operation returned."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_leaves(out) if isinstance(x, Tensor)]
+        self.numel = max([self.numel, *sizes])
+        return out
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_logits_of_one_chunk_at_most(reduction: str) -> None:
+    n, chunk, v = 512, 16, 301
+    hidden, weight = torch.randn(n, 4, requires_grad=True), torch.randn(v, 4, requires_grad=True)
+    targets = torch.randint(v, (n,))
+    with LargestTensor() as seen, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss = linear_cross_entropy(hidden, weight, targets, chunk, reduction)
+        if reduction != "none":
+            loss.backward()
+    assert seen.numel == chunk * v
