@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class GPTConfig:
-    """Sizes of a GPT in Llama's architecture, and what is kept of it while it trains; the defaults are the `tiny` preset."""
+    """Sizes of a GPT in Llama's architecture, and how it saves memory; the defaults are the `tiny` preset."""
 
     vocab_size: int | None = None  # words; null: the tokenizer's, rounded up to a multiple of 64
     layers: int = 4  # transformer blocks
@@ -22,7 +22,7 @@ class GPTConfig:
     qkv_bias: bool = False  # biases in the q, k and v projections, as in Qwen2
     qk_norm: bool = False  # RMSNorm on every head of q and k, as in Qwen3
     init_std: float = 0.02  # of the normal distribution that weights are drawn from
-    recompute: bool = False  # keep only each block's input, compute the rest again in backward: less memory, a third slower
+    recompute: bool = False  # keep only each block's input and compute the rest again in backward
     loss_chunk: int = 1024  # tokens whose logits exist at one time in the loss
 
     @property
@@ -43,7 +43,8 @@ class GPTConfig:
         if self.heads % self.kv_heads:
             divisors = ", ".join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)
             raise ValueError(
-                f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv_heads}; kv_heads can be {divisors}"
+                f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv_heads}; "
+                f"kv_heads can be {divisors}"
             )
         if self.head_dim is None and self.channels % self.heads:
             raise ValueError(
@@ -52,7 +53,9 @@ class GPTConfig:
             )
         if self.head_size < 2 or self.head_size % 2:
             key = "model.head_dim" if self.head_dim is not None else "model.channels / model.heads"
-            raise ValueError(f"{key}={self.head_size} must be an even number of at least 2: rotary embedding turns pairs")
+            raise ValueError(
+                f"{key}={self.head_size} must be an even number of at least 2: rotary embedding turns pairs"
+            )
 
     def matmul_parameters(self) -> int:
         """Weights that every token is multiplied with: all linear layers and the output head, also where it is tied."""
@@ -67,10 +70,11 @@ class GPTConfig:
         return V * C * (1 if self.tied else 2) + self.layers * block + C
 
     def flops_per_token(self, pairs_per_token: float) -> float:
-        """FLOPs of forward and backward for one token that sees `pairs_per_token` keys on average (forward alone: a third).
+        """FLOPs of forward and backward for one token that sees `pairs_per_token` keys on average (forward alone: a
+        third).
 
-        6 per matmul weight (PaLM, arXiv 2204.02311, appendix B) and 12 per visible pair, head and channel: pairs that a mask hides
-        are not work, nor is recomputation.
+        6 per matmul weight (PaLM, arXiv 2204.02311, appendix B) and 12 per visible pair, head and channel: pairs that a
+        mask hides are not work, nor is recomputation.
         """
         return 6 * self.matmul_parameters() + 12 * pairs_per_token * self.heads * self.head_size * self.layers
 

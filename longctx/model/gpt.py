@@ -1,4 +1,4 @@
-"""A GPT in Llama's architecture: embedding, blocks, norm, output head or loss. Nothing in forward waits for the device."""
+"""A GPT in Llama's architecture: embedding, blocks, norm, head or loss. Nothing in forward waits for the device."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw all weights anew: normal(0, init_std), projections into the residual stream smaller by sqrt(2 · layers) (GPT-2)."""
+        """Draw all weights anew: normal(0, init_std); into the residual stream smaller by sqrt(2 · layers), as in GPT-2."""
         std = self.config.init_std
         for name, module in self.named_modules():
             if isinstance(module, RMSNorm):
@@ -55,7 +55,8 @@ class GPT(nn.Module):
     def compile_blocks(self) -> None:
         """Compile every block in place with torch.compile; parameter names stay as they are.
 
-        All blocks share one compiled graph. A backend that torch.compile cannot trace splits it in two around attention.
+        All blocks share one compiled graph. A backend that torch.compile cannot trace splits it in two around
+        attention.
         """
         for block in self.blocks:
             block.compile()
@@ -65,8 +66,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """tokens (B, T) int64 → logits (B, T, V), or with targets (B, T), where -100 is not scored, their loss in fp32.
 
-        `mask` defaults to `Mask.causal()`. `reduction` is "mean" over the scored tokens, "sum", or "none": losses (B, T), 0 where
-        not scored, without gradient. Raises ValueError where tokens, targets or mask do not fit together.
+        `mask` defaults to `Mask.causal()`. `reduction` is "mean" over the scored tokens, "sum", or "none": losses (B,
+        T), 0 where not scored, without gradient. Raises ValueError where tokens, targets or mask do not fit together.
         """
         if tokens.ndim != 2 or (targets is not None and targets.shape != tokens.shape):
             shapes = tuple(tokens.shape), None if targets is None else tuple(targets.shape)

@@ -1,7 +1,9 @@
-"""One transformer block: RMSNorm, grouped-query self-attention, RMSNorm, SwiGLU, each half added to the residual stream.
+"""One transformer block: RMSNorm, grouped-query self-attention, RMSNorm, SwiGLU, each half added to the residual
+stream.
 
-Shapes: B rows, T tokens, C channels, H query heads, Hkv key-value heads, D channels per head. q, k, v come from one projection
-and gate and up from another; their rows are [q; k; v] and [gate; up], so that they split into the tensors of a Llama checkpoint.
+Shapes: B rows, T tokens, C channels, H query heads, Hkv key-value heads, D channels per head. q, k, v come from one
+projection and gate and up from another; their rows are [q; k; v] and [gate; up], so that they split into the tensors of
+a Llama checkpoint.
 """
 
 from __future__ import annotations

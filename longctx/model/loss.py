@@ -1,9 +1,9 @@
-"""Cross-entropy of a linear output head, without the logits of a whole row: only those of one chunk of tokens exist at a time.
+"""Cross-entropy of a linear output head in chunks of tokens: the logits of a whole row never exist at once.
 
-For token n with hidden state h and target t:  z = W h,  p = softmax(z),  loss = -log p[t],  dz = p - onehot(t),
-dh = Wᵀ dz,  dW = Σ dz hᵀ.  All of it needs z, so the gradients are computed in forward, while a chunk's z is there, and z is never
-computed twice (as in Liger Kernel, arXiv 2410.10989). Backward only multiplies them with the incoming gradient, a scalar.
-dW is accumulated in fp32 over the chunks; matmuls run in the dtype of the inputs, or in autocast's.
+For a token with hidden state h and target t:  z = W h,  p = softmax(z),  loss = -log p[t],  dz = p - onehot(t),
+dh = Wᵀ dz,  dW = Σ dz hᵀ.  All of it needs z, so the gradients are computed in forward, while a chunk's z is there, and
+z is never computed twice (as in Liger Kernel, arXiv 2410.10989). Backward only multiplies them with the incoming
+gradient, a scalar. dW is accumulated in fp32 over the chunks; matmuls run in the dtype of the inputs, or in autocast's.
 
 Shapes: N tokens, C channels, V words.
 """
@@ -19,12 +19,14 @@ from torch.autograd.function import once_differentiable
 IGNORED = -100
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, reduction: str = "mean") -> Tensor:
-    """Loss of logits = hidden (..., C) @ weight (V, C)ᵀ against targets (...), in fp32 (fp64 for fp64 inputs); -100 is not scored.
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, reduction: str = "mean"
+) -> Tensor:
+    """Loss of the logits hidden (..., C) @ weight (V, C)ᵀ against targets (...), where -100 is not scored.
 
-    "mean" is over the scored tokens and "sum" over all; where no token is scored both are 0 with zero gradients. "none" gives a loss
-    per token, 0 where not scored, and has no gradient: it is for evaluation. Gradients can be taken once per loss.
-    Raises ValueError for another `reduction`.
+    It is fp32, or fp64 for fp64 inputs. "mean" is over the scored tokens and "sum" over all; where no token is scored
+    both are 0 with zero gradients. "none" gives a loss per token, 0 where not scored, and has no gradient: it is for
+    evaluation. Gradients can be taken once per loss. Raises ValueError for another `reduction`.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r} must be 'mean', 'sum' or 'none'")
@@ -93,7 +95,8 @@ class _Chunks:
         return losses
 
     def _logits(self, h: Tensor) -> Tensor:
-        if h.is_cuda and self.dtype != self.accumulate:  # straight from the matmul's fp32 accumulator, never rounded to 16 bits
+        if h.is_cuda and self.dtype != self.accumulate:
+            # The matmul's fp32 sums as they are, never rounded to 16 bits.
             return torch.mm(h, self.weight.t(), out_dtype=self.accumulate)
         return (h @ self.weight.t()).to(self.accumulate)
 

@@ -1,7 +1,8 @@
-"""Rotary position embedding (arXiv 2104.09864) in Hugging Face's half-split convention: channel d turns with channel d + D/2.
+"""Rotary position embedding (arXiv 2104.09864), half-split as in Hugging Face: channel d turns with channel d + D/2.
 
-No table bound to a maximum length: cos and sin are computed once per forward from the positions themselves. The angle, an integer
-times a 24-bit frequency, is formed in fp64, where the product is exact; in fp32 it would be off by 0.03 rad at position 1,000,000.
+No table bound to a maximum length: cos and sin are computed once per forward from the positions themselves. The angle,
+an integer times a 24-bit frequency, is formed in fp64, where the product is exact; in fp32 it would be off by 0.03 rad
+at position 1,000,000.
 """
 
 from __future__ import annotations
@@ -27,6 +28,6 @@ class Rope(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each head of x (B, T, H, D) by its token's angles; computed in fp32 or x's own precision if that is higher."""
+    """Turn each head of x (B, T, H, D) by its token's angles, in fp32 or x's own precision if that is higher."""
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)

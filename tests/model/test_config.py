@@ -1,4 +1,4 @@
-"""Presets have the sizes that they are named for; impossible sizes are refused by name; counts agree with the module."""
+"""Presets have the sizes that they are named for; impossible sizes are refused; counts agree with the module."""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -76,7 +76,7 @@ def test_parameters_are_those_of_the_module(changes: dict) -> None:
 
 @pytest.mark.parametrize("changes", VARIANTS)
 def test_flops_are_those_that_torch_counts(changes: dict) -> None:
-    """naive under a full mask computes every pair, so that torch's counter sees exactly the pairs that the formula is given."""
+    """naive under a full mask computes every pair: torch's counter sees the pairs that the formula is given."""
     config = replace(SMALL, **changes)
     model = GPT(config, "naive")
     B, T = 2, 37

@@ -1,4 +1,4 @@
-"""The model as a whole: causality, packed documents, backends that agree, weights that survive a round trip, recomputation."""
+"""The model as a whole: causality, packed documents, agreement of backends, weights on disk, recomputation."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -64,7 +64,9 @@ def test_a_packed_document_has_the_losses_of_the_document_alone(attention: str) 
         torch.testing.assert_close(packed[:, row], alone, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("mask", [Mask.causal(), Mask.causal(window=5), Mask.documents(doc_ids(20, 17, 2).expand(2, -1))])
+@pytest.mark.parametrize(
+    "mask", [Mask.causal(), Mask.causal(window=5), Mask.documents(doc_ids(20, 17, 2).expand(2, -1))]
+)
 @pytest.mark.parametrize("changes", [{}, {"qkv_bias": True, "qk_norm": True, "tied": False}, {"head_dim": 20}])
 def test_naive_and_flash_agree(mask: Mask, changes: dict) -> None:
     naive, flash = (make(replace(CONFIG, **changes), name) for name in ("naive", "flash"))
@@ -84,7 +86,9 @@ def test_reductions_belong_together() -> None:
     assert each.shape == (2, 19) and each.dtype == torch.float32 and (each[0, 5:] == 0).all()
     torch.testing.assert_close(model(x, y, reduction="sum"), each.sum())
     torch.testing.assert_close(model(x, y), each.sum() / (5 + 19))
-    torch.testing.assert_close(each, -model(x).log_softmax(-1).gather(2, y.clamp(min=0)[..., None])[..., 0] * (y != -100))
+    torch.testing.assert_close(
+        each, -model(x).log_softmax(-1).gather(2, y.clamp(min=0)[..., None])[..., 0] * (y != -100)
+    )
 
 
 @pytest.mark.parametrize("mask", [Mask.causal(), Mask.documents(doc_ids(20, 3).expand(2, -1))])

@@ -1,4 +1,4 @@
-"""The chunked loss is cross-entropy: same value, same gradients, at every chunk size, and never the logits of a whole row."""
+"""The chunked loss is cross-entropy: same value and gradients at every chunk size, never the logits of a whole row."""
 
 import warnings
 
@@ -122,7 +122,7 @@ def test_unknown_reduction_is_refused() -> None:
 
 
 def sixteen_bit_errors(device: str, autocast: bool, chunk: int) -> tuple[Tensor, ...]:
-    """Errors, against fp64 on the same inputs rounded to bf16, of loss, dh and dW; each relative to the largest entry."""
+    """Largest errors of loss, dh and dW against fp64 on the same bf16 inputs, relative to the largest entry."""
     hidden, weight, targets = inputs(torch.bfloat16, device=device)
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     leaves = [x.detach().float().requires_grad_() for x in exact] if autocast else [hidden, weight]

@@ -1,4 +1,4 @@
-"""Rotary embedding: frequencies as transformers computes them, exact angles far out, scores that depend on distance alone."""
+"""Rotary embedding: transformers' frequencies, exact angles far out, scores that depend on distance alone."""
 
 import math
 

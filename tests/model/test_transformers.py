@@ -22,8 +22,16 @@ SIZES: dict[str, Any] = {
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
 FAMILIES = {
     "llama": (LlamaForCausalLM, LlamaConfig(**SIZES, **ROPE, num_key_value_heads=6, tie_word_embeddings=False), {}),
-    "llama, grouped": (LlamaForCausalLM, LlamaConfig(**SIZES, **ROPE, num_key_value_heads=2, tie_word_embeddings=False), {}),
-    "llama, tied": (LlamaForCausalLM, LlamaConfig(**SIZES, **ROPE, num_key_value_heads=3, tie_word_embeddings=True), {}),
+    "llama, grouped": (
+        LlamaForCausalLM,
+        LlamaConfig(**SIZES, **ROPE, num_key_value_heads=2, tie_word_embeddings=False),
+        {},
+    ),
+    "llama, tied": (
+        LlamaForCausalLM,
+        LlamaConfig(**SIZES, **ROPE, num_key_value_heads=3, tie_word_embeddings=True),
+        {},
+    ),
     "llama, wide heads": (
         LlamaForCausalLM,
         LlamaConfig(**SIZES, **ROPE, num_key_value_heads=1, head_dim=20, tie_word_embeddings=True),
