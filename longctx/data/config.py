@@ -16,27 +16,25 @@ SOURCES = ("embedded", "text", "hub")
 
 @dataclass
 class DataConfig:
-    """Everything that decides the documents and their tokens; the row length is given to `load`.
-
-    Only `source` needs a value: `text` also needs `path`, `hub` needs `path` (a data set's name, or a builder such as
-    `json` together with `files`).
-    """
+    """Everything that decides the documents and their tokens; the row length is given to `load`."""
 
     source: str = "embedded"  # embedded | text | hub
-    path: Any = None  # text: file, folder, glob, or a list of them; hub: the data set's name
+    path: Any = None  # text: file, folder, glob, or a list [a,b]; hub: OWNER/NAME, or a builder such as json
     text_column: str = "text"  # field of .jsonl and .parquet files and of hub data sets
-    errors: str = "strict"  # bytes that are not UTF-8 in text files: strict | replace
-    name: str | None = None  # hub: configuration of the data set
-    split: str = "train"  # hub
-    files: Any = None  # hub: data_files, a path or a list of paths
-    revision: str | None = None  # hub: commit, tag or branch
-    documents: int | None = None  # read at most so many documents
+    errors: str = "strict"  # text: bytes that are not UTF-8 stop it (strict) or are replaced (replace)
+    name: str | None = None  # hub: configuration of a data set that has several
+    split: str = "train"  # hub: split of the data set to read; validation documents are taken out of it
+    files: Any = None  # hub: the files to read, with a builder: data.path=json data.files=a.jsonl
+    revision: str | None = None  # hub: commit, tag or branch; null: the newest
+    documents: int | None = None  # read the first so many documents; null: all
     tokenizer: str | None = (
-        None  # tokenizer.json or a Hugging Face folder; None trains a byte-level BPE on the documents
+        None  # tokenizer.json or Hugging Face folder; null: a byte-level BPE trained on the documents
     )
-    vocab_size: int = 16384  # of the BPE trained here
-    val_fraction: float = 0.02  # share of documents that validate; 0: none
-    cache: str | None = None  # None: $LONGCTX_CACHE, else $XDG_CACHE_HOME/longctx, else ~/.cache/longctx
+    vocab_size: int = 16384  # of the tokenizer trained here
+    val_fraction: float = 0.02  # share of documents that validate, chosen by their hash; 0: none
+    cache: str | None = (
+        None  # folder of what is built once; null: $LONGCTX_CACHE, else $XDG_CACHE_HOME/longctx, else ~/.cache/longctx
+    )
 
     def validate(self) -> None:
         """Raise ValueError naming the first key that cannot be right, before anything is read."""

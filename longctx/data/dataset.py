@@ -7,7 +7,6 @@ packings/KEY      which piece lies in which row       key: documents, val_fracti
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +18,7 @@ from longctx.data.config import DataConfig
 from longctx.data.corpora import open_corpus
 from longctx.data.duplicates import validates
 from longctx.data.packing import Packing, pack
+from longctx.data.progress import Progress
 from longctx.data.store import Store, build
 from longctx.data.tokenizer import Tokenizer, train
 
@@ -116,20 +116,19 @@ def _tokenize(config: DataConfig) -> tuple[Tokenizer, Store]:
     identity = [_VERSION, config.source, corpus.identity]
     cache = config.cache_folder()
     if config.tokenizer is None:
-        folder = cached(
-            cache / "tokenizers" / fingerprint([identity, config.vocab_size]),
-            lambda folder: train(corpus.sample(_SAMPLE), config.vocab_size).save(folder / "tokenizer.json"),
-        )
-        tokenizer = Tokenizer.load(folder)
+
+        def train_here(folder: Path) -> None:
+            with Progress(f"training a tokenizer of {config.vocab_size:,} tokens", None):
+                train(corpus.sample(_SAMPLE), config.vocab_size).save(folder / "tokenizer.json")
+
+        key = fingerprint([identity, config.vocab_size])
+        tokenizer = Tokenizer.load(cached(cache / "tokenizers" / key, train_here))
     else:
         tokenizer = Tokenizer.load(config.tokenizer)
-    folder = cached(
-        cache / "documents" / fingerprint([identity, tokenizer.fingerprint]),
-        lambda folder: build(folder, corpus, tokenizer),
-    )
-    return tokenizer, Store(folder)
+    key = fingerprint([identity, tokenizer.fingerprint])
+    return tokenizer, Store(cached(cache / "documents" / key, lambda folder: build(folder, corpus, tokenizer)))
 
 
 def _split(config: DataConfig, store: Store) -> np.ndarray:
-    keys = [hashlib.sha256(key.tobytes()).digest() for key in store.keys]
+    keys = np.ascontiguousarray(store.keys[:, :8]).view(">u8")[:, 0].astype(np.uint64)
     return validates(keys, store.groups, config.val_fraction)

@@ -1,8 +1,9 @@
-"""One line on the terminal while documents are tokenized, gone when they are; a line in a log stays silent until the end."""
+"""What the terminal shows while documents become tokens: one moving line, and a last one that stays."""
 
 from __future__ import annotations
 
 import sys
+import time
 from types import TracebackType
 from typing import Self
 
@@ -12,20 +13,23 @@ from rich.progress import Progress as Bar
 
 
 class Progress:
-    """`with Progress("tokenizing", total) as progress: progress.advance(documents, tokens)`; `total` None if unknown."""
+    """`with Progress("tokenizing", total) as progress: progress.advance(documents, tokens)`; `total` None if unknown.
+
+    Where stderr is no terminal there is only the last line, and none after an error.
+    """
 
     def __init__(self, what: str, total: int | None):
+        self._what, self._began = what, time.monotonic()
+        self._documents = self._tokens = 0
         columns = [SpinnerColumn(), TextColumn(f"data: {what}"), BarColumn(), TextColumn("{task.fields[state]}")]
         console = Console(stderr=True)
         self._bar = Bar(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not sys.stderr.isatty())
         self._task = self._bar.add_task(what, total=total, state="")
-        self._documents = self._tokens = 0
 
     def advance(self, documents: int, tokens: int) -> None:
         self._documents += documents
         self._tokens += tokens
-        state = f"{self._documents:,} documents, {self._tokens / 1e6:,.1f} M tokens"
-        self._bar.update(self._task, advance=documents, state=state)
+        self._bar.update(self._task, advance=documents, state=self._state())
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -35,3 +39,9 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.stop()
+        if kind is None:
+            done = f"{self._state()} in " if self._documents else ""
+            print(f"data: {self._what}: {done}{time.monotonic() - self._began:.1f} s", file=sys.stderr)
+
+    def _state(self) -> str:
+        return f"{self._documents:,} documents, {self._tokens / 1e6:,.1f} M tokens"

@@ -74,22 +74,25 @@ def build(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> None:
     keys: list[bytes] = []
     signatures: list[np.ndarray] = []
     dropped = 0
+    least = 2 if tokenizer.bos_id is None else 3  # tokens of a document that has text
     with (
         Progress("tokenizing", corpus.total) as progress,
         pa.OSFile(str(folder / "documents.arrow"), "wb") as sink,
         pa.ipc.new_stream(sink, schema) as writer,
     ):
         for batch in _batches(corpus.documents()):
-            kept = [document for document in batch if document.text]
+            encoded = tokenizer.encode_documents([document.text for document in batch])
+            kept = [(document, ids) for document, ids in zip(batch, encoded, strict=True) if len(ids) >= least]
             dropped += len(batch) - len(kept)
-            sizes = [len(document.text.encode()) for document in kept]
-            ids = tokenizer.encode_documents([document.text for document in kept])
-            for document in kept:
-                keys.append(hashlib.sha256(document.text.encode()).digest()[:16])
+            sizes = []
+            for document, _ in kept:
+                data = document.text.encode()
+                sizes.append(len(data))
+                keys.append(hashlib.sha256(data).digest()[:16])
                 signatures.append(duplicates.signature(document.text))
-            offsets = np.cumsum([0, *(len(tokens) for tokens in ids)]).astype(np.int32)
-            values = pa.array(np.concatenate([np.zeros(0, np.int32), *ids]), kind)
-            columns = [[document.name for document in kept], pa.ListArray.from_arrays(offsets, values), sizes]
+            offsets = np.cumsum([0, *(len(ids) for _, ids in kept)]).astype(np.int32)
+            values = pa.array(np.concatenate([np.zeros(0, np.int32), *(ids for _, ids in kept)]), kind)
+            columns = [[document.name for document, _ in kept], pa.ListArray.from_arrays(offsets, values), sizes]
             writer.write_batch(pa.record_batch(columns, schema=schema))
             progress.advance(len(batch), int(offsets[-1]))
     if not keys:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ import tokenizers
 EOS = "<|endoftext|>"
 _KNOWN_EOS = (EOS, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|eot_id|>")
 _SEGMENT = 1 << 20  # characters; longer texts are tokenized in parts, which bounds memory and uses every core
-_BOUNDARY = re.compile(r"[A-Za-z]\n+(?=[^\s])")
+_BOUNDARY = re.compile(r"[^\W_]\n")
 
 
 class Tokenizer:
@@ -72,11 +73,11 @@ class Tokenizer:
     def save(self, path: str | Path) -> None:
         """Write `path` (tokenizer.json) and, beside it, tokenizer_config.json that names the end-of-text token."""
         path = Path(path)
-        self._tokenizer.save(str(path))
         settings: dict[str, str | None] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos}
         if self.bos_id is not None:
             settings["bos_token"] = self._tokenizer.id_to_token(self.bos_id)
-        (path.parent / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        _write(path.parent / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
+        _write(path, self._tokenizer.to_str(pretty=True))
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -87,11 +88,11 @@ class Tokenizer:
         place = Path(path).expanduser()
         file = place / "tokenizer.json" if place.is_dir() else place
         if not file.is_file():
-            raise FileNotFoundError(f"tokenizer={path}: no tokenizer.json here")
+            raise FileNotFoundError(f"tokenizer {path}: give a tokenizer.json, or a Hugging Face folder that has one")
         try:
             tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"tokenizer={path}: {file.name} does not describe a tokenizer ({error})") from error
+            raise ValueError(f"tokenizer {file}: does not describe a tokenizer ({error})") from error
         return cls(tokenizer, _find_eos(tokenizer, file))
 
     def _find_bos(self) -> int | None:
@@ -111,7 +112,7 @@ class Tokenizer:
 def split(text: str, size: int) -> Iterator[str]:
     """Split `text` into parts of at least `size` characters without changing its tokens.
 
-    Cuts lie between a letter and a line break, where byte-level pre-tokenizers never join.
+    Cuts lie between a letter or digit and a line break, which byte-level pre-tokenizers never join.
     """
     first = 0
     while len(text) - first > size and (boundary := _BOUNDARY.search(text, first + size)):
@@ -152,6 +153,12 @@ def _find_eos(tokenizer: tokenizers.Tokenizer, file: Path) -> str:
     raise ValueError(
         f'{file}: no token that ends a text is known; put a tokenizer_config.json with "eos_token" beside it'
     )
+
+
+def _write(file: Path, text: str) -> None:
+    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, file)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

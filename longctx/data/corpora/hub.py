@@ -19,10 +19,14 @@ from longctx.data.cache import fingerprint
 from longctx.data.config import DataConfig
 from longctx.data.corpora import Corpus, Document, Part
 
+_BUILDERS = ("json", "csv", "parquet", "arrow", "text", "webdataset")
+
 
 def open_corpus(config: DataConfig) -> Corpus:
     path = os.path.expanduser(config.paths()[0])
     files = [os.path.expanduser(file) for file in config.data_files()]
+    if path in _BUILDERS and not files:
+        raise ValueError(f"data.path={path}: a builder of local files; name them with data.files=")
     local = _local_files(path, files)
     revision = config.revision if files or local else _revision(path, config)
     identity = [path, config.name, config.split, config.text_column, revision, files, local]
@@ -109,7 +113,7 @@ def _failure(path: str, error: Exception) -> Exception:
         cause = cause.__cause__ or cause.__context__
     lines = str(error).strip().splitlines()
     reason = lines[0] if lines else type(error).__name__
-    signs = ("Connection", "Timeout", "OfflineMode", "resolve", "Network", "LocalEntryNotFound", "ProxyError")
+    signs = ("Connect", "Timeout", "OfflineMode", "Network", "ProxyError", "Name or service", "resolution")
     if any(sign in line for line in chain for sign in signs):
         return ConnectionError(
             f"data.path={path}: the Hugging Face Hub cannot be reached; data=text and data=embedded need no network"
