@@ -1,0 +1,441 @@
+"""FlashAttention forward and backward in portable Triton (Dao, arXiv 2307.08691): tiles, online softmax, recomputation.
+
+    s_ij = scale · q_i·k_j  for first_i <= j <= last_i, else -inf
+    lse_i = log Σ_j exp(s_ij),   p_ij = exp(s_ij - lse_i),   o_i = Σ_j p_ij v_j
+    delta_i = do_i·o_i - dlse_i,   dp_ij = do_i·v_j,   ds_ij = p_ij (dp_ij - delta_i)
+    dv_j = Σ_i p_ij do_i,   dk_j = scale · Σ_i ds_ij q_i,   dq_i = scale · Σ_j ds_ij k_j
+
+Exponentials are taken in base 2, with scale·log2(e) folded into one multiply-add. A program of the forward and of the dq kernel
+owns a tile of queries and walks over keys; one of the dk/dv kernel owns a tile of keys and walks over the queries of its whole
+group. Nothing is added atomically, so every result is deterministic. Interval masks make each walk three ranges of tiles: a
+boundary, tiles that are visible as a whole and need no mask, and another boundary; tiles outside are never touched.
+
+Legend: B batch, T tokens (Tq queries, Tk keys), H heads, GROUP query heads per key-value head, D head size, PAD the power of two
+that holds it, BM queries and BN keys of a tile. q, o, do (B, Tq, Hq, D); k, v (B, Tk, Hkv, D); lse, delta (B, Hq, Tq).
+
+NaN and inf in a key, or in a query's gradient, reach exactly the rows that see it: in boundary tiles, where 0 · NaN could leak
+into rows that do not, such operands are zeroed and the rows that do see them are made NaN through their scores.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from longctx.kernels.launch import Launch, launch_config
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+LENGTHS = ["Tq", "Tk", "Hq", "heads_together"]  # never specialized on: any length reuses the compiled kernel
+
+
+@triton.jit
+def _schedule(tiles, heads, together):
+    """This program's (rank, head): heads in groups that share the L2 cache, in a group all heads' longest tiles first."""
+    pid = tl.program_id(0)
+    group = pid // (tiles * together)
+    size = min(together, heads - group * together)
+    rest = pid - group * tiles * together
+    return rest // size, group * together + rest % size
+
+
+@triton.jit
+def _at(x, b, h, T, stride_b, stride_h, TMA: tl.constexpr):
+    """Where head h of row b begins: (base, row, column). A descriptor is (B·T, columns); a pointer is moved there."""
+    if TMA:
+        return x, b * T, h * stride_h
+    else:
+        return x + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h, 0, 0
+
+
+@triton.jit
+def _load(x, row, column, t, T, stride_t, D: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, TMA: tl.constexpr):
+    """Tokens t .. t+ROWS of one head, (ROWS, PAD). Rows past T are 0, or with TMA finite or not, as memory has it."""
+    if TMA:
+        return x.load([row + t, column])
+    else:
+        r, d = tl.arange(0, ROWS), tl.arange(0, PAD)
+        inside = (t + r < T)[:, None] & (d < D)[None, :]
+        return tl.load(x + (t + r).to(tl.int64)[:, None] * stride_t + d[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _store(x, value, t, T, stride_t, D: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr):
+    r, d = tl.arange(0, ROWS), tl.arange(0, PAD)
+    inside = (t + r < T)[:, None] & (d < D)[None, :]
+    at = x + (t + r).to(tl.int64)[:, None] * stride_t + d[None, :]
+    tl.store(at, value.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _finite(x):
+    """x with NaN and ±inf replaced by 0."""
+    return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0).to(x.dtype)
+
+
+@triton.jit
+def _walk(first, last, start, end, SIZE: tl.constexpr):
+    """Tiles that positions start .. end-1 walk over: (lo, full_lo, full_hi, masked), tiles full_lo .. full_hi-1 seen as a whole."""
+    first_lo, first_hi = tl.load(first + start), tl.load(first + end - 1)
+    last_lo, last_hi = tl.load(last + start), tl.load(last + end - 1)
+    lo = first_lo // SIZE
+    hi = tl.maximum(tl.cdiv(last_hi + 1, SIZE), lo)
+    full_lo = tl.cdiv(first_hi, SIZE)
+    full_hi = (last_lo + 1) // SIZE
+    full_lo = tl.where(full_hi > full_lo, full_lo, hi)
+    full_hi = tl.maximum(full_hi, full_lo)
+    return lo, full_lo, full_hi, full_lo - lo + tl.maximum(hi - full_hi, 0)
+
+
+@triton.jit
+def _boundary(t, lo, full_lo, full_hi):
+    """The t-th of the tiles that need the mask: those before full_lo, then those from full_hi."""
+    return tl.where(t < full_lo - lo, lo + t, full_hi + t - (full_lo - lo))
+
+
+@triton.jit
+def _attend(
+    q, m, l, acc, k, k_row, k_col, v, v_row, v_col, n, Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
+    D: tl.constexpr, PAD: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys for one tile of queries: the online softmax's new m, l, acc."""
+    kj = _load(k, k_row, k_col, n, Tk, stride_kt, D, PAD, BN, TMA)
+    s = tl.dot(q, kj.T, input_precision=PRECISION)
+    vj = _load(v, v_row, v_col, n, Tk, stride_vt, D, PAD, BN, TMA)
+    if MASKED:
+        j = n + tl.arange(0, BN)
+        good = _finite(vj)
+        s += tl.where(tl.sum((good != vj).to(tl.int32), 1) > 0, float("nan"), 0.0)[None, :]
+        vj = good
+        s = tl.where((j[None, :] >= first_i[:, None]) & (j[None, :] <= last_i[:, None]), s, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
+    shift = m_new
+    if MASKED:
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s * scale_log2 - shift[:, None])
+    alpha = tl.exp2(m - shift)
+    l = l * alpha + tl.sum(p, 1)  # noqa: E741
+    acc = tl.dot(p.to(vj.dtype), vj, acc * alpha[:, None], input_precision=PRECISION)
+    return m_new, l, acc
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def forward_kernel(
+    q, k, v, out, lse, first, last, scale_log2,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_ib,
+    Tq, Tk, Hq, heads, heads_together,
+    GROUP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out (B, Tq, Hq, D) contiguous and lse, for BM queries of one head."""
+    tiles = tl.cdiv(Tq, BM)
+    rank, bh = _schedule(tiles, heads, heads_together)
+    m0 = (tiles - 1 - rank) * BM
+    b, h = bh // Hq, bh % Hq
+    i = m0 + tl.arange(0, BM)
+    first += b * stride_ib
+    last += b * stride_ib
+    first_i = tl.load(first + i, mask=i < Tq, other=0)
+    last_i = tl.load(last + i, mask=i < Tq, other=-1)
+    lo, full_lo, full_hi, masked = _walk(first, last, m0, tl.minimum(m0 + BM, Tq), BN)
+
+    q, q_row, q_col = _at(q, b, h, Tq, stride_qb, stride_qh, TMA)
+    k, k_row, k_col = _at(k, b, h // GROUP, Tk, stride_kb, stride_kh, TMA)
+    v, v_row, v_col = _at(v, b, h // GROUP, Tk, stride_vb, stride_vh, TMA)
+    qi = _load(q, q_row, q_col, m0, Tq, stride_qt, D, PAD, BM, TMA)
+    m = tl.full([BM], float("-inf"), tl.float32)
+    l = tl.zeros([BM], tl.float32)  # noqa: E741
+    acc = tl.zeros([BM, PAD], tl.float32)
+    for t in tl.range(full_lo, full_hi, num_stages=STAGES):
+        m, l, acc = _attend(
+            qi, m, l, acc, k, k_row, k_col, v, v_row, v_col, t * BN, Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
+            D, PAD, BN, TMA, PRECISION, False,
+        )  # fmt: skip
+    for t in tl.range(0, masked, num_stages=1):
+        n = _boundary(t, lo, full_lo, full_hi) * BN
+        m, l, acc = _attend(
+            qi, m, l, acc, k, k_row, k_col, v, v_row, v_col, n, Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
+            D, PAD, BN, TMA, PRECISION, True,
+        )  # fmt: skip
+
+    l = tl.where(l == 0.0, 1.0, l)  # noqa: E741 (a row that saw nothing: acc 0, m -inf)
+    acc = acc / l[:, None]
+    tl.store(lse + bh.to(tl.int64) * Tq + i, m * LN2 + tl.log(l), mask=i < Tq)
+    _store(out + (b.to(tl.int64) * Tq * Hq + h) * D, acc, m0, Tq, Hq * D, D, PAD, BM)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def delta_kernel(
+    out, do, lse, dlse, lse2, delta,
+    stride_ob, stride_ot, stride_oh, stride_gb, stride_gt, stride_gh, Tq, Hq,
+    D: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, HAS_DLSE: tl.constexpr,
+):  # fmt: skip
+    """delta = Σ do·o - dlse, and the lse in base 2 with +inf for rows that see nothing (their p is then 0)."""
+    tiles = tl.cdiv(Tq, BM)
+    t, bh = (tl.program_id(0) % tiles) * BM, tl.program_id(0) // tiles
+    b, h = bh // Hq, bh % Hq
+    i = t + tl.arange(0, BM)
+    out, _, _ = _at(out, b, h, Tq, stride_ob, stride_oh, False)
+    do, _, _ = _at(do, b, h, Tq, stride_gb, stride_gh, False)
+    o_i = _load(out, 0, 0, t, Tq, stride_ot, D, PAD, BM, False).to(tl.float32)
+    do_i = _load(do, 0, 0, t, Tq, stride_gt, D, PAD, BM, False).to(tl.float32)
+    total = tl.sum(o_i * do_i, 1)
+    at = bh.to(tl.int64) * Tq + i
+    if HAS_DLSE:
+        total -= tl.load(dlse + at, mask=i < Tq, other=0.0)
+    x = tl.load(lse + at, mask=i < Tq, other=0.0)
+    tl.store(lse2 + at, tl.where(x == float("-inf"), float("inf"), x * LOG2E), mask=i < Tq)
+    tl.store(delta + at, total, mask=i < Tq)
+
+
+@triton.jit
+def _gather(
+    k, v, dk, dv, q, q_row, q_col, do, do_row, do_col, lse2, delta, m0, Tq, stride_qt, stride_gt, qfirst_j, qlast_j, scale_log2,
+    D: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries for one tile of keys, scores transposed so that p and ds are register operands: the new dk, dv."""
+    i = m0 + tl.arange(0, BM)
+    qi = _load(q, q_row, q_col, m0, Tq, stride_qt, D, PAD, BM, TMA)
+    if MASKED:
+        qi = _finite(qi)
+        lse_i = tl.load(lse2 + i, mask=i < Tq, other=float("inf"))
+        delta_i = tl.load(delta + i, mask=i < Tq, other=0.0)
+    else:
+        lse_i = tl.load(lse2 + i)
+        delta_i = tl.load(delta + i)
+    p = tl.exp2(tl.dot(k, qi.T, input_precision=PRECISION) * scale_log2 - lse_i[None, :])
+    do_i = _load(do, do_row, do_col, m0, Tq, stride_gt, D, PAD, BM, TMA)
+    if MASKED:
+        do_i = _finite(do_i)
+        seen = (i[None, :] >= qfirst_j[:, None]) & (i[None, :] <= qlast_j[:, None])
+        p = tl.where(seen, p + 0.0 * delta_i[None, :], 0.0)
+    dv = tl.dot(p.to(do_i.dtype), do_i, dv, input_precision=PRECISION)
+    ds = p * (tl.dot(v, do_i.T, input_precision=PRECISION) - delta_i[None, :])
+    if MASKED:
+        ds = tl.where(seen, ds, 0.0)
+    dk = tl.dot(ds.to(qi.dtype), qi, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def dkv_kernel(
+    q, k, v, do, lse2, delta, dk_out, dv_out, qfirst, qlast, scale, scale_log2,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+    stride_gb, stride_gt, stride_gh, stride_ib, Tq, Tk, Hq, heads, heads_together,
+    GROUP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv (B, Tk, Hkv, D) contiguous, for BN keys of one key-value head, over all query heads of its group."""
+    n_rank, bh = _schedule(tl.cdiv(Tk, BN), heads, heads_together)
+    n0 = n_rank * BN
+    Hkv = Hq // GROUP
+    b, hk = bh // Hkv, bh % Hkv
+    j = n0 + tl.arange(0, BN)
+    qfirst += b * stride_ib
+    qlast += b * stride_ib
+    qfirst_j = tl.load(qfirst + j, mask=j < Tk, other=0)
+    qlast_j = tl.load(qlast + j, mask=j < Tk, other=-1)
+    lo, full_lo, full_hi, masked = _walk(qfirst, qlast, n0, tl.minimum(n0 + BN, Tk), BM)
+
+    k, k_row, k_col = _at(k, b, hk, Tk, stride_kb, stride_kh, TMA)
+    v, v_row, v_col = _at(v, b, hk, Tk, stride_vb, stride_vh, TMA)
+    kj = _load(k, k_row, k_col, n0, Tk, stride_kt, D, PAD, BN, TMA)
+    vj = _load(v, v_row, v_col, n0, Tk, stride_vt, D, PAD, BN, TMA)
+    dk = tl.zeros([BN, PAD], tl.float32)
+    dv = tl.zeros([BN, PAD], tl.float32)
+    for g in range(GROUP):
+        h = hk * GROUP + g
+        qh, q_row, q_col = _at(q, b, h, Tq, stride_qb, stride_qh, TMA)
+        doh, do_row, do_col = _at(do, b, h, Tq, stride_gb, stride_gh, TMA)
+        row = (b * Hq + h).to(tl.int64) * Tq
+        for t in tl.range(full_lo, full_hi, num_stages=STAGES):
+            dk, dv = _gather(
+                kj, vj, dk, dv, qh, q_row, q_col, doh, do_row, do_col, lse2 + row, delta + row, t * BM, Tq,
+                stride_qt, stride_gt, qfirst_j, qlast_j, scale_log2, D, PAD, BM, TMA, PRECISION, False,
+            )  # fmt: skip
+        for t in tl.range(0, masked, num_stages=1):
+            dk, dv = _gather(
+                kj, vj, dk, dv, qh, q_row, q_col, doh, do_row, do_col, lse2 + row, delta + row,
+                _boundary(t, lo, full_lo, full_hi) * BM, Tq,
+                stride_qt, stride_gt, qfirst_j, qlast_j, scale_log2, D, PAD, BM, TMA, PRECISION, True,
+            )  # fmt: skip
+    offset = (b.to(tl.int64) * Tk * Hkv + hk) * D
+    _store(dv_out + offset, dv, n0, Tk, Hkv * D, D, PAD, BN)
+    _store(dk_out + offset, dk * scale, n0, Tk, Hkv * D, D, PAD, BN)
+
+
+@triton.jit
+def _scatter(
+    q, do, dq, lse_i, delta_i, k, k_row, k_col, v, v_row, v_col, n, Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
+    D: tl.constexpr, PAD: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys for one tile of queries: the new dq."""
+    kj = _load(k, k_row, k_col, n, Tk, stride_kt, D, PAD, BN, TMA)
+    vj = _load(v, v_row, v_col, n, Tk, stride_vt, D, PAD, BN, TMA)
+    if MASKED:
+        kj = _finite(kj)
+    p = tl.exp2(tl.dot(q, kj.T, input_precision=PRECISION) * scale_log2 - lse_i[:, None])
+    ds = p * (tl.dot(do, vj.T, input_precision=PRECISION) - delta_i[:, None])
+    if MASKED:
+        j = n + tl.arange(0, BN)
+        ds = tl.where((j[None, :] >= first_i[:, None]) & (j[None, :] <= last_i[:, None]), ds, 0.0)
+    return tl.dot(ds.to(kj.dtype), kj, dq, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def dq_kernel(
+    q, k, v, do, lse2, delta, dq_out, first, last, scale, scale_log2,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+    stride_gb, stride_gt, stride_gh, stride_ib, Tq, Tk, Hq, heads, heads_together,
+    GROUP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq (B, Tq, Hq, D) contiguous, for BM queries of one head."""
+    tiles = tl.cdiv(Tq, BM)
+    rank, bh = _schedule(tiles, heads, heads_together)
+    m0 = (tiles - 1 - rank) * BM
+    b, h = bh // Hq, bh % Hq
+    i = m0 + tl.arange(0, BM)
+    first += b * stride_ib
+    last += b * stride_ib
+    first_i = tl.load(first + i, mask=i < Tq, other=0)
+    last_i = tl.load(last + i, mask=i < Tq, other=-1)
+    lo, full_lo, full_hi, masked = _walk(first, last, m0, tl.minimum(m0 + BM, Tq), BN)
+
+    q, q_row, q_col = _at(q, b, h, Tq, stride_qb, stride_qh, TMA)
+    do, do_row, do_col = _at(do, b, h, Tq, stride_gb, stride_gh, TMA)
+    k, k_row, k_col = _at(k, b, h // GROUP, Tk, stride_kb, stride_kh, TMA)
+    v, v_row, v_col = _at(v, b, h // GROUP, Tk, stride_vb, stride_vh, TMA)
+    qi = _load(q, q_row, q_col, m0, Tq, stride_qt, D, PAD, BM, TMA)
+    do_i = _load(do, do_row, do_col, m0, Tq, stride_gt, D, PAD, BM, TMA)
+    row = bh.to(tl.int64) * Tq
+    lse_i = tl.load(lse2 + row + i, mask=i < Tq, other=float("inf"))
+    delta_i = tl.load(delta + row + i, mask=i < Tq, other=0.0)
+    dq = tl.zeros([BM, PAD], tl.float32)
+    for t in tl.range(full_lo, full_hi, num_stages=STAGES):
+        dq = _scatter(
+            qi, do_i, dq, lse_i, delta_i, k, k_row, k_col, v, v_row, v_col, t * BN, Tk, stride_kt, stride_vt,
+            first_i, last_i, scale_log2, D, PAD, BN, TMA, PRECISION, False,
+        )  # fmt: skip
+    for t in tl.range(0, masked, num_stages=1):
+        dq = _scatter(
+            qi, do_i, dq, lse_i, delta_i, k, k_row, k_col, v, v_row, v_col, _boundary(t, lo, full_lo, full_hi) * BN, Tk,
+            stride_kt, stride_vt, first_i, last_i, scale_log2, D, PAD, BN, TMA, PRECISION, True,
+        )  # fmt: skip
+    _store(dq_out + (b.to(tl.int64) * Tq * Hq + h) * D, dq * scale, m0, Tq, Hq * D, D, PAD, BM)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """out like q, contiguous, and lse (B, Hq, Tq) float32, for intervals (B or 1, Tq)."""
+    B, Tq, Hq, D = q.shape
+    tma = _use_tma(q)
+    q, k, v = (_addressable(x, tma) for x in (q, k, v))
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(B, Hq, Tq, dtype=torch.float32, device=q.device)
+    c = launch_config("forward", q, k.shape[1])
+    with _device(q):
+        forward_kernel[(triton.cdiv(Tq, c.BM) * B * Hq,)](
+            *(_operand(x, rows, tma) for x, rows in ((q, c.BM), (k, c.BN), (v, c.BN))),
+            *(out, lse, first, last, scale * LOG2E.value),
+            *(*_strides(q), *_strides(k), *_strides(v), _batch_stride(first)),
+            *(Tq, k.shape[1], Hq, B * Hq, _heads_together(k, B * Hq, Hq // k.shape[2])),
+            **_constants(q, k, c, tma),
+        )
+    return out, lse
+
+
+def backward(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    first: Tensor,
+    last: Tensor,
+    qfirst: Tensor,
+    qlast: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv, contiguous; intervals (B or 1, Tq) of the queries and (B or 1, Tk) of the keys."""
+    B, Tq, Hq, D = q.shape
+    Tk, Hkv = k.shape[1:3]
+    tma = _use_tma(q)
+    q, k, v, do = (_addressable(x, tma) for x in (q, k, v, do))
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
+    strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(do))
+    with _device(q):
+        delta_kernel[(triton.cdiv(Tq, 64) * B * Hq,)](
+            *(out, do, lse, lse if dlse is None else dlse.contiguous(), lse2, delta, *_strides(out), *_strides(do), Tq, Hq),
+            **dict(D=D, PAD=triton.next_power_of_2(D), BM=64, HAS_DLSE=dlse is not None),
+        )
+        for kernel, name, outputs, intervals in (
+            (dkv_kernel, "dkv", (dk, dv), (qfirst, qlast)),
+            (dq_kernel, "dq", (dq,), (first, last)),
+        ):
+            c = launch_config(name, q, Tk)
+            tiles, heads = (triton.cdiv(Tk, c.BN), B * Hkv) if name == "dkv" else (triton.cdiv(Tq, c.BM), B * Hq)
+            together = _heads_together(q if name == "dkv" else k, heads, 1 if name == "dkv" else Hq // Hkv)
+            kernel[(tiles * heads,)](
+                *(_operand(x, rows, tma) for x, rows in ((q, c.BM), (k, c.BN), (v, c.BN), (do, c.BM))),
+                *(lse2, delta, *outputs, *intervals, scale, scale * LOG2E.value),
+                *(*strides, _batch_stride(intervals[0]), Tq, Tk, Hq, heads, together),
+                **_constants(q, k, c, tma),
+            )
+    return dq, dk, dv
+
+
+def _constants(q: Tensor, k: Tensor, c: Launch, tma: bool) -> dict[str, object]:
+    D = q.shape[3]
+    sizes = dict(GROUP=q.shape[2] // k.shape[2], D=D, PAD=triton.next_power_of_2(D), BM=c.BM, BN=c.BN, STAGES=c.stages)
+    return dict(sizes, TMA=tma, PRECISION="ieee", num_warps=c.warps, num_stages=c.stages)
+
+
+def _device(x: Tensor) -> torch.device | torch.cuda.device:
+    return torch.cuda.device(x.device) if x.is_cuda else torch.device(x.device)
+
+
+def _use_tma(q: Tensor) -> bool:
+    """Tensor-map loads: on Hopper and later, for 16-bit heads that fill their tile (a padded one would read its neighbour)."""
+    if not q.is_cuda or torch.version.hip is not None or q.element_size() != 2:
+        return False
+    D = q.shape[3]
+    return D == triton.next_power_of_2(D) and torch.cuda.get_device_capability(q.device)[0] >= 9
+
+
+def _addressable(x: Tensor, tma: bool) -> Tensor:
+    """x (B, T, H, D), copied once if its strides are not ones the kernels can address."""
+    B, T, H, D = x.shape
+    if x.stride(3) != 1 or not tma:
+        return x if x.stride(3) == 1 else x.contiguous()
+    _, st, sh, _ = x.stride()
+    aligned = all(s * x.element_size() % 16 == 0 for s in (st, sh)) and x.data_ptr() % 16 == 0
+    one_matrix = (B == 1 or x.stride(0) == T * st) and D <= sh and (H - 1) * sh + D <= st
+    return x if aligned and one_matrix else x.contiguous()
+
+
+def _operand(x: Tensor, rows: int, tma: bool) -> Tensor | TensorDescriptor:
+    """What a kernel loads from: the tensor, or a descriptor of it as a (B·T, columns) matrix in tiles of `rows`."""
+    if not tma:
+        return x
+    B, T, H, D = x.shape
+    return TensorDescriptor(x, [B * T, (H - 1) * x.stride(2) + D], [x.stride(1), 1], [rows, D])
+
+
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    return x.stride(0), x.stride(1), x.stride(2)
+
+
+def _batch_stride(interval: Tensor) -> int:
+    return interval.stride(0) if interval.shape[0] > 1 else 0
+
+
+def _heads_together(x: Tensor, heads: int, multiple: int) -> int:
+    """How many heads, a multiple of a group, walk side by side: those whose two walked operands fill 32 MiB of L2."""
+    per_head = 2 * x.shape[1] * x.shape[3] * x.element_size()
+    return min(heads, max(1, (32 << 20) // per_head) * multiple)
