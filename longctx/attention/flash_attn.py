@@ -1,0 +1,80 @@
+"""flash_attn: the FlashAttention 4, 3 or 2 that the user has installed (Dao et al.); longctx installs none of them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longctx.attention.mask import Mask
+from longctx.attention.registry import Request, register
+
+# version → its module, how it is asked for the lse, its sign for no window, the GPU generation it needs
+APIS: dict[str, tuple[str, str, int | None, int]] = {
+    "4": ("flash_attn.cute", "return_lse", None, 9),
+    "3": ("flash_attn_interface", "return_attn_probs", -1, 9),
+    "2": ("flash_attn.flash_attn_interface", "return_attn_probs", -1, 8),
+}
+
+
+class FlashAttn:
+    """`version`: auto (the newest installed that this GPU can run), 4, 3 or 2."""
+
+    options: dict[str, tuple[Any, ...]] = {"version": ("auto", 4, 3, 2)}
+
+    def refusal(self, request: Request) -> str | None:
+        wanted = str(request.options.get("version", "auto"))
+        if request.device.type != "cuda":
+            return "FlashAttention needs a CUDA GPU; use attention=flash"
+        if not (wanted in installed() if wanted != "auto" else installed()):
+            package = "flash-attn" if wanted == "2" else f"flash-attn-{'4' if wanted == 'auto' else wanted}"
+            return f"FlashAttention{'' if wanted == 'auto' else ' ' + wanted} is not installed (`pip install {package}`); use attention=flash"
+        if wanted != "auto" and torch.cuda.get_device_capability(request.device)[0] < APIS[wanted][3]:
+            return f"FlashAttention {wanted} needs a newer GPU; use attention=flash"
+        if request.dtype not in (torch.bfloat16, torch.float16):
+            return f"FlashAttention takes bf16 and fp16, not {request.dtype}; use attention=flash"
+        if request.head_dim % 8 or request.head_dim > 256:
+            return f"head size {request.head_dim} must be a multiple of 8 up to 256; use attention=flash"
+        if request.mask is not None and request.mask.kind == "intervals":
+            return "FlashAttention takes causal, windowed, packed and full masks, not free intervals; use attention=flash"
+        return None
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, version: str | int = "auto"
+    ) -> tuple[Tensor, Tensor, str]:
+        generation = torch.cuda.get_device_capability(q.device)[0]
+        chosen = str(version) if version != "auto" else next(n for n in installed() if APIS[n][3] <= generation)
+        name, lse_flag, no_window, _ = APIS[chosen]
+        api = importlib.import_module(name)
+        causal = mask.kind != "full"
+        window = (no_window, no_window) if mask.window is None else (mask.window - 1, 0)
+        options = {"softmax_scale": scale, "causal": causal, "window_size": window, lse_flag: True}
+        B, Tq, Hq, _ = q.shape
+        if mask.kind == "documents":
+            longest = 1 << (mask.longest - 1).bit_length()
+            options |= dict(cu_seqlens_q=mask.offsets, cu_seqlens_k=mask.offsets, max_seqlen_q=longest, max_seqlen_k=longest)
+            out, lse, *_ = api.flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), **options)
+            out, lse = out.reshape(q.shape), lse.reshape(Hq, B, Tq).transpose(0, 1)
+        else:
+            out, lse, *_ = api.flash_attn_func(q, k, v, **options)
+        return out, lse.detach().masked_fill(lse.isinf(), float("-inf")), f"flash-attention-{chosen}"
+
+
+@functools.cache
+def installed() -> tuple[str, ...]:
+    """The FlashAttention versions found here, newest first."""
+
+    def found(module: str) -> bool:
+        try:
+            return importlib.util.find_spec(module) is not None
+        except ModuleNotFoundError:
+            return False
+
+    return tuple(version for version, api in APIS.items() if found(api[0]))
+
+
+register("flash_attn", FlashAttn())

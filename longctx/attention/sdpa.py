@@ -1,0 +1,148 @@
+"""sdpa: torch's fused kernels, the one that runs pinned by us and never chosen behind our back.
+
+On a GPU: FlashAttention-2 (`aten::_flash_attention_forward`, the kernel under torch's varlen attention, which packed documents
+use), or cuDNN for whole causal or full rows where it is right and faster. On a CPU: torch's fused CPU kernel, document by document, and
+for windows and Tq ≠ Tk query tile by query tile. No N×N mask is ever built.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longctx.attention.mask import Mask
+from longctx.attention.naive import visible
+from longctx.attention.registry import Request, register
+from longctx.kernels.tiled import fused_documents
+
+TILE = 512  # queries of a tile on a CPU
+
+
+class Sdpa:
+    """`kernel`: auto (cuDNN where it may, else flash), flash, or cudnn; it matters on a GPU only."""
+
+    options: dict[str, tuple[Any, ...]] = {"kernel": ("auto", "flash", "cudnn")}
+
+    def refusal(self, request: Request) -> str | None:
+        kernel = request.options.get("kernel", "auto")
+        if request.device.type == "cpu":
+            if request.dtype == torch.float64:
+                return None
+            return "kernel=cudnn needs a GPU; leave attention.options.kernel=auto" if kernel == "cudnn" else None
+        if request.device.type != "cuda":
+            return f"its kernels are pinned for CUDA GPUs and CPUs, not {request.device.type}; use attention=naive"
+        if request.dtype not in (torch.bfloat16, torch.float16):
+            return f"torch's fused kernels take bf16 and fp16, not {request.dtype}; use precision=bf16, or attention=flash or naive"
+        if request.head_dim % 8 or request.head_dim > 256:
+            return f"head size {request.head_dim} must be a multiple of 8 up to 256; use attention=flash or naive"
+        if request.mask is not None and request.mask.kind == "intervals":
+            return "torch's kernels take causal, windowed, packed and full masks, not free intervals; use attention=flash"
+        if kernel == "cudnn" and (reason := _not_cudnn(request)):
+            return f"kernel=cudnn {reason}; use attention.options.kernel=flash"
+        return None
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, kernel: str = "auto"
+    ) -> tuple[Tensor, Tensor, str]:
+        if not q.is_cuda:
+            return *_cpu(q, k, v, mask, scale), "torch CPU flash"
+        request = Request(q.device, q.dtype, q.shape[3], mask)
+        lengths_fit = q.shape[1] == k.shape[1] and q.shape[1] % 128 == 0  # other lengths: pytorch#196678
+        if kernel == "cudnn" and not lengths_fit:
+            raise ValueError(
+                f"kernel=cudnn is trusted for Tq = Tk, a multiple of 128, not {q.shape[1]} and {k.shape[1]}; use kernel=flash"
+            )
+        if kernel != "flash" and lengths_fit and not _not_cudnn(request):
+            return *_cudnn(q, k, v, mask, scale), "cudnn"
+        return *_flash(q, k, v, mask, scale), "flash-attention-2"
+
+
+def _not_cudnn(request: Request) -> str | None:
+    if torch.version.hip is not None or torch.cuda.get_device_capability(request.device)[0] < 9:
+        return "is faster on Hopper and later only"
+    if request.head_dim % 8 or request.head_dim > 128:
+        return f"takes head sizes up to 128, not {request.head_dim}"
+    if request.mask is not None and (request.mask.kind not in ("causal", "full") or request.mask.window is not None):
+        return "takes whole causal or full rows, not packed documents or windows"
+    return None
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
+    heads = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *heads, None, True, 0.0, mask.kind == "causal", False, scale=scale
+    )
+    return out.transpose(1, 2), lse.detach().reshape(q.shape[0], q.shape[2], q.shape[1])
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
+    B, Tq, Hq, D = q.shape
+    causal = mask.kind != "full"
+    left = -1 if mask.window is None else mask.window - 1
+    window = dict(window_size_left=left, window_size_right=0 if causal and left >= 0 else -1)
+    if mask.kind == "documents":
+        flat = (x.reshape(B * Tq, -1, D) for x in (q, k, v))
+        longest = 1 << (mask.longest - 1).bit_length()  # a bound suffices, and a power of two compiles once
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            *flat, mask.offsets, mask.offsets, longest, longest, 0.0, causal and left < 0, False, scale=scale, **window
+        )
+        return out.reshape(q.shape), lse.detach().reshape(Hq, B, Tq).transpose(0, 1)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, None, None, Tq, k.shape[1], 0.0, causal and left < 0, False, scale=scale, **window
+    )
+    lse = lse.detach()
+    return out, lse.masked_fill(lse == float("inf"), float("-inf"))  # its mark for rows that see nothing
+
+
+@torch.compiler.disable
+def _cpu(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
+    assert mask.first is not None and mask.last is not None
+    rows = []
+    for b in range(q.shape[0]):
+        first, last = mask.first[b % mask.first.shape[0]], mask.last[b % mask.last.shape[0]]
+        documents = fused_documents(first, last, k.shape[1])
+        if documents is None:
+            parts = [_cpu_tile(q[b : b + 1], k[b : b + 1], v[b : b + 1], first, last, i, scale) for i in range(0, len(first), TILE)]
+        else:
+            parts = [
+                _cpu_fused(
+                    q[b : b + 1, s:e], k[b : b + 1, s:e] if causal else k[b : b + 1], v[b : b + 1, s:e] if causal else v[b : b + 1],
+                    causal, None, scale,
+                )
+                for s, e, causal in documents
+            ]  # fmt: skip
+        rows.append([torch.cat(x, dim) for x, dim in zip(zip(*parts, strict=True), (1, 2), strict=True)])
+    out, lse = (torch.cat(x) for x in zip(*rows, strict=True))
+    return out, lse
+
+
+def _cpu_fused(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Torch's fused CPU kernel on (1, T, H, D), heads of k and v repeated for their group."""
+    G = q.shape[2] // k.shape[2]
+    heads = (x.transpose(1, 2) for x in (q, k.repeat_interleave(G, 2), v.repeat_interleave(G, 2)))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *heads, is_causal=causal, attn_mask=bias, scale=scale
+    )
+    return out.transpose(1, 2), lse.detach().float()
+
+
+def _cpu_tile(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, i: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """TILE queries against the keys that any of them sees, masked by a (TILE, keys) bias."""
+    rows = slice(i, i + TILE)
+    lo, hi = int(first[rows][0]), int(last[rows][-1]) + 1
+    if hi <= lo:
+        return F.pad(q[:, rows] * 0, (0, 0)), q.new_full((1, q.shape[2], q[:, rows].shape[1]), float("-inf"), dtype=torch.float32)
+    tile = Mask("intervals", first=first[None, rows] - lo, last=last[None, rows] - lo)
+    seen = visible(tile, hi - lo)[0, 0]
+    bias = torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, float("-inf"))
+    out, lse = _cpu_fused(q[:, rows], k[:, lo:hi], v[:, lo:hi], False, bias, scale)
+    sees = seen.any(-1)
+    return torch.where(sees[:, None, None], out, 0), lse.masked_fill(~sees, float("-inf"))
+
+
+register("sdpa", Sdpa())
