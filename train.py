@@ -7,42 +7,63 @@ import os
 import sys
 import traceback
 
+from longctx import config
+
 
 def main(argv: list[str]) -> int:
     """Exit code: 0 done, 1 the run failed, 2 a mistake in what was asked (one line on stderr), 130 or 143 stopped by a signal."""
-    from longctx import config
-
     try:
         words = config.read_words("train", argv)
         if words.help:
             print(config.help_text("train"))
             return 0
         if words.sweep:
-            from longctx.training.sweep import sweep
-
-            return sweep(__file__, config.jobs(words.overrides))
+            return sweep(words.overrides)
         return train(words.overrides)
     except (ValueError, OSError) as error:
-        return failed(error, 2)
+        if os.environ.get("LONGCTX_TRACEBACK"):
+            traceback.print_exception(error)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
 
 
 def train(overrides: list[str]) -> int:
     """One run in this process."""
-    from longctx import config
+    composed = resumed(overrides) or config.compose("train", overrides)
+    import torch
 
-    composed = config.compose("train", overrides)
-    print(composed)
-    return 0
+    if composed.config.resume is None and composed.config.device != "cpu" and torch.cuda.is_available():
+        composed = config.compose("train", overrides, gpu=True)
+    from longctx.training.fit import train as fit
+
+    return fit(*composed)
 
 
-def failed(error: Exception, code: int) -> int:
-    """Say in one line what went wrong; with LONGCTX_TRACEBACK=1 also where."""
-    if os.environ.get("LONGCTX_TRACEBACK"):
-        traceback.print_exception(error)
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-    return code
+def resumed(overrides: list[str]) -> config.Composed | None:
+    """The configuration of the run that resume= names, with the few other words applied; None for a new run."""
+    from longctx.training import runs
+
+    paths = [word.removeprefix("resume=") for word in overrides if word.startswith("resume=")]
+    if not paths or paths[-1] in ("", "null"):
+        return None
+    words = [word for word in overrides if not word.startswith("resume=")]
+    folder = runs.find(paths[-1])
+    runs.check_resumable(folder, words)
+    composed = config.from_file("train", folder / "config.yaml", words)
+    composed.config.resume = str(folder)
+    return composed
+
+
+def sweep(overrides: list[str]) -> int:
+    """Every combination of the choices in the words, checked before the first one starts."""
+    jobs = config.jobs(overrides)
+    for job in jobs:
+        config.compose("train", job)
+    from longctx.training.sweep import sweep as run
+
+    return run(__file__, jobs)
 
 
 if __name__ == "__main__":

@@ -91,6 +91,8 @@ def from_file(script: str, path: Path, overrides: list[str]) -> Composed:
     except (OmegaConfBaseException, YAMLError, UnicodeDecodeError, AssertionError) as error:
         raise ValueError(f"{path}: not the configuration of a run: {str(error).splitlines()[0]}") from error
     with _one_line(overrides):
+        if "max_tokens" in changed:
+            merged.max_steps = None
         for word in overrides:
             key, _ = _key_and_value(word)
             OmegaConf.update(merged, key, _parse([word])[0].value(), force_add=_is_open(script, key))

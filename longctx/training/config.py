@@ -64,9 +64,9 @@ class TrainConfig:
     name: str | None = None  # of the run's folder; null: made of what differs from the defaults, and a counter
     resume: str | None = None  # continue this run, for example runs/tiny-flash-4k-001
     runs: str = "runs"  # the folder that runs are written to
-    val_every: int | None = None  # steps between validations; null: a fifth of the run. The first comes before step 1
+    val_every: int | None = None  # steps between validations, one of which is before step 1; null: a fifth of the run
     val_rows: int | None = 8  # rows of a validation; null: all
-    checkpoint_every: int | None = None  # steps between checkpoints; null: a fifth of the run. One always comes at the end
+    checkpoint_every: int = 200  # steps between checkpoints; one always comes at the end
     keep_checkpoints: int = 2  # the newest so many stay on disk
     log_every: int = 5  # steps between rows of metrics.jsonl
     workers: int = 1  # processes that prepare batches, per device; 0: none
@@ -79,7 +79,7 @@ class TrainConfig:
     def validate(self) -> None:
         """Raise ValueError naming the first key whose value makes no sense; whatever needs a device or data is checked later."""
         _in_range("seq_len", self.seq_len, 2, LONGEST_ROW)
-        for key in ("batch_size", "accumulate", "max_steps", "val_rows", "val_every", "checkpoint_every"):
+        for key in ("batch_size", "accumulate", "max_steps", "val_rows", "val_every"):
             if getattr(self, key) is not None:
                 _in_range(key, getattr(self, key), 1, 10**9)
         if self.max_tokens is not None:
@@ -88,8 +88,9 @@ class TrainConfig:
                 raise ValueError(f"max_steps={self.max_steps} and max_tokens={self.max_tokens} both end the run; give one")
         if self.warmup_steps is not None:
             _in_range("warmup_steps", self.warmup_steps, 0, 10**9)
-        for key, least, most in (("devices", 1, 4096), ("keep_checkpoints", 1, 10**6), ("log_every", 1, 10**9)):
-            _in_range(key, getattr(self, key), least, most)
+        for key in ("checkpoint_every", "keep_checkpoints", "log_every"):
+            _in_range(key, getattr(self, key), 1, 10**9)
+        _in_range("devices", self.devices, 1, 4096)
         _in_range("workers", self.workers, 0, 256)
         _in_range("seed", self.seed, 0, 2**63 - 1)
         _in_range("lr", self.lr, 0.0, 10.0)
@@ -137,8 +138,7 @@ def complete(config: TrainConfig, device: str) -> TrainConfig:
         max_steps=steps,
         max_tokens=None,
         warmup_steps=warmup,
-        val_every=config.val_every or max(1, math.ceil(steps / 5)),
-        checkpoint_every=config.checkpoint_every or max(1, math.ceil(steps / 5)),
+        val_every=config.val_every or max(10, math.ceil(steps / 5)),
         precision={"cuda": "bf16", "cpu": "fp32"}[device] if config.precision == "auto" else config.precision,
         compile=str(device == "cuda").lower() if config.compile.lower() == "auto" else config.compile.lower(),
     )

@@ -1,0 +1,122 @@
+"""Batches: everything one optimizer step needs, collated together.
+
+The loss of a step is divided by its scored tokens over all micro-batches and ranks, so the micro-batches of a step travel as one
+batch and are counted on the CPU, where counting waits for nothing. B rows per micro-batch, T = seq_len tokens per row.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from longctx.attention import Mask
+
+IGNORED = -100
+
+
+@dataclass
+class MicroBatch:
+    """Rows that go through the model together, and what a step must know about them before it begins."""
+
+    tokens: Tensor  # (B, T) int64
+    targets: Tensor  # (B, T) int64, -100 where not scored
+    mask: Mask
+    scored: int  # targets that count
+    real: int  # tokens that are not padding
+    pairs: int  # visible (query, key) pairs of one head, padding left out
+
+
+@dataclass
+class StepBatch:
+    """The micro-batches of one optimizer step on one rank."""
+
+    micro: list[MicroBatch]
+
+    @property
+    def scored(self) -> int:
+        return sum(micro.scored for micro in self.micro)
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> StepBatch:
+        """The same batch with `function` applied to every tensor."""
+        return StepBatch([_each(micro, function) for micro in self.micro])
+
+    def pin_memory(self) -> StepBatch:
+        return self.each(Tensor.pin_memory)
+
+    def to(self, device: torch.device) -> StepBatch:
+        return self.each(lambda x: x.to(device, non_blocking=True))
+
+
+@dataclass
+class Collate:
+    """Rows of a data set → StepBatch of micro-batches with `batch_size` rows each."""
+
+    batch_size: int
+
+    def __call__(self, rows: list[dict[str, Tensor]]) -> StepBatch:
+        groups = (rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size))
+        return StepBatch([micro_batch(group) for group in groups])
+
+
+def micro_batch(rows: list[dict[str, Tensor]]) -> MicroBatch:
+    """Stack rows of tokens, targets and doc_ids, each (T,), and count what they hold."""
+    tokens, targets, doc_ids = (torch.stack([row[key] for row in rows]) for key in ("tokens", "targets", "doc_ids"))
+    mask = Mask.documents(doc_ids)
+    padding = padding_per_row(targets, doc_ids)
+    pairs = mask.pairs(*tokens.shape, tokens.shape[1]) - int((padding * (padding + 1) // 2).sum())
+    real = tokens.numel() - int(padding.sum())
+    return MicroBatch(tokens, targets, mask, int((targets != IGNORED).sum()), real, pairs)
+
+
+def padding_per_row(targets: Tensor, doc_ids: Tensor) -> Tensor:
+    """(B,) int64: tokens of padding in each row, which are a last document of which nothing is scored."""
+    last = doc_ids == doc_ids[:, -1:]
+    scored = (last & (targets != IGNORED)).any(dim=1)
+    return torch.where(scored, 0, last.sum(dim=1))
+
+
+def train_loader(
+    rows: Dataset[dict[str, Tensor]], order: Sampler[int], batch_size: int, accumulate: int, workers: int, pin: bool
+) -> DataLoader[StepBatch]:
+    """An endless loader of StepBatch, read ahead by `workers` processes."""
+    ahead: dict[str, Any] = {"persistent_workers": True, "prefetch_factor": 2} if workers else {}
+    return DataLoader(
+        rows,
+        batch_size=batch_size * accumulate,
+        sampler=order,
+        collate_fn=Collate(batch_size),
+        num_workers=workers,
+        pin_memory=pin,
+        worker_init_fn=_leave_signals_to_the_parent,
+        **ahead,
+    )
+
+
+def validation_batches(
+    rows: Dataset[dict[str, Tensor]], wanted: int | None, batch_size: int, rank: int, world_size: int
+) -> Iterator[MicroBatch]:
+    """This rank's share of `wanted` rows (None: all) spread evenly over the data set; over all ranks each of them once."""
+    there = len(rows)  # type: ignore[arg-type]
+    count = there if wanted is None else min(wanted, there)
+    mine = [i * there // count for i in range(rank, count, world_size)]
+    for start in range(0, len(mine), batch_size):
+        yield micro_batch([rows[i] for i in mine[start : start + batch_size]])
+
+
+def _each(micro: MicroBatch, function: Callable[[Tensor], Tensor]) -> MicroBatch:
+    fields = {name: function(x) for name, x in vars(micro.mask).items() if isinstance(x, Tensor)}
+    return replace(
+        micro, tokens=function(micro.tokens), targets=function(micro.targets), mask=replace(micro.mask, **fields)
+    )
+
+
+def _leave_signals_to_the_parent(worker: int) -> None:
+    # Ctrl-C reaches the whole process group; the parent saves a checkpoint and needs its batches until then.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,0 +1,136 @@
+"""Checkpoints: Lightning's format, holding only tensors and plain values, so that loading never runs code from a file.
+
+A checkpoint appears under its name only when it is whole on disk; `last.ckpt` points at the newest. It holds weights, optimizer
+state, random state, the counters of the run and its configuration, enough to continue exactly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+
+from longctx.attention.config import AttentionConfig
+from longctx.data import Tokenizer
+from longctx.model import GPT, GPTConfig
+from longctx.training import runs
+
+FORMAT = 1
+
+
+class WholeFiles(TorchCheckpointIO):
+    """Lightning's file writer, made atomic: to a temporary name, to the disk, then renamed."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            with open(temporary, "wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except RuntimeError as error:
+            # torch reports a full disk as a RuntimeError of its zip writer
+            raise OSError(f"{target}: the checkpoint could not be written; is the disk full? ({error})") from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint after `step` steps lies."""
+    return folder / "checkpoints" / f"step-{step:08d}.ckpt"
+
+
+def tidy(folder: Path, keep: int) -> None:
+    """Point last.ckpt at the newest checkpoint and delete all but the newest `keep`."""
+    found = runs.checkpoints(folder)
+    link, temporary = folder / "checkpoints" / "last.ckpt", folder / "checkpoints" / f".last.{os.getpid()}"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(found[-1].name)
+    os.replace(temporary, link)
+    for path in found[:-keep]:
+        path.unlink()
+
+
+def describe(config: Any, data_fingerprint: str, world_size: int) -> dict[str, Any]:
+    """What every checkpoint of a run says about it."""
+    plain = json.loads(json.dumps(dataclasses.asdict(config)))
+    return {"format": FORMAT, "config": plain, "data": data_fingerprint, "world_size": world_size}
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The checkpoint at `path`, tensors on the CPU and mapped from disk; ValueError if it is missing or none of ours."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such checkpoint")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"{path}: not a checkpoint that can be read safely: {reason}") from error
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("longctx"), dict):
+        raise ValueError(f"{path}: a checkpoint of another program; longctx reads those that train.py wrote")
+    if checkpoint["longctx"].get("format") != FORMAT:
+        raise ValueError(f"{path}: written in format {checkpoint['longctx'].get('format')}, this version reads {FORMAT}")
+    return checkpoint
+
+
+def random_state() -> dict[str, Any]:
+    """The state of every random number generator of this process, as tensors and plain values."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": random.getstate(),
+        "numpy": (str(kind), [int(key) for key in keys], int(position), int(has_gauss), float(gauss)),
+    }
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Continue from `random_state()`; a state of other GPUs than there are now is left out."""
+    torch.set_rng_state(state["torch"].clone())
+    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([x.clone() for x in state["cuda"]])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+
+
+def load_model(
+    path: str | Path, device: torch.device | str = "cpu", attention: AttentionConfig | str | None = None
+) -> tuple[GPT, Tokenizer, dict[str, Any]]:
+    """The trained model, its tokenizer and its configuration, from a run's folder (its newest checkpoint) or one checkpoint file.
+
+    `attention` replaces the backend that the run trained with. Raises ValueError naming `path` where there is no such thing.
+    """
+    given = Path(path)
+    if given.is_dir():
+        found = runs.checkpoints(given)
+        if not found:
+            what = "the run has no checkpoint yet" if (given / "config.yaml").exists() else "not the folder of a run"
+            raise ValueError(f"checkpoint={given}: {what}")
+        given = found[-1]
+    elif not given.exists():
+        raise ValueError(f"checkpoint={given}: no such file or folder")
+    checkpoint = read(given)
+    config = checkpoint["longctx"]["config"]
+    folder = given.resolve().parent.parent
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"checkpoint={given}: {folder} has no tokenizer.json; keep a checkpoint in the folder of its run")
+    backend = AttentionConfig(**config["attention"]) if attention is None else attention
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**config["model"]), backend)
+    weights = {name.removeprefix("model."): x for name, x in checkpoint["state_dict"].items()}
+    model = model.to_empty(device=device)
+    model.load_state_dict(weights)
+    return model.eval(), Tokenizer.load(folder), config

@@ -1,0 +1,258 @@
+"""One training run from a checked configuration to its closing table.
+
+Everything that can be wrong is found before the run's folder is made, so a mistake leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+
+from longctx import attention
+from longctx.data import Data, SampleStream, load
+from longctx.training import checkpoints, runs
+from longctx.training.batches import train_loader
+from longctx.training.config import TrainConfig, complete
+from longctx.training.module import TrainingModule
+from longctx.training.progress import Display, closing_table
+from longctx.training.recorder import Recorder
+from longctx.training.tracking import Tracker
+
+RUN_VARIABLE = "LONGCTX_RUN"  # the folder, for the other ranks of a run
+RESULT_VARIABLE = "LONGCTX_RESULT"  # the file in which a sweep wants to find the folder
+
+
+def train(config: TrainConfig, choices: dict[str, str], changed: dict[str, str]) -> int:
+    """Train as `config` says, in a new folder or, where `config.resume` is set, in that one; returns the exit code.
+
+    `choices` and `changed` (see `longctx.config.Composed`) give the folder its name. Raises ValueError or OSError, one line, for
+    whatever is wrong with the request.
+    """
+    quiet_lightning()
+    device = pick_device(config)
+    config = complete(config, device)
+    if config.resume is None:
+        runs.check_root(Path(config.runs))
+        if rank() == 0:
+            runs.check_free(Path(config.runs), config.name)
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    attention.check(
+        config.attention.backend,
+        device=device,
+        dtype=dtype,
+        head_dim=config.model.head_size,
+        options=config.attention.options,
+    )
+    data = load(config.data, config.seq_len)
+    config = fit_vocabulary(config, data)
+    if config.resume is None:
+        folder, start = new_folder(config, runs.stem(choices, config.seq_len, changed), data), None
+    else:
+        folder, start = Path(config.resume), continue_from(config, data)
+    return run(config, folder, start, data, device, choices.get("model", "the run's"))
+
+
+def pick_device(config: TrainConfig) -> str:
+    """ "cuda" or "cpu"; ValueError where a GPU is asked for and there is none, or not so many."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.device == "cuda" and not gpus:
+        raise ValueError("device=cuda: torch finds no GPU here; use device=cpu, or device=auto for what there is")
+    device = "cpu" if config.device == "cpu" or not gpus else "cuda"
+    if device == "cuda" and config.devices > gpus:
+        raise ValueError(f"devices={config.devices}: there {'is' if gpus == 1 else 'are'} {gpus} here")
+    if device == "cuda" and config.precision in ("auto", "bf16") and not torch.cuda.is_bf16_supported():
+        raise ValueError(f"precision=bf16: {torch.cuda.get_device_name()} has no bf16; use precision=fp32")
+    return device
+
+
+def fit_vocabulary(config: TrainConfig, data: Data) -> TrainConfig:
+    """`model.vocab_size` from the tokenizer, rounded up to a multiple of 64, where it is not set; ValueError if set too small."""
+    need, have = data.tokenizer.vocab_size, config.model.vocab_size
+    if have is not None and have < need:
+        raise ValueError(f"model.vocab_size={have}: the tokenizer has {need:,} tokens; use at least that, or null to follow it")
+    return replace(config, model=replace(config.model, vocab_size=have or -(-need // 64) * 64))
+
+
+def new_folder(config: TrainConfig, beginning: str, data: Data) -> Path:
+    """Make and fill the folder of a new run; the first rank does, the others are told."""
+    if rank():
+        return Path(os.environ[RUN_VARIABLE])
+    if not len(data.train):
+        raise ValueError(f"data={config.data.source}: no document is left to train on; data.val_fraction={config.data.val_fraction}")
+    folder = runs.create(Path(config.runs), config.name, beginning)
+    try:
+        runs.lock(folder)
+        data.tokenizer.save(folder / "tokenizer.json")
+        (folder / "checkpoints").mkdir()
+        runs.write_config(folder, replace(config, name=folder.name))
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    announce(folder)
+    return folder
+
+
+def continue_from(config: TrainConfig, data: Data) -> Path:
+    """The newest checkpoint of the run `config.resume`, after checking that it fits; metrics past it are dropped."""
+    folder = Path(config.resume or "")
+    path = runs.checkpoints(folder)[-1]
+    checkpoint = checkpoints.read(path)
+    said, done = checkpoint["longctx"], checkpoint["steps_done"]
+    assert config.max_steps is not None
+    if said["data"] != data.fingerprint:
+        raise ValueError(f"resume={folder}: the documents or the tokenizer are no longer those that the run began with")
+    if done >= config.max_steps:
+        raise ValueError(f"resume={folder}: the run has done its {done:,} steps; to go on, give a larger max_steps=")
+    if rank() == 0:
+        runs.lock(folder)
+        runs.write_config(folder, replace(config, resume=None))
+        runs.drop_metrics_after(folder, done)
+        announce(folder)
+    return path
+
+
+def run(config: TrainConfig, folder: Path, start: Path | None, data: Data, device: str, preset: str) -> int:
+    """Train in `folder`, from the checkpoint `start` or from the beginning."""
+    assert config.max_steps is not None and config.batch_size is not None and config.accumulate is not None
+    done = 0 if start is None else int(checkpoints.read(start)["steps_done"])
+    consumed = done * config.batch_size * config.accumulate * config.devices
+    facts = checkpoints.describe(config, data.fingerprint, config.devices) | {
+        "parameters": config.model.parameters(),
+        "data_summary": data.summary(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "torch": torch.__version__,
+    }
+    display = Display(config.max_steps, done, silent=rank() > 0)
+    tracker = Tracker(folder, config.wandb, resumed=start is not None) if rank() == 0 else None
+    for line in opening(config, folder, data, device, preset, done):
+        display.say(line)
+    if tracker is not None and tracker.how_to_look():
+        display.say(str(tracker.how_to_look()))
+
+    recorder = Recorder(config, folder, data, tracker, display, facts)
+    module = TrainingModule(config)
+    order = SampleStream(len(data.train), config.seed, rank(), config.devices, consumed)
+    loader = train_loader(data.train, order, config.batch_size, config.accumulate, config.workers, pin=device == "cuda")
+    code, problem = 1, None
+    try:
+        trainer = lightning_trainer(config, device, config.max_steps - done, recorder)
+        trainer.fit(module, loader, ckpt_path=start, weights_only=True)
+        code = 0 if recorder.stopped_by is None else 128 + recorder.stopped_by
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        problem = out_of_memory(config, device, module.steps_done)
+    except FloatingPointError as error:
+        problem = str(error)
+    finally:
+        display.stop()
+        if tracker is not None:
+            tracker.finish(code)
+    if rank() == 0:
+        display.say("")
+        display.console.print(closing_table(folder, runs.read_metrics(folder), attention.kernels_run(), finished=code == 0))
+    if problem:
+        print(f"error: {problem}", file=sys.stderr)
+    return code
+
+
+def lightning_trainer(config: TrainConfig, device: str, steps: int, recorder: Recorder) -> pl.Trainer:
+    """Lightning, for devices, precision and checkpoints; its own logging, bars and folders stay off."""
+    shared = config.devices > 1 or config.strategy.name == "ddp"
+    return pl.Trainer(
+        accelerator="gpu" if device == "cuda" else "cpu",
+        devices=config.devices,
+        strategy=DDPStrategy(broadcast_buffers=False, gradient_as_bucket_view=True) if shared else "auto",
+        precision="bf16-mixed" if config.precision == "bf16" else "32-true",
+        max_steps=steps,
+        max_epochs=-1,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        deterministic=config.deterministic,
+        use_distributed_sampler=False,
+        plugins=[LightningEnvironment(), checkpoints.WholeFiles()],
+        callbacks=[recorder],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def opening(config: TrainConfig, folder: Path, data: Data, device: str, preset: str, done: int) -> list[str]:
+    """The block that a run begins with."""
+    assert config.batch_size is not None and config.accumulate is not None and config.max_steps is not None
+    where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    rows = config.batch_size * config.accumulate * config.devices
+    compiled = ", torch.compile" if config.compile == "true" else ""
+    summary = data.summary()
+    return [
+        f"run        {folder}" + (f", continued after step {done:,}" if done else ""),
+        f"device     {f'{config.devices} × ' if config.devices > 1 else ''}{where}, {config.precision}{compiled}",
+        f"model      {preset}, {config.model.parameters():,} parameters",
+        f"attention  {config.attention.backend}"
+        + "".join(f", {key}={value}" for key, value in config.attention.options.items()),
+        f"data       {config.data.source}, {summary['documents']:,} documents, {summary['tokens']:,} tokens, "
+        f"{len(data.train):,} rows of {config.seq_len:,}",
+        f"step       {rows * config.seq_len:,} tokens = {config.batch_size} rows × {config.accumulate} micro-batches"
+        + (f" × {config.devices} devices" if config.devices > 1 else ""),
+        f"length     {config.max_steps:,} steps, {config.max_steps * rows * config.seq_len:,} tokens",
+    ]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch ran out of memory, on a GPU or on the CPU (which has no exception of its own for it)."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def out_of_memory(config: TrainConfig, device: str, steps_done: int) -> str:
+    """What ran out, and the smallest change that saves most."""
+    assert config.batch_size is not None and config.accumulate is not None
+    if config.attention.backend == "naive":
+        advice = "attention=flash, which keeps no seq_len × seq_len scores"
+    elif config.batch_size > 1:
+        advice = f"batch_size={config.batch_size // 2} accumulate={config.accumulate * 2}, the same step in smaller pieces"
+    elif not config.model.recompute:
+        advice = "model.recompute=true, which keeps one activation per block"
+    else:
+        advice = f"seq_len={config.seq_len // 2}, or a smaller model="
+    if device == "cuda":
+        size = torch.cuda.get_device_properties(0).total_memory / 2**30
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        what = f"out of GPU memory in step {steps_done + 1} ({peak:.1f} GiB used of {size:.1f})"
+    else:
+        what = f"out of memory in step {steps_done + 1}"
+    return f"{what} at seq_len={config.seq_len}, batch_size={config.batch_size}; try {advice}"
+
+
+def rank() -> int:
+    """This process's number among those of the run."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def announce(folder: Path) -> None:
+    """Tell the other ranks, and a sweep, which folder the run has."""
+    os.environ[RUN_VARIABLE] = str(folder.absolute())
+    if os.environ.get(RESULT_VARIABLE):
+        Path(os.environ[RESULT_VARIABLE]).write_text(str(folder.absolute()), encoding="utf-8")
+
+
+def quiet_lightning() -> None:
+    """Silence advice that does not apply here: own loggers, own checkpoints, workers chosen by the configuration."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"lightning\..*")
+    warnings.filterwarnings("ignore", message=r".*(does not have many workers|LeafSpec|pkg_resources).*")
+
+

@@ -1,0 +1,98 @@
+"""The Lightning module: one optimizer step, and one validation batch. All that changes gradients is in `training_step`.
+
+Optimization is manual, so that the normalization of the loss, accumulation, clipping and the learning rate stand in one place,
+in the order in which they happen.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from longctx.model import GPT
+from longctx.training.batches import MicroBatch, StepBatch
+from longctx.training.config import TrainConfig
+from longctx.training.optimizer import adamw, clip_gradients, learning_rate
+
+
+class TrainingModule(pl.LightningModule):
+    """A GPT under training; `config` is complete (see `longctx.training.config.complete`) and knows its vocabulary."""
+
+    model: GPT
+
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.config = config
+        self.steps_done = 0
+        self.grad_norm = torch.zeros(())
+
+    def configure_model(self) -> None:
+        """Build the model on this rank's device, every rank with the same weights."""
+        if hasattr(self, "model"):
+            return
+        torch.manual_seed(self.config.seed)
+        self.model = GPT(self.config.model, self.config.attention)
+        if self.config.compile == "true":
+            self.model.compile_blocks()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self.model, self.config)
+
+    def transfer_batch_to_device(self, batch: StepBatch, device: torch.device, dataloader_idx: int) -> StepBatch:
+        return batch.to(device)
+
+    def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
+        """One optimizer step; returns the loss summed over this rank's scored tokens, on the device.
+
+        The gradient is that of the mean loss over the scored tokens of all micro-batches and ranks: each micro-batch's sum is
+        divided by their number, and multiplied by the ranks because DDP averages over them.
+        """
+        optimizer = self.optimizers()
+        assert not isinstance(optimizer, list)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(self.steps_done, self.config)
+
+        scored = self._scored_on_all_ranks(batch)
+        total = torch.zeros((), device=self.device)
+        for micro in batch.micro:
+            with self._gradients_stay_local(unless=micro is batch.micro[-1]):
+                loss = self.model(micro.tokens, micro.targets, micro.mask, reduction="sum")
+                self.manual_backward(loss * (self.trainer.world_size / scored))
+            total += loss.detach()
+
+        self.grad_norm = clip_gradients(self.model, self.config.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        self.steps_done += 1
+        return total
+
+    def validation_loss(self, micro: MicroBatch) -> Tensor:
+        """The loss of one batch summed over its scored tokens, without gradient."""
+        with torch.no_grad(), self.trainer.precision_plugin.val_step_context():
+            return self.model(micro.tokens, micro.targets, micro.mask, reduction="sum")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # The place in the data is steps_done times the rows of a step; Lightning's own counters would say it a second time.
+        checkpoint.pop("loops", None)
+        checkpoint["steps_done"] = self.steps_done
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.steps_done = checkpoint["steps_done"]
+
+    def _scored_on_all_ranks(self, batch: StepBatch) -> Tensor:
+        """Scored tokens of the whole optimizer step, at least 1; on the device, so that nothing waits for it."""
+        scored = torch.full((), float(batch.scored), device=self.device)
+        if self.trainer.world_size > 1:
+            dist.all_reduce(scored)
+        return scored.clamp(min=1.0)
+
+    def _gradients_stay_local(self, unless: bool) -> AbstractContextManager[None]:
+        wrapped = self.trainer.strategy.model
+        return nullcontext() if unless or not isinstance(wrapped, DistributedDataParallel) else wrapped.no_sync()

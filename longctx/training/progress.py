@@ -1,0 +1,145 @@
+"""What a run prints: a block at the start, a bar (or plain lines, where nobody watches) while it trains, a table at the end."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+Row = dict[str, Any]
+
+
+class Display:
+    """Shows the rows of a run as they come; says nothing on ranks other than the first."""
+
+    def __init__(self, steps: int, first_step: int, silent: bool = False) -> None:
+        self.console = Console(quiet=silent, highlight=False)
+        if not self.console.is_terminal:
+            self.console.width = 200
+        self.steps = steps
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        if self.console.is_terminal and not silent:
+            columns = (TextColumn("step {task.completed:,}/{task.total:,}"), BarColumn(None), TextColumn("{task.fields[said]}"))
+            self._bar = Progress(*columns, TimeRemainingColumn(), console=self.console)
+            self._task = self._bar.add_task("", total=steps, completed=first_step, said="first step ...")
+
+    def say(self, text: str) -> None:
+        """Print a line, above the bar if there is one."""
+        self.console.print(text, soft_wrap=True, markup=False)
+
+    def start(self) -> None:
+        """Show the bar."""
+        if self._bar is not None:
+            self._bar.start()
+
+    def stop(self) -> None:
+        """Leave the bar where it is."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def stepped(self, step: int) -> None:
+        """Move the bar."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def show(self, row: Row) -> None:
+        """Show a logged row: in the bar, or as a line where the output is no terminal."""
+        said = brief(row)
+        if "val_perplexity" in row:
+            self.say(f"step {row['step']:,}/{self.steps:,}  {said}")
+        elif self._bar is not None:
+            self._bar.update(self._task, completed=row["step"], said=said)
+        else:
+            self.say(f"step {row['step']:,}/{self.steps:,}  {said}")
+
+
+def brief(row: Row) -> str:
+    """A row of metrics.jsonl in one line."""
+    if "val_perplexity" in row:
+        return f"validation  loss {row['val_loss']:.4f}  perplexity {row['val_perplexity']:,.1f}"
+    parts = [f"loss {row['loss']:.4f}", f"{row['tokens_per_second']:,.0f} tokens/s", f"{row['ms_per_step']:,.0f} ms/step"]
+    if "mfu" in row:
+        parts.append(f"MFU {row['mfu']:.1%}")
+    return "  ".join([*parts, gib(row)])
+
+
+def gib(row: Row) -> str:
+    """Peak memory of a row, and whose it is."""
+    return f"{row['memory_peak_gib']:.1f} GiB" if "memory_peak_gib" in row else f"{row['process_peak_gib']:.1f} GiB process"
+
+
+def summarize(rows: list[Row]) -> Row:
+    """What a run's rows come to; keys are absent where there is nothing to say."""
+    steps = [row for row in rows if "loss" in row]
+    validations = [row for row in rows if "val_perplexity" in row]
+    summary: Row = {}
+    if steps:
+        settled = steps[1:] or steps
+        summary |= {key: steps[-1][key] for key in ("step", "tokens_seen", "loss", "seconds")}
+        summary["tokens_per_second"] = median(row["tokens_per_second"] for row in settled)
+        summary["memory"] = gib(max(steps, key=lambda row: row.get("memory_peak_gib", row.get("process_peak_gib", 0))))
+        if "mfu" in steps[-1]:
+            summary["mfu"] = median(row["mfu"] for row in settled)
+    if validations:
+        summary["val_perplexity"] = (validations[0]["val_perplexity"], validations[-1]["val_perplexity"])
+    return summary
+
+
+def closing_table(folder: Path, rows: list[Row], kernels: dict[str, str], finished: bool) -> Table:
+    """The end of a run: what it did, where it is, what to type next."""
+    summary = summarize(rows)
+    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    if "loss" in summary:
+        table.add_row("steps", f"{summary['step']:,}")
+        table.add_row("tokens", f"{summary['tokens_seen']:,} in {duration(summary['seconds'])}")
+        table.add_row("loss", f"{summary['loss']:.4f}")
+    if "val_perplexity" in summary:
+        first, last = summary["val_perplexity"]
+        table.add_row("val perplexity", f"{first:,.1f} → {last:,.1f}")
+    if "tokens_per_second" in summary:
+        table.add_row("tokens/s", f"{summary['tokens_per_second']:,.0f} (median)")
+    if "mfu" in summary:
+        table.add_row("MFU", f"{summary['mfu']:.1%} (median)")
+    if "memory" in summary:
+        table.add_row("peak memory", summary["memory"])
+    table.add_row("attention", ", ".join(f"{backend}: {kernel}" for backend, kernel in kernels.items()) or "did not run")
+    table.add_row("run", str(folder))
+    table.add_row("evaluate", f"python eval.py checkpoint={folder}")
+    more = "" if not finished or "step" not in summary else f" max_steps={2 * summary['step']}"
+    table.add_row("train on", f"python train.py resume={folder}{more}")
+    return table
+
+
+def sweep_table(results: list[tuple[list[str], int, list[Row]]]) -> Table:
+    """One line per job of a sweep: its words, how it ended, what came out."""
+    table = Table("job", "steps", "loss", "val perplexity", "tokens/s", "MFU", "peak memory", "ended")
+    for words, code, rows in results:
+        summary = summarize(rows)
+        ended = {0: "well", 2: "mistake", 130: "stopped", 143: "stopped"}.get(code, f"failed ({code})")
+        perplexity = summary.get("val_perplexity", (math.nan, math.nan))[1]
+        table.add_row(
+            " ".join(words),
+            f"{summary.get('step', 0):,}",
+            f"{summary['loss']:.4f}" if "loss" in summary else "",
+            f"{perplexity:,.1f}" if not math.isnan(perplexity) else "",
+            f"{summary['tokens_per_second']:,.0f}" if "loss" in summary else "",
+            f"{summary['mfu']:.1%}" if "mfu" in summary else "",
+            summary.get("memory", ""),
+            ended,
+        )
+    return table
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

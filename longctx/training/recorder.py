@@ -1,0 +1,167 @@
+"""What happens around the steps: rows are logged, validation and checkpoints made, signals obeyed. Nothing here changes gradients."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longctx.attention import kernels_run
+from longctx.data import Data
+from longctx.training import checkpoints
+from longctx.training.batches import StepBatch, validation_batches
+from longctx.training.config import TrainConfig
+from longctx.training.module import TrainingModule
+from longctx.training.optimizer import learning_rate
+from longctx.training.progress import Display
+from longctx.training.throughput import Meter
+from longctx.training.tracking import Tracker
+
+
+class Recorder(pl.Callback):
+    """Logs to `tracker` and `display` (None on ranks other than the first), validates on `data`, saves to `folder`.
+
+    A row is logged after the first step, after every `log_every`, and before each validation and the end. SIGTERM and Ctrl-C end
+    the run after the step at hand, with a checkpoint; a second one ends it at once.
+    """
+
+    def __init__(
+        self, config: TrainConfig, folder: Path, data: Data, tracker: Tracker | None, display: Display, facts: dict[str, Any]
+    ) -> None:
+        self.config, self.folder, self.data, self.tracker, self.display = config, folder, data, tracker, display
+        self.facts = facts
+        self.stopped_by: int | None = None
+        self.rows_per_step = config.batch_size * config.accumulate * config.devices  # type: ignore[operator]
+        self.meter: Meter
+        self._handlers: dict[int, Any] = {}
+        self._idle_since = 0.0
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.meter = Meter(self.config.model, trainer.strategy.root_device)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, TrainingModule)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._handlers[number] = signal.signal(number, self._on_signal)
+        self.display.start()
+        if pl_module.steps_done == 0:
+            self._validate(pl_module)
+        self.meter.started = self.meter.window = self._idle_since = time.perf_counter()
+        self.meter.aside = 0.0
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        self.meter.waited += time.perf_counter() - self._idle_since
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: StepBatch, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, TrainingModule)
+        config, step = self.config, pl_module.steps_done
+        assert config.max_steps is not None and config.val_every is not None
+        self.meter.add(batch, outputs["loss"])
+        self.display.stepped(step)
+        last = step == config.max_steps
+        validates = last or step % config.val_every == 0
+        if step == 1 or step % config.log_every == 0 or validates:
+            self._log_step(pl_module)
+        with self.meter.set_aside():
+            if self.tracker is not None:
+                problem = self.tracker.start_wandb(self.facts | {"kernels": kernels_run()})
+                if problem:
+                    self.display.say(problem)
+            if validates:
+                self._validate(pl_module)
+            stop = self._stop_wanted(trainer)
+            if last or stop or step % config.checkpoint_every == 0:
+                self._save(trainer, step)
+        if stop:
+            trainer.should_stop = True
+        self._idle_since = time.perf_counter()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers.clear()
+        self.display.stop()
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["longctx"] = checkpoints.describe(self.config, self.data.fingerprint, trainer.world_size)
+        checkpoint["meter"] = self.meter.state()
+        checkpoint["random"] = checkpoints.random_state()
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.meter.restore(checkpoint["meter"])
+        checkpoints.restore_random_state(checkpoint["random"])
+
+    def _log_step(self, module: TrainingModule) -> None:
+        step = module.steps_done
+        row = {"step": step} | self.meter.row(module.grad_norm)
+        row["lr"] = learning_rate(step - 1, self.config)
+        row["epoch"] = step * self.rows_per_step / len(self.data.train)
+        self._record(row)
+        if not math.isfinite(row["loss"]):
+            raise FloatingPointError(
+                f"the loss is {row['loss']} at step {step}; try a smaller lr (now {self.config.lr}) or longer warmup_steps "
+                f"(now {self.config.warmup_steps})"
+            )
+
+    def _validate(self, module: TrainingModule) -> None:
+        """Loss and perplexity over `val_rows` rows, each scored token once over all ranks; without torch.compile, which would
+        compile everything a second time for it."""
+        trainer, config = module.trainer, self.config
+        if not len(self.data.val):
+            return
+        assert config.batch_size is not None
+        sums = torch.zeros(2, dtype=torch.float64, device=module.device)
+        module.eval()
+        for micro in validation_batches(
+            self.data.val, config.val_rows, config.batch_size, trainer.global_rank, trainer.world_size
+        ):
+            moved = StepBatch([micro]).to(module.device).micro[0]
+            sums[0] += _eager(module.validation_loss, moved).double()
+            sums[1] += micro.scored
+        module.train()
+        if trainer.world_size > 1:
+            dist.all_reduce(sums)
+        total, scored = sums.tolist()
+        loss = total / max(scored, 1.0)
+        row = {"step": module.steps_done, "tokens_seen": self.meter.tokens_seen, "val_loss": loss}
+        self._record(row | {"val_perplexity": math.exp(min(loss, 700.0))})
+
+    def _record(self, row: dict[str, Any]) -> None:
+        if self.tracker is not None:
+            self.tracker.log(row)
+        self.display.show(row)
+
+    def _save(self, trainer: pl.Trainer, step: int) -> None:
+        trainer.save_checkpoint(checkpoints.path_of(self.folder, step))
+        if trainer.is_global_zero:
+            checkpoints.tidy(self.folder, self.config.keep_checkpoints)
+
+    def _stop_wanted(self, trainer: pl.Trainer) -> bool:
+        """Whether a signal reached any rank, agreed on by all of them."""
+        if trainer.world_size == 1:
+            return self.stopped_by is not None
+        number = torch.tensor(self.stopped_by or 0, device=trainer.strategy.root_device)
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+        self.stopped_by = int(number) or None
+        return self.stopped_by is not None
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.stopped_by is not None:
+            raise KeyboardInterrupt
+        self.stopped_by = number
+
+
+def _eager(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    with torch.compiler.set_stance("force_eager"):
+        return function(*args)

@@ -1,0 +1,146 @@
+"""Run folders: runs/<name>/ with config.yaml, metrics.jsonl, tokenizer.json, checkpoints/ and wandb/. Torch-free.
+
+A folder is claimed by an exclusive mkdir, so two runs started together never share one, and is locked while it trains. Files
+are replaced whole: written beside their place and renamed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+# What resume= may change: how long and how closely the run is watched, never what is computed.
+RESUMABLE = (
+    *("max_steps", "max_tokens", "val_every", "val_rows", "checkpoint_every", "keep_checkpoints", "log_every"),
+    *("workers", "device", "compile", "wandb.project", "wandb.entity", "wandb.mode", "wandb.group", "wandb.tags", "wandb.notes"),
+)
+NOT_IN_NAMES = {"model", "attention", "seq_len", "data", "strategy", "name", "runs", "device", *RESUMABLE}
+CHECKPOINT_NAME = re.compile(r"step-(\d+)\.ckpt")
+
+
+def stem(choices: dict[str, str], seq_len: int, changed: dict[str, str]) -> str:
+    """What differs from the defaults as the beginning of a folder's name, such as `tiny-flash-16k-lr0.003`."""
+    length = f"{seq_len // 1024}k" if seq_len % 1024 == 0 else str(seq_len)
+    parts = [choices["model"], choices["attention"], length]
+    if choices["data"] != "embedded":
+        parts.append(choices["data"])
+    for key, value in changed.items():
+        if key not in NOT_IN_NAMES and not key.startswith("data."):
+            parts.append(key.split(".")[-1].replace("_", "") + value)
+    return re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts)).strip("-")[:80].rstrip("-.")
+
+
+def check_root(root: Path) -> None:
+    """Raise OSError unless a run's folder can be made in `root` or in what will become it."""
+    existing = next(path for path in (root.absolute(), *root.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise NotADirectoryError(f"runs={root}: {existing} is not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise PermissionError(f"runs={root}: no permission to write in {existing}; choose another folder with runs=")
+
+
+def check_free(root: Path, name: str | None) -> None:
+    """Raise ValueError if the run `name` exists already."""
+    if name is not None and (root / name).exists():
+        raise ValueError(f"name={name}: {root / name} exists already; continue it with resume={root / name}, or choose another")
+
+
+def create(root: Path, name: str | None, beginning: str) -> Path:
+    """Make the folder of a new run, exclusively: `name`, or `beginning` and the first free number."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if name is not None:
+            check_free(root, name)
+            (root / name).mkdir()
+            return root / name
+        number = 1
+        while True:
+            folder = root / f"{beginning}-{number:03d}"
+            try:
+                folder.mkdir()
+                return folder
+            except FileExistsError:
+                number += 1
+    except OSError as error:
+        raise OSError(f"runs={root}: no folder can be made there: {error.strerror or error}") from error
+
+
+def lock(folder: Path) -> None:
+    """Hold `folder` until this process ends; ValueError if another one trains it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise ValueError(f"{folder}: another process is training this run") from error
+    # A data worker that outlives a killed run must not keep its lock.
+    os.register_at_fork(after_in_child=lambda: os.close(descriptor))
+
+
+def find(path: str) -> Path:
+    """The folder of the run at `path`; raises ValueError if there is none, or none with a checkpoint."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ValueError(f"resume={path}: no such folder; give the folder of a run, such as runs/NAME")
+    if not (folder / "config.yaml").is_file():
+        raise ValueError(f"resume={path}: not the folder of a run, it has no config.yaml")
+    if not checkpoints(folder):
+        raise ValueError(f"resume={path}: the run was stopped before its first checkpoint; start it anew")
+    return folder
+
+
+def check_resumable(folder: Path, words: Iterable[str]) -> None:
+    """Raise ValueError naming the first of the key=value `words` that a resumed run must not change."""
+    for key in (word.partition("=")[0].lstrip("+") for word in words):
+        if key not in RESUMABLE:
+            raise ValueError(f"{key} cannot change when {folder} is resumed: it has its own config.yaml; start a new run for that")
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
+    found = {path: CHECKPOINT_NAME.fullmatch(path.name) for path in (folder / "checkpoints").glob("step-*.ckpt")}
+    return sorted((path for path, match in found.items() if match), key=lambda path: path.name)
+
+
+def write_config(folder: Path, config: Any) -> None:
+    """Write the resolved configuration to config.yaml."""
+    plain = json.loads(json.dumps(dataclasses.asdict(config)))
+    replace_text(folder / "config.yaml", yaml.safe_dump(plain, sort_keys=False, width=120))
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl; a last line cut off by a kill is left out."""
+    rows = []
+    path = folder / "metrics.jsonl"
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def drop_metrics_after(folder: Path, step: int) -> int:
+    """Remove the rows of steps past `step`, which a resumed run computes again; returns how many, atomically."""
+    rows = read_metrics(folder)
+    kept = [row for row in rows if row["step"] <= step]
+    replace_text(folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
+    return len(rows) - len(kept)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write `text` to `path` so that a reader sees the old file or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

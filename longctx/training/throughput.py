@@ -1,0 +1,137 @@
+"""What a step costs: tokens per second, model FLOP/s utilization, memory, waiting for data.
+
+MFU counts the FLOPs that the model needs (PaLM, arXiv 2204.02311, appendix B; pairs that the mask hides and padding are not
+work, nor is recomputation) against the chip's dense bf16 peak. A chip that is not in the table gets no MFU, not a guess.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longctx.model import GPTConfig
+from longctx.training.batches import StepBatch
+
+# Dense bf16 FLOP/s by what torch calls the device, the most specific name first; from NVIDIA's data sheets.
+PEAK_FLOPS = {
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of the GPU that torch calls `device_name`; None where it is not known."""
+    words = device_name.upper().replace("-", " ").split()
+    for name, peak in PEAK_FLOPS.items():
+        if all(word in words for word in name.upper().split()):
+            return peak
+    return None
+
+
+@dataclass
+class Meter:
+    """Sums since the last logged row, on this rank; `row` adds up the ranks and starts the next window.
+
+    The loss stays on the device until then, so that only a logged step waits for it.
+    """
+
+    model: GPTConfig
+    device: torch.device
+    tokens_seen: int = 0  # over all ranks, since the beginning of the run, padding left out
+    seconds: float = 0.0  # training time before this process, where the run was resumed
+    waited: float = 0.0
+    steps: int = 0
+    counts: list[int] = field(default_factory=lambda: [0, 0, 0, 0])  # scored, real, all tokens, pairs
+    loss: Tensor = field(init=False)
+    started: float = field(default_factory=time.perf_counter)
+    window: float = field(default_factory=time.perf_counter)
+    aside: float = 0.0  # of this window, seconds spent on validation and checkpoints
+
+    def __post_init__(self) -> None:
+        self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
+
+    def add(self, batch: StepBatch, loss: Tensor) -> None:
+        """Count one optimizer step; `loss` is the sum over its scored tokens on this rank."""
+        self.loss += loss.double()
+        self.steps += 1
+        for micro in batch.micro:
+            counted = (micro.scored, micro.real, micro.tokens.numel(), micro.pairs)
+            self.counts = [total + n for total, n in zip(self.counts, counted, strict=True)]
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Time spent inside is not part of a step."""
+        start = time.perf_counter()
+        yield
+        self.aside += time.perf_counter() - start
+
+    def row(self, grad_norm: Tensor) -> dict[str, Any]:
+        """The measured part of a row of metrics.jsonl; waits for the device.
+
+        `loss` is the mean over the scored tokens of the window; tokens per second count real tokens of all ranks; `padding_share`
+        is of all tokens; `data_wait_ms` is the time per step between one step and the arrival of the next batch.
+        """
+        sums = torch.tensor([0.0, *self.counts, 0.0], dtype=torch.float64, device=self.device)
+        sums[0], sums[5] = self.loss, grad_norm.double()
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if ranks > 1:
+            dist.all_reduce(sums)
+        loss, scored, real, everything, pairs, norm = sums.tolist()
+        now = time.perf_counter()
+        elapsed = max(now - self.window - self.aside, 1e-9)
+        self.tokens_seen += int(real)
+        row = {
+            "tokens_seen": self.tokens_seen,
+            "loss": loss / max(scored, 1.0),
+            "grad_norm": norm / ranks,
+            "tokens_per_second": real / elapsed,
+            "ms_per_step": 1000 * elapsed / self.steps,
+            "data_wait_ms": 1000 * self.waited / self.steps,
+            "padding_share": 1 - real / everything,
+        }
+        peak = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+        if peak is not None:
+            row["mfu"] = self.model.flops_per_token(pairs / max(real, 1.0)) * real / elapsed / (peak * ranks)
+        row |= memory(self.device) | {"seconds": self.seconds + now - self.started}
+        self.loss.zero_()
+        self.steps, self.counts, self.waited, self.aside, self.window = 0, [0, 0, 0, 0], 0.0, 0.0, now
+        return row
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold so that the rows after it are those of the uninterrupted run."""
+        elapsed = self.seconds + time.perf_counter() - self.started
+        return {"tokens_seen": self.tokens_seen, "seconds": elapsed, "steps": self.steps, "counts": self.counts, "loss": self.loss}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from `state`."""
+        self.tokens_seen, self.seconds = state["tokens_seen"], state["seconds"]
+        self.steps, self.counts = state["steps"], list(state["counts"])
+        self.loss.copy_(state["loss"])
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    """Peak memory in GiB: of torch's allocator on a GPU (in use, and reserved), of the whole process on a CPU."""
+    if device.type == "cuda":
+        return {
+            "memory_peak_gib": torch.cuda.max_memory_allocated(device) / 2**30,
+            "memory_reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
+        }
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {"process_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
