@@ -27,14 +27,10 @@ class DataConfig:
     files: Any = None  # hub: the files to read, with a builder: data.path=json data.files=a.jsonl
     revision: str | None = None  # hub: commit, tag or branch; null: the newest
     documents: int | None = None  # read the first so many documents; null: all
-    tokenizer: str | None = (
-        None  # tokenizer.json or Hugging Face folder; null: a byte-level BPE trained on the documents
-    )
+    tokenizer: str | None = None  # tokenizer.json or Hugging Face folder; null: a BPE trained on the documents
     vocab_size: int = 16384  # of the tokenizer trained here
     val_fraction: float = 0.02  # share of documents that validate, chosen by their hash; 0: none
-    cache: str | None = (
-        None  # folder of what is built once; null: $LONGCTX_CACHE, else $XDG_CACHE_HOME/longctx, else ~/.cache/longctx
-    )
+    cache: str | None = None  # folder of what is built once; null: $LONGCTX_CACHE, else ~/.cache/longctx
 
     def validate(self) -> None:
         """Raise ValueError naming the first key that cannot be right, before anything is read."""
@@ -43,6 +39,10 @@ class DataConfig:
         if self.source != "embedded" and not self.paths():
             what = "a file, folder or glob" if self.source == "text" else "a data set's name"
             raise ValueError(f"data.path is not set: data={self.source} needs {what}, data.path=...")
+        if self.source == "embedded" and self.paths():
+            raise ValueError(f"data.path={self.path}: the embedded documents have no path; add data=text to read your own")
+        if self.source != "hub" and self.data_files():
+            raise ValueError(f"data.files={self.files}: only data=hub has files; data={self.source} reads data.path")
         if self.source == "hub" and len(self.paths()) != 1:
             raise ValueError(f"data.path={self.path}: data=hub takes one data set's name")
         if self.errors not in ("strict", "replace"):

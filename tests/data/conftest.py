@@ -1,0 +1,41 @@
+"""Small corpora on disk, and the configuration that reads them without touching the user's cache."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from longctx.data.config import DataConfig
+
+WORDS = "rain on the old stone bridge and light over a quiet river where boats are tied αβγ 水 été 😀".split()
+
+
+def prose(words: int, seed: int) -> str:
+    """Text of `words` words, in lines of a dozen, that shares hardly a shingle with that of another seed."""
+    rng = random.Random(seed)
+    lines = [" ".join(rng.choice(WORDS) + str(rng.randrange(9)) for _ in range(12)) for _ in range(-(-words // 12))]
+    return "\n".join(lines)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A folder of 23 documents of 1 to 400 words, and an empty one."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number in range(23):
+        size = random.Random(number).choice([1, 7, 30, 90, 400])
+        (folder / f"{number:02}.txt").write_text(prose(size, number), encoding="utf-8")
+    (folder / "empty.md").write_text("")
+    return folder
+
+
+@pytest.fixture
+def text_config(corpus: Path, tmp_path: Path) -> Callable[..., DataConfig]:
+    def make(**changes: object) -> DataConfig:
+        values = {"source": "text", "path": str(corpus), "vocab_size": 400, "val_fraction": 0.2}
+        return DataConfig(**{**values, "cache": str(tmp_path / "cache"), **changes})  # type: ignore[arg-type]
+
+    return make
