@@ -1,7 +1,7 @@
 """Folders that are built once, found again by a fingerprint, and never seen half-built.
 
-A build writes to `KEY.partial` under a file lock and renames it to `KEY` when it is complete, so a killed build leaves only
-what the next one removes, and of two runs that start together one builds and the other waits.
+A build writes to `KEY.partial` under a file lock and renames it to `KEY` when it is complete, so a killed build leaves
+only what the next one removes, and of two runs that start together one builds and the other waits.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def fingerprint(value: Any) -> str:
 def cached(folder: Path, build: Callable[[Path], None]) -> Path:
     """Return `folder`, calling `build(empty folder)` first unless an earlier call completed it.
 
-    `folder` then holds what `build` wrote and `complete.json` with the size of every file; a folder whose files no longer
-    have these sizes is built again. Raises OSError with one clear line when the cache cannot be written.
+    `folder` then holds what `build` wrote and `complete.json` with the size of every file; a folder whose files no
+    longer have these sizes is built again. Raises OSError with one clear line when the cache cannot be written.
     """
     if _is_complete(folder):
         return folder

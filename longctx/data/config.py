@@ -40,7 +40,9 @@ class DataConfig:
             what = "a file, folder or glob" if self.source == "text" else "a data set's name"
             raise ValueError(f"data.path is not set: data={self.source} needs {what}, data.path=...")
         if self.source == "embedded" and self.paths():
-            raise ValueError(f"data.path={self.path}: the embedded documents have no path; add data=text to read your own")
+            raise ValueError(
+                f"data.path={self.path}: the embedded documents have no path; add data=text to read your own"
+            )
         if self.source != "hub" and self.data_files():
             raise ValueError(f"data.files={self.files}: only data=hub has files; data={self.source} reads data.path")
         if self.source == "hub" and len(self.paths()) != 1:

@@ -1,4 +1,4 @@
-"""From a DataConfig to rows: corpus, tokenizer, tokens, split and packing, each cached by a fingerprint of what it depends on.
+"""From a DataConfig to rows: tokenizer, tokens, split and packing, each cached by a fingerprint of what it depends on.
 
 tokenizers/KEY    BPE trained on the corpus           key: the corpus' identity, vocabulary size
 documents/KEY     documents as tokens (Arrow)         key: the corpus' identity, tokenizer
@@ -39,7 +39,7 @@ class EncodedDocument(NamedTuple):
 
 
 class Data:
-    """A data set at one row length: `train` and `val` rows, the tokenizer, whole documents, and what there is in all."""
+    """A data set at one row length: `train` and `val` rows, the tokenizer, whole documents, and counts of it all."""
 
     def __init__(self, config: DataConfig, seq_len: int):
         if seq_len < 2:

@@ -1,7 +1,7 @@
 """What `python -m longctx.data` prints and draws: size, tokens, how long the documents are, how well they fill rows.
 
-The key=value words are those of train.py. The presets in configs/data are read as plain YAML: a composition of one group needs
-no Hydra, and data/ does not know it.
+The key=value words are those of train.py. The presets in configs/data are read as plain YAML: one group needs no
+composition, and data/ does not know Hydra.
 """
 
 from __future__ import annotations

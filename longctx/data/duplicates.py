@@ -1,8 +1,8 @@
 """Near-duplicate documents, so that a copy of a training document never validates.
 
-MinHash (Broder 1997) over shingles of five words, banded so that documents that share most of them meet in a bucket, then
-joined if their signatures agree in at least `SIMILAR` of the places. Case, punctuation and white space at word edges count
-as little as they can at this price: words are compared lower case, split at white space.
+MinHash (Broder 1997) over shingles of five words, banded so that documents that share most of them meet in a bucket,
+then joined if their signatures agree in at least `SIMILAR` of the places. Words are compared in lower case and split at
+white space, so that indentation and line breaks do not count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 PLACES = 64  # of a signature
 _BAND = 4  # places per bucket key: documents alike by 0.8 share at least one of 16 keys with probability 0.9998
 _SHINGLE = 5  # words
-SIMILAR = 0.7  # share of equal places from which two documents are one group
+SIMILAR = 0.6  # share of equal places from which two documents are one group
 
 _ODD = np.random.Generator(np.random.PCG64(20)).integers(0, 2**64, PLACES, dtype=np.uint64) | np.uint64(1)
 _ADD = np.random.Generator(np.random.PCG64(21)).integers(0, 2**64, PLACES, dtype=np.uint64)
@@ -42,7 +42,7 @@ def signature(text: str) -> np.ndarray:
 
 
 def groups(signatures: np.ndarray) -> np.ndarray:
-    """Group near-duplicates: (documents, PLACES) uint32 -> (documents,) int64, the first document of each one's group."""
+    """Group near-duplicates: (documents, PLACES) uint32 -> (documents,) int64, the first document of each group."""
     count = len(signatures)
     parent = list(range(count))
 
@@ -67,10 +67,10 @@ def groups(signatures: np.ndarray) -> np.ndarray:
 
 
 def validates(keys: np.ndarray, group: np.ndarray, fraction: float) -> np.ndarray:
-    """Which documents validate, (documents,) bool: those whose group's smallest key lies in the first `fraction` of all keys.
+    """Which documents validate, (documents,) bool: those whose group's smallest key lies in the lowest `fraction`.
 
-    `keys` are hashes of the documents' contents, (documents,) uint64. Where none would validate, or all would, the group with
-    the smallest key alone does. Raises ValueError if there is only one group to split.
+    `keys` are hashes of the documents' contents, (documents,) uint64. Where none would validate, or all would, the
+    group with the smallest key alone does. Raises ValueError if there is only one group to split.
     """
     if fraction == 0:
         return np.zeros(len(keys), bool)
@@ -81,7 +81,7 @@ def validates(keys: np.ndarray, group: np.ndarray, fraction: float) -> np.ndarra
         chosen = smallest[group] == smallest[group].min()
     if chosen.all():
         raise ValueError(
-            f"data.val_fraction={fraction}: the documents cannot be split ({len(keys)}, all one or near-duplicates of it); "
-            "give more documents, or data.val_fraction=0 to train without validation"
+            f"data.val_fraction={fraction}: cannot split {len(keys)} document(s), all alike, into training and "
+            "validation; give more documents, or data.val_fraction=0 to train without validation"
         )
     return chosen

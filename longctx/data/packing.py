@@ -1,8 +1,8 @@
 """Documents into rows of a fixed length: cut what is longer, pack the pieces by best-fit decreasing.
 
-Best-fit decreasing puts each piece, longest first, into the fullest row that still holds it (Johnson 1973: at most 11/9 of
-the fewest rows possible). Equal lengths are placed together and rows are kept in stacks by what is left in them, so a
-million documents take seconds. The idea for language models: Ding et al. 2024, arXiv 2404.10830.
+Best-fit decreasing puts each piece, longest first, into the fullest row that still holds it (Johnson 1973: at most 11/9
+of the fewest rows possible). Rows are kept in stacks by what is left in them, so a million documents take a second. For
+language models: Ding et al. 2024, arXiv 2404.10830.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Packing:
-    """Which piece of which document lies where. Row r holds pieces `row_starts[r] : row_starts[r + 1]`, in this order."""
+    """Which piece of which document lies where. Row r holds pieces `row_starts[r] : row_starts[r + 1]`, in order."""
 
     document: np.ndarray  # (pieces,) int64: index of the document
     start: np.ndarray  # (pieces,) int64: first token, counted in the document
@@ -41,9 +41,9 @@ class Packing:
 
 
 def cut(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut documents of `lengths` tokens into pieces of at most `seq_len`: (document, start, length), each (pieces,) int64.
+    """Cut documents of `lengths` tokens into pieces: (document, start, length), each (pieces,) int64.
 
-    All pieces of a document but its last are exactly `seq_len` long. A document of no tokens has no piece.
+    All pieces of a document but its last are exactly `seq_len` long, the last at most. No tokens: no piece.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     count = -(-lengths // seq_len)

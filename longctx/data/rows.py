@@ -15,8 +15,8 @@ IGNORED = -100  # target that is not scored
 class Rows(Dataset[dict[str, torch.Tensor]]):
     """Row i -> tokens, targets, doc_ids, each (seq_len,) int64.
 
-    `targets[t]` is the document's token after `tokens[t]`, also where a row ends before the document does; IGNORED at a
-    document's last token and in the padding. `doc_ids` counts the pieces of the row from 0; padding is the last of them.
+    `targets[t]` is the document's token after `tokens[t]`, also where a row ends before the document does; IGNORED at
+    a document's last token and in the padding. `doc_ids` counts the row's pieces from 0; padding is the last of them.
     """
 
     def __init__(self, store: Store, packing: Packing, seq_len: int, padding: int):
@@ -28,19 +28,18 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
-        tokens = np.full(self.seq_len, self.padding, np.int64)
-        targets = np.full(self.seq_len, IGNORED, np.int64)
-        doc_ids = np.empty(self.seq_len, np.int64)
+        tokens = torch.full((self.seq_len,), self.padding)
+        targets = torch.full((self.seq_len,), IGNORED)
+        doc_ids = torch.empty(self.seq_len, dtype=torch.int64)
         first, last = self.packing.row_starts[row : row + 2].tolist()
         at = 0
         for number, piece in enumerate(range(first, last)):
             document, start = int(self.packing.document[piece]), int(self.packing.start[piece])
             length = int(self.packing.length[piece])
-            ids = self.store.tokens(document, start, start + length + 1)
+            ids = torch.from_numpy(self.store.tokens(document, start, start + length + 1).astype(np.int64))
             tokens[at : at + length] = ids[:length]
             targets[at : at + len(ids) - 1] = ids[1:]
             doc_ids[at : at + length] = number
             at += length
         doc_ids[at:] = last - first
-        return {name: torch.from_numpy(array) for name, array in
-                (("tokens", tokens), ("targets", targets), ("doc_ids", doc_ids))}  # fmt: skip
+        return {"tokens": tokens, "targets": targets, "doc_ids": doc_ids}

@@ -1,8 +1,8 @@
 """The order of training rows, as a pure function of (seed, epoch, samples consumed).
 
-Nothing is remembered between samples, so a run resumed with `consumed` sees what the uninterrupted one would have seen, on
-the same or another number of ranks. Own 64-bit mixing instead of a library's shuffle: the order must not change with a
-version of numpy or torch. The mixing is SplitMix64 (Steele, Lea & Flood 2014).
+Nothing is remembered between samples, so a run resumed with `consumed` sees what the uninterrupted one would have seen,
+on the same or another number of ranks. Own 64-bit mixing instead of a library's shuffle: the order must not change with
+a version of numpy or torch. The mixing is SplitMix64 (Steele, Lea & Flood 2014).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def _mix(x: np.ndarray | np.uint64) -> np.ndarray:
 class SampleStream(Sampler[int]):
     """Endless stream of row numbers: sample g is row `permutation(rows, seed, g // rows)[g % rows]`.
 
-    Rank r of `world_size` takes g = consumed + r, consumed + r + world_size, ...; `consumed` counts the samples that all
-    ranks together have taken. Raises ValueError for no rows or a rank outside the world.
+    Rank r of `world_size` takes g = consumed + r, consumed + r + world_size, ...; `consumed` counts the samples that
+    all ranks together have taken. Raises ValueError for no rows or a rank outside the world.
     """
 
     def __init__(self, rows: int, seed: int, rank: int = 0, world_size: int = 1, consumed: int = 0):

@@ -22,7 +22,7 @@ _BATCH = 8 << 20  # characters tokenized and written together
 
 
 class Store:
-    """Documents of `folder`, (documents,) each: `lengths` tokens, `n_bytes`, `groups`, `keys`; opened again when unpickled."""
+    """Documents of `folder`; `lengths` in tokens, `n_bytes`, `groups` are (documents,). Unpickling opens it again."""
 
     def __init__(self, folder: Path):
         self.folder = folder

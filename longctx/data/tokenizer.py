@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # unset, the library warns at every fork of a data worker
+
 EOS = "<|endoftext|>"
 _KNOWN_EOS = (EOS, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|eot_id|>")
 _SEGMENT = 1 << 20  # characters; longer texts are tokenized in parts, which bounds memory and uses every core
@@ -54,7 +56,7 @@ class Tokenizer:
         return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of whole documents, each (tokens,) int32: begin-of-text if this tokenizer has it, text, end-of-text."""
+        """Token ids of whole documents, (tokens,) int32 each: begin-of-text if there is one, text, end-of-text."""
         parts: list[str] = []
         ends = []
         for text in texts:

@@ -10,7 +10,24 @@ import pytest
 
 from longctx.data.config import DataConfig
 
-WORDS = "rain on the old stone bridge and light over a quiet river where boats are tied αβγ 水 été 😀".split()
+WORDS = (
+    "rain",
+    "on",
+    "the",
+    "old",
+    "stone",
+    "bridge",
+    "and",
+    "light",
+    "over",
+    "a",
+    "quiet",
+    "river",
+    "αβγ",
+    "水",
+    "été",
+    "😀",
+)
 
 
 def prose(words: int, seed: int) -> str:

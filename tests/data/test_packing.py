@@ -17,7 +17,12 @@ def lengths_like(kind: str, count: int, seq_len: int) -> np.ndarray:
     return np.maximum(rng.lognormal(np.log(seq_len / 3), 1.4, count).astype(np.int64), 0)
 
 
-CASES = [(kind, count, seq_len) for kind in ("long", "short", "skewed") for count in (1, 7, 211) for seq_len in (2, 17, 128, 333)]
+CASES = [
+    (kind, count, seq_len)
+    for kind in ("long", "short", "skewed")
+    for count in (1, 7, 211)
+    for seq_len in (2, 17, 128, 333)
+]
 
 
 @pytest.mark.parametrize(("kind", "count", "seq_len"), CASES)

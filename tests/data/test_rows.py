@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def test_every_token_but_the_first_is_scored_once(text_config, seq_len, split) -
     scored, inputs, expected, held = Counter(), Counter(), Counter(), Counter()
     for document in data.documents(split):
         ids = document.ids.tolist()
-        expected.update(zip(ids, ids[1:], strict=False))
+        expected.update(pairwise(ids))
         held.update(ids)
     for index in range(len(rows)):
         for tokens, targets in pieces(rows[index]):
@@ -52,13 +53,19 @@ def test_rows_keep_their_contract(text_config, seq_len) -> None:
         steps = row["doc_ids"].diff()
         assert row["doc_ids"][0] == 0
         assert ((steps == 0) | (steps == 1)).all()
-        assert (row["targets"][:-1][steps == 1] != -100).logical_or(row["tokens"][:-1][steps == 1] == data.tokenizer.eos_id).all()
+        assert (
+            (row["targets"][:-1][steps == 1] != -100)
+            .logical_or(row["tokens"][:-1][steps == 1] == data.tokenizer.eos_id)
+            .all()
+        )
         for tokens, targets in pieces(row):
             padding = all(target == -100 for target in targets) and len(tokens) > 1
             filled += 0 if padding else len(tokens)
     about = data.summary()
     assert about["train_tokens"] == int(data.store.lengths[data.split["train"]].sum())
-    assert filled / (len(data.train) * seq_len) == pytest.approx(about["train_efficiency"], abs=0.02 if seq_len > 2 else 0.5)
+    assert filled / (len(data.train) * seq_len) == pytest.approx(
+        about["train_efficiency"], abs=0.02 if seq_len > 2 else 0.5
+    )
 
 
 def test_a_cut_document_goes_on_in_the_target(text_config, corpus) -> None:
@@ -152,5 +159,7 @@ def test_a_changed_file_is_read_again(text_config, corpus) -> None:
     (corpus / "00.txt").write_text("now something else entirely")
     after = load(text_config(), 16)
     assert before.fingerprint != after.fingerprint
-    texts = [after.tokenizer.decode(d.ids[:-1]) for s in ("train", "val") for d in after.documents(s) if d.name == "00.txt"]
+    texts = [
+        after.tokenizer.decode(d.ids[:-1]) for s in ("train", "val") for d in after.documents(s) if d.name == "00.txt"
+    ]
     assert texts == ["now something else entirely"]

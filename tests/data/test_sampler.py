@@ -58,7 +58,8 @@ def test_rows_meet_each_place_equally_often() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"rows": 0}, {"rows": 3, "rank": 2, "world_size": 2}, {"rows": 3, "rank": -1}, {"rows": 3, "consumed": -1}]
+    "arguments",
+    [{"rows": 0}, {"rows": 3, "rank": 2, "world_size": 2}, {"rows": 3, "rank": -1}, {"rows": 3, "consumed": -1}],
 )
 def test_nonsense_is_refused(arguments: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="="):

@@ -1,4 +1,4 @@
-"""Where documents come from. One source, one file; each opens into a Corpus of parts that can be read again and again."""
+"""Where documents come from. One source, one file; each opens into a Corpus, which can be read again and again."""
 
 from __future__ import annotations
 

@@ -43,9 +43,8 @@ def open_corpus(config: DataConfig) -> Corpus:
         files += _python_files(Path(torch.submodule_search_locations[0]), "torch")
         versions["torch"] = version("torch")
     if not files:
-        raise FileNotFoundError(
-            f"data=embedded: no Python source in {sysconfig.get_path('stdlib')} nor in torch; use data=text data.path=FOLDER"
-        )
+        folder = sysconfig.get_path("stdlib")
+        raise FileNotFoundError(f"data=embedded: no Python source in {folder} or torch; use data=text data.path=FOLDER")
     parts = [Part(name, lambda name=name, path=path: _read(name, path)) for name, path, _ in files]  # type: ignore[misc]
     return Corpus([versions, [(name, size) for name, _, size in files]], parts, len(parts))
 

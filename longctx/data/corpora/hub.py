@@ -56,7 +56,7 @@ def _read(path: str, files: list[str], revision: str | None, config: DataConfig)
         if config.text_column not in row:
             fields = ", ".join(list(row)[:8])
             raise ValueError(
-                f"data.path={path}: no field '{config.text_column}' (there are: {fields}); name it with data.text_column="
+                f"data.path={path}: no field '{config.text_column}' (there are: {fields}); set data.text_column"
             )
         text = row[config.text_column]
         if not isinstance(text, str):

@@ -1,7 +1,7 @@
 """Local files: .txt and .md (one document each), .jsonl and .parquet (one document per line or row), compressed or not.
 
-A folder is searched for files with these endings; a file that is named, or that a glob finds, may have any other ending and
-is then read as plain text. Links are followed, and every folder and file is read once, so loops of links end.
+A folder is searched for files with these endings; a file that is named, or that a glob finds, may have any other ending
+and is then read as plain text. Links are followed, and every folder and file is read once, so loops of links end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FORMATS = (".txt", ".md", ".jsonl", ".parquet")
 def _open_zst(path: Path) -> IO[bytes]:
     import pyarrow
 
-    return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))  # type: ignore[return-value]
+    return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
 
 
 _COMPRESSIONS: dict[str, Callable[[Path], Any]] = {
@@ -188,9 +188,7 @@ def _read_parquet(name: str, file: Path, stream: IO[bytes], config: DataConfig) 
 
 def _no_column(place: str, config: DataConfig, columns: list[str]) -> ValueError:
     has = ", ".join(columns[:8]) or "none"
-    return ValueError(
-        f"{place}: no field '{config.text_column}' (there are: {has}); name the right one with data.text_column="
-    )
+    return ValueError(f"{place}: no field '{config.text_column}' (there are: {has}); set data.text_column")
 
 
 def _decode(data: bytes, place: str, config: DataConfig) -> str:

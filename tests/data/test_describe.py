@@ -1,0 +1,110 @@
+"""`python -m longctx.data`: the numbers it shows are right, its words are checked, and it starts fast."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from longctx.data import DataConfig, describe
+from longctx.data.dataset import Data
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "data"
+
+
+def test_histogram_and_shares_count_every_token(text_config) -> None:
+    data = Data(text_config(), 64)
+    lengths = data.store.lengths
+    bins = describe.histogram(data)
+    assert sum(one.documents for one in bins) == len(lengths)
+    assert sum(one.tokens for one in bins) == lengths.sum()
+    for one in bins:
+        inside = (lengths >= one.low) & (lengths < 2 * one.low)
+        assert (one.documents, one.tokens) == (inside.sum(), lengths[inside].sum())
+    assert describe.share_in_longer(data, 0) == 1
+    assert describe.share_in_longer(data, int(lengths.max())) == 0
+    assert describe.share_in_longer(data, 100) == pytest.approx(lengths[lengths > 100].sum() / lengths.sum())
+
+
+def test_it_prints_and_draws(corpus, tmp_path, capsys) -> None:
+    words = ["data=text", f"data.path={corpus}", "data.vocab_size=400", f"data.cache={tmp_path / 'c'}", "seq_len=64"]
+    out = tmp_path / "lengths.png"
+    assert describe.main([*words, f"out={out}"]) == 0
+    shown = capsys.readouterr().out
+    for text in (
+        "documents",
+        "bytes per token",
+        "> 16K",
+        "Rows of 64 tokens",
+        "near-duplicates",
+        "1 empty left out",
+        str(out),
+    ):
+        assert text in shown
+    from matplotlib.image import imread
+
+    picture = imread(out)
+    assert picture.shape[0] > 400
+    assert np.ptp(picture) > 0.5
+    assert describe.main([*words, f"out={tmp_path}/no/such/folder.png"]) == 2
+    assert "out=" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["data.pth=x"],
+            r"data\.pth is not a key; did you mean data\.path\? \(keys: data, seq_len, out, .*data\.cache\)",
+        ),
+        (["path=x"], r"path is not a key; did you mean data\.path\?"),
+        (["seq_len=abc"], r"seq_len=abc: must be a whole number"),
+        (["data.val_fraction=much"], r"data\.val_fraction=much: must be a number"),
+        (["data=books"], r"data=books: not one of embedded, hub, text"),
+        (["seq_len"], r"seq_len: not of the form key=value"),
+        (["data=text"], r"data\.path is not set"),
+        (["data.path=docs"], r"add data=text"),
+        (["data.source=web"], r"data\.source=web"),
+        (["data.val_fraction=1"], r"data\.val_fraction=1\.0"),
+        (["data.vocab_size=100"], r"data\.vocab_size=100"),
+        (["data.documents=0"], r"data\.documents=0"),
+        (["data=text", "data.path=x", "data.errors=ignore"], r"data\.errors=ignore"),
+        (["data=text", "data.path=x", "data.files=y"], r"data\.files=y"),
+    ],
+)
+def test_a_wrong_word_is_one_clear_line(words, message, capsys) -> None:
+    with pytest.raises(ValueError, match=message):
+        describe.read_words(words)
+    assert describe.main(words) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_words_become_the_configuration() -> None:
+    words = ["data=text", "data.path=[a, 'b c']", "data.documents=3", "data.cache=null", "seq_len=128", "out=null"]
+    config, seq_len, out = describe.read_words(words)
+    assert config == DataConfig(source="text", path=["a", "b c"], documents=3)
+    assert (seq_len, out) == (128, None)
+    assert describe.read_words(["data=hub", "data.path=some/set"]).config.documents == 10000
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_presets_hold_only_known_keys(file) -> None:
+    values = yaml.safe_load(file.read_text())
+    assert set(values) <= {field.name for field in dataclasses.fields(DataConfig)}
+    assert values["source"] == file.stem
+
+
+def test_help_names_every_key_and_is_quick() -> None:
+    began = time.monotonic()
+    command = [sys.executable, "-X", "importtime", "-m", "longctx.data", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    assert time.monotonic() - began < 5
+    assert all(f"data.{field.name}=" in done.stdout for field in dataclasses.fields(DataConfig))
+    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
+    assert not imported & {"torch", "hydra", "numpy", "pyarrow", "datasets", "tokenizers", "matplotlib"}

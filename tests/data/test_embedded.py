@@ -1,0 +1,45 @@
+"""The embedded corpus: there, large enough, in one order, and found without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from longctx.data import DataConfig, load
+from longctx.data.corpora import open_corpus
+
+
+def test_it_holds_thousands_of_source_files_and_none_that_is_left_out() -> None:
+    corpus = open_corpus(DataConfig())
+    names = [part.name for part in corpus.parts]
+    assert len(names) > 1500
+    assert names == [part.name for part in open_corpus(DataConfig()).parts]
+    assert {name.split("/")[0] for name in names} == {"stdlib", "torch"}
+    assert "torch/nn/functional.py" in names
+    left_out = {"site-packages", "test", "tests", "encodings", "_vendor"}
+    assert not [name for name in names if left_out & set(name.split("/"))]
+    assert sum(name.startswith("stdlib/") for name in names) > 400
+
+
+def test_its_sample_is_spread_over_the_corpus_and_always_the_same() -> None:
+    corpus = open_corpus(DataConfig())
+    texts = list(corpus.sample(300_000))
+    assert texts == list(corpus.sample(300_000))
+    assert 250_000 < sum(map(len, texts)) <= 300_000
+    assert len(texts) >= 8
+
+
+def test_it_is_found_without_importing_torch() -> None:
+    script = (
+        "import sys; from longctx.data.config import DataConfig; from longctx.data.corpora import read_documents\n"
+        "document = next(read_documents(DataConfig())); assert document.text\n"
+        "assert not {'torch', 'datasets', 'pyarrow', 'matplotlib', 'hydra'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_few_of_its_documents_become_rows(tmp_path) -> None:
+    data = load(DataConfig(documents=12, vocab_size=600, val_fraction=0.2, cache=str(tmp_path)), 512)
+    assert data.summary()["documents"] == 12
+    assert len(data.train) > 10
+    assert next(iter(data.documents("val"))).name.startswith("stdlib/")

@@ -1,0 +1,193 @@
+"""Any text survives the tokenizer; documents end in its end-of-text token, wherever that is written down."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from longctx.data.tokenizer import EOS, Tokenizer, split, train
+
+
+@pytest.fixture(scope="module")
+def trained() -> Tokenizer:
+    return train(
+        ["the rain fell on the stone bridge, and 1234 lights went out\n" * 40, "def f(x):\n    return x\n"], 320
+    )
+
+
+def word_level(*extra: str) -> tokenizers.Tokenizer:
+    words = {word: number for number, word in enumerate(["a", "b", "c", "[UNK]", *extra])}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(list(extra))
+    return tokenizer
+
+
+def arbitrary(rng: random.Random) -> str:
+    ranges = [(0, 0x7F), (0x80, 0x24F), (0x300, 0x36F), (0x4E00, 0x4FFF), (0x1F300, 0x1F6FF), (0xE000, 0xE0FF), (9, 13)]
+    return "".join(chr(rng.randint(*rng.choice(ranges))) for _ in range(rng.randrange(60)))
+
+
+def test_decode_undoes_encode_for_any_text(trained) -> None:
+    rng = random.Random(0)
+    texts = [arbitrary(rng) for _ in range(400)] + [
+        "",
+        " ",
+        "\n\n",
+        "\x00",
+        "\r\n",
+        "e\u0301",
+        "\U0010ffff",
+        "a" * 10_000,
+    ]
+    for text in texts:
+        ids = trained.encode(text)
+        assert trained.decode(ids) == text
+        assert all(0 <= token < trained.vocab_size for token in ids)
+
+
+def test_text_that_quotes_the_end_of_text_token_does_not_end(trained) -> None:
+    text = f"before {EOS} after"
+    assert trained.eos_id not in trained.encode(text)
+    assert trained.decode(trained.encode(text)) == text
+    assert trained.encode_documents([text])[0].tolist().count(trained.eos_id) == 1
+
+
+def test_documents_end_once_and_hold_their_text(trained) -> None:
+    texts = ["", "one", "two\nlines", "é" * 50]
+    for text, ids in zip(texts, trained.encode_documents(texts), strict=True):
+        assert ids.tolist() == [*trained.encode(text), trained.eos_id]
+
+
+def test_splitting_a_long_text_changes_no_token(trained) -> None:
+    rng = random.Random(1)
+    pieces = ["rain", "the ", "12", "\n", "\n\n  ", " \n", "x_\n", "!\n", "été\n", "水\n", "\t", "'s\n", "\r\n"]
+    for _ in range(50):
+        text = "".join(rng.choice(pieces) for _ in range(300))
+        parts = list(split(text, 40))
+        assert "".join(parts) == text
+        assert len(parts) > 2
+        assert [token for part in parts for token in trained.encode(part)] == trained.encode(text)
+
+
+def test_a_text_of_megabytes_is_encoded_like_its_parts(trained) -> None:
+    line = "the rain fell on the stone bridge\n"
+    text = line * 40_000
+    ids = trained.encode(text)
+    assert trained.decode(ids) == text
+    assert ids[: len(trained.encode(line * 9))] == trained.encode(line * 9)
+
+
+def test_training_is_deterministic_and_keeps_to_its_size(trained) -> None:
+    texts = ["some words to learn from, words and words\n" * 30]
+    one, two = train(texts, 300), train(texts, 300)
+    assert one.fingerprint == two.fingerprint
+    assert one.vocab_size <= 300
+    assert trained.fingerprint != one.fingerprint
+
+
+def test_save_and_load_keep_everything(trained, tmp_path) -> None:
+    trained.save(tmp_path / "tokenizer.json")
+    for place in (tmp_path, tmp_path / "tokenizer.json"):
+        back = Tokenizer.load(place)
+        assert (back.fingerprint, back.eos_id, back.vocab_size) == (
+            trained.fingerprint,
+            trained.eos_id,
+            trained.vocab_size,
+        )
+        assert back.encode("the rain") == trained.encode("the rain")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+
+
+def test_a_saved_tokenizer_opens_in_transformers(trained, tmp_path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    trained.save(tmp_path / "tokenizer.json")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.eos_token_id == trained.eos_id
+    assert theirs.encode("the rain fell", add_special_tokens=False) == trained.encode("the rain fell")
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", {"eos_token": "<stop>"}),
+        ("tokenizer_config.json", {"eos_token": {"content": "<stop>", "special": True}}),
+        ("special_tokens_map.json", {"eos_token": "<stop>"}),
+        ("config.json", {"eos_token_id": 5}),
+        ("config.json", {"eos_token_id": [5, 4]}),
+        ("generation_config.json", {"eos_token_id": 5}),
+    ],
+)
+def test_end_of_text_is_found_where_a_model_folder_says_it(tmp_path, file, content) -> None:
+    word_level("</s>", "<stop>").save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / file).write_text(json.dumps(content))
+    assert Tokenizer.load(tmp_path).eos_id == 5
+
+
+def test_a_known_name_ends_a_text_when_nothing_says_so(tmp_path) -> None:
+    word_level("</s>").save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.load(tmp_path / "tokenizer.json").eos == "</s>"
+
+
+def test_an_unusual_end_of_text_survives_saving_into_a_run(tmp_path) -> None:
+    word_level("</s>", "<stop>").save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+    run = tmp_path / "run"
+    run.mkdir()
+    Tokenizer.load(tmp_path).save(run / "tokenizer.json")
+    assert Tokenizer.load(run).eos == "<stop>"
+
+
+def test_begin_of_text_is_there_if_the_post_processor_puts_it_there(tmp_path) -> None:
+    plain = word_level("<s>", "</s>")
+    plain.save(str(tmp_path / "plain.json"))
+    plain.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 4), ("</s>", 5)])
+    plain.enable_truncation(3)
+    plain.enable_padding(length=20)
+    plain.save(str(tmp_path / "bos.json"))
+    with_bos = Tokenizer.load(tmp_path / "bos.json")
+    assert with_bos.bos_id == 4
+    assert with_bos.encode("a b c a b c") == [0, 1, 2, 0, 1, 2]
+    assert with_bos.encode_documents(["a b c a b c"])[0].tolist() == [4, 0, 1, 2, 0, 1, 2, 5]
+    assert Tokenizer.load(tmp_path / "plain.json").bos_id is None
+
+
+def test_a_tokenizer_that_marks_the_start_of_a_text_is_never_given_parts(tmp_path) -> None:
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE({"▁": 0, "a": 1, "\n": 2, "</s>": 3, "b": 4, "c": 5, "d": 6, "▁a": 7}, [("▁", "a")])
+    )
+    tokenizer.normalizer = normalizers.Prepend("▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ids = Tokenizer.load(tmp_path).encode("a\n" * (1 << 20))
+    assert ids.count(7) == 1
+
+
+def test_vocabulary_size_covers_ids_with_gaps(tmp_path) -> None:
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({"a": 0, "</s>": 41, "[UNK]": 2}, unk_token="[UNK]"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.load(tmp_path).vocab_size == 42
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "give a tokenizer.json"),
+        ("{}", "does not describe a tokenizer"),
+        ("not json", "does not describe a tokenizer"),
+        ("words", "no token that ends a text is known"),
+    ],
+)
+def test_what_is_no_tokenizer_is_refused_by_name(tmp_path, content, message) -> None:
+    file = tmp_path / "tokenizer.json"
+    if content == "words":
+        word_level().save(str(file))
+    elif content is not None:
+        file.write_text(content)
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
+        Tokenizer.load(tmp_path)
+    assert str(tmp_path) in str(caught.value)
