@@ -41,7 +41,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw all weights anew: normal(0, init_std); into the residual stream smaller by sqrt(2 · layers), as in GPT-2."""
+        """Draw all weights anew: normal(0, init_std), as in GPT-2 less by sqrt(2 · layers) into the residual stream."""
         std = self.config.init_std
         for name, module in self.named_modules():
             if isinstance(module, RMSNorm):

@@ -61,7 +61,7 @@ def test_a_model_needs_a_vocabulary() -> None:
     unknown = replace(SMALL, vocab_size=None)
     unknown.validate()
     for use in (lambda: GPT(unknown, "naive"), unknown.parameters, lambda: unknown.flops_per_token(1.0)):
-        with pytest.raises(ValueError, match="model.vocab_size is not set"):
+        with pytest.raises(ValueError, match=r"model\.vocab_size is not set"):
             use()
 
 

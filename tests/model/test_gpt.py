@@ -83,7 +83,9 @@ def test_reductions_belong_together() -> None:
     model, x, y = make(), tokens(2, 19), tokens(2, 19, seed=2)
     y[0, 5:] = -100
     each = model(x, y, reduction="none")
-    assert each.shape == (2, 19) and each.dtype == torch.float32 and (each[0, 5:] == 0).all()
+    assert each.shape == (2, 19)
+    assert each.dtype == torch.float32
+    assert (each[0, 5:] == 0).all()
     torch.testing.assert_close(model(x, y, reduction="sum"), each.sum())
     torch.testing.assert_close(model(x, y), each.sum() / (5 + 19))
     torch.testing.assert_close(
@@ -157,17 +159,19 @@ def test_16_bits_stay_near_fp32(qk_norm: bool) -> None:
         model = make(config)
         loss = model(x, x)
     loss.backward()
-    assert loss.dtype == torch.float32 and all(p.grad.dtype == torch.float32 for p in model.parameters())
+    assert loss.dtype == torch.float32
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
     small = make(config).bfloat16()
     small_loss = small(x, x)
     small_loss.backward()
-    assert small_loss.dtype == torch.float32 and all(p.grad.dtype == torch.bfloat16 for p in small.parameters())
+    assert small_loss.dtype == torch.float32
+    assert all(p.grad.dtype == torch.bfloat16 for p in small.parameters())
     torch.testing.assert_close(loss, expected, rtol=0.02, atol=0)
     torch.testing.assert_close(small_loss, expected, rtol=0.02, atol=0)
 
 
 def test_attention_options_reach_the_backend() -> None:
-    with pytest.raises(ValueError, match="attention.options.colour=blue is not an option of naive"):
+    with pytest.raises(ValueError, match=r"attention\.options\.colour=blue is not an option of naive"):
         GPT(CONFIG, AttentionConfig("naive", {"colour": "blue"}))(tokens(1, 4))
 
 

@@ -45,7 +45,8 @@ def test_loss_and_gradients_are_exact(chunk: int, reduction: str) -> None:
 def test_none_gives_a_loss_per_token_without_gradient(chunk: int) -> None:
     hidden, weight, targets = inputs(torch.float64)
     losses = linear_cross_entropy(hidden[None], weight, targets[None], chunk, "none")
-    assert losses.shape == (1, N) and not losses.requires_grad
+    assert losses.shape == (1, N)
+    assert not losses.requires_grad
     torch.testing.assert_close(losses[0], reference(hidden, weight, targets, "none").detach(), rtol=1e-12, atol=0)
     assert (losses[0][targets == -100] == 0).all()
 
@@ -56,7 +57,8 @@ def test_nothing_scored_gives_zero_and_zero_gradients(reduction: str) -> None:
     loss = linear_cross_entropy(hidden, weight, targets, 7, reduction)
     loss.backward()
     assert loss.item() == 0
-    assert (hidden.grad == 0).all() and (weight.grad == 0).all()
+    assert (hidden.grad == 0).all()
+    assert (weight.grad == 0).all()
 
 
 def test_an_ignored_token_leaves_no_trace_even_if_it_is_not_finite() -> None:
@@ -104,7 +106,8 @@ def test_far_from_zero_logits_do_not_overflow() -> None:
     loss = linear_cross_entropy(hidden * 1e4, weight, targets, 5)
     loss.backward()
     torch.testing.assert_close(loss, reference(hidden * 1e4, weight, targets, "mean"))
-    assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
+    assert hidden.grad.isfinite().all()
+    assert weight.grad.isfinite().all()
 
 
 def test_gradients_are_taken_once() -> None:
@@ -141,7 +144,9 @@ def sixteen_bit_errors(device: str, autocast: bool, chunk: int) -> tuple[Tensor,
 @pytest.mark.parametrize("chunk", [3, 100])
 def test_bf16_on_a_cpu(autocast: bool, chunk: int) -> None:
     loss, dh, dw = sixteen_bit_errors("cpu", autocast, chunk)
-    assert loss < 1e-2 and dh < 2e-2 and dw < 2e-2
+    assert loss < 1e-2
+    assert dh < 2e-2
+    assert dw < 2e-2
 
 
 @pytest.mark.gpu
@@ -149,7 +154,9 @@ def test_bf16_on_a_cpu(autocast: bool, chunk: int) -> None:
 @pytest.mark.parametrize("chunk", [1, 3, 100])
 def test_bf16_on_a_gpu_has_fp32_logits(autocast: bool, chunk: int) -> None:
     loss, dh, dw = sixteen_bit_errors("cuda", autocast, chunk)
-    assert loss < 1e-5 and dh < 2e-2 and dw < 2e-2
+    assert loss < 1e-5
+    assert dh < 2e-2
+    assert dw < 2e-2
 
 
 @pytest.mark.gpu

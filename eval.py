@@ -1,0 +1,92 @@
+"""Evaluate a run: `python eval.py checkpoint=runs/NAME seq_len=16384`; every key: `python eval.py --help`.
+
+torch is imported only once the command line is known to make sense.
+"""
+
+import os
+import sys
+import time
+import traceback
+from itertools import islice
+from pathlib import Path
+
+from longctx import config
+from longctx.evaluation.config import TOKENS_PER_BATCH, EvalConfig, names_data
+
+
+def main(argv: list[str]) -> int:
+    """Exit code: 0 done, 2 a mistake in what was asked (one line on stderr), 130 stopped by Ctrl-C."""
+    try:
+        words = config.read_words("eval", argv)
+        if words.help:
+            print(config.help_text("eval"))
+            return 0
+        if words.sweep:
+            raise ValueError("-m: eval.py does one evaluation at a time; call it once for each")
+        composed = config.compose("eval", words.overrides)
+        evaluate(composed.config, other_data=names_data(composed.changed))
+        return 0
+    except (ValueError, OSError) as error:
+        if os.environ.get("LONGCTX_TRACEBACK"):
+            traceback.print_exception(error)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def evaluate(asked: EvalConfig, other_data: bool) -> None:
+    """Score the documents, print the table, write the JSON into the run's folder."""
+    import torch
+
+    from longctx.attention import check, kernels_run
+    from longctx.evaluation import documents, report
+    from longctx.evaluation.perplexity import perplexity
+    from longctx.training import runs
+    from longctx.training.checkpoints import load_model
+
+    if asked.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device=cuda: torch finds no GPU here; use device=cpu, or device=auto for what there is")
+    device = "cuda" if asked.device != "cpu" and torch.cuda.is_available() else "cpu"
+    precision = {"cuda": "bf16", "cpu": "fp32"}[device] if asked.precision == "auto" else asked.precision
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    given = Path(asked.checkpoint or "")
+    model, tokenizer, run = load_model(given, device, asked.attention)
+    backend, options = asked.attention.backend, asked.attention.options
+    check(backend, device=device, dtype=dtype, head_dim=model.config.head_size, options=options)
+    file = runs.checkpoints(given)[-1] if given.is_dir() else given
+    folder = given if given.is_dir() else given.resolve().parent.parent
+    context, trained = asked.seq_len or run["seq_len"], run["seq_len"]
+    if context > trained:
+        print(f"seq_len={context:,} is longer than the {trained:,} tokens per row that the run trained at")
+
+    found = documents.of_source(asked.data, tokenizer) if other_data else documents.of_run(folder, run, asked.split)
+    started = time.perf_counter()
+    result = perplexity(
+        model,
+        islice(found, asked.documents),
+        context,
+        asked.stride,
+        batch_size=asked.batch_size or max(1, TOKENS_PER_BATCH[device] // context),
+        dtype=dtype if precision == "bf16" else None,
+        progress=True,
+    )
+    about = {
+        "checkpoint": str(file),
+        "scored": str(asked.data) if other_data else f"{asked.split} split of the run's data",
+        "trained_seq_len": trained,
+        "attention": backend,
+        "kernel": kernels_run()[backend],
+        "precision": precision,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "seconds": round(time.perf_counter() - started, 3),
+    }
+    what = asked.data.source if other_data else asked.split
+    path = folder / "eval" / f"{what}-{file.stem}-{context}-{result.stride}-{backend}.json"
+    report.write(result, about, path)
+    report.show(result)
+    print(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Evaluation: what a trained model makes of documents. Importing the package, or its config, does not import torch."""

@@ -1,0 +1,53 @@
+"""What an evaluation is told: the keys of eval.py. Torch-free; the comment beside a key is its help text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from longctx.attention.config import AttentionConfig
+from longctx.data.config import DataConfig
+
+TOKENS_PER_BATCH = {"cuda": 65536, "cpu": 4096}
+
+
+@dataclass
+class EvalConfig:
+    """One evaluation of one checkpoint."""
+
+    checkpoint: str | None = None  # runs/NAME (its newest checkpoint), or a file in runs/NAME/checkpoints
+    seq_len: int | None = None  # tokens that the model sees at most; null: the length that the run trained at
+    stride: int | None = None  # tokens that each window scores beyond the one before; null: half of seq_len
+    split: str = "val"  # which of the run's own documents: val | train
+    documents: int | None = None  # score at most so many documents
+    batch_size: int | None = None  # windows per forward; null: 65,536 tokens on a GPU, 4,096 on a CPU
+    device: str = "auto"  # auto: a GPU if there is one | cpu | cuda
+    precision: str = "auto"  # auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp32
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    data: DataConfig = field(default_factory=DataConfig)  # the run's own documents unless data= is given
+
+    def validate(self) -> None:
+        """Raise ValueError naming the first key whose value makes no sense; what needs the run is checked later."""
+        if self.checkpoint is None:
+            raise ValueError("checkpoint is not set; give a run, such as checkpoint=runs/NAME")
+        for key in ("seq_len", "stride", "documents", "batch_size"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"{key}={value}: a number from 1 up")
+        for key, allowed in (
+            ("split", ("val", "train")),
+            ("device", ("auto", "cpu", "cuda")),
+            ("precision", ("auto", "bf16", "fp32")),
+        ):
+            if getattr(self, key) not in allowed:
+                raise ValueError(f"{key}={getattr(self, key)}: one of {', '.join(allowed)}")
+        self.data.validate()
+
+
+def names_data(changed: dict[str, str]) -> bool:
+    """Whether the words, key → value, name other documents than the run's own; ValueError where they only half do."""
+    keys = [key for key in changed if key == "data" or key.startswith("data.")]
+    if keys and "data" not in changed:
+        raise ValueError(f"{keys[0]}={changed[keys[0]]}: say which source too, such as data=text")
+    if keys and "split" in changed:
+        raise ValueError(f"split={changed['split']}: only the run's own data is split; leave out split, or data")
+    return bool(keys)

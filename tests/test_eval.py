@@ -1,0 +1,168 @@
+"""eval.py from the command line: a run in, a table and a JSON out; every mistake one line and exit code 2."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from longctx.attention.config import AttentionConfig
+from longctx.data import DataConfig
+from longctx.data.tokenizer import train
+from longctx.model import GPT, GPTConfig
+from longctx.training import checkpoints, runs
+from longctx.training.config import TrainConfig
+
+SCRIPT = Path(__file__).parents[1] / "eval.py"
+TEXTS = [f"# file {n}\n" + "a rose is a rose is a rose\n" * (n + 1) for n in range(30)]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("eval_script", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of random weights, as training leaves it."""
+    base = tmp_path_factory.mktemp("base")
+    docs, folder = base / "docs", base / "runs" / "a"
+    docs.mkdir()
+    folder.mkdir(parents=True)
+    for n, text in enumerate(TEXTS):
+        (docs / f"{n:02d}.txt").write_text(text)
+    tokenizer = train(TEXTS, 300)
+    config = TrainConfig(
+        seq_len=64,
+        attention=AttentionConfig("naive"),
+        model=GPTConfig(vocab_size=320, layers=1, channels=16, heads=2, kv_heads=1, ffn=24),
+        data=DataConfig(source="text", path=str(docs), val_fraction=0.3, cache=str(base / "cache")),
+    )
+    torch.manual_seed(0)
+    weights = {f"model.{name}": x for name, x in GPT(config.model).state_dict().items()}
+    content = {"state_dict": weights, "longctx": checkpoints.describe(config, "none", 1)}
+    checkpoints.WholeFiles().save_checkpoint(content, checkpoints.path_of(folder, 3))
+    tokenizer.save(folder / "tokenizer.json")
+    runs.write_config(folder, config)
+    return folder
+
+
+def result(folder: Path, out: str) -> dict:
+    path = Path("".join(out.split("\n")[-2:]).strip())
+    assert path.parent == folder / "eval"
+    return json.loads(path.read_text())
+
+
+def test_a_run_is_scored_on_its_validation_documents(
+    script: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert script.main([f"checkpoint={run}", "device=cpu"]) == 0
+    out = capsys.readouterr().out
+    content = result(run, out)
+    assert content["context"] == 64
+    assert content["stride"] == 32
+    assert content["attention"] == "flash"
+    assert 0 < len(content["documents"]) < 30
+    # Random weights: close to a uniform guess among 320 words.
+    assert content["total"]["perplexity"] == pytest.approx(320, rel=0.2)
+    assert f"{content['total']['perplexity']:,.3f}" in out
+    assert "longer than" not in out
+
+
+def test_splits_lengths_limits_and_backends(script: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = checkpoints.path_of(run, 3)
+    scores = {}
+    for attention in ("naive", "flash"):
+        words = [f"checkpoint={file}", "seq_len=200", "stride=50", "split=train", "documents=4", "device=cpu"]
+        assert script.main([*words, f"attention={attention}"]) == 0
+        out = capsys.readouterr().out
+        assert "seq_len=200 is longer than the 64 tokens" in out
+        content = result(run, out)
+        assert content["context"] == 200
+        assert content["stride"] == 50
+        assert len(content["documents"]) == 4
+        scores[attention] = content["total"]["nats"]
+    assert scores["naive"] == pytest.approx(scores["flash"], rel=1e-5)
+
+
+def test_any_text_is_scored_with_the_tokenizer_of_the_run(
+    script: ModuleType, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "new.txt").write_text("a rose is not a violet\n" * 9)
+    words = [f"checkpoint={run}", "data=text", f"data.path={tmp_path / 'new.txt'}", "device=cpu"]
+    assert script.main(words) == 0
+    content = result(run, capsys.readouterr().out)
+    (document,) = content["documents"]
+    assert document["name"].endswith("new.txt")
+    assert document["bytes"] < 9 * 23
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "checkpoint is not set"),
+        (["checkpoint=nowhere/at/all"], "checkpoint=nowhere/at/all: no such file or folder"),
+        (["checkpoint={docs}"], "not the folder of a run"),
+        (["checkpoint={docs}/00.txt"], "00.txt: not a checkpoint"),
+        (["checkpoint={run}", "seq_len=abc"], "seq_len=abc: must be a whole number"),
+        (["checkpoint={run}", "seq_len=0"], "seq_len=0: a number from 1 up"),
+        (["checkpoint={run}", "stride=65"], "stride=65: from 1 to seq_len=64"),
+        (["checkpoint={run}", "sequence=4"], "sequence is not a key"),
+        (["checkpoint={run}", "split=test"], "split=test: one of val, train"),
+        (["checkpoint={run}", "attention=best"], "attention=best: not one of"),
+        (["checkpoint={run}", "data.path={docs}"], "data=text"),
+        (["checkpoint={run}", "data.val_fraction=0.5"], "say which source too, such as data=text"),
+        (["-m", "checkpoint={run}", "seq_len=64,128"], "one evaluation at a time"),
+        (["checkpoint={run}", "data=text"], "data.path is not set"),
+        (["checkpoint={run}", "data=text", "data.path={docs}/none.txt"], "none.txt"),
+        (["checkpoint={run}", "data=text", "data.path={docs}", "split=val"], "only the run's own data is split"),
+    ],
+)
+def test_a_mistake_is_one_line_and_writes_nothing(
+    script: ModuleType, run: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    places = {"run": run, "docs": run.parents[1] / "docs"}
+    before = sorted(run.rglob("*"))
+    assert script.main([word.format(**places) for word in [*words, "device=cpu"]]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+    assert sorted(run.rglob("*")) == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_said(script: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert script.main([f"checkpoint={run}", "device=cuda"]) == 2
+    assert "device=cuda: torch finds no GPU" in capsys.readouterr().err
+
+
+def test_help_answers_at_once_and_names_every_key() -> None:
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, check=True)
+    assert time.perf_counter() - started < 1.5
+    for key in ("checkpoint", "seq_len", "stride", "split", "documents", "attention.backend", "data.path"):
+        assert re.search(rf"^  {re.escape(key)}=", done.stdout, re.MULTILINE), key
+
+
+def test_the_script_runs_from_any_folder(run: Path, tmp_path: Path) -> None:
+    words = [f"checkpoint={run}", "documents=1", "device=cpu"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *words], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "perplexity" in done.stdout
+    assert not done.stderr
