@@ -11,7 +11,7 @@ from longctx import config
 
 
 def main(argv: list[str]) -> int:
-    """Exit code: 0 done, 1 the run failed, 2 a mistake in what was asked (one line on stderr), 130 or 143 stopped by a signal."""
+    """Exit code: 0 done, 1 the run failed, 2 a mistake (one line on stderr), 130 or 143 stopped by a signal."""
     try:
         words = config.read_words("train", argv)
         if words.help:

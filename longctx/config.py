@@ -1,8 +1,8 @@
 """Command line → checked dataclass. The only module that knows Hydra.
 
-The schemas are the library's own dataclasses; configs/ holds the named choices. Words are checked against the schema before
-Hydra sees them, because a misspelt key deserves the closest right one and no traceback. `--help` is made from the dataclasses
-alone. Nothing here imports torch.
+The schemas are the library's own dataclasses; configs/ holds the named choices. Words are checked against the schema
+before Hydra sees them, because a misspelt key deserves the closest right one and no traceback. `--help` is made from
+the dataclasses alone. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Composed(NamedTuple):
 
 
 def read_words(script: str, argv: list[str]) -> Words:
-    """Sort the words of `script` ("train" or "eval"); ValueError for one that is no key=value or whose key does not exist."""
+    """Sort the words of `script`, "train" or "eval"; ValueError for a word or a key that does not exist."""
     asks_help, sweep, overrides = False, False, []
     for word in argv:
         if word in ("-h", "--help", "help"):
@@ -56,7 +56,7 @@ def read_words(script: str, argv: list[str]) -> Words:
 
 
 def compose(script: str, overrides: list[str], gpu: bool = False) -> Composed:
-    """The configuration of `script` with `overrides` (from `read_words`) applied; ValueError, one line, for a wrong value."""
+    """The configuration of `script` with `overrides` (from `read_words`); ValueError, one line, for a wrong value."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
@@ -80,7 +80,7 @@ def compose(script: str, overrides: list[str], gpu: bool = False) -> Composed:
 
 
 def from_file(script: str, path: Path, overrides: list[str]) -> Composed:
-    """The configuration saved at `path` with `overrides` applied; ValueError names the file if it is not such a configuration."""
+    """The configuration saved at `path` with `overrides` applied; ValueError where it is none."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -96,13 +96,13 @@ def from_file(script: str, path: Path, overrides: list[str]) -> Composed:
         for word in overrides:
             key, _ = _key_and_value(word)
             OmegaConf.update(merged, key, _parse([word])[0].value(), force_add=_is_open(script, key))
-        config = OmegaConf.to_object(merged)
+        config: Any = OmegaConf.to_object(merged)
     config.validate()
     return Composed(config, {}, changed)
 
 
 def jobs(overrides: list[str]) -> list[list[str]]:
-    """One list of words per combination of the comma-separated choices and ranges in `overrides`, the last varying fastest."""
+    """One list of words per combination of the choices and ranges in `overrides`, the last varying fastest."""
     with _one_line(overrides):
         alternatives = []
         for word, parsed in zip(overrides, _parse(overrides), strict=True):
@@ -123,7 +123,8 @@ def help_text(script: str) -> str:
         "  python train.py attention=flash seq_len=16384\n"
         "  python train.py -m attention=naive,sdpa,flash seq_len=4096,8192   every combination, one process each\n"
         "  python train.py resume=runs/NAME",
-        "eval": "Evaluate a run, a checkpoint or a Hugging Face folder.\n\n  python eval.py checkpoint=runs/NAME seq_len=16384",
+        "eval": "Evaluate a run, a checkpoint or a Hugging Face folder.\n\n"
+        "  python eval.py checkpoint=runs/NAME seq_len=16384",
     }
     lines = [doc[script], "", "Choices (group=name):"]
     for group in _groups(script):
@@ -188,7 +189,8 @@ def _is_open(script: str, key: str) -> bool:
 
 def _groups(script: str) -> list[str]:
     """The groups that configs/<script>.yaml chooses from."""
-    listed = re.findall(r"^\s*- (?:override )?/?(\w+)(?:@\w+)?: ", (CONFIGS / f"{script}.yaml").read_text(), re.MULTILINE)
+    defaults = (CONFIGS / f"{script}.yaml").read_text()
+    listed = re.findall(r"^\s*- (?:override )?/?(\w+)(?:@\w+)?: ", defaults, re.MULTILINE)
     return [group for group in listed if (CONFIGS / group).is_dir()]
 
 
@@ -218,14 +220,15 @@ def _checked_word(script: str, word: str) -> str:
             if name.strip() not in names:
                 raise ValueError(f"{bare}={name}: not one of {', '.join(sorted(names))}{_closest(name, names)}")
     elif any(other.startswith(bare + ".") for other in keys):
-        raise ValueError(f"{word}: {bare} has keys of its own, such as {next(k for k in keys if k.startswith(bare + '.'))}")
+        inner = next(key for key in keys if key.startswith(bare + "."))
+        raise ValueError(f"{word}: {bare} has keys of its own, such as {inner}")
     return f"{bare}={value}"
 
 
 def _closest(name: str, names: Iterable[str]) -> str:
     names = list(names)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    close = close or [full for full in names if full.endswith("." + name)][:1]
+    close = [full for full in names if full.endswith("." + name)]
+    close = close or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
 
@@ -260,8 +263,8 @@ class _one_line:
         if not isinstance(error, (HydraException, OmegaConfBaseException)):
             return
         cause: BaseException = error
-        while isinstance(cause.__cause__, (HydraException, OmegaConfBaseException)):
-            cause = cause.__cause__
+        while isinstance(deeper := cause.__cause__ or cause.__context__, (HydraException, OmegaConfBaseException)):
+            cause = deeper
         said = str(cause).strip().splitlines()[0]
         at_fault = [w for w in self.overrides if w in str(error) or len(self.overrides) == 1] or [
             w for w in self.overrides if re.search(rf"full_key: {re.escape(_key_and_value(w)[0])}\b", str(cause))
@@ -272,7 +275,7 @@ class _one_line:
 
 def _plain(said: str) -> str:
     """OmegaConf's and Hydra's words in the words of someone who never heard of them."""
-    kinds = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "List": "a list such as [1,2]"}
+    kinds = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
     wrong = re.search(r"could not be converted to (\w+)", said)
     if wrong:
         return f"must be {kinds.get(wrong[1], wrong[1])}"
@@ -280,6 +283,8 @@ def _plain(said: str) -> str:
         return "needs a value, null is none"
     if said.startswith("Ambiguous value"):
         return "several values are a sweep: add -m; a list is written [a,b]"
-    if said.startswith(("no viable alternative", "mismatched input", "extraneous input", "token recognition", "missing")):
-        return 'cannot be read; put a value with special characters in quotes twice, such as name=\'"a=b"\''
+    if "is not a ListConfig" in said:
+        return "must be a list such as [1,2]"
+    if said.startswith(("no viable", "mismatched input", "extraneous input", "token recognition", "missing")):
+        return "cannot be read; put a value with special characters in quotes twice, such as name='\"a=b\"'"
     return said

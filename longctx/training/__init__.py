@@ -1,1 +1,1 @@
-"""Training: the Lightning module, optimizer, checkpoints, metrics and run folders. The only package that knows Lightning."""
+"""Training: Lightning module, optimizer, checkpoints, metrics, run folders. The only user of Lightning."""

@@ -1,7 +1,8 @@
 """Batches: everything one optimizer step needs, collated together.
 
-The loss of a step is divided by its scored tokens over all micro-batches and ranks, so the micro-batches of a step travel as one
-batch and are counted on the CPU, where counting waits for nothing. B rows per micro-batch, T = seq_len tokens per row.
+The loss of a step is divided by its scored tokens over all micro-batches and ranks, so the micro-batches of a step
+travel as one batch and are counted on the CPU, where counting waits for nothing. B rows per micro-batch, T = seq_len
+tokens per row.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def micro_batch(rows: list[dict[str, Tensor]]) -> MicroBatch:
     tokens, targets, doc_ids = (torch.stack([row[key] for row in rows]) for key in ("tokens", "targets", "doc_ids"))
     mask = Mask.documents(doc_ids)
     padding = padding_per_row(targets, doc_ids)
-    pairs = mask.pairs(*tokens.shape, tokens.shape[1]) - int((padding * (padding + 1) // 2).sum())
+    B, T = tokens.shape
+    pairs = mask.pairs(B, T, T) - int((padding * (padding + 1) // 2).sum())
     real = tokens.numel() - int(padding.sum())
     return MicroBatch(tokens, targets, mask, int((targets != IGNORED).sum()), real, pairs)
 
@@ -83,7 +85,7 @@ def padding_per_row(targets: Tensor, doc_ids: Tensor) -> Tensor:
 
 def train_loader(
     rows: Dataset[dict[str, Tensor]], order: Sampler[int], batch_size: int, accumulate: int, workers: int, pin: bool
-) -> DataLoader[StepBatch]:
+) -> DataLoader[Any]:
     """An endless loader of StepBatch, read ahead by `workers` processes."""
     ahead: dict[str, Any] = {"persistent_workers": True, "prefetch_factor": 2} if workers else {}
     return DataLoader(
@@ -101,7 +103,7 @@ def train_loader(
 def validation_batches(
     rows: Dataset[dict[str, Tensor]], wanted: int | None, batch_size: int, rank: int, world_size: int
 ) -> Iterator[MicroBatch]:
-    """This rank's share of `wanted` rows (None: all) spread evenly over the data set; over all ranks each of them once."""
+    """This rank's part of `wanted` rows (None: all), spread evenly over the data set."""
     there = len(rows)  # type: ignore[arg-type]
     count = there if wanted is None else min(wanted, there)
     mine = [i * there // count for i in range(rank, count, world_size)]
@@ -110,7 +112,7 @@ def validation_batches(
 
 
 def _each(micro: MicroBatch, function: Callable[[Tensor], Tensor]) -> MicroBatch:
-    fields = {name: function(x) for name, x in vars(micro.mask).items() if isinstance(x, Tensor)}
+    fields: dict[str, Any] = {name: function(x) for name, x in vars(micro.mask).items() if isinstance(x, Tensor)}
     return replace(
         micro, tokens=function(micro.tokens), targets=function(micro.targets), mask=replace(micro.mask, **fields)
     )

@@ -1,7 +1,7 @@
 """Checkpoints: Lightning's format, holding only tensors and plain values, so that loading never runs code from a file.
 
-A checkpoint appears under its name only when it is whole on disk; `last.ckpt` points at the newest. It holds weights, optimizer
-state, random state, the counters of the run and its configuration, enough to continue exactly.
+A checkpoint appears under its name only when it is whole on disk; `last.ckpt` points at the newest. It holds weights,
+optimizer state, random state, the counters of the run and its configuration, enough to continue exactly.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def describe(config: Any, data_fingerprint: str, world_size: int) -> dict[str, A
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The checkpoint at `path`, tensors on the CPU and mapped from disk; ValueError if it is missing or none of ours."""
+    """The checkpoint at `path`, mapped from disk; ValueError if it is missing or none of ours."""
     if not path.is_file():
         raise ValueError(f"{path}: no such checkpoint")
     try:
@@ -80,7 +80,8 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("longctx"), dict):
         raise ValueError(f"{path}: a checkpoint of another program; longctx reads those that train.py wrote")
     if checkpoint["longctx"].get("format") != FORMAT:
-        raise ValueError(f"{path}: written in format {checkpoint['longctx'].get('format')}, this version reads {FORMAT}")
+        written = checkpoint["longctx"].get("format")
+        raise ValueError(f"{path}: written in format {written}, this version reads {FORMAT}")
     return checkpoint
 
 
@@ -109,9 +110,10 @@ def restore_random_state(state: dict[str, Any]) -> None:
 def load_model(
     path: str | Path, device: torch.device | str = "cpu", attention: AttentionConfig | str | None = None
 ) -> tuple[GPT, Tokenizer, dict[str, Any]]:
-    """The trained model, its tokenizer and its configuration, from a run's folder (its newest checkpoint) or one checkpoint file.
+    """The trained model, its tokenizer and its configuration, from a run's folder or one checkpoint file.
 
-    `attention` replaces the backend that the run trained with. Raises ValueError naming `path` where there is no such thing.
+    A folder means its newest checkpoint. `attention` replaces the backend that the run trained with. Raises ValueError
+    naming `path` where there is no such thing.
     """
     given = Path(path)
     if given.is_dir():
@@ -126,7 +128,7 @@ def load_model(
     config = checkpoint["longctx"]["config"]
     folder = given.resolve().parent.parent
     if not (folder / "tokenizer.json").is_file():
-        raise ValueError(f"checkpoint={given}: {folder} has no tokenizer.json; keep a checkpoint in the folder of its run")
+        raise ValueError(f"checkpoint={given}: {folder} has no tokenizer.json; leave checkpoints in the run's folder")
     backend = AttentionConfig(**config["attention"]) if attention is None else attention
     with torch.device("meta"):
         model = GPT(GPTConfig(**config["model"]), backend)

@@ -1,14 +1,14 @@
-"""What a training run is told: the keys at the top of configs/train.yaml, checked, and completed for the machine at hand.
+"""What a training run is told: its keys, checked, and completed for the machine at hand.
 
-Torch-free, so that `python train.py --help` and every mistyped word are answered in a second. The comment beside a key is its
-help text.
+Torch-free, so that `python train.py --help` and every mistyped word are answered in a second. The comment beside a
+key is its help text.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from longctx.attention.config import AttentionConfig
@@ -77,7 +77,7 @@ class TrainConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
     def validate(self) -> None:
-        """Raise ValueError naming the first key whose value makes no sense; whatever needs a device or data is checked later."""
+        """Raise ValueError naming the first key whose value makes no sense on any machine, with any data."""
         _in_range("seq_len", self.seq_len, 2, LONGEST_ROW)
         for key in ("batch_size", "accumulate", "max_steps", "val_rows", "val_every"):
             if getattr(self, key) is not None:
@@ -85,7 +85,9 @@ class TrainConfig:
         if self.max_tokens is not None:
             _in_range("max_tokens", self.max_tokens, 1, 10**15)
             if self.max_steps is not None:
-                raise ValueError(f"max_steps={self.max_steps} and max_tokens={self.max_tokens} both end the run; give one")
+                raise ValueError(
+                    f"max_steps={self.max_steps} and max_tokens={self.max_tokens} both end the run; give one"
+                )
         if self.warmup_steps is not None:
             _in_range("warmup_steps", self.warmup_steps, 0, 10**9)
         for key in ("checkpoint_every", "keep_checkpoints", "log_every"):
@@ -97,7 +99,9 @@ class TrainConfig:
         _in_range("min_lr", self.min_lr, 0.0, 1.0)
         _in_range("weight_decay", self.weight_decay, 0.0, 10.0)
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
-            raise ValueError(f"betas={list(self.betas)}: two numbers from 0 up to, not including, 1, such as [0.9,0.95]")
+            raise ValueError(
+                f"betas={list(self.betas)}: two numbers from 0 up to, not including, 1, such as [0.9,0.95]"
+            )
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip={self.clip}: a norm above 0, or null for no clipping")
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
@@ -113,15 +117,31 @@ class TrainConfig:
         self.data.validate()
 
 
+@dataclass
+class CompleteConfig(TrainConfig):
+    """A configuration in which nothing is left to be decided; made by `complete`."""
+
+    batch_size: int = 1
+    accumulate: int = 1
+    max_steps: int = 1
+    warmup_steps: int = 0
+    val_every: int = 1
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows that one optimizer step takes, over all micro-batches and devices."""
+        return self.batch_size * self.accumulate * self.devices
+
+
 def check_name(name: str) -> None:
-    """Raise ValueError unless `name` is safe as the name of one folder: letters, digits, . _ - and at most 100 of them."""
+    """Raise ValueError unless `name` is safe as the name of one folder."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         raise ValueError(
-            f"name={name!r}: up to 100 letters, digits, '.', '_' and '-', beginning with a letter or digit; it names a folder"
+            f"name={name!r}: names a folder: up to 100 letters, digits, '.', '_', '-', the first a letter or digit"
         )
 
 
-def complete(config: TrainConfig, device: str) -> TrainConfig:
+def complete(config: TrainConfig, device: str) -> CompleteConfig:
     """The configuration with every null that depends on `device` ("cuda" or "cpu") filled in; pure."""
     batch_size = config.batch_size or max(1, TOKENS_PER_MICRO_BATCH[device] // config.seq_len)
     micro_batch = batch_size * config.seq_len * config.devices
@@ -131,17 +151,17 @@ def complete(config: TrainConfig, device: str) -> TrainConfig:
     else:
         steps = config.max_steps or STEPS[device]
     warmup = min(200, steps // 10) if config.warmup_steps is None else config.warmup_steps
-    return replace(
-        config,
-        batch_size=batch_size,
-        accumulate=accumulate,
-        max_steps=steps,
-        max_tokens=None,
-        warmup_steps=warmup,
-        val_every=config.val_every or max(10, math.ceil(steps / 5)),
-        precision={"cuda": "bf16", "cpu": "fp32"}[device] if config.precision == "auto" else config.precision,
-        compile=str(device == "cuda").lower() if config.compile.lower() == "auto" else config.compile.lower(),
-    )
+    decided = {
+        "batch_size": batch_size,
+        "accumulate": accumulate,
+        "max_steps": steps,
+        "max_tokens": None,
+        "warmup_steps": warmup,
+        "val_every": config.val_every or max(10, math.ceil(steps / 5)),
+        "precision": {"cuda": "bf16", "cpu": "fp32"}[device] if config.precision == "auto" else config.precision,
+        "compile": str(device == "cuda").lower() if config.compile.lower() == "auto" else config.compile.lower(),
+    }
+    return CompleteConfig(**(vars(config) | decided))
 
 
 def _in_range(key: str, value: float, least: float, most: float) -> None:

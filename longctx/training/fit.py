@@ -10,9 +10,9 @@ import os
 import shutil
 import sys
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -23,7 +23,7 @@ from longctx import attention
 from longctx.data import Data, SampleStream, load
 from longctx.training import checkpoints, runs
 from longctx.training.batches import train_loader
-from longctx.training.config import TrainConfig, complete
+from longctx.training.config import CompleteConfig, TrainConfig, complete
 from longctx.training.module import TrainingModule
 from longctx.training.progress import Display, closing_table
 from longctx.training.recorder import Recorder
@@ -33,15 +33,15 @@ RUN_VARIABLE = "LONGCTX_RUN"  # the folder, for the other ranks of a run
 RESULT_VARIABLE = "LONGCTX_RESULT"  # the file in which a sweep wants to find the folder
 
 
-def train(config: TrainConfig, choices: dict[str, str], changed: dict[str, str]) -> int:
-    """Train as `config` says, in a new folder or, where `config.resume` is set, in that one; returns the exit code.
+def train(request: TrainConfig, choices: dict[str, str], changed: dict[str, str]) -> int:
+    """Train as `request` says, in a new folder or, where it has `resume`, in that one; returns the exit code.
 
-    `choices` and `changed` (see `longctx.config.Composed`) give the folder its name. Raises ValueError or OSError, one line, for
-    whatever is wrong with the request.
+    `choices` and `changed` (see `longctx.config.Composed`) give the folder its name. Raises ValueError or OSError,
+    one line, for whatever is wrong with the request.
     """
     quiet_lightning()
-    device = pick_device(config)
-    config = complete(config, device)
+    device = pick_device(request)
+    config = complete(request, device)
     if config.resume is None:
         runs.check_root(Path(config.runs))
         if rank() == 0:
@@ -56,11 +56,16 @@ def train(config: TrainConfig, choices: dict[str, str], changed: dict[str, str])
     )
     data = load(config.data, config.seq_len)
     config = fit_vocabulary(config, data)
-    if config.resume is None:
-        folder, start = new_folder(config, runs.stem(choices, config.seq_len, changed), data), None
-    else:
-        folder, start = Path(config.resume), continue_from(config, data)
-    return run(config, folder, start, data, device, choices.get("model", "the run's"))
+    preset = choices.get("model", "the run's")
+    if config.resume is not None:
+        folder = Path(config.resume)
+        with runs.locked(folder) if rank() == 0 else nullcontext():
+            return run(config, folder, continue_from(config, data), data, device, preset)
+    folder = claim_folder(config, runs.stem(choices, config.seq_len, changed), data)
+    config = replace(config, name=folder.name)
+    with runs.locked(folder) if rank() == 0 else nullcontext():
+        fill_folder(config, folder, data)
+        return run(config, folder, None, data, device, preset)
 
 
 def pick_device(config: TrainConfig) -> str:
@@ -76,57 +81,60 @@ def pick_device(config: TrainConfig) -> str:
     return device
 
 
-def fit_vocabulary(config: TrainConfig, data: Data) -> TrainConfig:
-    """`model.vocab_size` from the tokenizer, rounded up to a multiple of 64, where it is not set; ValueError if set too small."""
+def fit_vocabulary(config: CompleteConfig, data: Data) -> CompleteConfig:
+    """`model.vocab_size` from the tokenizer, a multiple of 64, where it is not set; ValueError if too small."""
     need, have = data.tokenizer.vocab_size, config.model.vocab_size
     if have is not None and have < need:
-        raise ValueError(f"model.vocab_size={have}: the tokenizer has {need:,} tokens; use at least that, or null to follow it")
+        raise ValueError(
+            f"model.vocab_size={have}: the tokenizer has {need:,} tokens; use at least that, or null to follow it"
+        )
     return replace(config, model=replace(config.model, vocab_size=have or -(-need // 64) * 64))
 
 
-def new_folder(config: TrainConfig, beginning: str, data: Data) -> Path:
-    """Make and fill the folder of a new run; the first rank does, the others are told."""
-    if rank():
-        return Path(os.environ[RUN_VARIABLE])
+def claim_folder(config: CompleteConfig, beginning: str, data: Data) -> Path:
+    """Make the folder of a new run; the first rank does, the others are told."""
     if not len(data.train):
-        raise ValueError(f"data={config.data.source}: no document is left to train on; data.val_fraction={config.data.val_fraction}")
-    folder = runs.create(Path(config.runs), config.name, beginning)
+        raise ValueError(
+            f"data={config.data.source}: no document is left to train on; data.val_fraction={config.data.val_fraction}"
+        )
+    return runs.create(Path(config.runs), config.name, beginning) if rank() == 0 else Path(os.environ[RUN_VARIABLE])
+
+
+def fill_folder(config: CompleteConfig, folder: Path, data: Data) -> None:
+    """Write what a run's folder begins with; the folder goes again if that fails."""
+    if rank():
+        return
     try:
-        runs.lock(folder)
         data.tokenizer.save(folder / "tokenizer.json")
         (folder / "checkpoints").mkdir()
-        runs.write_config(folder, replace(config, name=folder.name))
-    except OSError:
+        runs.write_config(folder, config)
+    except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
-        raise
-    announce(folder)
-    return folder
+        raise OSError(f"{folder}: cannot be written: {error.strerror or error}") from error
+    announce(folder, config.devices)
 
 
-def continue_from(config: TrainConfig, data: Data) -> Path:
+def continue_from(config: CompleteConfig, data: Data) -> Path:
     """The newest checkpoint of the run `config.resume`, after checking that it fits; metrics past it are dropped."""
     folder = Path(config.resume or "")
     path = runs.checkpoints(folder)[-1]
     checkpoint = checkpoints.read(path)
     said, done = checkpoint["longctx"], checkpoint["steps_done"]
-    assert config.max_steps is not None
     if said["data"] != data.fingerprint:
         raise ValueError(f"resume={folder}: the documents or the tokenizer are no longer those that the run began with")
     if done >= config.max_steps:
         raise ValueError(f"resume={folder}: the run has done its {done:,} steps; to go on, give a larger max_steps=")
     if rank() == 0:
-        runs.lock(folder)
         runs.write_config(folder, replace(config, resume=None))
         runs.drop_metrics_after(folder, done)
-        announce(folder)
+        announce(folder, config.devices)
     return path
 
 
-def run(config: TrainConfig, folder: Path, start: Path | None, data: Data, device: str, preset: str) -> int:
+def run(config: CompleteConfig, folder: Path, start: Path | None, data: Data, device: str, preset: str) -> int:
     """Train in `folder`, from the checkpoint `start` or from the beginning."""
-    assert config.max_steps is not None and config.batch_size is not None and config.accumulate is not None
     done = 0 if start is None else int(checkpoints.read(start)["steps_done"])
-    consumed = done * config.batch_size * config.accumulate * config.devices
+    consumed = done * config.rows_per_step
     facts = checkpoints.describe(config, data.fingerprint, config.devices) | {
         "parameters": config.model.parameters(),
         "data_summary": data.summary(),
@@ -161,13 +169,15 @@ def run(config: TrainConfig, folder: Path, start: Path | None, data: Data, devic
             tracker.finish(code)
     if rank() == 0:
         display.say("")
-        display.console.print(closing_table(folder, runs.read_metrics(folder), attention.kernels_run(), finished=code == 0))
+        display.console.print(
+            closing_table(folder, runs.read_metrics(folder), attention.kernels_run(), finished=code == 0)
+        )
     if problem:
         print(f"error: {problem}", file=sys.stderr)
     return code
 
 
-def lightning_trainer(config: TrainConfig, device: str, steps: int, recorder: Recorder) -> pl.Trainer:
+def lightning_trainer(config: CompleteConfig, device: str, steps: int, recorder: Recorder) -> pl.Trainer:
     """Lightning, for devices, precision and checkpoints; its own logging, bars and folders stay off."""
     shared = config.devices > 1 or config.strategy.name == "ddp"
     return pl.Trainer(
@@ -190,11 +200,10 @@ def lightning_trainer(config: TrainConfig, device: str, steps: int, recorder: Re
     )
 
 
-def opening(config: TrainConfig, folder: Path, data: Data, device: str, preset: str, done: int) -> list[str]:
+def opening(config: CompleteConfig, folder: Path, data: Data, device: str, preset: str, done: int) -> list[str]:
     """The block that a run begins with."""
-    assert config.batch_size is not None and config.accumulate is not None and config.max_steps is not None
     where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    rows = config.batch_size * config.accumulate * config.devices
+    rows = config.rows_per_step
     compiled = ", torch.compile" if config.compile == "true" else ""
     summary = data.summary()
     return [
@@ -216,13 +225,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def out_of_memory(config: TrainConfig, device: str, steps_done: int) -> str:
+def out_of_memory(config: CompleteConfig, device: str, steps_done: int) -> str:
     """What ran out, and the smallest change that saves most."""
-    assert config.batch_size is not None and config.accumulate is not None
     if config.attention.backend == "naive":
         advice = "attention=flash, which keeps no seq_len × seq_len scores"
     elif config.batch_size > 1:
-        advice = f"batch_size={config.batch_size // 2} accumulate={config.accumulate * 2}, the same step in smaller pieces"
+        advice = f"batch_size={config.batch_size // 2} accumulate={config.accumulate * 2}, the same step in pieces"
     elif not config.model.recompute:
         advice = "model.recompute=true, which keeps one activation per block"
     else:
@@ -241,9 +249,10 @@ def rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def announce(folder: Path) -> None:
+def announce(folder: Path, devices: int) -> None:
     """Tell the other ranks, and a sweep, which folder the run has."""
-    os.environ[RUN_VARIABLE] = str(folder.absolute())
+    if devices > 1:
+        os.environ[RUN_VARIABLE] = str(folder)
     if os.environ.get(RESULT_VARIABLE):
         Path(os.environ[RESULT_VARIABLE]).write_text(str(folder.absolute()), encoding="utf-8")
 
@@ -254,5 +263,3 @@ def quiet_lightning() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\..*")
     warnings.filterwarnings("ignore", message=r".*(does not have many workers|LeafSpec|pkg_resources).*")
-
-

@@ -1,7 +1,7 @@
 """The Lightning module: one optimizer step, and one validation batch. All that changes gradients is in `training_step`.
 
-Optimization is manual, so that the normalization of the loss, accumulation, clipping and the learning rate stand in one place,
-in the order in which they happen.
+Optimization is manual, so that the normalization of the loss, accumulation, clipping and the learning rate stand in
+one place, in the order in which they happen.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from longctx.model import GPT
 from longctx.training.batches import MicroBatch, StepBatch
-from longctx.training.config import TrainConfig
+from longctx.training.config import CompleteConfig
 from longctx.training.optimizer import adamw, clip_gradients, learning_rate
 
 
@@ -26,7 +26,7 @@ class TrainingModule(pl.LightningModule):
 
     model: GPT
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: CompleteConfig) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.config = config
@@ -51,8 +51,8 @@ class TrainingModule(pl.LightningModule):
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         """One optimizer step; returns the loss summed over this rank's scored tokens, on the device.
 
-        The gradient is that of the mean loss over the scored tokens of all micro-batches and ranks: each micro-batch's sum is
-        divided by their number, and multiplied by the ranks because DDP averages over them.
+        The gradient is that of the mean loss over the scored tokens of all micro-batches and ranks: each
+        micro-batch's sum is divided by their number, and multiplied by the ranks because DDP averages over them.
         """
         optimizer = self.optimizers()
         assert not isinstance(optimizer, list)
@@ -79,7 +79,7 @@ class TrainingModule(pl.LightningModule):
             return self.model(micro.tokens, micro.targets, micro.mask, reduction="sum")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # The place in the data is steps_done times the rows of a step; Lightning's own counters would say it a second time.
+        # steps_done says where the run is; Lightning's own counters would say it a second time
         checkpoint.pop("loops", None)
         checkpoint["steps_done"] = self.steps_done
 

@@ -1,7 +1,7 @@
 """AdamW (Loshchilov & Hutter, arXiv 1711.05101) and its learning rate.
 
-Weight decay acts on every matrix, the embedding among them (tied, it is also the output head), never on norms and biases. The
-learning rate is a pure function of the step, so a resumed run needs no state for it.
+Weight decay acts on every matrix, the embedding among them (tied, it is also the output head), never on norms and
+biases. The learning rate is a pure function of the step, so a resumed run needs no state for it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from longctx.training.config import TrainConfig
+from longctx.training.config import CompleteConfig
 
 
-def adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+def adamw(model: nn.Module, config: CompleteConfig) -> torch.optim.AdamW:
     """Fused AdamW over `model` with two groups: decayed matrices, and undecayed vectors."""
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
@@ -23,9 +23,11 @@ def adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=(beta1, beta2), fused=True)
 
 
-def learning_rate(step: int, config: TrainConfig) -> float:
-    """The rate of step `step`, counted from 0: linear warm-up to `lr`, then a cosine that ends at `min_lr`·`lr` with the last step."""
-    assert config.max_steps is not None and config.warmup_steps is not None
+def learning_rate(step: int, config: CompleteConfig) -> float:
+    """The rate of step `step`, counted from 0.
+
+    Linear warm-up to `lr`, then a cosine that reaches `min_lr`·`lr` with the last step (arXiv 1608.03983).
+    """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     done = (step - config.warmup_steps) / max(1, config.max_steps - 1 - config.warmup_steps)
@@ -33,5 +35,5 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def clip_gradients(model: nn.Module, largest: float | None) -> Tensor:
-    """Scale all gradients together so that their global norm is at most `largest`; returns the norm before, on the device."""
+    """Scale all gradients to a global norm of at most `largest`; returns the norm before, on the device."""
     return torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf if largest is None else largest)

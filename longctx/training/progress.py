@@ -1,4 +1,4 @@
-"""What a run prints: a block at the start, a bar (or plain lines, where nobody watches) while it trains, a table at the end."""
+"""What a run prints: a bar while it trains, plain lines where nobody watches, a table at the end."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Display:
         self._bar: Progress | None = None
         self._task = TaskID(0)
         if self.console.is_terminal and not silent:
-            columns = (TextColumn("step {task.completed:,}/{task.total:,}"), BarColumn(None), TextColumn("{task.fields[said]}"))
-            self._bar = Progress(*columns, TimeRemainingColumn(), console=self.console)
+            counter, said = TextColumn("step {task.completed:,}/{task.total:,}"), TextColumn("{task.fields[said]}")
+            self._bar = Progress(counter, BarColumn(None), said, TimeRemainingColumn(), console=self.console)
             self._task = self._bar.add_task("", total=steps, completed=first_step, said="first step ...")
 
     def say(self, text: str) -> None:
@@ -63,7 +63,8 @@ def brief(row: Row) -> str:
     """A row of metrics.jsonl in one line."""
     if "val_perplexity" in row:
         return f"validation  loss {row['val_loss']:.4f}  perplexity {row['val_perplexity']:,.1f}"
-    parts = [f"loss {row['loss']:.4f}", f"{row['tokens_per_second']:,.0f} tokens/s", f"{row['ms_per_step']:,.0f} ms/step"]
+    speed = f"{row['tokens_per_second']:,.0f} tokens/s  {row['ms_per_step']:,.0f} ms/step"
+    parts = [f"loss {row['loss']:.4f}", speed]
     if "mfu" in row:
         parts.append(f"MFU {row['mfu']:.1%}")
     return "  ".join([*parts, gib(row)])
@@ -71,7 +72,9 @@ def brief(row: Row) -> str:
 
 def gib(row: Row) -> str:
     """Peak memory of a row, and whose it is."""
-    return f"{row['memory_peak_gib']:.1f} GiB" if "memory_peak_gib" in row else f"{row['process_peak_gib']:.1f} GiB process"
+    if "memory_peak_gib" in row:
+        return f"{row['memory_peak_gib']:.1f} GiB"
+    return f"{row['process_peak_gib']:.1f} GiB of the process"
 
 
 def summarize(rows: list[Row]) -> Row:
@@ -83,7 +86,9 @@ def summarize(rows: list[Row]) -> Row:
         settled = steps[1:] or steps
         summary |= {key: steps[-1][key] for key in ("step", "tokens_seen", "loss", "seconds")}
         summary["tokens_per_second"] = median(row["tokens_per_second"] for row in settled)
-        summary["memory"] = gib(max(steps, key=lambda row: row.get("memory_peak_gib", row.get("process_peak_gib", 0))))
+        summary["memory"] = gib(
+            max(steps, key=lambda row: float(row.get("memory_peak_gib") or row.get("process_peak_gib") or 0.0))
+        )
         if "mfu" in steps[-1]:
             summary["mfu"] = median(row["mfu"] for row in settled)
     if validations:
@@ -110,7 +115,8 @@ def closing_table(folder: Path, rows: list[Row], kernels: dict[str, str], finish
         table.add_row("MFU", f"{summary['mfu']:.1%} (median)")
     if "memory" in summary:
         table.add_row("peak memory", summary["memory"])
-    table.add_row("attention", ", ".join(f"{backend}: {kernel}" for backend, kernel in kernels.items()) or "did not run")
+    ran = ", ".join(f"{backend}: {kernel}" for backend, kernel in kernels.items())
+    table.add_row("attention", ran or "did not run")
     table.add_row("run", str(folder))
     table.add_row("evaluate", f"python eval.py checkpoint={folder}")
     more = "" if not finished or "step" not in summary else f" max_steps={2 * summary['step']}"

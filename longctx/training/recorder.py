@@ -1,4 +1,4 @@
-"""What happens around the steps: rows are logged, validation and checkpoints made, signals obeyed. Nothing here changes gradients."""
+"""What happens around the steps: logging, validation, checkpoints, signals. Nothing here changes gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from longctx.attention import kernels_run
 from longctx.data import Data
 from longctx.training import checkpoints
 from longctx.training.batches import StepBatch, validation_batches
-from longctx.training.config import TrainConfig
+from longctx.training.config import CompleteConfig
 from longctx.training.module import TrainingModule
 from longctx.training.optimizer import learning_rate
 from longctx.training.progress import Display
@@ -30,17 +30,22 @@ from longctx.training.tracking import Tracker
 class Recorder(pl.Callback):
     """Logs to `tracker` and `display` (None on ranks other than the first), validates on `data`, saves to `folder`.
 
-    A row is logged after the first step, after every `log_every`, and before each validation and the end. SIGTERM and Ctrl-C end
-    the run after the step at hand, with a checkpoint; a second one ends it at once.
+    A row is logged after the first step, after every `log_every`, and before each validation and the end. SIGTERM and
+    Ctrl-C end the run after the step at hand, with a checkpoint; a second one ends it at once.
     """
 
     def __init__(
-        self, config: TrainConfig, folder: Path, data: Data, tracker: Tracker | None, display: Display, facts: dict[str, Any]
+        self,
+        config: CompleteConfig,
+        folder: Path,
+        data: Data,
+        tracker: Tracker | None,
+        display: Display,
+        facts: dict[str, Any],
     ) -> None:
         self.config, self.folder, self.data, self.tracker, self.display = config, folder, data, tracker, display
         self.facts = facts
         self.stopped_by: int | None = None
-        self.rows_per_step = config.batch_size * config.accumulate * config.devices  # type: ignore[operator]
         self.meter: Meter
         self._handlers: dict[int, Any] = {}
         self._idle_since = 0.0
@@ -58,7 +63,9 @@ class Recorder(pl.Callback):
         self.meter.started = self.meter.window = self._idle_since = time.perf_counter()
         self.meter.aside = 0.0
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         self.meter.waited += time.perf_counter() - self._idle_since
 
     def on_train_batch_end(
@@ -66,7 +73,6 @@ class Recorder(pl.Callback):
     ) -> None:
         assert isinstance(pl_module, TrainingModule)
         config, step = self.config, pl_module.steps_done
-        assert config.max_steps is not None and config.val_every is not None
         self.meter.add(batch, outputs["loss"])
         self.display.stepped(step)
         last = step == config.max_steps
@@ -93,12 +99,16 @@ class Recorder(pl.Callback):
         self._handlers.clear()
         self.display.stop()
 
-    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         checkpoint["longctx"] = checkpoints.describe(self.config, self.data.fingerprint, trainer.world_size)
         checkpoint["meter"] = self.meter.state()
         checkpoint["random"] = checkpoints.random_state()
 
-    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         self.meter.restore(checkpoint["meter"])
         checkpoints.restore_random_state(checkpoint["random"])
 
@@ -106,21 +116,22 @@ class Recorder(pl.Callback):
         step = module.steps_done
         row = {"step": step} | self.meter.row(module.grad_norm)
         row["lr"] = learning_rate(step - 1, self.config)
-        row["epoch"] = step * self.rows_per_step / len(self.data.train)
+        row["epoch"] = step * self.config.rows_per_step / len(self.data.train)
         self._record(row)
         if not math.isfinite(row["loss"]):
+            now = f"lr={self.config.lr} warmup_steps={self.config.warmup_steps}"
             raise FloatingPointError(
-                f"the loss is {row['loss']} at step {step}; try a smaller lr (now {self.config.lr}) or longer warmup_steps "
-                f"(now {self.config.warmup_steps})"
+                f"the loss is {row['loss']} at step {step}; try a smaller lr or longer warm-up ({now})"
             )
 
     def _validate(self, module: TrainingModule) -> None:
-        """Loss and perplexity over `val_rows` rows, each scored token once over all ranks; without torch.compile, which would
-        compile everything a second time for it."""
+        """Loss and perplexity over `val_rows` rows, each scored token once over all ranks.
+
+        Without torch.compile, which would compile everything a second time for it.
+        """
         trainer, config = module.trainer, self.config
         if not len(self.data.val):
             return
-        assert config.batch_size is not None
         sums = torch.zeros(2, dtype=torch.float64, device=module.device)
         module.eval()
         for micro in validation_batches(

@@ -1,7 +1,7 @@
 """Run folders: runs/<name>/ with config.yaml, metrics.jsonl, tokenizer.json, checkpoints/ and wandb/. Torch-free.
 
-A folder is claimed by an exclusive mkdir, so two runs started together never share one, and is locked while it trains. Files
-are replaced whole: written beside their place and renamed.
+A folder is claimed by an exclusive mkdir, so two runs started together never share one, and is locked while it
+trains. Files are replaced whole: written beside their place and renamed.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 # What resume= may change: how long and how closely the run is watched, never what is computed.
-RESUMABLE = (
+RESUMABLE = {
     *("max_steps", "max_tokens", "val_every", "val_rows", "checkpoint_every", "keep_checkpoints", "log_every"),
-    *("workers", "device", "compile", "wandb.project", "wandb.entity", "wandb.mode", "wandb.group", "wandb.tags", "wandb.notes"),
-)
+    *("workers", "device", "compile"),
+    *(f"wandb.{key}" for key in ("project", "entity", "mode", "group", "tags", "notes")),
+}
 NOT_IN_NAMES = {"model", "attention", "seq_len", "data", "strategy", "name", "runs", "device", *RESUMABLE}
 CHECKPOINT_NAME = re.compile(r"step-(\d+)\.ckpt")
 
@@ -39,18 +42,20 @@ def stem(choices: dict[str, str], seq_len: int, changed: dict[str, str]) -> str:
 
 
 def check_root(root: Path) -> None:
-    """Raise OSError unless a run's folder can be made in `root` or in what will become it."""
+    """Raise OSError unless a folder can be made in `root`, or in what `root` will be made in."""
     existing = next(path for path in (root.absolute(), *root.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise NotADirectoryError(f"runs={root}: {existing} is not a folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise PermissionError(f"runs={root}: no permission to write in {existing}; choose another folder with runs=")
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".longctx-", dir=existing))
+    except OSError as error:
+        raise OSError(f"runs={root}: no folder can be made in {existing}: {error.strerror}; choose another") from error
 
 
 def check_free(root: Path, name: str | None) -> None:
     """Raise ValueError if the run `name` exists already."""
     if name is not None and (root / name).exists():
-        raise ValueError(f"name={name}: {root / name} exists already; continue it with resume={root / name}, or choose another")
+        raise ValueError(
+            f"name={name}: {root / name} exists already; continue it with resume={root / name}, or choose another"
+        )
 
 
 def create(root: Path, name: str | None, beginning: str) -> Path:
@@ -73,16 +78,31 @@ def create(root: Path, name: str | None, beginning: str) -> Path:
         raise OSError(f"runs={root}: no folder can be made there: {error.strerror or error}") from error
 
 
-def lock(folder: Path) -> None:
-    """Hold `folder` until this process ends; ValueError if another one trains it."""
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold `folder` for this process; ValueError if another one trains it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(descriptor)
         raise ValueError(f"{folder}: another process is training this run") from error
+    _locks.add(descriptor)
+    try:
+        yield
+    finally:
+        _locks.discard(descriptor)
+        os.close(descriptor)
+
+
+def _leave_locks_to_the_parent() -> None:
     # A data worker that outlives a killed run must not keep its lock.
-    os.register_at_fork(after_in_child=lambda: os.close(descriptor))
+    for descriptor in _locks:
+        os.close(descriptor)
+
+
+_locks: set[int] = set()
+os.register_at_fork(after_in_child=_leave_locks_to_the_parent)
 
 
 def find(path: str) -> Path:
@@ -101,7 +121,7 @@ def check_resumable(folder: Path, words: Iterable[str]) -> None:
     """Raise ValueError naming the first of the key=value `words` that a resumed run must not change."""
     for key in (word.partition("=")[0].lstrip("+") for word in words):
         if key not in RESUMABLE:
-            raise ValueError(f"{key} cannot change when {folder} is resumed: it has its own config.yaml; start a new run for that")
+            raise ValueError(f"{key} cannot change when {folder} is resumed; it keeps its config.yaml. Start a new run")
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""A sweep: every job in a fresh process, one after the other, so that a crash or a full GPU costs one job. Torch-free."""
+"""A sweep: each job in a fresh process, one after the other, so that a crash costs one job. Torch-free."""
 
 from __future__ import annotations
 

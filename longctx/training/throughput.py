@@ -1,7 +1,8 @@
 """What a step costs: tokens per second, model FLOP/s utilization, memory, waiting for data.
 
-MFU counts the FLOPs that the model needs (PaLM, arXiv 2204.02311, appendix B; pairs that the mask hides and padding are not
-work, nor is recomputation) against the chip's dense bf16 peak. A chip that is not in the table gets no MFU, not a guess.
+MFU counts the FLOPs that the model needs (PaLM, arXiv 2204.02311, appendix B; pairs that the mask hides and padding
+are not work, nor is recomputation) against the chip's dense bf16 peak. A chip that is not in the table gets no MFU,
+not a guess.
 """
 
 from __future__ import annotations
@@ -85,8 +86,9 @@ class Meter:
     def row(self, grad_norm: Tensor) -> dict[str, Any]:
         """The measured part of a row of metrics.jsonl; waits for the device.
 
-        `loss` is the mean over the scored tokens of the window; tokens per second count real tokens of all ranks; `padding_share`
-        is of all tokens; `data_wait_ms` is the time per step between one step and the arrival of the next batch.
+        `loss` is the mean over the scored tokens of the window; tokens per second count real tokens of all ranks;
+        `padding_share` is of all tokens; `data_wait_ms` is the time per step between one step and the arrival of the
+        next batch.
         """
         sums = torch.tensor([0.0, *self.counts, 0.0], dtype=torch.float64, device=self.device)
         sums[0], sums[5] = self.loss, grad_norm.double()
@@ -108,16 +110,26 @@ class Meter:
         }
         peak = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
         if peak is not None:
-            row["mfu"] = self.model.flops_per_token(pairs / max(real, 1.0)) * real / elapsed / (peak * ranks)
+            row["mfu"] = self.flops(real, pairs) / elapsed / (peak * ranks)
         row |= memory(self.device) | {"seconds": self.seconds + now - self.started}
         self.loss.zero_()
         self.steps, self.counts, self.waited, self.aside, self.window = 0, [0, 0, 0, 0], 0.0, 0.0, now
         return row
 
+    def flops(self, tokens: float, pairs: float) -> float:
+        """FLOPs of forward and backward for `tokens` that see `pairs` in all."""
+        return tokens * self.model.flops_per_token(pairs / max(tokens, 1.0))
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold so that the rows after it are those of the uninterrupted run."""
         elapsed = self.seconds + time.perf_counter() - self.started
-        return {"tokens_seen": self.tokens_seen, "seconds": elapsed, "steps": self.steps, "counts": self.counts, "loss": self.loss}
+        return {
+            "tokens_seen": self.tokens_seen,
+            "seconds": elapsed,
+            "steps": self.steps,
+            "counts": self.counts,
+            "loss": self.loss,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from `state`."""

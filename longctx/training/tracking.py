@@ -1,5 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl, which is the truth, and Weights & Biases, which is a copy. The only user of wandb.
-"""
+"""Where a run's numbers go: metrics.jsonl, the truth, and Weights & Biases, a copy. The only user of wandb."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ class Tracker:
 
     def __init__(self, folder: Path, config: WandbConfig, resumed: bool) -> None:
         self.folder, self.config, self.resumed = folder, config, resumed
-        self.mode = wandb_mode(config)
-        self._file = open(folder / "metrics.jsonl", "a", encoding="utf-8")
+        self.mode: Any = wandb_mode(config)
+        self._file = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
         self._waiting: list[dict[str, Any]] = []
         self._run: Any = None
 
@@ -35,9 +34,10 @@ class Tracker:
             self._waiting.append(row)
 
     def start_wandb(self, facts: dict[str, Any]) -> str | None:
-        """Begin the copy at wandb with `facts` as its configuration; returns what went wrong, for a run does not end over it.
+        """Begin the copy at wandb, configured as `facts`; returns what went wrong, for that does not end a run.
 
-        Called after the first step: wandb takes a second to start, a slow network many, and until then it has nothing to show.
+        Called after the first step: wandb takes a second to start, on a slow network many, and until then it has
+        nothing to show.
         """
         if self.mode == "disabled" or self._run is not None:
             return None
@@ -69,7 +69,7 @@ class Tracker:
         import wandb
 
         logging.getLogger("wandb").setLevel(logging.ERROR)
-        continued = {"id": self._run_id(), "resume": "allow"} if self.mode == "online" else {}
+        continued: dict[str, Any] = {"id": self._run_id(), "resume": "allow"} if self.mode == "online" else {}
         run = wandb.init(
             project=self.config.project,
             entity=self.config.entity,
@@ -97,7 +97,7 @@ class Tracker:
 
 
 def wandb_mode(config: WandbConfig) -> str:
-    """online, offline or disabled: what the configuration says, else WANDB_MODE, else online where there is an API key."""
+    """online, offline or disabled: as configured, else as WANDB_MODE says, else by whether there is an API key."""
     asked = config.mode if config.mode != "auto" else os.environ.get("WANDB_MODE", "auto")
     if asked in ("disabled", "offline", "online"):
         return asked

@@ -1,0 +1,193 @@
+"""Every preset composes, every mistake is one line that names the key, and the help needs neither Hydra nor torch."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from longctx import config
+from longctx.training import runs
+from longctx.training.config import TrainConfig, complete
+
+ROOT = Path(__file__).resolve().parent.parent
+PRESETS = sorted((path.parent.name, path.stem) for path in config.CONFIGS.glob("*/*.yaml"))
+
+
+def compose(*words: str, gpu: bool = False) -> config.Composed:
+    return config.compose("train", config.read_words("train", list(words)).overrides, gpu)
+
+
+@pytest.mark.parametrize(("group", "name"), PRESETS)
+def test_every_preset_composes(group: str, name: str) -> None:
+    path = ["data.path=somewhere"] if group == "data" and name != "embedded" else []
+    composed = compose(f"{group}={name}", *path)
+    assert isinstance(composed.config, TrainConfig)
+    assert name == "auto" or composed.choices[group] == name
+
+
+def test_no_words_give_the_defaults_of_the_dataclass() -> None:
+    composed = compose().config
+    fresh = TrainConfig()
+    for key in ("seq_len", "lr", "clip", "seed", "runs", "wandb", "strategy"):
+        assert getattr(composed, key) == getattr(fresh, key)
+    assert composed.attention.backend == "flash"
+    assert composed.data.source == "embedded"
+
+
+def test_model_auto_follows_the_device_and_keeps_what_was_said_about_it() -> None:
+    on_cpu, on_gpu = compose("model.loss_chunk=77"), compose("model.loss_chunk=77", gpu=True)
+    assert (on_cpu.choices["model"], on_gpu.choices["model"]) == ("tiny", "124m")
+    assert on_cpu.config.model.loss_chunk == on_gpu.config.model.loss_chunk == 77
+    assert on_gpu.config.model.channels == 768
+    assert compose("model=350m", gpu=True).choices["model"] == "350m"
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("seqlen=3", "did you mean seq_len?"),
+        ("layers=3", "did you mean model.layers?"),
+        ("+foo=1", "foo is not a key"),
+        ("attention=flsh", "did you mean flash?"),
+        ("attention=", "attention=: not one of"),
+        ("seq_len=abc", "seq_len=abc: must be a whole number"),
+        ("seq_len=4.5", "seq_len=4.5: must be a whole number"),
+        ("seq_len=null", "seq_len=null: needs a value"),
+        ("seq_len=0", "seq_len=0"),
+        ("seq_len=1", "seq_len=1"),
+        ("seq_len=-4096", "seq_len=-4096"),
+        ("seq_len=99999999999999999999", "seq_len=99999999999999999999"),
+        ("seq_len=[1", "seq_len=[1: cannot be read"),
+        ("seq_len=1,2", "add -m"),
+        ("seq_len", "key=value"),
+        ("--cfg=job", "not an option"),
+        ("lr=nan", "lr=nan"),
+        ("lr=high", "lr=high: must be a number"),
+        ("betas=3", "must be a list"),
+        ("betas=[0.9,1.5]", "betas=[0.9, 1.5]"),
+        ("tags=x", "did you mean wandb.tags?"),
+        ("wandb={mode:online}", "wandb has keys of its own"),
+        ("wandb.mode=sometimes", "wandb.mode=sometimes"),
+        ("device=tpu", "device=tpu: one of auto, cpu, cuda"),
+        ("compile=perhaps", "compile=perhaps"),
+        ("clip=0", "clip=0"),
+        ("batch_size=0", "batch_size=0"),
+        ("workers=-1", "workers=-1"),
+        ("name=../up", "name='../up'"),
+        ("name=a/b", "name='a/b'"),
+        ("name=..", "name='..'"),
+        ("name=" + "x" * 300, "up to 100 letters"),
+        ("model.heads=3", "model.heads=3"),
+        ("model.channels=130", "model.channels=130"),
+        ("data.val_fraction=2", "data.val_fraction=2"),
+        ("hydra.run.dir=/tmp/x", "Hydra cannot be changed"),
+        ("+hydra/launcher=basic", "Hydra cannot be changed"),
+        ("~hydra.job", "Hydra cannot be changed"),
+        ("model._target_=os.system", "_target_"),
+        ("~model", "key=value"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_it(word: str, said: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        compose(word)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_two_lengths_of_one_run_are_a_mistake() -> None:
+    with pytest.raises(ValueError, match="give one"):
+        compose("max_steps=5", "max_tokens=100")
+
+
+def test_a_misspelt_key_in_a_preset_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shutil
+
+    shutil.copytree(config.CONFIGS, tmp_path / "configs")
+    (tmp_path / "configs" / "model" / "odd.yaml").write_text("layrs: 3\n")
+    monkeypatch.setattr(config, "CONFIGS", tmp_path / "configs")
+    with pytest.raises(ValueError, match="layrs"):
+        compose("model=odd")
+
+
+def test_options_of_a_backend_may_have_any_name() -> None:
+    assert compose("attention.options.kernel=flash").config.attention.options["kernel"] == "flash"
+
+
+def test_a_sweep_is_every_combination_in_order() -> None:
+    jobs = config.jobs(["attention=naive,flash", "seq_len=64,128", "lr=0.1"])
+    assert jobs == [
+        ["attention=naive", "seq_len=64", "lr=0.1"],
+        ["attention=naive", "seq_len=128", "lr=0.1"],
+        ["attention=flash", "seq_len=64", "lr=0.1"],
+        ["attention=flash", "seq_len=128", "lr=0.1"],
+    ]
+    assert config.jobs(["seed=range(1,4)"]) == [["seed=1"], ["seed=2"], ["seed=3"]]
+    with pytest.raises(ValueError, match="interval"):
+        config.jobs(["lr=interval(0,1)"])
+
+
+def test_a_saved_configuration_reads_back_the_same(tmp_path: Path) -> None:
+    saved = complete(compose("lr=3e-5", "wandb.tags=[a,b]", "attention.options.kernel=flash").config, "cpu")
+    runs.write_config(tmp_path, saved)
+    again = config.from_file("train", tmp_path / "config.yaml", [])
+    assert complete(again.config, "cpu") == dataclasses.replace(saved, betas=list(saved.betas))  # type: ignore[arg-type]
+    longer = config.from_file("train", tmp_path / "config.yaml", ["max_tokens=40960000"])
+    assert complete(longer.config, "cpu").max_steps == 10000
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", "seq_len: many", "lerning_rate: 3", "a: [", "\x00\x01", ""])
+def test_a_file_that_is_no_configuration(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.yaml").write_text(content)
+    if content == "":
+        config.from_file("train", tmp_path / "config.yaml", [])
+        return
+    with pytest.raises(ValueError, match=r"config\.yaml"):
+        config.from_file("train", tmp_path / "config.yaml", [])
+
+
+def test_what_depends_on_the_device_is_filled_in() -> None:
+    gpu = complete(compose("seq_len=16384", gpu=True).config, "cuda")
+    assert (gpu.batch_size, gpu.accumulate, gpu.precision, gpu.compile) == (1, 4, "bf16", "true")
+    assert complete(compose(gpu=True).config, "cuda").rows_per_step * 4096 == 65536
+    cpu = complete(compose("max_tokens=10000").config, "cpu")
+    assert (cpu.batch_size, cpu.accumulate, cpu.max_steps, cpu.precision, cpu.compile) == (1, 1, 3, "fp32", "false")
+
+
+def test_a_name_says_what_differs() -> None:
+    composed = compose(
+        "seq_len=16384", "lr=0.003", "max_steps=5", "wandb.mode=disabled", "data.documents=9", "workers=0"
+    )
+    assert runs.stem(composed.choices, 16384, composed.changed) == "tiny-flash-16k-lr0.003"
+    strange = runs.stem(composed.choices, 100, {"seed": "a/../b c", "notes": "x" * 300})
+    assert "/" not in strange
+    assert len(strange) <= 80
+
+
+def test_help_lists_every_key_and_preset() -> None:
+    text = config.help_text("train")
+    for key, _ in _leaves(TrainConfig()):
+        assert f"  {key}=" in text
+    for _, name in PRESETS:
+        assert name in text
+    assert all(len(line) <= 120 for line in text.splitlines())
+
+
+def test_composing_imports_no_torch() -> None:
+    code = (
+        "import sys; from longctx import config; config.help_text('train'); assert 'hydra' not in sys.modules;"
+        "config.compose('train', []); assert not {'torch', 'lightning', 'datasets', 'wandb'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def _leaves(schema: object, prefix: str = "") -> list[tuple[str, object]]:
+    found = []
+    for item in dataclasses.fields(schema):  # type: ignore[arg-type]
+        value = getattr(schema, item.name)
+        if dataclasses.is_dataclass(value):
+            found += _leaves(value, f"{prefix}{item.name}.")
+        else:
+            found.append((prefix + item.name, value))
+    return found

@@ -1,0 +1,60 @@
+"""A small corpus with documents of very unequal length, and the words of a run that takes a second on it."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+WORDS = (
+    "the row of a long text holds many words and some names such as ada bert cleo which come again and again".split()
+)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 documents of 3 to 400 words."""
+    folder = tmp_path_factory.mktemp("corpus")
+    draw = random.Random(0)
+    for number in range(60):
+        words = (
+            draw.choice(WORDS) + draw.choice(["", "s", "ed", str(number)]) for _ in range(3 + draw.randrange(20) ** 2)
+        )
+        (folder / f"{number:02d}.txt").write_text(" ".join(words))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where every test of this session finds the tokens of the corpus."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def words(corpus: Path, cache: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    """The command line of a tiny run in tmp_path/runs; keyword arguments replace or add keys (`__` stands for a dot)."""
+
+    def command(**changes: object) -> list[str]:
+        keys: dict[str, object] = {
+            "data": "text",
+            "data.path": corpus,
+            "data.cache": cache,
+            "data.vocab_size": 300,
+            "data.val_fraction": 0.2,
+            "model": "tiny",
+            "model.layers": 1,
+            "model.channels": 32,
+            "model.ffn": 48,
+            "seq_len": 64,
+            "batch_size": 2,
+            "max_steps": 6,
+            "log_every": 1,
+            "workers": 0,
+            "device": "cpu",
+            "wandb.mode": "disabled",
+            "runs": tmp_path / "runs",
+        }
+        keys |= {key.replace("__", "."): value for key, value in changes.items()}
+        return [f"{key}={value}" for key, value in keys.items() if value is not None]
+
+    return command

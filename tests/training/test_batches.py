@@ -1,0 +1,78 @@
+"""What a step's batch holds and counts."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from longctx.attention import Mask
+from longctx.data import SampleStream
+from longctx.training.batches import Collate, StepBatch, micro_batch, padding_per_row, validation_batches
+
+
+def row(*lengths: int, padding: int = 0) -> dict[str, Tensor]:
+    """A row of whole documents with these lengths, none of whose last tokens is scored, and padding."""
+    parts = [*lengths, padding] if padding else list(lengths)
+    doc_ids = torch.cat([torch.full((n,), i) for i, n in enumerate(parts)])
+    targets = torch.arange(len(doc_ids)) + 1
+    for end in torch.tensor(lengths).cumsum(0).tolist():
+        targets[end - 1] = -100
+    if padding:
+        targets[-padding:] = -100
+    return {"tokens": torch.arange(len(doc_ids)), "targets": targets, "doc_ids": doc_ids}
+
+
+def test_counts_leave_padding_out() -> None:
+    micro = micro_batch([row(5, 4), row(3, padding=6), row(9)])
+    assert micro.tokens.shape == (3, 9)
+    assert micro.scored == 4 + 3 + 2 + 8
+    assert micro.real == 9 + 3 + 9
+    assert micro.pairs == 15 + 10 + 6 + 45
+    assert padding_per_row(micro.targets, micro.mask.doc_ids).tolist() == [0, 6, 0]  # type: ignore[arg-type]
+
+
+def test_a_cut_document_at_the_end_of_a_row_is_not_padding() -> None:
+    whole = row(4, 3)
+    whole["targets"][-1] = 7
+    assert micro_batch([whole]).real == 7
+
+
+def test_the_mask_separates_documents() -> None:
+    micro = micro_batch([row(2, 3)])
+    want = Mask.documents(torch.tensor([[0, 0, 1, 1, 1]])).bind(1, 5, 5, "cpu")
+    have = micro.mask.bind(1, 5, 5, "cpu")
+    assert torch.equal(have.first, want.first)  # type: ignore[arg-type]
+
+
+def test_micro_batches_keep_the_order_of_rows() -> None:
+    rows = [row(3, 2) for _ in range(6)]
+    for number, r in enumerate(rows):
+        r["tokens"] += 100 * number
+    batch = Collate(2)(rows)
+    assert [micro.tokens[:, 0].tolist() for micro in batch.micro] == [[0, 100], [200, 300], [400, 500]]
+
+
+def test_a_batch_survives_workers_and_moves_whole() -> None:
+    rows = [row(3, 2, padding=1) for _ in range(8)]
+    order = SampleStream(8, seed=0)
+    loader = DataLoader(rows, batch_size=4, sampler=order, collate_fn=Collate(2), num_workers=1)  # type: ignore[arg-type,var-annotated]
+    batch: StepBatch = next(iter(loader))
+    moved = batch.to(torch.device("cpu"))
+    assert [micro.scored for micro in moved.micro] == [micro.scored for micro in batch.micro]
+    for micro in batch.to(torch.device("meta")).micro:
+        tensors = [x for x in (*vars(micro).values(), *vars(micro.mask).values()) if isinstance(x, Tensor)]
+        assert len(tensors) >= 4
+        assert all(x.device.type == "meta" for x in tensors)
+
+
+@pytest.mark.parametrize("wanted", [None, 1, 4, 7, 100])
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_ranks_share_the_validation_rows_without_overlap(wanted: int | None, world_size: int) -> None:
+    rows = [row(3, 2) for _ in range(11)]
+    for number, r in enumerate(rows):
+        r["tokens"][0] = number
+    seen: list[int] = []
+    for rank in range(world_size):
+        for micro in validation_batches(rows, wanted, 2, rank, world_size):  # type: ignore[arg-type]
+            seen += micro.tokens[:, 0].tolist()
+    assert len(seen) == len(set(seen)) == min(wanted or 11, 11)

@@ -1,0 +1,219 @@
+"""Whole runs in this process: what they leave behind, what they say, and that a step's loss does not depend on its pieces."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import train
+from longctx.training import checkpoints, runs
+from longctx.training.checkpoints import load_model
+
+Words = Callable[..., list[str]]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = torch.load(runs.checkpoints(folder)[-1], weights_only=True)["state_dict"]
+    return state
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    return [row for row in runs.read_metrics(folder) if "loss" in row]
+
+
+def test_a_run_leaves_what_others_read(words: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(words(max_steps=12, keep_checkpoints=2, checkpoint_every=4, log_every=3, lr=0.01)) == 0
+    folder = tmp_path / "runs" / "tiny-flash-64-text-layers1-channels32-ffn48-batchsize2-lr0.01-001"
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"config.yaml", "metrics.jsonl", "tokenizer.json", "tokenizer_config.json", "checkpoints"}
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "last.ckpt",
+        "step-00000008.ckpt",
+        "step-00000012.ckpt",
+    ]
+    assert (folder / "checkpoints" / "last.ckpt").resolve() == runs.checkpoints(folder)[-1].resolve()
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert (config["max_steps"], config["accumulate"], config["model"]["vocab_size"]) == (12, 32, 320)
+
+    rows = steps(folder)
+    assert [row["step"] for row in rows] == [1, 3, 6, 9, 10, 12]
+    keys = {"loss", "lr", "grad_norm", "tokens_per_second", "ms_per_step", "padding_share", "data_wait_ms", "epoch"}
+    assert keys | {"tokens_seen", "process_peak_gib", "seconds"} <= rows[0].keys()
+    validations = [row for row in runs.read_metrics(folder) if "val_loss" in row]
+    assert [row["step"] for row in validations] == [0, 10, 12]
+    assert validations[-1]["val_perplexity"] < 0.7 * validations[0]["val_perplexity"]
+
+    printed = capsys.readouterr()
+    assert "\x1b" not in printed.out
+    assert f"python eval.py checkpoint={folder}" in printed.out
+    assert "flash: " in printed.out
+    assert "Tip" not in printed.err + printed.out
+
+    model, tokenizer, saved = load_model(folder)
+    assert saved == json.loads(json.dumps(config))
+    assert model.config.layers == 1
+    assert tokenizer.decode(tokenizer.encode("a long text")) == "a long text"
+    again, _, _ = load_model(folder / "checkpoints" / "last.ckpt", attention="naive")
+    tokens = torch.arange(12)[None]
+    torch.testing.assert_close(model(tokens), again(tokens))
+
+
+def test_a_step_is_the_same_in_one_piece_or_in_many(words: Words, tmp_path: Path) -> None:
+    shape = {"max_steps": 4, "clip": 0.3}
+    assert train.main(words(name="one", batch_size=4, accumulate=1, **shape)) == 0
+    assert train.main(words(name="many", batch_size=1, accumulate=4, **shape)) == 0
+    one, many = tmp_path / "runs" / "one", tmp_path / "runs" / "many"
+    for a, b in zip(steps(one), steps(many), strict=True):
+        assert a["tokens_seen"] == b["tokens_seen"]
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+    torch.testing.assert_close(weights(one), weights(many), rtol=1e-4, atol=1e-5)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(words: Words, tmp_path: Path) -> None:
+    assert train.main(words(name="whole", max_steps=9, log_every=2, checkpoint_every=5)) == 0
+    whole = tmp_path / "runs" / "whole"
+    assert train.main(words(name="parts", max_steps=9, log_every=2, checkpoint_every=5)) == 0
+    parts = tmp_path / "runs" / "parts"
+    runs.checkpoints(parts)[-1].unlink()
+    assert train.main([f"resume={parts}"]) == 0
+    kept = ("step", "loss", "grad_norm", "lr", "tokens_seen", "epoch", "padding_share")
+    pick = [[{key: row[key] for key in kept} for row in steps(folder)] for folder in (whole, parts)]
+    assert pick[0] == pick[1]
+    torch.testing.assert_close(weights(whole), weights(parts), rtol=0, atol=0)
+
+
+def test_a_finished_run_goes_on_with_more_steps(
+    words: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(words(name="r", max_steps=3)) == 0
+    folder = tmp_path / "runs" / "r"
+    assert train.main([f"resume={folder}"]) == 2
+    assert "has done its 3 steps" in capsys.readouterr().err
+    assert train.main([f"resume={folder}", "max_steps=5"]) == 0
+    assert [row["step"] for row in steps(folder)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model.vocab_size": "128"}, "model.vocab_size=128"),
+        ({"device": "cuda"}, "device=cuda"),
+        ({"attention.options.kernel": "odd"}, "attention.options.kernel"),
+        ({"data.path": "EMPTY"}, "data.path"),
+        ({"data.path": "SHORT"}, "no document has 2 tokens"),
+        ({"runs": "/proc/runs"}, "runs=/proc/runs"),
+    ],
+)
+def test_a_mistake_leaves_no_run_behind(
+    words: Words, changes: dict[str, str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if said == "device=cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "SHORT").mkdir()
+    for number in range(5):
+        (tmp_path / "SHORT" / f"{number}.txt").write_text("")
+    changes = {key: str(tmp_path / value) if value.isupper() else value for key, value in changes.items()}
+    assert train.main(words(**changes)) == 2
+    printed = capsys.readouterr().err.splitlines()
+    assert printed[-1].startswith("error: ")
+    assert said in printed[-1]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_name_is_not_used_twice(words: Words, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(words(name="mine", max_steps=1)) == 0
+    assert train.main(words(name="mine", max_steps=1)) == 2
+    assert "resume=" in capsys.readouterr().err
+
+
+def test_resume_refuses_other_data_and_other_models(
+    words: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "runs" / "r"
+    assert train.main(words(name="r", max_steps=2)) == 0
+    assert train.main([f"resume={folder}", "max_steps=3", "seed=5"]) == 2
+    assert "seed cannot change" in capsys.readouterr().err
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["data"]["documents"] = 30
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    assert train.main([f"resume={folder}", "max_steps=3"]) == 2
+    assert "no longer those that the run began with" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_no_number_ends_the_run_with_advice(words: Words, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(words(max_steps=30, lr=10.0, warmup_steps=0, clip=None, model__init_std=1e30)) == 1
+    assert "try a smaller lr" in capsys.readouterr().err
+
+
+def test_running_out_of_memory_says_what_to_change(
+    words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def explode(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
+
+    monkeypatch.setattr("longctx.training.module.clip_gradients", explode)
+    assert train.main(words(attention="naive")) == 1
+    assert "attention=flash" in capsys.readouterr().err
+    assert train.main(words(batch_size=4)) == 1
+    assert "batch_size=2 accumulate=32" in capsys.readouterr().err
+
+
+def test_a_sweep_survives_a_job_that_fails(words: Words, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["-m", *words(max_steps=2, model__vocab_size="128,null", wandb__mode="disabled")]) == 1
+    printed = capfd.readouterr()
+    assert "error: model.vocab_size=128" in printed.err
+    table = printed.out[printed.out.rindex("job") :]
+    assert "mistake" in table
+    assert "well" in table
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+def test_wandb_is_not_imported_when_disabled(words: Words) -> None:
+    if "wandb" in sys.modules:
+        pytest.skip("another test of this process imported wandb")
+    assert train.main(words(max_steps=1)) == 0
+    assert "wandb" not in sys.modules
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04 torn"])
+def test_a_foreign_checkpoint_is_one_clear_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.ckpt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"x\.ckpt"):
+        load_model(tmp_path / "x.ckpt")
+
+
+def test_a_checkpoint_of_another_program_or_with_code_in_it(tmp_path: Path) -> None:
+    torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match="another program"):
+        load_model(tmp_path / "x.ckpt")
+    torch.save({"longctx": {"format": 1}, "call": print}, tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match="read safely"):
+        load_model(tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match="no such file"):
+        load_model(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="not the folder of a run"):
+        load_model(tmp_path)
+
+
+def test_a_checkpoint_that_cannot_be_finished_leaves_the_last_one(tmp_path: Path) -> None:
+    import resource
+
+    writer, target = checkpoints.WholeFiles(), tmp_path / "step-00000001.ckpt"
+    writer.save_checkpoint({"longctx": {}, "x": torch.zeros(10)}, target)
+    before = target.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(OSError, match="step-00000001"):
+            writer.save_checkpoint({"longctx": {}, "x": torch.zeros(1_000_000)}, target)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert target.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == [target.name]

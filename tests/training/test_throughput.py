@@ -1,0 +1,79 @@
+"""The arithmetic of a logged row, and the table of peaks."""
+
+import pytest
+import torch
+
+from longctx.model import GPTConfig
+from longctx.training.batches import MicroBatch, StepBatch
+from longctx.training.throughput import Meter, peak_flops
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA GeForce RTX 9999", None),
+        ("NVIDIA A1000 Laptop GPU", None),
+    ],
+)
+def test_peaks_are_known_or_absent(device: str, peak: float | None) -> None:
+    assert peak_flops(device) == peak
+
+
+def batch(scored: int, real: int, tokens: int, pairs: int) -> StepBatch:
+    x = torch.zeros(1, tokens, dtype=torch.int64)
+    return StepBatch([MicroBatch(x, x, None, scored, real, pairs)])  # type: ignore[arg-type]
+
+
+def test_a_row_is_the_mean_over_the_scored_tokens_of_its_window() -> None:
+    meter = Meter(GPTConfig(vocab_size=10), torch.device("cpu"))
+    meter.add(batch(10, 80, 100, 500), torch.tensor(50.0))
+    meter.add(batch(30, 100, 100, 700), torch.tensor(30.0))
+    row = meter.row(torch.tensor(1.5))
+    assert row["loss"] == pytest.approx(80 / 40)
+    assert row["tokens_seen"] == 180
+    assert row["padding_share"] == pytest.approx(20 / 200)
+    assert row["grad_norm"] == 1.5
+    assert "mfu" not in row
+    assert row["process_peak_gib"] > 0
+    meter.add(batch(1, 100, 100, 1), torch.tensor(7.0))
+    assert meter.row(torch.tensor(0.0))["loss"] == pytest.approx(7.0)
+
+
+def test_time_set_aside_is_not_a_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("longctx.training.throughput.time.perf_counter", lambda: clock[0])
+    meter = Meter(GPTConfig(vocab_size=10), torch.device("cpu"), started=clock[0], window=clock[0])
+    clock[0] += 2.0
+    meter.add(batch(10, 100, 100, 1), torch.tensor(1.0))
+    with meter.set_aside():
+        clock[0] += 50.0
+    row = meter.row(torch.tensor(0.0))
+    assert row["ms_per_step"] == pytest.approx(2000)
+    assert row["tokens_per_second"] == pytest.approx(50)
+    assert row["seconds"] == pytest.approx(52)
+
+
+def test_a_restored_window_ends_as_the_uninterrupted_one() -> None:
+    whole, first = (Meter(GPTConfig(vocab_size=10), torch.device("cpu")) for _ in range(2))
+    for meter in (whole, first):
+        meter.add(batch(3, 7, 9, 11), torch.tensor(0.1))
+    second = Meter(GPTConfig(vocab_size=10), torch.device("cpu"))
+    second.restore(first.state())
+    for meter in (whole, second):
+        meter.add(batch(5, 8, 9, 11), torch.tensor(0.7))
+    one, other = whole.row(torch.tensor(0.0)), second.row(torch.tensor(0.0))
+    for key in ("loss", "tokens_seen", "padding_share"):
+        assert one[key] == other[key]
+
+
+def test_mfu_counts_visible_pairs_of_real_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = GPTConfig(vocab_size=64, layers=2)
+    meter = Meter(model, torch.device("cpu"), started=0.0, window=0.0)
+    meter.add(batch(10, 100, 128, 5000), torch.tensor(1.0))
+    assert meter.flops(100, 5000) == 6 * model.matmul_parameters() * 100 + 12 * 5000 * 128 * 2
