@@ -23,6 +23,8 @@ class Flash:
             return f"its kernels take fp32, bf16 and fp16, not {request.dtype}; use attention=naive"
         if implementation(request.device) == "torch-tiled":
             return None
+        if request.device.type == "cpu" and request.dtype == torch.bfloat16:
+            return "Triton's interpreter computes bf16 products wrongly; use fp32 or fp16, or unset TRITON_INTERPRET"
         if request.head_dim not in HEAD_SIZES:
             return f"head size {request.head_dim} is outside {HEAD_SIZES[0]} to {HEAD_SIZES[-1]}; use attention=naive"
         if importlib.util.find_spec("triton") is None:

@@ -19,6 +19,7 @@ APIS: dict[str, tuple[str, str, int | None, int]] = {
     "3": ("flash_attn_interface", "return_attn_probs", -1, 9),
     "2": ("flash_attn.flash_attn_interface", "return_attn_probs", -1, 8),
 }
+PACKAGES = {"auto": "-4", "4": "-4", "3": "-3", "2": ""}
 
 
 class FlashAttn:
@@ -30,9 +31,9 @@ class FlashAttn:
         wanted = str(request.options.get("version", "auto"))
         if request.device.type != "cuda":
             return "FlashAttention needs a CUDA GPU; use attention=flash"
-        if not (wanted in installed() if wanted != "auto" else installed()):
-            package = "flash-attn" if wanted == "2" else f"flash-attn-{'4' if wanted == 'auto' else wanted}"
-            return f"FlashAttention{'' if wanted == 'auto' else ' ' + wanted} is not installed (`pip install {package}`); use attention=flash"
+        if not installed() or (wanted != "auto" and wanted not in installed()):
+            asked = "" if wanted == "auto" else f" {wanted}"
+            return f"FlashAttention{asked} is not installed (`pip install flash-attn{PACKAGES[wanted]}`); use attention=flash"
         if wanted != "auto" and torch.cuda.get_device_capability(request.device)[0] < APIS[wanted][3]:
             return f"FlashAttention {wanted} needs a newer GPU; use attention=flash"
         if request.dtype not in (torch.bfloat16, torch.float16):
@@ -40,7 +41,9 @@ class FlashAttn:
         if request.head_dim % 8 or request.head_dim > 256:
             return f"head size {request.head_dim} must be a multiple of 8 up to 256; use attention=flash"
         if request.mask is not None and request.mask.kind == "intervals":
-            return "FlashAttention takes causal, windowed, packed and full masks, not free intervals; use attention=flash"
+            return (
+                "FlashAttention takes causal, windowed, packed and full masks, not free intervals; use attention=flash"
+            )
         return None
 
     def run(
@@ -56,7 +59,9 @@ class FlashAttn:
         B, Tq, Hq, _ = q.shape
         if mask.kind == "documents":
             longest = 1 << (mask.longest - 1).bit_length()
-            options |= dict(cu_seqlens_q=mask.offsets, cu_seqlens_k=mask.offsets, max_seqlen_q=longest, max_seqlen_k=longest)
+            options |= dict(
+                cu_seqlens_q=mask.offsets, cu_seqlens_k=mask.offsets, max_seqlen_q=longest, max_seqlen_k=longest
+            )
             out, lse, *_ = api.flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), **options)
             out, lse = out.reshape(q.shape), lse.reshape(Hq, B, Tq).transpose(0, 1)
         else:

@@ -31,7 +31,11 @@ class Flex:
 
         heads = (x.transpose(1, 2) for x in (q, k, v))
         out, aux = _attend()(
-            *heads, block_mask=block_mask(mask, k.shape[1]), scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
+            *heads,
+            block_mask=block_mask(mask, k.shape[1]),
+            scale=scale,
+            enable_gqa=True,
+            return_aux=AuxRequest(lse=True),
         )
         return out.transpose(1, 2), aux.lse, "torch flex, compiled"
 
@@ -54,7 +58,11 @@ def block_mask(mask: Mask, Tk: int) -> Any:
     keys = torch.arange(0, Tk, BLOCK, device=first.device)
     key_ends = (keys + BLOCK).clamp(max=Tk) - 1
     touched = (keys <= last[:, ends, None]) & (key_ends >= first[:, starts, None])
-    full = (keys >= first[:, ends, None]) & (keys + BLOCK - 1 <= last[:, starts, None]) & (starts + BLOCK <= first.shape[1])[:, None]
+    full = (
+        (keys >= first[:, ends, None])
+        & (keys + BLOCK - 1 <= last[:, starts, None])
+        & (starts + BLOCK <= first.shape[1])[:, None]
+    )
     partial = touched & ~full
 
     def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

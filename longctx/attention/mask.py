@@ -9,6 +9,7 @@ which is what the backward of a tiled kernel walks over (compare FlashMask, arXi
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +52,9 @@ class Mask:
         are not integers of two dimensions, or that decrease.
         """
         if doc_ids.ndim != 2 or doc_ids.is_floating_point():
-            raise ValueError(f"doc_ids must be integers of shape (B, T), got {doc_ids.dtype} of shape {tuple(doc_ids.shape)}")
+            raise ValueError(
+                f"doc_ids must be integers of shape (B, T), got {doc_ids.dtype} of shape {tuple(doc_ids.shape)}"
+            )
         if bool((doc_ids[:, 1:] < doc_ids[:, :-1]).any()):
             raise ValueError("doc_ids must not decrease along a row; sort the documents of each row, or renumber them")
         B, T = doc_ids.shape
@@ -77,7 +80,7 @@ class Mask:
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Mask:
         """The same mask with its tensors on `device`."""
-        moved = {
+        moved: dict[str, Any] = {
             name: x.to(device, non_blocking=non_blocking) for name, x in vars(self).items() if isinstance(x, Tensor)
         }
         return replace(self, **moved)
@@ -119,7 +122,9 @@ class Mask:
 
     def _check_shape(self, B: int, Tq: int, Tk: int) -> None:
         if self.doc_ids is not None and (B, Tq, Tq) != (*self.doc_ids.shape, Tk):
-            raise ValueError(f"mask is for doc_ids of shape {tuple(self.doc_ids.shape)}, not for B={B}, Tq={Tq}, Tk={Tk}")
+            raise ValueError(
+                f"mask is for doc_ids of shape {tuple(self.doc_ids.shape)}, not for B={B}, Tq={Tq}, Tk={Tk}"
+            )
         if self.first is not None and (self.first.shape[0] not in (1, B) or self.first.shape[1] != Tq):
             raise ValueError(f"mask is for intervals of shape {tuple(self.first.shape)}, not for B={B}, Tq={Tq}")
         if self.qfirst is not None and self.qfirst.shape[1] != Tk:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -35,8 +36,12 @@ class Backend(Protocol):
     def refusal(self, request: Request) -> str | None:
         """Why this backend cannot serve the request (and what to use instead), or None."""
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, **options: Any) -> tuple[Tensor, Tensor, str]:
-        """out (B, Tq, Hq, D), lse (B, Hq, Tq) float32 and the name of the kernel that ran; `mask` is bound."""
+    @property
+    def run(self) -> Callable[..., tuple[Tensor, Tensor, str]]:
+        """A method (q, k, v, mask, scale, **options) → out (B, Tq, Hq, D), lse (B, Hq, Tq) float32, name of the kernel that ran.
+
+        `mask` is bound, and q, k, v are contiguous in their last dimension.
+        """
 
 
 _backends: dict[str, Backend] = {}
@@ -107,15 +112,16 @@ def attention(
     """Exact softmax attention: q (B, Tq, Hq, D), k and v (B, Tk, Hkv, D) → out like q; Hq a multiple of Hkv (grouped-query).
 
     `mask` defaults to `Mask.causal()`, `scale` to D**-0.5. With `return_lse` also the log-sum-exp of each query's scores,
-    (B, Hq, Tq) float32, natural log; its gradient flows in naive, flash and flex and is not defined in sdpa and flash_attn. A query that
-    sees nothing gets output 0, lse -inf and zero gradients. Under autocast the inputs are cast first. fp32, bf16, fp16; any
-    strides; any length from 1 up. Raises ValueError for shapes that do not fit and for a backend that cannot do what is asked.
+    (B, Hq, Tq) float32, natural log; its gradient flows in naive, flash and flex and is not defined in sdpa and flash_attn. A
+    query that sees nothing gets output 0, lse -inf and zero gradients. Under autocast the inputs are cast first. fp32, bf16, fp16;
+    any strides; any length from 1 up. Raises ValueError for shapes that do not fit and for a backend that cannot do what is asked.
     """
     mask = Mask.causal() if mask is None else mask
     _check_inputs(q, k, v, scale)
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     B, Tq, _, D = q.shape
     check(backend, device=q.device, dtype=q.dtype, head_dim=D, mask=mask, options=options)
     bound = mask.bind(B, Tq, k.shape[1], q.device)

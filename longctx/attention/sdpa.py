@@ -1,8 +1,8 @@
 """sdpa: torch's fused kernels, the one that runs pinned by us and never chosen behind our back.
 
 On a GPU: FlashAttention-2 (`aten::_flash_attention_forward`, the kernel under torch's varlen attention, which packed documents
-use), or cuDNN for whole causal or full rows where it is right and faster. On a CPU: torch's fused CPU kernel, document by document, and
-for windows and Tq ≠ Tk query tile by query tile. No N×N mask is ever built.
+use), or cuDNN for whole causal or full rows where it is right and faster. On a CPU: torch's fused CPU kernel, document by
+document, and for windows and Tq ≠ Tk query tile by query tile. No N×N mask is ever built.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class Sdpa:
         if request.head_dim % 8 or request.head_dim > 256:
             return f"head size {request.head_dim} must be a multiple of 8 up to 256; use attention=flash or naive"
         if request.mask is not None and request.mask.kind == "intervals":
-            return "torch's kernels take causal, windowed, packed and full masks, not free intervals; use attention=flash"
+            return (
+                "torch's kernels take causal, windowed, packed and full masks, not free intervals; use attention=flash"
+            )
         if kernel == "cudnn" and (reason := _not_cudnn(request)):
             return f"kernel=cudnn {reason}; use attention.options.kernel=flash"
         return None
@@ -105,7 +107,10 @@ def _cpu(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Ten
         first, last = mask.first[b % mask.first.shape[0]], mask.last[b % mask.last.shape[0]]
         documents = fused_documents(first, last, k.shape[1])
         if documents is None:
-            parts = [_cpu_tile(q[b : b + 1], k[b : b + 1], v[b : b + 1], first, last, i, scale) for i in range(0, len(first), TILE)]
+            parts = [
+                _cpu_tile(q[b : b + 1], k[b : b + 1], v[b : b + 1], first, last, i, scale)
+                for i in range(0, len(first), TILE)
+            ]
         else:
             parts = [
                 _cpu_fused(
@@ -119,7 +124,9 @@ def _cpu(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Ten
     return out, lse
 
 
-def _cpu_fused(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def _cpu_fused(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
     """Torch's fused CPU kernel on (1, T, H, D), heads of k and v repeated for their group."""
     G = q.shape[2] // k.shape[2]
     heads = (x.transpose(1, 2) for x in (q, k.repeat_interleave(G, 2), v.repeat_interleave(G, 2)))
@@ -136,7 +143,9 @@ def _cpu_tile(
     rows = slice(i, i + TILE)
     lo, hi = int(first[rows][0]), int(last[rows][-1]) + 1
     if hi <= lo:
-        return F.pad(q[:, rows] * 0, (0, 0)), q.new_full((1, q.shape[2], q[:, rows].shape[1]), float("-inf"), dtype=torch.float32)
+        return F.pad(q[:, rows] * 0, (0, 0)), q.new_full(
+            (1, q.shape[2], q[:, rows].shape[1]), float("-inf"), dtype=torch.float32
+        )
     tile = Mask("intervals", first=first[None, rows] - lo, last=last[None, rows] - lo)
     seen = visible(tile, hi - lo)[0, 0]
     bias = torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, float("-inf"))

@@ -1,4 +1,4 @@
-"""The table of launch configs: tile sizes, warps and stages per architecture, kernel, head size and length. Nothing is timed at run time.
+"""The table of launch configs: tile sizes, warps and stages per kernel and head size. Nothing is timed at run time.
 
 launch.json maps architecture → kernel → head size (padded to a power of two) → shortest length → [BM, BN, warps, stages]. "any"
 fits every chip with 99 KiB of shared memory; "any-fp32" is for 32-bit inputs.

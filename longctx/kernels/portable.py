@@ -117,7 +117,7 @@ def _attend(
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s * scale_log2 - shift[:, None])
     alpha = tl.exp2(m - shift)
-    l = l * alpha + tl.sum(p, 1)  # noqa: E741
+    l = l * alpha + tl.sum(p, 1)
     acc = tl.dot(p.to(vj.dtype), vj, acc * alpha[:, None], input_precision=PRECISION)
     return m_new, l, acc
 
@@ -147,7 +147,7 @@ def forward_kernel(
     v, v_row, v_col = _at(v, b, h // GROUP, Tk, stride_vb, stride_vh, TMA)
     qi = _load(q, q_row, q_col, m0, Tq, stride_qt, D, PAD, BM, TMA)
     m = tl.full([BM], float("-inf"), tl.float32)
-    l = tl.zeros([BM], tl.float32)  # noqa: E741
+    l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, PAD], tl.float32)
     for t in tl.range(full_lo, full_hi, num_stages=STAGES):
         m, l, acc = _attend(
@@ -161,7 +161,7 @@ def forward_kernel(
             D, PAD, BN, TMA, PRECISION, True,
         )  # fmt: skip
 
-    l = tl.where(l == 0.0, 1.0, l)  # noqa: E741 (a row that saw nothing: acc 0, m -inf)
+    l = tl.where(l == 0.0, 1.0, l)
     acc = acc / l[:, None]
     tl.store(lse + bh.to(tl.int64) * Tq + i, m * LN2 + tl.log(l), mask=i < Tq)
     _store(out + (b.to(tl.int64) * Tq * Hq + h) * D, acc, m0, Tq, Hq * D, D, PAD, BM)
@@ -330,7 +330,7 @@ def dq_kernel(
 
 def forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """out like q, contiguous, and lse (B, Hq, Tq) float32, for intervals (B or 1, Tq)."""
-    B, Tq, Hq, D = q.shape
+    B, Tq, Hq, _ = q.shape
     tma = _use_tma(q)
     q, k, v = (_addressable(x, tma) for x in (q, k, v))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -371,7 +371,18 @@ def backward(
     strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(do))
     with _device(q):
         delta_kernel[(triton.cdiv(Tq, 64) * B * Hq,)](
-            *(out, do, lse, lse if dlse is None else dlse.contiguous(), lse2, delta, *_strides(out), *_strides(do), Tq, Hq),
+            *(
+                out,
+                do,
+                lse,
+                lse if dlse is None else dlse.contiguous(),
+                lse2,
+                delta,
+                *_strides(out),
+                *_strides(do),
+                Tq,
+                Hq,
+            ),
             **dict(D=D, PAD=triton.next_power_of_2(D), BM=64, HAS_DLSE=dlse is not None),
         )
         for kernel, name, outputs, intervals in (

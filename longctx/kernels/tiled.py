@@ -7,6 +7,7 @@ Shapes: q, o, do (B, Tq, Hq, D); k, v (B, Tk, Hkv, D); lse, delta (B, Hq, Tq); i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -16,7 +17,7 @@ ROWS, COLS = 256, 1024  # queries × keys of a tile: small enough for L2, large 
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """out like q and lse (B, Hq, Tq) float32."""
+    """out like q and lse (B, Hq, Tq) float32. The last dimension of q, k and v must be contiguous: torch's kernel assumes it."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
     for b in range(q.shape[0]):
@@ -35,9 +36,19 @@ def forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale:
 
 
 def backward(
-    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, first: Tensor, last: Tensor, scale: float
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    first: Tensor,
+    last: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv for the gradients do of out and dlse of lse."""
+    do = do.contiguous()
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     for b in range(q.shape[0]):
         f, la = first[b % first.shape[0]], last[b % last.shape[0]]
@@ -71,10 +82,14 @@ def fused_documents(first: Tensor, last: Tensor, Tk: int) -> list[tuple[int, int
     if bool((first == 0).all()) and bool((last == Tk - 1).all()):
         return [(0, Tq, False)]
     starts = torch.nonzero(torch.cat([first.new_ones(1), first.diff()])).flatten()
-    if Tq != Tk or not torch.equal(last, torch.arange(Tq, dtype=last.dtype)) or not torch.equal(first[starts].long(), starts):
+    if (
+        Tq != Tk
+        or not torch.equal(last, torch.arange(Tq, dtype=last.dtype))
+        or not torch.equal(first[starts].long(), starts)
+    ):
         return None
     bounds = [*starts.tolist(), Tq]
-    return [(s, e, True) for s, e in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [(s, e, True) for s, e in itertools.pairwise(bounds)]
 
 
 def _heads(x: Tensor) -> Tensor:
@@ -104,11 +119,13 @@ def _scores(q: Tensor, k: Tensor, seen: Tensor | None, scale: float) -> Tensor:
     return s if seen is None else s.masked_fill(~seen, float("-inf"))
 
 
-def _forward_tiles(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
+def _forward_tiles(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float, out: Tensor, lse: Tensor
+) -> None:
     G = q.shape[1] // k.shape[1]
     qg, og = q.unflatten(1, (-1, G)), out.unflatten(1, (-1, G))
     m = torch.full((k.shape[1], G, q.shape[0]), float("-inf"))
-    l = torch.zeros_like(m)  # noqa: E741 (the paper's letter)
+    l = torch.zeros_like(m)
     acc = torch.zeros(k.shape[1], G, *q.shape[::2])
     for i, j, seen in _tiles(first, last):
         s = _scores(qg[i], k[j], seen, scale)

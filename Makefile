@@ -1,0 +1,24 @@
+# make train | make test | make lint. Each creates .venv and installs when needed; PYTHON=python3.12 picks another interpreter.
+PYTHON ?= python3
+BIN := .venv/bin
+ARGS ?=
+
+.PHONY: train test lint clean
+
+train: .venv/installed
+	$(BIN)/python train.py $(ARGS)
+
+test: .venv/installed
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: .venv/installed
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else f"longctx needs Python 3.11 to 3.13, not {v.major}.{v.minor}: make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf .venv

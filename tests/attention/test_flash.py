@@ -1,0 +1,228 @@
+"""flash against the correctness rule, and what must hold beyond it: exact isolation, no NaN, any strides, compile, determinism."""
+
+import pytest
+import torch
+
+from longctx.attention import Mask, attention, kernels_run
+from longctx.kernels import portable, tiled
+from longctx.kernels.flash import flash_backward, flash_forward
+from longctx.kernels.launch import Launch
+from tests.attention.rule import DEVICE, FREE, GRID, HEAD_SIZES, ON_GPU, Case, check, inputs, run
+
+DTYPES = [
+    torch.float32,
+    torch.float16,
+    *([torch.bfloat16] if ON_GPU else []),
+]  # Triton's interpreter has no bf16 products
+
+
+@pytest.fixture(params=["triton-portable"] if ON_GPU else ["triton-portable", "torch-tiled"])
+def implementation(request, monkeypatch):
+    """Each implementation that this machine can run: the real kernels, interpreted where there is no GPU, and CPU tiles."""
+    if not ON_GPU:
+        monkeypatch.setattr(tiled, "ROWS", 16)
+        monkeypatch.setattr(tiled, "COLS", 32)
+        monkeypatch.setattr(portable, "launch_config", lambda *_: Launch(32, 16, 4, 1))
+        if request.param == "triton-portable":
+            monkeypatch.setenv("TRITON_INTERPRET", "1")
+    yield request.param
+    assert kernels_run()["flash"] == request.param
+
+
+@pytest.mark.parametrize("case", GRID + FREE, ids=str)
+def test_rule(case, implementation):
+    check(case, "flash")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", GRID + FREE if ON_GPU else [Case(2, 65, 65, Hq=4, Hkv=2, mask="documents")], ids=str)
+def test_rule_in_every_dtype(case, dtype, implementation):
+    check(case, "flash", dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:] if ON_GPU else [torch.float32], ids=str)
+@pytest.mark.parametrize("case", HEAD_SIZES if ON_GPU else [Case(1, 33, 33, D=c.D) for c in HEAD_SIZES], ids=str)
+def test_every_head_size(case, dtype, implementation):
+    check(case, "flash", dtype)
+
+
+@pytest.mark.skipif(ON_GPU, reason="CPU tiles")
+@pytest.mark.parametrize("mask", ["documents", "intervals"])
+def test_bf16_on_a_cpu(mask):
+    check(Case(2, 65, 65, Hq=4, Hkv=2, mask=mask), "flash", torch.bfloat16)
+
+
+@pytest.mark.skipif(ON_GPU, reason="the interpreter")
+def test_bf16_is_refused_by_the_interpreter(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ValueError, match="interpreter"):
+        attention(*(torch.zeros(1, 2, 1, 16, dtype=torch.bfloat16),) * 3)
+
+
+def test_shipped_tiles(monkeypatch):
+    """The tiles of the table, not the small ones that make other tests walk over many."""
+    if not ON_GPU:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    check(Case(1, 200, 200, mask="documents"), "flash", torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_tensor_map_loads(dtype, implementation, monkeypatch):
+    """The path that Hopper takes, also in the interpreter."""
+    monkeypatch.setattr(portable, "_use_tma", lambda q: not ON_GPU or torch.cuda.get_device_capability()[0] >= 9)
+    for case in (Case(2, 77, 77, Hq=4, Hkv=2, mask="documents"), Case(2, 50, 77, window=9), FREE[0]):
+        check(case, "flash", dtype)
+
+
+def test_changing_the_future_changes_nothing_before_it(implementation):
+    q, k, v, _ = inputs(Case(1, 70, 70), torch.float32)
+    t = 41
+    before = attention(q, k, v)
+    k, v = k.clone(), v.clone()
+    k[:, t:], v[:, t:] = 100.0, torch.randn_like(v[:, t:])
+    after = attention(q, k, v)
+    assert torch.equal(before[:, :t], after[:, :t])
+    assert not torch.equal(before[:, t:], after[:, t:])
+
+
+def test_changing_a_document_changes_no_other(implementation):
+    case = Case(1, 90, 90, Hq=4, Hkv=2)
+    mask = Mask.documents(torch.tensor([0] * 33 + [1] * 20 + [2] * 37)[None])
+    tensors = inputs(case, torch.float32)
+    before = run(tensors, mask, "flash", torch.float32)
+    changed = [torch.cat([x[:, :33], torch.randn_like(x[:, 33:53]) * 50, x[:, 53:]], 1) for x in tensors]
+    after = run(changed, mask, "flash", torch.float32)
+    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), before, after, strict=True):
+        if name == "lse":
+            x, y = x.transpose(1, 2), y.transpose(1, 2)
+        assert torch.equal(x[:, :33], y[:, :33]), name
+        assert torch.equal(x[:, 53:], y[:, 53:]), name
+        assert not torch.equal(x[:, 33:53], y[:, 33:53]), name
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_poison_reaches_only_those_who_see_it(poison, implementation):
+    """NaN and inf in one document, q, k, v and do, leave every other document's bits alone, and show in its own."""
+    inside, rest = slice(30, 39), [slice(0, 30), slice(39, 70)]
+    mask = Mask.documents(torch.tensor([0] * 30 + [1] * 9 + [2] * 31)[None])
+    tensors = inputs(Case(1, 70, 70, Hq=4, Hkv=2), torch.float32)
+    before = run(tensors, mask, "flash", torch.float32)
+    for x in tensors:
+        x[:, inside] = poison
+    after = run(tensors, mask, "flash", torch.float32)
+    for name, x, y in zip(("out", "dq", "dk", "dv"), before[:1] + before[2:], after[:1] + after[2:], strict=True):
+        for part in rest:
+            assert torch.equal(x[:, part], y[:, part]), name
+        assert y[:, inside].isnan().any(), f"{name} hides what is not finite"
+
+
+def test_poison_in_keys_and_values_alone(monkeypatch):
+    """Inside one document too, in the kernels of our own; torch's fused CPU kernel keeps documents apart, not tokens."""
+    if not ON_GPU:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    q, k, v, _ = inputs(Case(1, 70, 70), torch.float32)
+    for x in (k, v):
+        bad = x.clone()
+        bad[0, 50, :, 3] = float("nan")
+        out = attention(q, bad if x is k else k, bad if x is v else v)
+        assert torch.equal(out[:, :50], attention(q, k, v)[:, :50])
+        assert out[:, 50:].isnan().any(-1).all(), "every query that sees it"
+
+
+def test_rows_that_see_nothing(implementation):
+    """Output 0, lse -inf, zero gradients."""
+    mask = Mask.intervals(torch.tensor([[0, 0, 0, 5, 9, 9]]), torch.tensor([[-1, -1, 3, 3, 8, 9]]))
+    out, lse, dq, dk, dv = run(inputs(Case(1, 6, 11), torch.float32), mask, "flash", torch.float32)
+    blind = torch.tensor([True, True, False, True, True, False])
+    assert torch.equal(lse[0, 0] == float("-inf"), blind.to(DEVICE))
+    assert not out[:, blind].any()
+    assert not dq[:, blind].any()
+    assert out[:, ~blind].all()
+    assert not dk[:, 4:9].any()
+    assert not dv[:, 4:9].any()
+    assert not any(x.isnan().any() for x in (out, dq, dk, dv))
+
+
+def test_any_strides(implementation):
+    """Slices of one fused projection, transposed and expanded inputs, a non-contiguous gradient: the same bits."""
+    tensors = inputs(Case(2, 40, 40, Hq=4, Hkv=2), torch.float32)
+    expected = run(tensors, Mask.causal(), "flash", torch.float32)
+    q, k, v, do = tensors
+    fused = torch.cat([q, k, v], dim=2)
+    sliced = [fused[:, :, :4], fused[:, :, 4:6], fused[:, :, 6:]]
+    transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    gapped = [torch.stack([x, x], dim=-1)[..., 0] for x in (q, k, v)]
+    do_views = (do, do.transpose(1, 2).contiguous().transpose(1, 2), torch.stack([do, do], -1)[..., 1])
+    for views, do_view in zip((sliced, transposed, gapped), do_views, strict=True):
+        assert not all(x.is_contiguous() for x in views)
+        for x, y in zip(run([*views, do_view], Mask.causal(), "flash", torch.float32), expected, strict=True):
+            assert torch.equal(x, y) if implementation == "triton-portable" else torch.allclose(x, y, atol=1e-4)
+    one = torch.ones((), device=DEVICE).expand(2, 40, 4, 32)
+    assert torch.allclose(attention(one, k, v), attention(one.contiguous(), k, v))
+    a = q.clone().requires_grad_()
+    attention(a, k, v).sum().backward()
+    assert not a.grad.isnan().any(), "an expanded gradient"
+
+
+def test_gradient_of_the_lse(implementation):
+    case = Case(1, 40, 40, Hq=4, Hkv=2, mask="documents")
+    tensors = inputs(case, torch.float32)
+    weight = torch.randn(1, 4, 40, device=DEVICE)
+    grads = []
+    for backend, dtype in (("naive", torch.float64), ("flash", torch.float32)):
+        q, k, v = (x.to(dtype).requires_grad_() for x in tensors[:3])
+        out, lse = attention(q, k, v, mask=case.build_mask(), backend=backend, return_lse=True)
+        grads.append(torch.autograd.grad((out * tensors[3]).sum() + (lse * weight).sum(), (q, k, v)))
+    for x, y in zip(*grads, strict=True):
+        torch.testing.assert_close(x.float(), y, atol=1e-4, rtol=1e-4)
+    q, k, v = (x.requires_grad_() for x in tensors[:3])
+    only = attention(q, k, v, return_lse=True)[1]
+    assert torch.autograd.grad(only.sum(), q)[0].abs().sum() > 0, "the lse alone"
+
+
+def test_second_derivatives_are_refused(implementation):
+    q = torch.randn(1, 8, 2, 16, device=DEVICE, requires_grad=True)
+    (first,) = torch.autograd.grad(attention(q, q, q).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        first.sum().backward()
+
+
+def test_operator_is_registered_properly(implementation):
+    mask = Mask.causal().bind(1, 20, 20, DEVICE)
+    q, k, v = (torch.randn(1, 20, h, 16, device=DEVICE, requires_grad=True) for h in (2, 1, 1))
+    intervals = (mask.first, mask.last, mask.qfirst, mask.qlast, 0.25)
+    torch.library.opcheck(flash_forward, (q, k, v, *intervals))
+    with torch.no_grad():
+        out, lse = attention(q, k, v, mask, return_lse=True, scale=0.25)
+        torch.library.opcheck(flash_backward, (out, None, q, k, v, out, lse, *intervals))
+
+
+def test_one_graph_under_compile(implementation):
+    q, k, v, do = inputs(Case(1, 64, 64), torch.float32)
+    mask = Mask.documents(torch.arange(64)[None] // 20).bind(1, 64, 64, DEVICE)
+    compiled = torch.compile(attention, backend="inductor" if ON_GPU else "aot_eager", fullgraph=True)
+    q.requires_grad_()
+    got = torch.autograd.grad(compiled(q, k, v, mask), q, do)
+    expected = torch.autograd.grad(attention(q, k, v, mask), q, do)
+    assert torch.equal(got[0], expected[0])
+    assert kernels_run()["flash"] == implementation
+
+
+def test_repeats_are_bit_equal(implementation):
+    case = Case(1, 300, 300, Hq=4, Hkv=2, mask="documents") if ON_GPU else Case(1, 40, 40)
+    tensors = inputs(case, torch.float32)
+    expected = run(tensors, case.build_mask(), "flash", torch.float32)
+    for _ in range(250 if ON_GPU else 2):
+        got = run(tensors, case.build_mask(), "flash", torch.float32)
+        assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+
+
+def test_cpu_memory_is_linear():
+    """A windowed row's largest tensor does not grow with its length squared."""
+    sizes = []
+    for T in (2048, 4096):
+        mask = Mask.causal(100).bind(1, T, T, "cpu")
+        sizes.append(
+            max(len(range(*i.indices(T))) * (j.stop - j.start) for i, j, _ in tiled._tiles(mask.first[0], mask.last[0]))
+        )
+    assert sizes[0] == sizes[1]

@@ -1,0 +1,36 @@
+"""flash_attn: the versions found are the versions that import; on a GPU that has one, the correctness rule."""
+
+import importlib
+
+import pytest
+import torch
+
+from longctx.attention import Mask, attention, backends, kernels_run
+from longctx.attention.flash_attn import APIS, installed
+from tests.attention.rule import FREE, GRID, Case, check, inputs
+
+needs_it = pytest.mark.skipif(not installed() or not torch.cuda.is_available(), reason="needs FlashAttention and a GPU")
+
+
+def test_what_is_found_imports():
+    for version in installed():
+        assert callable(importlib.import_module(APIS[version][0]).flash_attn_varlen_func)
+    if not torch.cuda.is_available():
+        assert "CUDA GPU" in backends()["flash_attn"]
+
+
+@needs_it
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [Case(c.B, c.Tq, c.Tk, c.Hq, c.Hkv, 64, c.mask, c.window) for c in GRID], ids=str)
+def test_rule(case):
+    check(case, "flash_attn", torch.bfloat16)
+
+
+@needs_it
+@pytest.mark.gpu
+def test_free_intervals_are_refused():
+    q, k, v, _ = inputs(FREE[0], torch.bfloat16)
+    with pytest.raises(ValueError, match="use attention=flash"):
+        attention(q, k, v, mask=FREE[0].build_mask(), backend="flash_attn")
+    attention(q, q, q, mask=Mask.causal(), backend="flash_attn")
+    assert kernels_run()["flash_attn"].startswith("flash-attention-")

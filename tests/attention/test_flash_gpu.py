@@ -1,0 +1,109 @@
+"""flash on a GPU: what only real hardware can show. 2³¹ elements, many lengths, poisoned memory, graphs, streams of lengths."""
+
+import random
+
+import pytest
+import torch
+
+from longctx.attention import Mask, attention
+from longctx.kernels import portable
+from tests.attention.rule import Case, check, inputs, run
+
+pytestmark = pytest.mark.gpu
+
+
+def test_offsets_beyond_two_to_the_31():
+    """The last rows of tensors of more than 2³¹ elements, against naive attention on those rows alone."""
+    T, H, D, W = (1 << 20) + 4096 + 77, 16, 128, 64
+    q, k, v = (torch.randn(1, T, H, D, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    assert q.numel() > 1 << 31
+    out = attention(q, k, v, mask=Mask.causal(W))
+    do = torch.zeros_like(out)
+    do[:, -300:] = torch.randn_like(do[:, -300:])
+    grads = torch.autograd.grad(out, (q, k, v), do)
+    tail = [x[:, -300 - W :].detach().double().requires_grad_() for x in (q, k, v)]
+    expected = attention(*tail, mask=Mask.causal(W), backend="naive")
+    torch.testing.assert_close(out[:, -300:].double(), expected[:, -300:], atol=2e-2, rtol=2e-2)
+    for x, y in zip(grads, torch.autograd.grad(expected, tail, do[:, -300 - W :].double()), strict=True):
+        torch.testing.assert_close(x[:, -300:].double(), y[:, -300:], atol=6e-2, rtol=6e-2)
+        assert not x[:, : -300 - W].any()
+
+
+def test_pointer_path_beyond_two_to_the_31(monkeypatch):
+    monkeypatch.setattr(portable, "_use_tma", lambda q: False)
+    test_offsets_beyond_two_to_the_31()
+
+
+def test_a_thousand_lengths_compile_few_kernels():
+    random.seed(0)
+    check(Case(1, 100, 100, D=64), "flash", torch.bfloat16)
+
+    def compiled():
+        kernels = (portable.forward_kernel, portable.delta_kernel, portable.dkv_kernel, portable.dq_kernel)
+        return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
+
+    def step():
+        T, S = random.randint(1, 3000), random.randint(1, 3000)
+        q, k = (torch.randn(1, n, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (T, S))
+        attention(q, k, k).sum().backward()
+        torch.cuda.synchronize()
+
+    before = compiled()
+    for _ in range(100):
+        step()
+    held = torch.cuda.memory_allocated()
+    for _ in range(900):
+        step()
+    assert compiled() - before <= 4
+    assert torch.cuda.memory_allocated() <= held
+
+
+def test_memory_around_the_tensors_is_never_used():
+    """Inputs cut from a buffer of NaN, between rows, between heads and past the end: nothing leaks in."""
+    case = Case(2, 77, 77, Hq=4, Hkv=2, D=64)
+    for dtype in (torch.bfloat16, torch.float16):
+        tensors = inputs(case, dtype)
+        expected = run(tensors, Mask.causal(), "flash", dtype)
+        cut = []
+        for x in tensors:
+            B, T, H, D = x.shape
+            sea = torch.full((B + 1, T + 50, H + 2, D + 8), float("nan"), device="cuda", dtype=dtype)
+            island = sea[:B, 25 : 25 + T, 1 : 1 + H, :D]
+            island.copy_(x)
+            cut.append(island)
+        for x, y in zip(run(cut, Mask.causal(), "flash", dtype), expected, strict=True):
+            assert torch.equal(x, y)
+
+
+def test_graph_capture_and_replay():
+    q, k, v, do = (x.requires_grad_() for x in inputs(Case(1, 200, 200, D=64), torch.bfloat16))
+    mask = Mask.causal().bind(1, 200, 200, "cuda")
+
+    def step():
+        out = attention(q, k, v, mask=mask)
+        return (out, *torch.autograd.grad(out, (q, k, v), do))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for x in (q, k, v):
+            x.copy_(torch.randn_like(x))
+    graph.replay()
+    for x, y in zip(captured, step(), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_other_gpus_path(head_dim, monkeypatch):
+    """Pointer loads and the table of other chips, which no Hopper run takes by itself."""
+    from longctx.kernels import launch
+
+    monkeypatch.setattr(portable, "_use_tma", lambda q: False)
+    monkeypatch.setattr(launch, "architecture", lambda *_: "any")
+    for mask in ("causal", "documents"):
+        check(Case(1, 799, 799, Hq=4, Hkv=2, D=head_dim, mask=mask), "flash", torch.bfloat16)

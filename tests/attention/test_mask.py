@@ -1,0 +1,67 @@
+"""Mask: the intervals say what the dense definition says, and so do their transpose, their count and their positions."""
+
+import pytest
+import torch
+
+from longctx.attention import Mask
+from longctx.attention.naive import visible
+from tests.attention.rule import FREE, GRID
+
+
+def dense(case, mask):
+    """(B, Tq, Tk) bool from the definition of each kind, pair by pair."""
+    i = torch.arange(case.Tq)[:, None] + (case.Tk - case.Tq)
+    j = torch.arange(case.Tk)[None]
+    if case.mask == "full":
+        return torch.ones(case.B, case.Tq, case.Tk, dtype=torch.bool)
+    if case.mask == "intervals":
+        return (j >= mask.first[..., None]) & (j <= mask.last[..., None])
+    seen = (j <= i) & (j > i - (case.window or 10**6))
+    if case.mask == "documents":
+        return seen & (mask.doc_ids[:, :, None] == mask.doc_ids[:, None, :])
+    return seen.expand(case.B, -1, -1)
+
+
+@pytest.mark.parametrize("case", GRID + FREE, ids=str)
+def test_intervals_are_the_definition(case):
+    mask = case.build_mask()
+    seen = dense(case, mask)
+    bound = mask.bind(case.B, case.Tq, case.Tk, "cpu")
+    assert torch.equal(visible(bound, case.Tk)[:, 0].expand_as(seen), seen)
+    i = torch.arange(case.Tq)
+    transposed = (i >= bound.qfirst[..., None]) & (i <= bound.qlast[..., None])
+    assert torch.equal(transposed.expand(case.B, -1, -1), seen.mT), "keys' intervals of queries"
+    assert mask.pairs(case.B, case.Tq, case.Tk) == int(seen.sum())
+    for x in (bound.first, bound.last, bound.qfirst, bound.qlast):
+        assert x.dtype == torch.int32
+        assert bool((x.diff(dim=1) >= 0).all()), "monotone"
+
+
+def test_positions_restart_in_each_document():
+    mask = Mask.documents(torch.tensor([[0, 0, 0, 3, 3], [1, 2, 2, 2, 9]]))
+    assert mask.positions(2, 5, "cpu").tolist() == [[0, 1, 2, 0, 1], [0, 0, 1, 2, 0]]
+    assert Mask.causal().positions(2, 3, "cpu").tolist() == [[0, 1, 2]] * 2
+
+
+def test_binding_is_idempotent_and_guards_its_shape():
+    mask = Mask.documents(torch.zeros(2, 8, dtype=torch.long)).bind(2, 8, 8, "cpu")
+    assert mask.bind(2, 8, 8, "cpu") is mask
+    with pytest.raises(ValueError, match="doc_ids of shape"):
+        mask.bind(2, 9, 9, "cpu")
+    with pytest.raises(ValueError, match="bound to 8 keys"):
+        Mask.causal().bind(1, 8, 8, "cpu").bind(1, 8, 9, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Mask.causal(0), "window=0"),
+        (lambda: Mask.documents(torch.tensor([[1, 0]])), "must not decrease"),
+        (lambda: Mask.documents(torch.tensor([0, 1])), "shape"),
+        (lambda: Mask.documents(torch.tensor([[0.0]])), "integers"),
+        (lambda: Mask.intervals(torch.tensor([[1, 0]]), torch.tensor([[1, 1]])), "first must not decrease"),
+    ],
+)
+def test_bad_masks_are_refused(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()

@@ -1,0 +1,67 @@
+"""sdpa against the correctness rule."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longctx.attention import Mask, attention, kernels_run
+from tests.attention.rule import FREE, GRID, ON_GPU, Case, check
+
+DTYPES = [torch.bfloat16, torch.float16] if ON_GPU else [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", GRID, ids=str)
+def test_rule(case, dtype):
+    check(case, "sdpa", dtype)
+
+
+@pytest.mark.skipif(ON_GPU, reason="free intervals are refused on a GPU")
+@pytest.mark.parametrize("case", FREE, ids=str)
+def test_rule_on_free_intervals(case):
+    check(case, "sdpa")
+
+
+def test_no_square_matrix_on_a_cpu():
+    """The largest tensor of a windowed row grows with its length, not with its square."""
+
+    class Largest(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for x in out if isinstance(out, tuple) else (out,):
+                self.seen = max(self.seen, x.numel() if isinstance(x, torch.Tensor) else 0)
+            return out
+
+    sizes = []
+    for T in (4096, 8192):
+        x = torch.randn(1, T, 1, 8)
+        with Largest() as mode:
+            attention(x, x, x, mask=Mask.causal(64), backend="sdpa")
+        sizes.append(mode.seen)
+    assert sizes[1] <= 2 * sizes[0]
+
+
+@pytest.mark.gpu
+def test_the_pinned_kernel_runs():
+    x = torch.randn(1, 256, 2, 64, device="cuda", dtype=torch.bfloat16)
+    expected = {"auto": "cudnn", "flash": "flash-attention-2", "cudnn": "cudnn"}
+    if torch.cuda.get_device_capability()[0] < 9:
+        expected = {"auto": "flash-attention-2", "flash": "flash-attention-2"}
+    for kernel, name in expected.items():
+        attention(x, x, x, backend="sdpa", kernel=kernel)
+        assert kernels_run()["sdpa"] == name
+    attention(x[:, :200], x[:, :200], x[:, :200], backend="sdpa")
+    assert kernels_run()["sdpa"] == "flash-attention-2"
+    packed = Mask.documents(torch.arange(256)[None] // 100)
+    attention(x, x, x, mask=packed, backend="sdpa")
+    assert kernels_run()["sdpa"] == "flash-attention-2"
+    with pytest.raises(ValueError, match="kernel=flash"):
+        attention(x, x, x, mask=packed, backend="sdpa", kernel="cudnn")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [Case(2, 256, 256, Hq=4, Hkv=2, D=64), Case(1, 384, 384, D=128, mask="full")], ids=str)
+def test_rule_for_cudnn(case):
+    check(case, "sdpa", torch.bfloat16, kernel="cudnn")

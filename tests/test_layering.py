@@ -1,0 +1,56 @@
+"""The dependencies between the parts point one way, and each outside library is used in one place."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MAY_IMPORT = {
+    "kernels": set(),
+    "attention": {"kernels"},
+    "model": {"attention", "kernels"},
+    "data": set(),
+    "training": {"model", "attention", "kernels", "data"},
+    "evaluation": {"model", "attention", "kernels", "data"},
+    "bench": {"model", "attention", "kernels", "data", "training", "evaluation"},
+}
+ONLY_IN = {
+    "triton": ("longctx/kernels/", "longctx/bench/"),
+    "lightning": ("longctx/training/",),
+    "datasets": ("longctx/data/",),
+    "tokenizers": ("longctx/data/",),
+    "wandb": ("longctx/training/tracking.py",),
+    "hydra": ("longctx/config.py", "train.py", "eval.py"),
+    "omegaconf": ("longctx/config.py",),
+}
+SOURCES = sorted([*ROOT.glob("longctx/**/*.py"), ROOT / "train.py", ROOT / "eval.py"])
+
+
+def imports(path: Path) -> set[str]:
+    """Every module that a file imports, at the top or inside a function."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: relative import"
+            names.add(node.module)
+    return names
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_dependencies_point_one_way(path):
+    where = str(path.relative_to(ROOT))
+    part = path.relative_to(ROOT).parts[1].removesuffix(".py") if where.startswith("longctx/") else ""
+    for name in imports(path):
+        if part in MAY_IMPORT and name.startswith("longctx."):
+            other = name.split(".")[1]
+            assert other == part or other in MAY_IMPORT[part], f"{where} imports {name}"
+        top = name.split(".")[0]
+        assert top not in ONLY_IN or where.startswith(ONLY_IN[top]), f"{where} imports {name}"
+
+
+def test_every_part_is_listed():
+    parts = {p.name for p in (ROOT / "longctx").iterdir() if p.is_dir() and p.name != "__pycache__"}
+    assert parts == set(MAY_IMPORT)
