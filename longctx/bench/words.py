@@ -1,0 +1,74 @@
+"""The command line of the benchmarks: `NAME key=value ...`, checked against the options dataclass of each.
+
+A benchmark is a module with a dataclass `Options`, whose fields carry their meaning as `metadata`, and a function `run`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import sys
+from typing import Any
+
+BENCHMARKS = {"attention": "forward and backward of every backend, in TFLOP/s and as ratios"}
+
+
+def main(argv: list[str]) -> int:
+    """Run the benchmark that `argv` names; 0, or 2 after one line on stderr."""
+    if not argv or any(word in ("-h", "--help", "help") for word in argv):
+        print(help_text())
+        return 0
+    try:
+        name, *words = argv
+        if name not in BENCHMARKS:
+            raise ValueError(f"{name} is not a benchmark; choose one of {', '.join(BENCHMARKS)}")
+        module = importlib.import_module(f"longctx.bench.{name}")
+        module.run(read(module.Options, words), " ".join(["python -m longctx.bench", *argv]))
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def help_text() -> str:
+    """What there is to measure, and each key with its default and meaning."""
+    lines = ["Measure, beside peers in the same run.", ""]
+    for name, meaning in BENCHMARKS.items():
+        lines.append(f"  python -m longctx.bench {name}    {meaning}")
+        for field in dataclasses.fields(importlib.import_module(f"longctx.bench.{name}").Options):
+            default = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+            lines.append(f"      {f'{field.name}={default}':<62}{field.metadata['help']}")
+    return "\n".join(lines)
+
+
+def read(options: type, words: list[str]) -> Any:
+    """`options` filled from key=value words; lists are separated by commas. ValueError names the word that is wrong."""
+    fields = {field.name: field for field in dataclasses.fields(options)}
+    values: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise ValueError(f"{word}: not of the form key=value; see --help")
+        if key not in fields:
+            close = difflib.get_close_matches(key, fields, n=1)
+            raise ValueError(
+                f"{key} is not a key{f'; did you mean {close[0]}?' if close else ''} (keys: {', '.join(fields)})"
+            )
+        values[key] = _value(key, text, fields[key].default)
+    return options(**values)
+
+
+def _value(key: str, text: str, default: Any) -> Any:
+    if isinstance(default, tuple):
+        kind: type = type(default[0])
+        parts = [part for part in text.split(",") if part]
+    else:
+        kind, parts = type(default), [text]
+    try:
+        values = tuple(kind(part) for part in parts)
+    except ValueError:
+        raise ValueError(f"{key}={text}: not {'whole numbers' if kind is int else kind.__name__}") from None
+    if not values or any(isinstance(value, int) and value < 1 for value in values):
+        raise ValueError(f"{key}={text}: give at least one, above 0")
+    return values if isinstance(default, tuple) else values[0]
