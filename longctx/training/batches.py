@@ -119,6 +119,7 @@ def _each(micro: MicroBatch, function: Callable[[Tensor], Tensor]) -> MicroBatch
 
 
 def _leave_signals_to_the_parent(worker: int) -> None:
-    # Ctrl-C reaches the whole process group; the parent saves a checkpoint and needs its batches until then.
+    # A signal to the whole process group must not end a worker while the parent still saves a checkpoint; the parent's
+    # own, should it have to insist, is the second.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL) and None)

@@ -10,7 +10,7 @@ from longctx.training.config import TrainConfig, complete
 from longctx.training.optimizer import adamw, clip_gradients, learning_rate
 
 
-def config(**changes: object):  # noqa: ANN201
+def config(**changes: object):
     return complete(TrainConfig(**changes), "cpu")  # type: ignore[arg-type]
 
 
