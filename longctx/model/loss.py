@@ -31,13 +31,14 @@ def linear_cross_entropy(
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r} must be 'mean', 'sum' or 'none'")
     flat, t = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    if reduction == "none":
+    if reduction == "none" or not torch.is_grad_enabled():
         with torch.no_grad():
-            return _Chunks(flat, weight).losses(t, chunk).view(targets.shape)
-    if torch.is_grad_enabled():
-        total = _SummedLoss.apply(flat, weight, t, chunk)
+            losses = _Chunks(flat, weight).losses(t, chunk)
+        if reduction == "none":
+            return losses.view(targets.shape)
+        total = losses.sum()
     else:
-        total = _Chunks(flat, weight).losses(t, chunk).sum()
+        total = _SummedLoss.apply(flat, weight, t, chunk)
     return total if reduction == "sum" else total / (t != IGNORED).sum().clamp(min=1)
 
 
@@ -86,7 +87,7 @@ class _Chunks:
             losses[rows] = loss.masked_fill(ignored, 0).squeeze(1)
             if self.dh is None and self.dw is None:
                 continue
-            dz = torch.exp(logp, out=torch.empty_like(logp, dtype=self.dtype))
+            dz = torch.exp(logp, out=logp if self.dtype == logp.dtype else torch.empty_like(logp, dtype=self.dtype))
             dz.scatter_(1, t, torch.expm1(-loss).to(self.dtype))  # p[t] - 1; a 16-bit p[t] near 1 is 1
             if self.dh is not None:
                 self.dh[rows] = (dz @ self.weight).masked_fill(ignored, 0)

@@ -79,6 +79,13 @@ def test_naive_and_flash_agree(mask: Mask, changes: dict) -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
+def test_positions_restart_with_every_document() -> None:
+    model, seen = make(), []
+    model.rope.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+    model(tokens(1, 9), mask=Mask.documents(doc_ids(4, 2, 3)))
+    assert seen[0].tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2]]
+
+
 def test_reductions_belong_together() -> None:
     model, x, y = make(), tokens(2, 19), tokens(2, 19, seed=2)
     y[0, 5:] = -100

@@ -169,6 +169,18 @@ def test_the_loss_does_not_wait_for_the_gpu() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_many_chunks_lose_nothing_of_dw_in_bf16() -> None:
+    """512 chunks added in bf16 would be wrong by several percent."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = (torch.rand(512, 4, generator=generator) + 0.5).bfloat16()
+    weight = torch.zeros(5, 4, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(5, (512,), generator=generator)
+    linear_cross_entropy(hidden, weight, targets, 1, "sum").backward()
+    exact = weight.detach().double().requires_grad_()
+    reference(hidden.double(), exact, targets, "sum").backward()
+    assert (weight.grad - exact.grad).abs().max() / exact.grad.abs().max() < 5e-3
+
+
 class LargestTensor(TorchDispatchMode):
     """Remembers the largest tensor that any operation returned."""
 
