@@ -26,12 +26,15 @@ _SKIPPED_PATHS = {
     "torch/testing/_internal",
     "torch/sparse/_triton_ops_meta.py",
     "torch/utils/hipify/cuda_to_hip_mappings.py",
-    "torch/utils/model_dump",
+    "torch/_numpy/_casting_dicts.py",
+    "torch/_inductor/autoheuristic/artifacts",
     "stdlib/lib2to3",
     "stdlib/html/entities.py",
+    "stdlib/re/_casefix.py",
+    "stdlib/stringprep.py",
 }
 _SKIPPED_PREFIXES = ("_sysconfigdata", "config-")  # of a file's or folder's name
-_SMALLEST = 200  # bytes; what is left out is mostly empty __init__.py
+_SMALLEST = 256  # bytes; what is left out is mostly empty __init__.py
 
 
 def open_corpus(config: DataConfig) -> Corpus:
