@@ -30,9 +30,13 @@ class Flex:
         from torch.nn.attention.flex_attention import AuxRequest
 
         heads = (x.transpose(1, 2) for x in (q, k, v))
+        if torch.compiler.is_compiling():
+            blocks = block_mask(mask, k.shape[1])
+        else:
+            blocks = mask.cache.get("flex") or mask.cache.setdefault("flex", block_mask(mask, k.shape[1]))
         out, aux = _attend()(
             *heads,
-            block_mask=block_mask(mask, k.shape[1]),
+            block_mask=blocks,
             scale=scale,
             enable_gqa=True,
             return_aux=AuxRequest(lse=True),

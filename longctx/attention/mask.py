@@ -8,7 +8,7 @@ which is what the backward of a tiled kernel walks over (compare FlashMask, arXi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class Mask:
     offsets: Tensor | None = None
     longest: int = 0
     visible: int = -1
+    cache: dict[str, Any] = field(default_factory=dict)  # what a backend derives from a bound mask, once per batch
 
     @staticmethod
     def causal(window: int | None = None) -> Mask:
@@ -83,7 +84,7 @@ class Mask:
         moved: dict[str, Any] = {
             name: x.to(device, non_blocking=non_blocking) for name, x in vars(self).items() if isinstance(x, Tensor)
         }
-        return replace(self, **moved)
+        return replace(self, **moved, cache={})
 
     def bind(self, B: int, Tq: int, Tk: int, device: torch.device | str) -> Mask:
         """The mask with its O(T) interval tensors on `device`; call it once per batch, outside a compiled region.
@@ -98,7 +99,7 @@ class Mask:
         keys = torch.arange(Tk, device=device, dtype=torch.int32).expand(first.shape[0], Tk).contiguous()
         qfirst = torch.searchsorted(last, keys, right=False, out_int32=True)
         qlast = torch.searchsorted(first, keys, right=True, out_int32=True) - 1
-        return replace(mask, first=first, last=last, qfirst=qfirst, qlast=qlast)
+        return replace(mask, first=first, last=last, qfirst=qfirst, qlast=qlast, cache={})
 
     def positions(self, B: int, T: int, device: torch.device | str) -> Tensor:
         """(B, T) int64: the place of each token in its own document, counted from 0."""

@@ -52,6 +52,7 @@ def run(options: Options, command: str) -> None:
         raise ValueError("bench attention measures GPU kernels and there is no CUDA GPU here")
     from longctx.bench.report import machine, table, write_json
 
+    torch._functorch.config.donated_buffer = False  # lets a compiled backward be timed again and again
     ceiling = matmul_tflops()
     rows = []
     for mask in options.masks:
