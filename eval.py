@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import traceback
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 
@@ -54,8 +55,10 @@ def evaluate(asked: EvalConfig, other_data: bool) -> None:
     model, tokenizer, run = load_model(given, device, asked.attention)
     backend, options = asked.attention.backend, asked.attention.options
     check(backend, device=device, dtype=dtype, head_dim=model.config.head_size, options=options)
-    file = runs.checkpoints(given)[-1] if given.is_dir() else given
-    folder = given if given.is_dir() else given.resolve().parent.parent
+    file = runs.checkpoints(given)[-1] if given.is_dir() else given.resolve()
+    folder = given if given.is_dir() else file.parent.parent
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(f"checkpoint={given}: no permission to write the result into {folder}")
     context, trained = asked.seq_len or run["seq_len"], run["seq_len"]
     if context > trained:
         print(f"seq_len={context:,} is longer than the {trained:,} tokens per row that the run trained at")
@@ -73,7 +76,7 @@ def evaluate(asked: EvalConfig, other_data: bool) -> None:
     )
     about = {
         "checkpoint": str(file),
-        "scored": str(asked.data) if other_data else f"{asked.split} split of the run's data",
+        "scored": asdict(asked.data) if other_data else f"{asked.split} split of the run's data",
         "trained_seq_len": trained,
         "attention": backend,
         "kernel": kernels_run()[backend],
@@ -83,8 +86,8 @@ def evaluate(asked: EvalConfig, other_data: bool) -> None:
     }
     what = asked.data.source if other_data else asked.split
     path = folder / "eval" / f"{what}-{file.stem}-{context}-{result.stride}-{backend}.json"
-    report.write(result, about, path)
     report.show(result)
+    report.write(result, about, path)
     print(path)
 
 

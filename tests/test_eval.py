@@ -82,7 +82,8 @@ def test_a_run_is_scored_on_its_validation_documents(
 
 
 def test_splits_lengths_limits_and_backends(script: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = checkpoints.path_of(run, 3)
+    file = run / "checkpoints" / "last.ckpt"
+    file.symlink_to(checkpoints.path_of(run, 3).name)
     scores = {}
     for attention in ("naive", "flash"):
         words = [f"checkpoint={file}", "seq_len=200", "stride=50", "split=train", "documents=4", "device=cpu"]
@@ -90,6 +91,7 @@ def test_splits_lengths_limits_and_backends(script: ModuleType, run: Path, capsy
         out = capsys.readouterr().out
         assert "seq_len=200 is longer than the 64 tokens" in out
         content = result(run, out)
+        assert content["checkpoint"].endswith("step-00000003.ckpt")
         assert content["context"] == 200
         assert content["stride"] == 50
         assert len(content["documents"]) == 4

@@ -70,7 +70,7 @@ class Perplexity:
     def total(self) -> Score:
         """The sums over all documents."""
         return Score(
-            f"{len(self.documents):,} documents",
+            f"all {len(self.documents):,}",
             sum(score.tokens for score in self.documents),
             sum(score.n_bytes for score in self.documents if score.tokens),
             math.fsum(score.nats for score in self.documents),

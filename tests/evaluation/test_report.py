@@ -26,7 +26,7 @@ def printed(result: Perplexity) -> str:
 def test_few_documents_are_all_shown() -> None:
     text = printed(result(5))
     assert all(f"docs/[{n}].md" in text for n in range(5))
-    assert "6 documents" in text
+    assert "all 6" in text
     assert f"{result(5).total.perplexity:.3f}" in text
 
 
