@@ -2,7 +2,7 @@
 
 tokenizers/KEY    BPE trained on the corpus           key: the corpus' identity, vocabulary size
 documents/KEY     documents as tokens (Arrow)         key: the corpus' identity, tokenizer
-packings/KEY      which piece lies in which row       key: documents, val_fraction, seq_len
+packings/KEY      which piece lies in which row       key: documents, split, seq_len
 """
 
 from __future__ import annotations
@@ -48,9 +48,8 @@ class Data:
         self.tokenizer, self.store = _tokenize(config)
         validating = _split(config, self.store)
         self.split = {"train": np.flatnonzero(~validating), "val": np.flatnonzero(validating)}
-        self.fingerprint: str = fingerprint(
-            [_VERSION, self.store.content(), self.tokenizer.fingerprint, config.val_fraction]
-        )
+        content = [self.store.content(), self.tokenizer.fingerprint, self.split["val"].tolist()]
+        self.fingerprint: str = fingerprint([_VERSION, *content])
         self.packings = self._pack()
 
     @property

@@ -97,10 +97,13 @@ def test_a_second_load_builds_nothing(text_config, monkeypatch) -> None:
     assert len(after.packings["train"].length) == len(before.packings["train"].length)
 
 
-def test_other_choices_have_other_places(text_config) -> None:
+def test_other_choices_have_other_places(text_config, corpus) -> None:
     one = Data(text_config(), 32)
     for other in (text_config(vocab_size=300), text_config(documents=9)):
-        assert Data(other, 32).fingerprint != one.fingerprint
+        data = Data(other, 32)
+        assert data.fingerprint != one.fingerprint
+        name, ids, _ = next(iter(data.documents("train")))
+        assert data.tokenizer.decode(ids[:-1]) == (corpus / name).read_text(encoding="utf-8")
     assert Data(text_config(), 31).packings["train"].rows != 0
 
 
