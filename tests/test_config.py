@@ -30,7 +30,7 @@ def test_every_preset_composes(group: str, name: str) -> None:
 def test_no_words_give_the_defaults_of_the_dataclass() -> None:
     composed = compose().config
     fresh = TrainConfig()
-    for key in ("seq_len", "lr", "clip", "seed", "runs", "wandb", "strategy"):
+    for key in ("seq_len", "lr", "clip", "min_lr", "seed", "runs", "wandb", "strategy"):
         assert getattr(composed, key) == getattr(fresh, key)
     assert composed.attention.backend == "flash"
     assert composed.data.source == "embedded"

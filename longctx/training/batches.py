@@ -101,11 +101,11 @@ def train_loader(
 
 
 def validation_batches(
-    rows: Dataset[dict[str, Tensor]], wanted: int | None, batch_size: int, rank: int, world_size: int
+    rows: Dataset[dict[str, Tensor]], wanted: int, batch_size: int, rank: int, world_size: int
 ) -> Iterator[MicroBatch]:
-    """This rank's part of `wanted` rows (None: all), spread evenly over the data set."""
+    """This rank's part of `wanted` rows (0: all), spread evenly over the data set."""
     there = len(rows)  # type: ignore[arg-type]
-    count = there if wanted is None else min(wanted, there)
+    count = min(wanted or there, there)
     mine = [i * there // count for i in range(rank, count, world_size)]
     for start in range(0, len(mine), batch_size):
         yield micro_batch([rows[i] for i in mine[start : start + batch_size]])

@@ -6,8 +6,6 @@ optimizer state, random state, the counters of the run and its configuration, en
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import pickle
 import random
@@ -64,8 +62,7 @@ def tidy(folder: Path, keep: int) -> None:
 
 def describe(config: Any, data_fingerprint: str, world_size: int) -> dict[str, Any]:
     """What every checkpoint of a run says about it."""
-    plain = json.loads(json.dumps(dataclasses.asdict(config)))
-    return {"format": FORMAT, "config": plain, "data": data_fingerprint, "world_size": world_size}
+    return {"format": FORMAT, "config": runs.plain(config), "data": data_fingerprint, "world_size": world_size}
 
 
 def read(path: Path) -> dict[str, Any]:

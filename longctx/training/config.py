@@ -18,7 +18,8 @@ from longctx.model.config import GPTConfig
 LONGEST_ROW = 2**24
 TOKENS_PER_MICRO_BATCH = {"cuda": 16384, "cpu": 4096}
 TOKENS_PER_STEP = {"cuda": 65536, "cpu": 4096}
-STEPS = {"cuda": 300, "cpu": 60}
+TOKENS_PER_VALIDATION = {"cuda": 262144, "cpu": 32768}
+STEPS = {"cuda": 300, "cpu": 40}
 
 
 @dataclass
@@ -47,9 +48,9 @@ class TrainConfig:
     seq_len: int = 4096  # tokens per row: the context that the model trains at
     batch_size: int | None = None  # rows per device and micro-batch; null: 16,384 tokens on a GPU, 4,096 on a CPU
     accumulate: int | None = None  # micro-batches per step; null: 65,536 tokens a step on a GPU, 4,096 on a CPU
-    max_steps: int | None = None  # optimizer steps; null: from max_tokens, else 300 on a GPU and 60 on a CPU
+    max_steps: int | None = None  # optimizer steps; null: from max_tokens, else 300 on a GPU and 40 on a CPU
     max_tokens: int | None = None  # stop after about so many tokens, padding included, instead of max_steps
-    lr: float = 1e-3  # peak learning rate of AdamW
+    lr: float | None = None  # peak learning rate of AdamW; null: 0.5 / model.channels, near GPT-3's table of sizes
     min_lr: float = 0.1  # the cosine ends at this share of lr
     warmup_steps: int | None = None  # linear warm-up; null: a tenth of the steps, at most 200
     weight_decay: float = 0.1  # on matrices, embeddings among them; never on norms and biases
@@ -64,8 +65,10 @@ class TrainConfig:
     name: str | None = None  # of the run's folder; null: made of what differs from the defaults, and a counter
     resume: str | None = None  # continue this run, for example runs/tiny-flash-4k-001
     runs: str = "runs"  # the folder that runs are written to
-    val_every: int | None = None  # steps between validations, one of which is before step 1; null: a fifth of the run
-    val_rows: int | None = 8  # rows of a validation; null: all
+    val_every: int | None = (
+        None  # steps between validations, one of which is before step 1; null: a fifth of the run, at least 20
+    )
+    val_rows: int | None = None  # rows of a validation; null: 262,144 tokens on a GPU, 32,768 on a CPU; 0: all
     checkpoint_every: int = 200  # steps between checkpoints; one always comes at the end
     keep_checkpoints: int = 2  # the newest so many stay on disk
     log_every: int = 5  # steps between rows of metrics.jsonl
@@ -79,7 +82,7 @@ class TrainConfig:
     def validate(self) -> None:
         """Raise ValueError naming the first key whose value makes no sense on any machine, with any data."""
         _in_range("seq_len", self.seq_len, 2, LONGEST_ROW)
-        for key in ("batch_size", "accumulate", "max_steps", "val_rows", "val_every"):
+        for key in ("batch_size", "accumulate", "max_steps", "val_every"):
             if getattr(self, key) is not None:
                 _in_range(key, getattr(self, key), 1, 10**9)
         if self.max_tokens is not None:
@@ -88,14 +91,16 @@ class TrainConfig:
                 raise ValueError(
                     f"max_steps={self.max_steps} and max_tokens={self.max_tokens} both end the run; give one"
                 )
-        if self.warmup_steps is not None:
-            _in_range("warmup_steps", self.warmup_steps, 0, 10**9)
+        for key in ("warmup_steps", "val_rows"):
+            if getattr(self, key) is not None:
+                _in_range(key, getattr(self, key), 0, 10**9)
         for key in ("checkpoint_every", "keep_checkpoints", "log_every"):
             _in_range(key, getattr(self, key), 1, 10**9)
         _in_range("devices", self.devices, 1, 4096)
         _in_range("workers", self.workers, 0, 256)
         _in_range("seed", self.seed, 0, 2**63 - 1)
-        _in_range("lr", self.lr, 0.0, 10.0)
+        if self.lr is not None:
+            _in_range("lr", self.lr, 0.0, 10.0)
         _in_range("min_lr", self.min_lr, 0.0, 1.0)
         _in_range("weight_decay", self.weight_decay, 0.0, 10.0)
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
@@ -124,8 +129,10 @@ class CompleteConfig(TrainConfig):
     batch_size: int = 1
     accumulate: int = 1
     max_steps: int = 1
+    lr: float = 1e-3
     warmup_steps: int = 0
     val_every: int = 1
+    val_rows: int = 0
 
     @property
     def rows_per_step(self) -> int:
@@ -156,8 +163,12 @@ def complete(config: TrainConfig, device: str) -> CompleteConfig:
         "accumulate": accumulate,
         "max_steps": steps,
         "max_tokens": None,
+        "lr": 0.5 / config.model.channels if config.lr is None else config.lr,
         "warmup_steps": warmup,
-        "val_every": config.val_every or max(10, math.ceil(steps / 5)),
+        "val_every": config.val_every or max(20, math.ceil(steps / 5)),
+        "val_rows": max(1, TOKENS_PER_VALIDATION[device] // config.seq_len)
+        if config.val_rows is None
+        else config.val_rows,
         "precision": {"cuda": "bf16", "cpu": "fp32"}[device] if config.precision == "auto" else config.precision,
         "compile": str(device == "cuda").lower() if config.compile.lower() == "auto" else config.compile.lower(),
     }

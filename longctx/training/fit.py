@@ -135,7 +135,8 @@ def run(config: CompleteConfig, folder: Path, start: Path | None, data: Data, de
     """Train in `folder`, from the checkpoint `start` or from the beginning."""
     done = 0 if start is None else int(checkpoints.read(start)["steps_done"])
     consumed = done * config.rows_per_step
-    facts = checkpoints.describe(config, data.fingerprint, config.devices) | {
+    facts = runs.plain(config) | {
+        "data_fingerprint": data.fingerprint,
         "parameters": config.model.parameters(),
         "data_summary": data.summary(),
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
@@ -169,9 +170,7 @@ def run(config: CompleteConfig, folder: Path, start: Path | None, data: Data, de
             tracker.finish(code)
     if rank() == 0:
         display.say("")
-        display.console.print(
-            closing_table(folder, runs.read_metrics(folder), attention.kernels_run(), finished=code == 0)
-        )
+        display.console.print(closing_table(folder, attention.kernels_run(), finished=code == 0))
     if problem:
         print(f"error: {problem}", file=sys.stderr)
     return code

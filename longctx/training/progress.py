@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from longctx.training.runs import checkpoints, read_metrics
+
 Row = dict[str, Any]
 
 
@@ -96,9 +98,9 @@ def summarize(rows: list[Row]) -> Row:
     return summary
 
 
-def closing_table(folder: Path, rows: list[Row], kernels: dict[str, str], finished: bool) -> Table:
+def closing_table(folder: Path, kernels: dict[str, str], finished: bool) -> Table:
     """The end of a run: what it did, where it is, what to type next."""
-    summary = summarize(rows)
+    summary = summarize(read_metrics(folder))
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -118,9 +120,10 @@ def closing_table(folder: Path, rows: list[Row], kernels: dict[str, str], finish
     ran = ", ".join(f"{backend}: {kernel}" for backend, kernel in kernels.items())
     table.add_row("attention", ran or "did not run")
     table.add_row("run", str(folder))
-    table.add_row("evaluate", f"python eval.py checkpoint={folder}")
-    more = "" if not finished or "step" not in summary else f" max_steps={2 * summary['step']}"
-    table.add_row("train on", f"python train.py resume={folder}{more}")
+    if checkpoints(folder):
+        more = f" max_steps={2 * summary['step']}" if finished else ""
+        table.add_row("evaluate", f"python eval.py checkpoint={folder}")
+        table.add_row("train on", f"python train.py resume={folder}{more}")
     return table
 
 
@@ -129,7 +132,7 @@ def sweep_table(results: list[tuple[list[str], int, list[Row]]]) -> Table:
     table = Table("job", "steps", "loss", "val perplexity", "tokens/s", "MFU", "peak memory", "ended")
     for words, code, rows in results:
         summary = summarize(rows)
-        ended = {0: "well", 2: "mistake", 130: "stopped", 143: "stopped"}.get(code, f"failed ({code})")
+        ended = {0: "well", 2: "mistake", 130: "stopped", 143: "stopped", -9: "killed: out of memory?"}.get(code)
         perplexity = summary.get("val_perplexity", (math.nan, math.nan))[1]
         table.add_row(
             " ".join(words),
@@ -139,7 +142,7 @@ def sweep_table(results: list[tuple[list[str], int, list[Row]]]) -> Table:
             f"{summary['tokens_per_second']:,.0f}" if "loss" in summary else "",
             f"{summary['mfu']:.1%}" if "mfu" in summary else "",
             summary.get("memory", ""),
-            ended,
+            ended or f"failed ({code})",
         )
     return table
 

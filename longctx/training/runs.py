@@ -132,8 +132,13 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def write_config(folder: Path, config: Any) -> None:
     """Write the resolved configuration to config.yaml."""
-    plain = json.loads(json.dumps(dataclasses.asdict(config)))
-    replace_text(folder / "config.yaml", yaml.safe_dump(plain, sort_keys=False, width=120))
+    replace_text(folder / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False, width=120))
+
+
+def plain(config: Any) -> dict[str, Any]:
+    """A configuration as dictionaries, lists, strings, numbers."""
+    result: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    return result
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import logging
 import netrc
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -26,8 +27,11 @@ class Tracker:
 
     def log(self, row: dict[str, Any]) -> None:
         """Record one row; `step` and `tokens_seen` are among its keys."""
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(f"{self._file.name}: cannot be written: {error.strerror}") from error
         if self._run is not None:
             self._run.log(row)
         elif self.mode != "disabled":
@@ -53,7 +57,8 @@ class Tracker:
 
     def finish(self, exit_code: int) -> None:
         """Close the file, and wandb once it has everything."""
-        self._file.close()
+        with suppress(OSError):  # what could not be written has been said by `log`
+            self._file.close()
         if self._run is not None:
             self._run.finish(exit_code=exit_code)
 

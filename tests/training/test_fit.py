@@ -27,7 +27,9 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_leaves_what_others_read(words: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main(words(max_steps=12, keep_checkpoints=2, checkpoint_every=4, log_every=3, lr=0.01)) == 0
+    assert (
+        train.main(words(max_steps=12, keep_checkpoints=2, checkpoint_every=4, log_every=3, val_every=5, lr=0.01)) == 0
+    )
     folder = tmp_path / "runs" / "tiny-flash-64-text-layers1-channels32-ffn48-batchsize2-lr0.01-001"
     names = {path.name for path in folder.iterdir()}
     assert names == {"config.yaml", "metrics.jsonl", "tokenizer.json", "tokenizer_config.json", "checkpoints"}
@@ -41,11 +43,11 @@ def test_a_run_leaves_what_others_read(words: Words, tmp_path: Path, capsys: pyt
     assert (config["max_steps"], config["accumulate"], config["model"]["vocab_size"]) == (12, 32, 320)
 
     rows = steps(folder)
-    assert [row["step"] for row in rows] == [1, 3, 6, 9, 10, 12]
+    assert [row["step"] for row in rows] == [1, 3, 5, 6, 9, 10, 12]
     keys = {"loss", "lr", "grad_norm", "tokens_per_second", "ms_per_step", "padding_share", "data_wait_ms", "epoch"}
     assert keys | {"tokens_seen", "process_peak_gib", "seconds"} <= rows[0].keys()
     validations = [row for row in runs.read_metrics(folder) if "val_loss" in row]
-    assert [row["step"] for row in validations] == [0, 10, 12]
+    assert [row["step"] for row in validations] == [0, 5, 10, 12]
     assert validations[-1]["val_perplexity"] < 0.7 * validations[0]["val_perplexity"]
 
     printed = capsys.readouterr()

@@ -84,6 +84,14 @@ def test_a_wandb_that_cannot_start_does_not_end_the_run(tmp_path: Path, monkeypa
     assert [row["step"] for row in runs.read_metrics(tmp_path)] == [1, 2]
 
 
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    tracker = Tracker(tmp_path, WandbConfig(mode="disabled"), resumed=False)
+    with pytest.raises(OSError, match=r"metrics\.jsonl: cannot be written"):
+        tracker.log({"step": 1, "tokens_seen": 5})
+    tracker.finish(1)
+
+
 def _history(file: Path) -> list[dict[str, object]]:
     """The rows in a .wandb file, as wandb's own reader finds them, without wandb's private columns."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
