@@ -20,4 +20,8 @@ __all__ = ["Mask", "attention", "backends", "check", "kernels_run", "register"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{'mask' if name == 'Mask' else 'registry'}"), name)
+    if name == "Mask":
+        return import_module(f"{__name__}.mask").Mask
+    registry = import_module(f"{__name__}.registry")
+    registry.load_backends()
+    return getattr(registry, name)

@@ -12,6 +12,8 @@ from longctx.attention.mask import Mask
 from longctx.attention.registry import Request, register
 from longctx.kernels.flash import HEAD_SIZES, flash_forward, implementation
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
 
 class Flash:
     """Any interval mask, any length, grouped-query, fp32, bf16, fp16; the lse is differentiable too."""
@@ -27,7 +29,7 @@ class Flash:
             return "Triton's interpreter computes bf16 products wrongly; use fp32 or fp16, or unset TRITON_INTERPRET"
         if request.head_dim not in HEAD_SIZES:
             return f"head size {request.head_dim} is outside {HEAD_SIZES[0]} to {HEAD_SIZES[-1]}; use attention=naive"
-        if importlib.util.find_spec("triton") is None:
+        if not HAS_TRITON:
             return "triton is not installed; `pip install triton`, or use attention=sdpa"
         return None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 from typing import Any
@@ -19,6 +18,16 @@ APIS: dict[str, tuple[str, str, int | None, int]] = {
     "3": ("flash_attn_interface", "return_attn_probs", -1, 9),
     "2": ("flash_attn.flash_attn_interface", "return_attn_probs", -1, 8),
 }
+
+
+def _found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+INSTALLED = tuple(version for version, api in APIS.items() if _found(api[0]))  # newest first
 PACKAGES = {"auto": "-4", "4": "-4", "3": "-3", "2": ""}
 
 
@@ -31,10 +40,10 @@ class FlashAttn:
         wanted = str(request.options.get("version", "auto"))
         if request.device.type != "cuda":
             return "FlashAttention needs a CUDA GPU; use attention=flash"
-        if not installed() or (wanted != "auto" and wanted not in installed()):
+        if not INSTALLED or (wanted != "auto" and wanted not in INSTALLED):
             asked = "" if wanted == "auto" else f" {wanted}"
             return f"FlashAttention{asked} is not installed (`pip install flash-attn{PACKAGES[wanted]}`); use attention=flash"
-        if wanted != "auto" and torch.cuda.get_device_capability(request.device)[0] < APIS[wanted][3]:
+        if wanted != "auto" and torch.cuda.get_device_properties(request.device).major < APIS[wanted][3]:
             return f"FlashAttention {wanted} needs a newer GPU; use attention=flash"
         if request.dtype not in (torch.bfloat16, torch.float16):
             return f"FlashAttention takes bf16 and fp16, not {request.dtype}; use attention=flash"
@@ -49,8 +58,8 @@ class FlashAttn:
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, version: str | int = "auto"
     ) -> tuple[Tensor, Tensor, str]:
-        generation = torch.cuda.get_device_capability(q.device)[0]
-        chosen = str(version) if version != "auto" else next(n for n in installed() if APIS[n][3] <= generation)
+        generation = torch.cuda.get_device_properties(q.device).major
+        chosen = str(version) if version != "auto" else next(n for n in INSTALLED if APIS[n][3] <= generation)
         name, lse_flag, no_window, _ = APIS[chosen]
         api = importlib.import_module(name)
         causal = mask.kind != "full"
@@ -67,19 +76,6 @@ class FlashAttn:
         else:
             out, lse, *_ = api.flash_attn_func(q, k, v, **options)
         return out, lse.detach().masked_fill(lse.isinf(), float("-inf")), f"flash-attention-{chosen}"
-
-
-@functools.cache
-def installed() -> tuple[str, ...]:
-    """The FlashAttention versions found here, newest first."""
-
-    def found(module: str) -> bool:
-        try:
-            return importlib.util.find_spec(module) is not None
-        except ModuleNotFoundError:
-            return False
-
-    return tuple(version for version, api in APIS.items() if found(api[0]))
 
 
 register("flash_attn", FlashAttn())

@@ -10,7 +10,7 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ def register(name: str, backend: Backend) -> None:
 
 
 @functools.cache
-def _load() -> None:
+def load_backends() -> None:
     """Import every file of this package, so that each backend registers itself."""
     package = importlib.import_module("longctx.attention")
     for module in pkgutil.iter_modules(package.__path__):
@@ -67,7 +67,6 @@ def backends() -> dict[str, str | None]:
     """Every registered backend: name → None if it runs on this machine, else the reason why not."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    _load()
     return {name: b.refusal(Request(device, dtype, 64)) for name, b in sorted(_backends.items())}
 
 
@@ -81,8 +80,6 @@ def check(
     options: dict[str, Any] | None = None,
 ) -> None:
     """Raise ValueError, saying what to use instead, if `backend` cannot serve such tensors here."""
-    if backend not in _backends:
-        _load()
     if backend not in _backends:
         raise ValueError(f"attention={backend} is not a backend; choose one of {', '.join(sorted(_backends))}")
     chosen = _backends[backend]
@@ -99,6 +96,29 @@ def check(
         raise ValueError(f"attention={backend} cannot run here: {reason}")
 
 
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None = None,
+    backend: str = "flash",
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+    **options: Any,
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None = None,
+    backend: str = "flash",
+    scale: float | None = None,
+    *,
+    return_lse: Literal[True],
+    **options: Any,
+) -> tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,

@@ -63,7 +63,7 @@ class Sdpa:
 
 
 def _not_cudnn(request: Request) -> str | None:
-    if torch.version.hip is not None or torch.cuda.get_device_capability(request.device)[0] < 9:
+    if torch.version.hip is not None or torch.cuda.get_device_properties(request.device).major < 9:
         return "is faster on Hopper and later only"
     if request.head_dim % 8 or request.head_dim > 128:
         return f"takes head sizes up to 128, not {request.head_dim}"

@@ -44,6 +44,7 @@ class Options:
 def run(options: Options, command: str) -> None:
     """Measure, print a table, write `out`.json and `out`.png; ValueError where there is no GPU or a name is unknown."""
     import torch
+    import torch._functorch.config as functorch_config
 
     for name, given, known in (("masks", options.masks, MASKS), ("backends", options.backends, PEERS)):
         if unknown := [x for x in given if x not in known]:
@@ -52,7 +53,7 @@ def run(options: Options, command: str) -> None:
         raise ValueError("bench attention measures GPU kernels and there is no CUDA GPU here")
     from longctx.bench.report import machine, table, write_json
 
-    torch._functorch.config.donated_buffer = False  # lets a compiled backward be timed again and again
+    functorch_config.donated_buffer = False  # lets a compiled backward be timed again and again
     ceiling = matmul_tflops()
     rows = []
     for mask in options.masks:

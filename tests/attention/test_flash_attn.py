@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from longctx.attention import Mask, attention, backends, kernels_run
-from longctx.attention.flash_attn import APIS, installed
+from longctx.attention.flash_attn import APIS, INSTALLED
 from tests.attention.rule import FREE, GRID, Case, check, inputs
 
-needs_it = pytest.mark.skipif(not installed() or not torch.cuda.is_available(), reason="needs FlashAttention and a GPU")
+needs_it = pytest.mark.skipif(not INSTALLED or not torch.cuda.is_available(), reason="needs FlashAttention and a GPU")
 
 
 def test_what_is_found_imports():
-    for version in installed():
+    for version in INSTALLED:
         assert callable(importlib.import_module(APIS[version][0]).flash_attn_varlen_func)
     if not torch.cuda.is_available():
         assert "CUDA GPU" in backends()["flash_attn"]
