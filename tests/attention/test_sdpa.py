@@ -77,4 +77,4 @@ def test_one_graph_under_compile(mask):
     compiled = torch.compile(lambda q, mask: attention(q, q, q, mask, backend="sdpa"), fullgraph=True)
     (got,) = torch.autograd.grad(compiled(q, bound).sum(), q)
     (expected,) = torch.autograd.grad(attention(q, q, q, bound, backend="sdpa").sum(), q)
-    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(got, expected, atol=1e-2, rtol=2e-2)
