@@ -59,6 +59,9 @@ def resumed(overrides: list[str]) -> config.Composed | None:
 def sweep(overrides: list[str]) -> int:
     """Every combination of the choices in the words, checked before the first one starts."""
     jobs = config.jobs(overrides)
+    for word in overrides:
+        if word.startswith(("resume=", "name=")) and len(jobs) > 1:
+            raise ValueError(f"{word}: each job of a sweep is a new run with a name of its own; leave it out")
     for job in jobs:
         config.compose("train", job)
     from longctx.training.sweep import sweep as run

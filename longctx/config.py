@@ -123,7 +123,7 @@ def help_text(script: str) -> str:
         "  python train.py attention=flash seq_len=16384\n"
         "  python train.py -m attention=naive,sdpa,flash seq_len=4096,8192   every combination, one process each\n"
         "  python train.py resume=runs/NAME",
-        "eval": "Evaluate a run, a checkpoint or a Hugging Face folder.\n\n"
+        "eval": "Evaluate a run or a checkpoint, on documents it has not seen or on any text.\n\n"
         "  python eval.py checkpoint=runs/NAME seq_len=16384",
     }
     lines = [doc[script], "", "Choices (group=name):"]

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from longctx import config
+from longctx.data.config import DataConfig
 from longctx.training import runs
-from longctx.training.config import TrainConfig, complete
+from longctx.training.config import StrategyConfig, TrainConfig, WandbConfig, complete
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = sorted((path.parent.name, path.stem) for path in config.CONFIGS.glob("*/*.yaml"))
@@ -25,6 +26,13 @@ def test_every_preset_composes(group: str, name: str) -> None:
     composed = compose(f"{group}={name}", *path)
     assert isinstance(composed.config, TrainConfig)
     assert name == "auto" or composed.choices[group] == name
+
+
+@pytest.mark.parametrize(("group", "name"), [preset for preset in PRESETS if preset[0] in ("attention", "data")])
+def test_every_preset_composes_for_evaluation(group: str, name: str) -> None:
+    path = ["data.path=somewhere"] if name in ("text", "hub") else []
+    words = config.read_words("eval", ["checkpoint=runs/x", f"{group}={name}", *path]).overrides
+    assert config.compose("eval", words).choices[group] == name
 
 
 def test_no_words_give_the_defaults_of_the_dataclass() -> None:
@@ -172,6 +180,13 @@ def test_help_lists_every_key_and_preset() -> None:
     for _, name in PRESETS:
         assert name in text
     assert all(len(line) <= 120 for line in text.splitlines())
+
+
+@pytest.mark.parametrize("schema", [TrainConfig, StrategyConfig, WandbConfig, DataConfig])
+def test_every_key_has_a_meaning(schema: type) -> None:
+    nested = {"attention", "model", "data", "strategy", "wandb"}
+    said = config._comments(schema)
+    assert {item.name for item in dataclasses.fields(schema)} - said.keys() - nested == set()
 
 
 def test_composing_imports_no_torch() -> None:

@@ -33,6 +33,7 @@ def test_help_is_quick_and_leaves_nothing(tmp_path: Path) -> None:
         (["seq_len=abc"], "seq_len=abc"),
         (["seq_length=5"], "did you mean seq_len?"),
         (["-m", "seq_len=64,abc"], "seq_len=abc"),
+        (["-m", "name=x", "seq_len=64,128"], "name=x: each job"),
         (["resume=runs/nothing"], "resume=runs/nothing: no such folder"),
         (["resume=."], "it has no config.yaml"),
         (["data=text", "data.path=missing"], "missing"),

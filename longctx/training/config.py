@@ -65,9 +65,7 @@ class TrainConfig:
     name: str | None = None  # of the run's folder; null: made of what differs from the defaults, and a counter
     resume: str | None = None  # continue this run, for example runs/tiny-flash-4k-001
     runs: str = "runs"  # the folder that runs are written to
-    val_every: int | None = (
-        None  # steps between validations, one of which is before step 1; null: a fifth of the run, at least 20
-    )
+    val_every: int | None = None  # steps between validations, also one at step 0; null: a fifth of the run, 20 or more
     val_rows: int | None = None  # rows of a validation; null: 262,144 tokens on a GPU, 32,768 on a CPU; 0: all
     checkpoint_every: int = 200  # steps between checkpoints; one always comes at the end
     keep_checkpoints: int = 2  # the newest so many stay on disk

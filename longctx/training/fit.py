@@ -27,10 +27,10 @@ from longctx.training.config import CompleteConfig, TrainConfig, complete
 from longctx.training.module import TrainingModule
 from longctx.training.progress import Display, closing_table
 from longctx.training.recorder import Recorder
+from longctx.training.sweep import RESULT_VARIABLE
 from longctx.training.tracking import Tracker
 
 RUN_VARIABLE = "LONGCTX_RUN"  # the folder, for the other ranks of a run
-RESULT_VARIABLE = "LONGCTX_RESULT"  # the file in which a sweep wants to find the folder
 
 
 def train(request: TrainConfig, choices: dict[str, str], changed: dict[str, str]) -> int:
@@ -39,6 +39,10 @@ def train(request: TrainConfig, choices: dict[str, str], changed: dict[str, str]
     `choices` and `changed` (see `longctx.config.Composed`) give the folder its name. Raises ValueError or OSError,
     one line, for whatever is wrong with the request.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ValueError(
+            f"torchrun is not needed: python train.py devices={request.devices} starts the processes itself"
+        )
     quiet_lightning()
     device = pick_device(request)
     config = complete(request, device)
@@ -253,7 +257,7 @@ def announce(folder: Path, devices: int) -> None:
     if devices > 1:
         os.environ[RUN_VARIABLE] = str(folder)
     if os.environ.get(RESULT_VARIABLE):
-        Path(os.environ[RESULT_VARIABLE]).write_text(str(folder.absolute()), encoding="utf-8")
+        Path(os.environ[RESULT_VARIABLE]).write_text(str(folder), encoding="utf-8")
 
 
 def quiet_lightning() -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -16,19 +15,25 @@ from longctx.training.runs import checkpoints, read_metrics
 Row = dict[str, Any]
 
 
+def console(silent: bool = False) -> Console:
+    """Where to print; wide where it is no terminal, so that nothing is cut for a screen that is not there."""
+    made = Console(quiet=silent, highlight=False)
+    if not made.is_terminal:
+        made.width = 240
+    return made
+
+
 class Display:
     """Shows the rows of a run as they come; says nothing on ranks other than the first."""
 
     def __init__(self, steps: int, first_step: int, silent: bool = False) -> None:
-        self.console = Console(quiet=silent, highlight=False)
-        if not self.console.is_terminal:
-            self.console.width = 200
+        self.console = console(silent)
         self.steps = steps
         self._bar: Progress | None = None
         self._task = TaskID(0)
         if self.console.is_terminal and not silent:
             counter, said = TextColumn("step {task.completed:,}/{task.total:,}"), TextColumn("{task.fields[said]}")
-            self._bar = Progress(counter, BarColumn(None), said, TimeRemainingColumn(), console=self.console)
+            self._bar = Progress(counter, BarColumn(16), said, TimeRemainingColumn(), console=self.console)
             self._task = self._bar.add_task("", total=steps, completed=first_step, said="first step ...")
 
     def say(self, text: str) -> None:
@@ -127,22 +132,31 @@ def closing_table(folder: Path, kernels: dict[str, str], finished: bool) -> Tabl
     return table
 
 
-def sweep_table(results: list[tuple[list[str], int, list[Row]]]) -> Table:
-    """One line per job of a sweep: its words, how it ended, what came out."""
-    table = Table("job", "steps", "loss", "val perplexity", "tokens/s", "MFU", "peak memory", "ended")
-    for words, code, rows in results:
-        summary = summarize(rows)
-        ended = {0: "well", 2: "mistake", 130: "stopped", 143: "stopped", -9: "killed: out of memory?"}.get(code)
-        perplexity = summary.get("val_perplexity", (math.nan, math.nan))[1]
+class Job(NamedTuple):
+    """One job of a sweep: its words, how its process ended, its folder (if it came so far)."""
+
+    words: list[str]
+    code: int
+    folder: Path | None
+
+
+def sweep_table(jobs: list[Job]) -> Table:
+    """One line per job: the words in which the jobs differ, what came out, how it ended."""
+    table = Table("job", "steps", "loss", "val perplexity", "tokens/s", "MFU", "peak memory", "ended", "run", box=None)
+    endings = {0: "well", 2: "mistake", 130: "stopped", 143: "stopped", -9: "killed: out of memory?"}
+    for job in jobs:
+        differs = [word for word in job.words if not all(word in other.words for other in jobs)]
+        summary = summarize(read_metrics(job.folder)) if job.folder else {}
         table.add_row(
-            " ".join(words),
+            " ".join(differs or job.words),
             f"{summary.get('step', 0):,}",
             f"{summary['loss']:.4f}" if "loss" in summary else "",
-            f"{perplexity:,.1f}" if not math.isnan(perplexity) else "",
-            f"{summary['tokens_per_second']:,.0f}" if "loss" in summary else "",
+            f"{summary['val_perplexity'][1]:,.1f}" if "val_perplexity" in summary else "",
+            f"{summary['tokens_per_second']:,.0f}" if "tokens_per_second" in summary else "",
             f"{summary['mfu']:.1%}" if "mfu" in summary else "",
             summary.get("memory", ""),
-            ended or f"failed ({code})",
+            endings.get(job.code, f"failed ({job.code})"),
+            str(job.folder or ""),
         )
     return table
 

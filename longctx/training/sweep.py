@@ -8,40 +8,35 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rich.console import Console
+from longctx.training.progress import Job, console, sweep_table
 
-from longctx.training.progress import Row, sweep_table
-from longctx.training.runs import read_metrics
+RESULT_VARIABLE = "LONGCTX_RESULT"  # the file in which a job leaves the name of its folder
 
 
-def sweep(script: str, jobs: list[list[str]]) -> int:
+def sweep(script: str, words_of_jobs: list[list[str]]) -> int:
     """Run `script` once per job and print a table of all of them; returns 0 if every job ended well, else 1."""
-    console = Console(highlight=False)
-    results: list[tuple[list[str], int, list[Row]]] = []
-    stopped = 0
-    for number, words in enumerate(jobs, start=1):
-        console.print(f"\n[{number}/{len(jobs)}] {' '.join(words)}", markup=False, style="bold")
-        code, rows = _job(script, words)
-        results.append((words, code, rows))
-        if code in (130, 143, -2, -15):
-            stopped = abs(code) % 128 + 128
+    out = console()
+    jobs: list[Job] = []
+    for number, words in enumerate(words_of_jobs, start=1):
+        out.print(f"\n[{number}/{len(words_of_jobs)}] {' '.join(words)}", markup=False, style="bold")
+        jobs.append(_run(script, words))
+        if jobs[-1].code in (130, 143):
             break
-    console.print()
-    console.print(sweep_table(results))
-    return stopped or int(any(code for _, code, _ in results))
+    out.print()
+    out.print(sweep_table(jobs))
+    return jobs[-1].code if jobs[-1].code in (130, 143) else int(any(job.code for job in jobs))
 
 
-def _job(script: str, words: list[str]) -> tuple[int, list[Row]]:
-    """Exit code and rows of metrics.jsonl of one job; Ctrl-C goes to the job, which saves a checkpoint and ends."""
+def _run(script: str, words: list[str]) -> Job:
+    """One job to its end. Ctrl-C reaches it too, and it saves a checkpoint and ends; here it only means to wait for that."""
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "folder"
-        process = subprocess.Popen(
-            [sys.executable, os.path.abspath(script), *words], env=os.environ | {"LONGCTX_RESULT": str(result)}
-        )
+        env = os.environ | {RESULT_VARIABLE: str(result)}
+        process = subprocess.Popen([sys.executable, os.path.abspath(script), *words], env=env)
         while True:
             try:
                 code = process.wait()
                 break
             except KeyboardInterrupt:
                 continue
-        return code, read_metrics(Path(result.read_text())) if result.exists() else []
+        return Job(words, code, Path(result.read_text()) if result.exists() else None)
