@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import sys
 import warnings
 from contextlib import nullcontext
@@ -60,11 +61,11 @@ def train(request: TrainConfig, choices: dict[str, str], changed: dict[str, str]
     )
     data = load(config.data, config.seq_len)
     config = fit_vocabulary(config, data)
-    preset = choices.get("model", "the run's")
+    preset = choices.get("model", "") + (" (model=auto)" if changed.get("model", "auto") == "auto" else "")
     if config.resume is not None:
         folder = Path(config.resume)
         with runs.locked(folder) if rank() == 0 else nullcontext():
-            return run(config, folder, continue_from(config, data), data, device, preset)
+            return run(config, folder, continue_from(config, data), data, device, preset="")
     folder = claim_folder(config, runs.stem(choices, config.seq_len, changed), data)
     config = replace(config, name=folder.name)
     with runs.locked(folder) if rank() == 0 else nullcontext():
@@ -173,6 +174,10 @@ def run(config: CompleteConfig, folder: Path, start: Path | None, data: Data, de
         if tracker is not None:
             tracker.finish(code)
     if rank() == 0:
+        if recorder.stopped_by is not None:
+            display.say(
+                f"stopped by {signal.Signals(recorder.stopped_by).name} after step {module.steps_done:,}, saved"
+            )
         display.say("")
         display.console.print(closing_table(folder, attention.kernels_run(), finished=code == 0))
     if problem:
@@ -212,7 +217,7 @@ def opening(config: CompleteConfig, folder: Path, data: Data, device: str, prese
     return [
         f"run        {folder}" + (f", continued after step {done:,}" if done else ""),
         f"device     {f'{config.devices} × ' if config.devices > 1 else ''}{where}, {config.precision}{compiled}",
-        f"model      {preset}, {config.model.parameters():,} parameters",
+        f"model      {preset}{', ' if preset else ''}{config.model.parameters():,} parameters",
         f"attention  {config.attention.backend}"
         + "".join(f", {key}={value}" for key, value in config.attention.options.items()),
         f"data       {config.data.source}, {summary['documents']:,} documents, {summary['tokens']:,} tokens, "

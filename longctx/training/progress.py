@@ -99,6 +99,7 @@ def summarize(rows: list[Row]) -> Row:
         if "mfu" in steps[-1]:
             summary["mfu"] = median(row["mfu"] for row in settled)
     if validations:
+        summary["validations"] = len(validations)
         summary["val_perplexity"] = (validations[0]["val_perplexity"], validations[-1]["val_perplexity"])
     return summary
 
@@ -115,7 +116,7 @@ def closing_table(folder: Path, kernels: dict[str, str], finished: bool) -> Tabl
         table.add_row("loss", f"{summary['loss']:.4f}")
     if "val_perplexity" in summary:
         first, last = summary["val_perplexity"]
-        table.add_row("val perplexity", f"{first:,.1f} → {last:,.1f}")
+        table.add_row("val perplexity", f"{first:,.1f} → {last:,.1f}" if summary["validations"] > 1 else f"{last:,.1f}")
     if "tokens_per_second" in summary:
         table.add_row("tokens/s", f"{summary['tokens_per_second']:,.0f} (median)")
     if "mfu" in summary:

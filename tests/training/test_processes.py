@@ -79,6 +79,7 @@ def test_a_stopped_run_saves_and_says_how_to_go_on(words: Words, tmp_path: Path,
     assert process.returncode == code, err
     assert "Traceback" not in err
     assert f"python train.py resume={folder}" in out
+    assert f"stopped by {signal.Signals(number).name} after step" in out
     saved = torch.load(runs.checkpoints(folder)[-1], weights_only=True)
     assert saved["steps_done"] == runs.read_metrics(folder)[-1]["step"]
 

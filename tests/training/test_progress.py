@@ -38,7 +38,7 @@ def test_the_first_step_does_not_count_for_speed() -> None:
     summary = summarize(ROWS)
     assert summary["tokens_per_second"] == 200
     assert summary["val_perplexity"] == (8000.0, 150.0)
-    assert summarize(ROWS[:1]) == {"val_perplexity": (8000.0, 8000.0)}
+    assert summarize(ROWS[:1]) == {"validations": 1, "val_perplexity": (8000.0, 8000.0)}
     assert summarize([]) == {}
 
 
