@@ -19,7 +19,7 @@ LONGEST_ROW = 2**24
 TOKENS_PER_MICRO_BATCH = {"cuda": 16384, "cpu": 4096}
 TOKENS_PER_STEP = {"cuda": 65536, "cpu": 4096}
 TOKENS_PER_VALIDATION = {"cuda": 262144, "cpu": 32768}
-STEPS = {"cuda": 300, "cpu": 40}
+STEPS = {"cuda": 300, "cpu": 60}
 
 
 @dataclass
@@ -48,7 +48,7 @@ class TrainConfig:
     seq_len: int = 4096  # tokens per row: the context that the model trains at
     batch_size: int | None = None  # rows per device and micro-batch; null: 16,384 tokens on a GPU, 4,096 on a CPU
     accumulate: int | None = None  # micro-batches per step; null: 65,536 tokens a step on a GPU, 4,096 on a CPU
-    max_steps: int | None = None  # optimizer steps; null: from max_tokens, else 300 on a GPU and 40 on a CPU
+    max_steps: int | None = None  # optimizer steps; null: from max_tokens, else 300 on a GPU and 60 on a CPU
     max_tokens: int | None = None  # stop after about so many tokens, padding included, instead of max_steps
     lr: float | None = None  # peak learning rate of AdamW; null: 0.5 / model.channels, near GPT-3's table of sizes
     min_lr: float = 0.1  # the cosine ends at this share of lr
