@@ -67,10 +67,8 @@ class FlashAttn:
         options = {"softmax_scale": scale, "causal": causal, "window_size": window, lse_flag: True}
         B, Tq, Hq, _ = q.shape
         if mask.kind == "documents":
-            longest = 1 << (mask.longest - 1).bit_length()
-            options |= dict(
-                cu_seqlens_q=mask.offsets, cu_seqlens_k=mask.offsets, max_seqlen_q=longest, max_seqlen_k=longest
-            )
+            options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), mask.offsets)
+            options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), mask.longest)
             out, lse, *_ = api.flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), **options)
             out, lse = out.reshape(q.shape), lse.reshape(Hq, B, Tq).transpose(0, 1)
         else:

@@ -30,17 +30,14 @@ class Flex:
         from torch.nn.attention.flex_attention import AuxRequest
 
         heads = (x.transpose(1, 2) for x in (q, k, v))
+        options = {"scale": scale, "enable_gqa": True, "return_aux": AuxRequest(lse=True)}
         if torch.compiler.is_compiling():
-            blocks = block_mask(mask, k.shape[1])
+            out, aux = _attend()(*heads, block_mask=block_mask(mask, k.shape[1]), **options)
         else:
             blocks = mask.cache.get("flex") or mask.cache.setdefault("flex", block_mask(mask, k.shape[1]))
-        out, aux = _attend()(
-            *heads,
-            block_mask=blocks,
-            scale=scale,
-            enable_gqa=True,
-            return_aux=AuxRequest(lse=True),
-        )
+            # Also where the caller forbids compiling: FlexAttention not compiled has the (Tq, Tk) scores in memory.
+            with torch.compiler.set_stance("default"):
+                out, aux = _attend()(*heads, block_mask=blocks, **options)
         return out.transpose(1, 2), aux.lse, "torch flex, compiled"
 
 

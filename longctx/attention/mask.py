@@ -20,7 +20,8 @@ class Mask:
     """Which keys each query sees; build with `causal`, `full`, `documents` or `intervals`, once per batch.
 
     After `bind` it holds int32 tensors: `first`, `last` (B or 1, Tq) and `qfirst`, `qlast` (B or 1, Tk). A batch of 1 stands for
-    every row. `doc_ids` (B, T) and, once bound, `offsets` (documents + 1,) describe packed documents over the flattened batch.
+    every row. `doc_ids` (B, T) and `offsets` (documents + 1,) describe packed documents over the flattened batch; none is longer
+    than `longest`, a power of two, so that code compiled for it serves many batches.
     """
 
     kind: str
@@ -66,7 +67,7 @@ class Mask:
         lengths = offsets.diff().long()
         pairs = _causal_pairs(lengths, window)
         visible = int(pairs.sum()) if pairs.numel() else 0
-        longest = int(lengths.max()) if lengths.numel() else 0
+        longest = 1 << (int(lengths.max()) - 1).bit_length() if lengths.numel() else 0
         return Mask("documents", _checked(window), doc_ids=doc_ids, offsets=offsets, longest=longest, visible=visible)
 
     @staticmethod

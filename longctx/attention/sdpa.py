@@ -87,9 +87,9 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[T
     window = dict(window_size_left=left, window_size_right=0 if causal and left >= 0 else -1)
     if mask.kind == "documents":
         flat = (x.reshape(B * Tq, -1, D) for x in (q, k, v))
-        longest = 1 << (mask.longest - 1).bit_length()  # a bound suffices, and a power of two compiles once
+        layout = mask.offsets, mask.offsets, mask.longest, mask.longest
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *flat, mask.offsets, mask.offsets, longest, longest, 0.0, causal and left < 0, False, scale=scale, **window
+            *flat, *layout, 0.0, causal and left < 0, False, scale=scale, **window
         )
         return out.reshape(q.shape), lse.detach().reshape(Hq, B, Tq).transpose(0, 1)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from longctx.attention import Mask, attention
 from longctx.attention.flex import BLOCK, block_mask
 from longctx.attention.naive import visible
 from tests.attention.rule import FREE, GRID, Case, check
@@ -32,3 +33,14 @@ def test_block_mask_covers_the_intervals(case):
 @pytest.mark.parametrize("case", GRID + FREE, ids=str)
 def test_rule(case):
     check(case, "flex", torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_scores_never_exist_where_compiling_is_forbidden():
+    T = 16384
+    q, k, v = torch.randn(3, 1, T, 4, 64, device="cuda", dtype=torch.bfloat16)
+    mask = Mask.causal().bind(1, T, T, "cuda")
+    before = torch.cuda.max_memory_allocated()
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        attention(q, k, v, mask=mask, backend="flex")
+    assert torch.cuda.max_memory_allocated() - before < 4 * T * T

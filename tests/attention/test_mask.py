@@ -65,3 +65,10 @@ def test_binding_is_idempotent_and_guards_its_shape():
 def test_bad_masks_are_refused(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_the_bound_on_documents_takes_few_values():
+    bounds = {
+        Mask.documents(torch.arange(512).ge(cut).long()[None]).longest: cut for cut in (256, 257, 300, 400, 511, 512)
+    }
+    assert set(bounds) == {256, 512}
