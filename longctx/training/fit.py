@@ -163,7 +163,7 @@ def run(config: CompleteConfig, folder: Path, start: Path | None, data: Data, de
         trainer = lightning_trainer(config, device, config.max_steps - done, recorder)
         trainer.fit(module, loader, ckpt_path=start, weights_only=True)
         code = 0 if recorder.stopped_by is None else 128 + recorder.stopped_by
-    except (torch.OutOfMemoryError, RuntimeError) as error:
+    except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         problem = out_of_memory(config, device, module.steps_done)

@@ -96,8 +96,8 @@ def summarize(rows: list[Row]) -> Row:
         summary["memory"] = gib(
             max(steps, key=lambda row: float(row.get("memory_peak_gib") or row.get("process_peak_gib") or 0.0))
         )
-        if "mfu" in steps[-1]:
-            summary["mfu"] = median(row["mfu"] for row in settled)
+        if mfu := [row["mfu"] for row in settled if "mfu" in row]:
+            summary["mfu"] = median(mfu)
     if validations:
         summary["validations"] = len(validations)
         summary["val_perplexity"] = (validations[0]["val_perplexity"], validations[-1]["val_perplexity"])

@@ -19,7 +19,8 @@ from typing import Any
 
 import yaml
 
-# What resume= may change: how long and how closely the run is watched, never what is computed.
+# What resume= may change: where, how long and how closely watched the run is. A new length changes the learning rate of
+# the steps to come, nothing else does what is computed.
 RESUMABLE = {
     *("max_steps", "max_tokens", "val_every", "val_rows", "checkpoint_every", "keep_checkpoints", "log_every"),
     *("workers", "device", "compile"),
@@ -153,12 +154,10 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def drop_metrics_after(folder: Path, step: int) -> int:
-    """Remove the rows of steps past `step`, which a resumed run computes again; returns how many, atomically."""
-    rows = read_metrics(folder)
-    kept = [row for row in rows if row["step"] <= step]
+def drop_metrics_after(folder: Path, step: int) -> None:
+    """Remove the rows of steps past `step`, which a resumed run computes again."""
+    kept = [row for row in read_metrics(folder) if row["step"] <= step]
     replace_text(folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
-    return len(rows) - len(kept)
 
 
 def replace_text(path: Path, text: str) -> None:

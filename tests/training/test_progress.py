@@ -42,6 +42,12 @@ def test_the_first_step_does_not_count_for_speed() -> None:
     assert summarize([]) == {}
 
 
+def test_a_run_that_moved_to_a_gpu_has_the_mfu_of_its_rows_there() -> None:
+    moved = [{key: value for key, value in ROWS[1].items() if key != "mfu"}, *ROWS[2:]]
+    assert summarize(moved)["mfu"] == 0.4
+    assert "mfu" not in summarize([{key: value for key, value in row.items() if key != "mfu"} for row in ROWS])
+
+
 def test_the_closing_table_says_what_to_type_next(tmp_path: Path) -> None:
     text = printed(closing_table(run(tmp_path / "r"), {"flash": "triton-portable"}, finished=True))
     for said in (

@@ -49,7 +49,7 @@ def test_metrics_past_a_step_are_dropped_and_a_torn_last_line_with_them(tmp_path
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "metrics.jsonl").write_text(text + '{"step": 8, "lo')
     assert runs.read_metrics(tmp_path) == rows
-    assert runs.drop_metrics_after(tmp_path, 5) == 2
+    runs.drop_metrics_after(tmp_path, 5)
     assert runs.read_metrics(tmp_path) == rows[:5]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
