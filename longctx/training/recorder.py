@@ -31,7 +31,8 @@ class Recorder(pl.Callback):
     """Logs to `tracker` and `display` (None on ranks other than the first), validates on `data`, saves to `folder`.
 
     A row is logged after the first step, after every `log_every`, and before each validation and the end. SIGTERM and
-    Ctrl-C end the run after the step at hand, with a checkpoint; a second one ends it at once.
+    Ctrl-C end the run after the step at hand (on several devices, after the next logged one), with a checkpoint; a
+    second one ends it at once.
     """
 
     def __init__(
@@ -60,8 +61,8 @@ class Recorder(pl.Callback):
         self.display.start()
         if pl_module.steps_done == 0:
             self._validate(pl_module)
-        self.meter.started = self.meter.window = self._idle_since = time.perf_counter()
-        self.meter.aside = 0.0
+        self.meter.begin()
+        self._idle_since = self.meter.started
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -77,7 +78,8 @@ class Recorder(pl.Callback):
         self.display.stepped(step)
         last = step == config.max_steps
         validates = last or step % config.val_every == 0
-        if step == 1 or step % config.log_every == 0 or validates:
+        logs = step == 1 or step % config.log_every == 0 or validates
+        if logs:
             self._log_step(pl_module)
         with self.meter.set_aside():
             if self.tracker is not None:
@@ -86,8 +88,11 @@ class Recorder(pl.Callback):
                     self.display.say(problem)
             if validates:
                 self._validate(pl_module)
-            stop = self._stop_wanted(trainer)
-            if last or stop or step % config.checkpoint_every == 0:
+        # Several ranks wait for one another to agree, so they ask only where they wait anyway.
+        stop = (logs or trainer.world_size == 1) and self._stop_wanted(trainer)
+        if last or stop or step % config.checkpoint_every == 0:
+            self._require_finite("gradient norm", float(pl_module.grad_norm), step)
+            with self.meter.set_aside():
                 self._save(trainer, step)
         if stop:
             trainer.should_stop = True
@@ -109,7 +114,7 @@ class Recorder(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        self.meter.restore(checkpoint["meter"])
+        self.meter.restore(checkpoint["meter"], trainer.is_global_zero)
         checkpoints.restore_random_state(checkpoint["random"])
 
     def _log_step(self, module: TrainingModule) -> None:
@@ -118,10 +123,14 @@ class Recorder(pl.Callback):
         row["lr"] = learning_rate(step - 1, self.config)
         row["epoch"] = step * self.config.rows_per_step / len(self.data.train)
         self._record(row)
-        if not math.isfinite(row["loss"]):
+        self._require_finite("loss", row["loss"], step)
+
+    def _require_finite(self, name: str, value: float, step: int) -> None:
+        """Raise FloatingPointError otherwise, so that no checkpoint holds weights that are no numbers."""
+        if not math.isfinite(value):
             now = f"lr={self.config.lr} warmup_steps={self.config.warmup_steps}"
             raise FloatingPointError(
-                f"the loss is {row['loss']} at step {step}; try a smaller lr or longer warm-up ({now})"
+                f"the {name} is {value} at step {step}; try a smaller lr or longer warm-up ({now})"
             )
 
     def _validate(self, module: TrainingModule) -> None:
@@ -164,8 +173,10 @@ class Recorder(pl.Callback):
             return self.stopped_by is not None
         number = torch.tensor(self.stopped_by or 0, device=trainer.strategy.root_device)
         dist.all_reduce(number, op=dist.ReduceOp.MAX)
-        self.stopped_by = int(number) or None
-        return self.stopped_by is not None
+        agreed = int(number)
+        if agreed:  # else keep one that came while the ranks spoke, for the next time they do
+            self.stopped_by = agreed
+        return agreed > 0
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.stopped_by is not None:

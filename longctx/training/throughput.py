@@ -40,6 +40,8 @@ PEAK_FLOPS = {
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of the GPU that torch calls `device_name`; None where it is not known."""
     words = device_name.upper().replace("-", " ").split()
+    if "MIG" in words:  # a part of the chip
+        return None
     for name, peak in PEAK_FLOPS.items():
         if all(word in words for word in name.upper().split()):
             return peak
@@ -58,6 +60,7 @@ class Meter:
     tokens_seen: int = 0  # over all ranks, since the beginning of the run, padding left out
     seconds: float = 0.0  # training time before this process, where the run was resumed
     waited: float = 0.0
+    spent: float = 0.0  # of this window, seconds of steps before this process
     steps: int = 0
     counts: list[int] = field(default_factory=lambda: [0, 0, 0, 0])  # scored, real, all tokens, pairs
     loss: Tensor = field(init=False)
@@ -67,6 +70,11 @@ class Meter:
 
     def __post_init__(self) -> None:
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
+
+    def begin(self) -> None:
+        """The next step starts now."""
+        self.started = time.perf_counter()
+        self.window, self.aside = self.started - self.spent, 0.0
 
     def add(self, batch: StepBatch, loss: Tensor) -> None:
         """Count one optimizer step; `loss` is the sum over its scored tokens on this rank."""
@@ -90,19 +98,14 @@ class Meter:
         `padding_share` is of all tokens; `data_wait_ms` is the time per step between one step and the arrival of the
         next batch.
         """
-        sums = torch.tensor([0.0, *self.counts, 0.0], dtype=torch.float64, device=self.device)
-        sums[0], sums[5] = self.loss, grad_norm.double()
-        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        if ranks > 1:
-            dist.all_reduce(sums)
-        loss, scored, real, everything, pairs, norm = sums.tolist()
+        loss, scored, real, everything, pairs = self._over_ranks()
         now = time.perf_counter()
         elapsed = max(now - self.window - self.aside, 1e-9)
         self.tokens_seen += int(real)
         row = {
             "tokens_seen": self.tokens_seen,
             "loss": loss / max(scored, 1.0),
-            "grad_norm": norm / ranks,
+            "grad_norm": float(grad_norm),  # the same on every rank
             "tokens_per_second": real / elapsed,
             "ms_per_step": 1000 * elapsed / self.steps,
             "data_wait_ms": 1000 * self.waited / self.steps,
@@ -110,7 +113,7 @@ class Meter:
         }
         peak = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
         if peak is not None:
-            row["mfu"] = self.flops(real, pairs) / elapsed / (peak * ranks)
+            row["mfu"] = self.flops(real, pairs) / elapsed / (peak * _ranks())
         row |= memory(self.device) | {"seconds": self.seconds + now - self.started}
         self.loss.zero_()
         self.steps, self.counts, self.waited, self.aside, self.window = 0, [0, 0, 0, 0], 0.0, 0.0, now
@@ -121,21 +124,38 @@ class Meter:
         return tokens * self.model.flops_per_token(pairs / max(tokens, 1.0))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold so that the rows after it are those of the uninterrupted run."""
-        elapsed = self.seconds + time.perf_counter() - self.started
+        """What a checkpoint must hold so that the rows after it are those of the uninterrupted run; every rank calls it."""
+        loss, *counts = self._over_ranks()
+        now = time.perf_counter()
         return {
             "tokens_seen": self.tokens_seen,
-            "seconds": elapsed,
+            "seconds": self.seconds + now - self.started,
+            "spent": now - self.window - self.aside if self.steps else 0.0,
+            "waited": self.waited,
             "steps": self.steps,
-            "counts": self.counts,
-            "loss": self.loss,
+            "counts": [int(count) for count in counts],
+            "loss": loss,
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from `state`."""
-        self.tokens_seen, self.seconds = state["tokens_seen"], state["seconds"]
-        self.steps, self.counts = state["steps"], list(state["counts"])
-        self.loss.copy_(state["loss"])
+    def restore(self, state: dict[str, Any], first_rank: bool = True) -> None:
+        """Continue from `state`; what it has summed over the ranks, the first rank carries."""
+        self.tokens_seen, self.seconds, self.steps = state["tokens_seen"], state["seconds"], state["steps"]
+        self.spent, self.waited = state["spent"], state["waited"]
+        if first_rank:
+            self.counts = list(state["counts"])
+            self.loss.fill_(state["loss"])
+
+    def _over_ranks(self) -> list[float]:
+        """Loss and counts of this window, summed over all ranks; waits for the device."""
+        sums = torch.tensor([0.0, *self.counts], dtype=torch.float64, device=self.device)
+        sums[0] = self.loss
+        if _ranks() > 1:
+            dist.all_reduce(sums)
+        return sums.tolist()
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def memory(device: torch.device) -> dict[str, float]:

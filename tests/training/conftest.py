@@ -45,6 +45,7 @@ def words(corpus: Path, cache: Path, tmp_path: Path) -> Callable[..., list[str]]
             "model.ffn": 48,
             "seq_len": 64,
             "batch_size": 2,
+            "accumulate": 2,
             "max_steps": 6,
             "log_every": 1,
             "workers": 0,

@@ -11,8 +11,9 @@ import torch
 import yaml
 
 import train
-from longctx.data import Data
+from longctx.data import Data, DataConfig, load
 from longctx.training import checkpoints, runs
+from longctx.training.batches import micro_batch
 from longctx.training.checkpoints import load_model
 
 Words = Callable[..., list[str]]
@@ -31,7 +32,7 @@ def test_a_run_leaves_what_others_read(words: Words, tmp_path: Path, capsys: pyt
     assert (
         train.main(words(max_steps=12, keep_checkpoints=2, checkpoint_every=4, log_every=3, val_every=5, lr=0.01)) == 0
     )
-    folder = tmp_path / "runs" / "tiny-flash-64-text-layers1-channels32-ffn48-batchsize2-lr0.01-001"
+    folder = tmp_path / "runs" / "tiny-flash-64-text-layers1-channels32-ffn48-batchsize2-accumulate2-lr0.01-001"
     names = {path.name for path in folder.iterdir()}
     assert names == {"config.yaml", "metrics.jsonl", "tokenizer.json", "tokenizer_config.json", "checkpoints"}
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
@@ -41,7 +42,7 @@ def test_a_run_leaves_what_others_read(words: Words, tmp_path: Path, capsys: pyt
     ]
     assert (folder / "checkpoints" / "last.ckpt").resolve() == runs.checkpoints(folder)[-1].resolve()
     config = yaml.safe_load((folder / "config.yaml").read_text())
-    assert (config["max_steps"], config["accumulate"], config["model"]["vocab_size"]) == (12, 32, 320)
+    assert (config["max_steps"], config["accumulate"], config["model"]["vocab_size"]) == (12, 2, 320)
 
     rows = steps(folder)
     assert [row["step"] for row in rows] == [1, 3, 5, 6, 9, 10, 12]
@@ -50,6 +51,10 @@ def test_a_run_leaves_what_others_read(words: Words, tmp_path: Path, capsys: pyt
     validations = [row for row in runs.read_metrics(folder) if "val_loss" in row]
     assert [row["step"] for row in validations] == [0, 5, 10, 12]
     assert validations[-1]["val_perplexity"] < 0.7 * validations[0]["val_perplexity"]
+    val = load(DataConfig(**config["data"]), 64).val
+    whole = micro_batch([val[i] for i in range(len(val))])
+    mean = load_model(folder)[0](whole.tokens, whole.targets, whole.mask)
+    assert validations[-1]["val_loss"] == pytest.approx(mean.item(), rel=1e-5)
 
     printed = capsys.readouterr()
     assert "\x1b" not in printed.out
@@ -64,6 +69,14 @@ def test_a_run_leaves_what_others_read(words: Words, tmp_path: Path, capsys: pyt
     again, _, _ = load_model(folder / "checkpoints" / "last.ckpt", attention="naive")
     tokens = torch.arange(12)[None]
     torch.testing.assert_close(model(tokens), again(tokens))
+
+
+def test_a_step_is_as_long_as_the_learning_rate_it_logs(words: Words, tmp_path: Path) -> None:
+    assert train.main(words(name="r", max_steps=1, lr=0.01, warmup_steps=10)) == 0
+    [row] = steps(tmp_path / "runs" / "r")
+    assert row["lr"] == pytest.approx(0.001)
+    moved = (weights(tmp_path / "runs" / "r")["model.norm.weight"] - 1).abs()  # Adam's first step is ±lr, undecayed
+    torch.testing.assert_close(moved, torch.full_like(moved, row["lr"]), rtol=1e-3, atol=0)
 
 
 class Uneven:
@@ -180,6 +193,15 @@ def test_a_loss_that_is_no_number_ends_the_run_with_advice(words: Words, capsys:
     assert "try a smaller lr" in capsys.readouterr().err
 
 
+def test_weights_that_are_no_numbers_are_not_saved(
+    words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("longctx.training.module.learning_rate", lambda step, config: float("nan") if step else 0.1)
+    assert train.main(words(name="r", max_steps=30, log_every=30, val_every=30, checkpoint_every=3)) == 1
+    assert "gradient norm is nan at step 3" in capsys.readouterr().err
+    assert not runs.checkpoints(tmp_path / "runs" / "r")
+
+
 def test_running_out_of_memory_says_what_to_change(
     words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,7 +212,7 @@ def test_running_out_of_memory_says_what_to_change(
     assert train.main(words(attention="naive")) == 1
     assert "attention=flash" in capsys.readouterr().err
     assert train.main(words(batch_size=4)) == 1
-    assert "batch_size=2 accumulate=32" in capsys.readouterr().err
+    assert "batch_size=2 accumulate=4" in capsys.readouterr().err
 
 
 def test_a_sweep_survives_a_job_that_fails(words: Words, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -85,7 +85,7 @@ def test_a_stopped_run_saves_and_says_how_to_go_on(words: Words, tmp_path: Path,
 
 
 def test_two_processes_equal_one(words: Words, tmp_path: Path) -> None:
-    shape: dict[str, Any] = {"max_steps": 4, "clip": 0.5, "val_rows": 7}
+    shape: dict[str, Any] = {"max_steps": 4, "clip": 0.5, "val_rows": 7, "log_every": 2, "checkpoint_every": 3}
     assert train.main(words(name="one", batch_size=2, accumulate=2, **shape)) == 0
     two = start(words(name="two", batch_size=1, accumulate=2, devices=2, workers=1, **shape), tmp_path)
     out, err = two.communicate(timeout=180)
@@ -100,6 +100,13 @@ def test_two_processes_equal_one(words: Words, tmp_path: Path) -> None:
             assert left[key] == pytest.approx(right[key], rel=1e-5)
     states = [torch.load(runs.checkpoints(folder)[-1], weights_only=True)["state_dict"] for folder in folders]
     torch.testing.assert_close(states[0], states[1], rtol=1e-4, atol=1e-5)
+
+    before = losses(folders[1])
+    runs.checkpoints(folders[1])[-1].unlink()
+    again = start([f"resume={folders[1]}"], tmp_path)
+    _, err = again.communicate(timeout=180)
+    assert again.returncode == 0, err
+    assert losses(folders[1]) == before
 
 
 def test_two_processes_stop_together(words: Words, tmp_path: Path) -> None:
