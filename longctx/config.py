@@ -16,6 +16,7 @@ import re
 import textwrap
 import typing
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -207,7 +208,7 @@ def _checked_word(script: str, word: str) -> str:
         raise ValueError(f"{word}: settings of Hydra cannot be changed here")
     if "_target_" in word:
         raise ValueError(f"{word}: _target_ is not used here; presets are chosen by name")
-    if bare.startswith("~") or not equals:
+    if bare.startswith("~") or not equals or not bare:
         raise ValueError(f"{word}: not of the form key=value, such as seq_len=16384; see --help")
     keys = _keys(_schema(script))
     if keys.get(bare) or _is_open(script, bare):
@@ -247,27 +248,21 @@ def _parse(overrides: list[str]) -> Any:
     return parsed
 
 
-class _one_line:
+@contextmanager
+def _one_line(overrides: list[str]) -> Iterator[None]:
     """Turns what Hydra and OmegaConf raise inside it into a ValueError of one line that shows the word at fault."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
 
-    def __init__(self, overrides: list[str]) -> None:
-        self.overrides = overrides
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        from hydra.errors import HydraException
-        from omegaconf.errors import OmegaConfBaseException
-
-        if not isinstance(error, (HydraException, OmegaConfBaseException)):
-            return
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
         cause: BaseException = error
         while isinstance(deeper := cause.__cause__ or cause.__context__, (HydraException, OmegaConfBaseException)):
             cause = deeper
         said = str(cause).strip().splitlines()[0]
-        at_fault = [w for w in self.overrides if w in str(error) or len(self.overrides) == 1] or [
-            w for w in self.overrides if re.search(rf"full_key: {re.escape(_key_and_value(w)[0])}\b", str(cause))
+        at_fault = [w for w in overrides if w in str(error) or len(overrides) == 1] or [
+            w for w in overrides if re.search(rf"full_key: {re.escape(_key_and_value(w)[0])}\b", str(cause))
         ]
         shown = at_fault[0].lstrip("+") if at_fault else "configuration"
         raise ValueError(f"{shown}: {_plain(said)}") from error

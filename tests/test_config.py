@@ -95,6 +95,8 @@ def test_model_auto_follows_the_device_and_keeps_what_was_said_about_it() -> Non
         ("~hydra.job", "Hydra cannot be changed"),
         ("model._target_=os.system", "_target_"),
         ("~model", "key=value"),
+        ("=3", "=3: not of the form key=value"),
+        ("resume=", "resume= names no run"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_it(word: str, said: str) -> None:

@@ -100,6 +100,8 @@ def read_words(argv: list[str]) -> Options:
     config = DataConfig(**values)
     config.validate()
     out = _value("out", given.get("out", "lengths.png"), str | None)
+    if out == "":
+        raise ValueError("out= names no picture; give a file such as out=lengths.png, or out=null for none")
     return Options(config, _value("seq_len", given.get("seq_len", "4096"), int), out)
 
 
@@ -238,6 +240,8 @@ def draw(data: Data, path: Path) -> None:
         partial.replace(path)
     except OSError as error:
         raise OSError(f"out={path}: cannot write there ({error.strerror or error})") from error
+    except ValueError as error:
+        raise ValueError(f"out={path}: {error}") from error
     finally:
         partial.unlink(missing_ok=True)
         pyplot.close(figure)

@@ -23,6 +23,8 @@ EOS = "<|endoftext|>"
 _KNOWN_EOS = (EOS, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|eot_id|>")
 _SEGMENT = 1 << 20  # characters; longer texts are tokenized in parts, which bounds memory and uses every core
 _BOUNDARY = re.compile(r"[^\W_]\n")
+_LONGEST_RUN = 1000  # characters; the BPE trainer takes time that is quadratic in the length of a word
+_ENDLESS = re.compile(rf"\S{{{_LONGEST_RUN},}}|\s{{{_LONGEST_RUN},}}")
 
 
 class Tokenizer:
@@ -134,8 +136,18 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator((part for text in texts for part in _without_endless_runs(text)), trainer)
     return Tokenizer(tokenizer, EOS)
+
+
+def _without_endless_runs(text: str) -> Iterator[str]:
+    """`text` in parts, cut wherever a run of white space or of anything else goes on for `_LONGEST_RUN` characters."""
+    first = 0
+    for run in _ENDLESS.finditer(text):
+        for cut in range(run.start() + _LONGEST_RUN, run.end(), _LONGEST_RUN):
+            yield text[first:cut]
+            first = cut
+    yield text[first:]
 
 
 def _find_eos(tokenizer: tokenizers.Tokenizer, file: Path) -> str:

@@ -114,6 +114,8 @@ class TrainConfig:
         _one_of("wandb.mode", self.wandb.mode, ("auto", "online", "offline", "disabled"))
         if self.name is not None:
             check_name(self.name)
+        if self.resume == "":
+            raise ValueError("resume= names no run; give its folder, such as resume=runs/NAME, or leave it out")
         if not self.runs.strip() or "\0" in self.runs:
             raise ValueError(f"runs={self.runs!r}: the path of a folder")
         self.model.validate()

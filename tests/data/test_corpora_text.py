@@ -123,6 +123,8 @@ FAULTS = {
     "a.jsonl:1: no field 'text' .there are: id, body.*data.text_column": ("a.jsonl", jsonl(["x"], "body")),
     "a.jsonl:1: field 'text' is a int, expected a string": ("a.jsonl", jsonl([7])),
     "a.jsonl:2: not UTF-8": ("a.jsonl", jsonl(["x"]) + b'{"text": "\xff"}\n'),
+    "a.jsonl:1: JSON that cannot be read": ("a.jsonl", b"[" * 100_000),
+    "a.jsonl:1: JSON that cannot be read ": ("a.jsonl", b'{"text": "x", "n": ' + b"1" * 9999 + b"}"),
     "a.jsonl:1: half of a surrogate pair": ("a.jsonl", b'{"text": "\\ud800"}\n'),
     "not a complete .gz file": ("a.txt.gz", gzip.compress(b"hello" * 99)[:-9]),
     "not a complete .gz file ": ("a.txt.gz", b"never compressed"),

@@ -52,8 +52,9 @@ def test_it_prints_and_draws(corpus, tmp_path, capsys) -> None:
     picture = imread(out)
     assert picture.shape[0] > 400
     assert np.ptp(picture) > 0.5
-    assert describe.main([*words, f"out={tmp_path}/no/such/folder.png"]) == 2
-    assert "out=" in capsys.readouterr().err
+    for wrong in (f"{tmp_path}/no/such/folder.png", f"{tmp_path}/picture.odd"):
+        assert describe.main([*words, f"out={wrong}"]) == 2
+        assert f"error: out={wrong}: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,7 @@ def test_it_prints_and_draws(corpus, tmp_path, capsys) -> None:
         (["seq_len=abc"], r"seq_len=abc: must be a whole number"),
         (["data.val_fraction=much"], r"data\.val_fraction=much: must be a number"),
         (["data=books"], r"data=books: not one of embedded, hub, text"),
+        (["out="], r"out= names no picture"),
         (["seq_len"], r"seq_len: not of the form key=value"),
         (["data=text"], r"data\.path is not set"),
         (["data.path=docs"], r"add data=text"),

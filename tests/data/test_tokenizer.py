@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 
 import pytest
 import tokenizers
@@ -88,6 +89,13 @@ def test_training_is_deterministic_and_keeps_to_its_size(trained) -> None:
     assert one.fingerprint == two.fingerprint
     assert one.vocab_size <= 300
     assert trained.fingerprint != one.fingerprint
+
+
+@pytest.mark.parametrize("run", ["x", "\t", "0123456789abcdef"])
+def test_a_run_without_end_is_learned_from_in_seconds(run) -> None:
+    start = time.monotonic()
+    train(["some words", run * (200_000 // len(run))], 400)
+    assert time.monotonic() - start < 15  # uncut, minutes
 
 
 def test_save_and_load_keep_everything(trained, tmp_path) -> None:

@@ -145,6 +145,8 @@ def _read_jsonl(name: str, file: Path, stream: IO[bytes], config: DataConfig) ->
             raise ValueError(
                 f"{place}: not JSON ({error.msg}, column {error.colno}); every line is one object"
             ) from error
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets thousands deep
+            raise ValueError(f"{place}: JSON that cannot be read ({error})") from error
         if not isinstance(row, dict):
             raise ValueError(
                 f"{place}: expected an object with a field '{config.text_column}', found a {type(row).__name__}"
