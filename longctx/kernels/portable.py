@@ -29,6 +29,7 @@ from longctx.kernels.launch import Launch, launch_config
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+ROW = tl.constexpr(128)  # lse2 and delta have rows padded to a multiple of it, so that no tile reads past one
 LENGTHS = ["Tq", "Tk", "Hq", "heads_together"]  # never specialized on: any length reuses the compiled kernel
 
 
@@ -171,24 +172,25 @@ def forward_kernel(
 def delta_kernel(
     out, do, lse, dlse, lse2, delta,
     stride_ob, stride_ot, stride_oh, stride_gb, stride_gt, stride_gh, Tq, Hq,
-    D: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, HAS_DLSE: tl.constexpr,
+    D: tl.constexpr, PAD: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """delta = Σ do·o - dlse, and the lse in base 2 with +inf for rows that see nothing (their p is then 0)."""
-    tiles = tl.cdiv(Tq, BM)
-    t, bh = (tl.program_id(0) % tiles) * BM, tl.program_id(0) // tiles
+    """delta = Σ do·o - dlse, and the lse in base 2; +inf, so that p is 0, for queries that see nothing and past the end."""
+    tiles = tl.cdiv(Tq, ROW)
+    t, bh = (tl.program_id(0) % tiles) * ROW, tl.program_id(0) // tiles
     b, h = bh // Hq, bh % Hq
-    i = t + tl.arange(0, BM)
+    i = t + tl.arange(0, ROW)
     out, _, _ = _at(out, b, h, Tq, stride_ob, stride_oh, False)
     do, _, _ = _at(do, b, h, Tq, stride_gb, stride_gh, False)
-    o_i = _load(out, 0, 0, t, Tq, stride_ot, D, PAD, BM, False).to(tl.float32)
-    do_i = _load(do, 0, 0, t, Tq, stride_gt, D, PAD, BM, False).to(tl.float32)
+    o_i = _load(out, 0, 0, t, Tq, stride_ot, D, PAD, ROW, False).to(tl.float32)
+    do_i = _load(do, 0, 0, t, Tq, stride_gt, D, PAD, ROW, False).to(tl.float32)
     total = tl.sum(o_i * do_i, 1)
     at = bh.to(tl.int64) * Tq + i
     if HAS_DLSE:
         total -= tl.load(dlse + at, mask=i < Tq, other=0.0)
-    x = tl.load(lse + at, mask=i < Tq, other=0.0)
-    tl.store(lse2 + at, tl.where(x == float("-inf"), float("inf"), x * LOG2E), mask=i < Tq)
-    tl.store(delta + at, total, mask=i < Tq)
+    x = tl.load(lse + at, mask=i < Tq, other=float("-inf"))
+    at = bh.to(tl.int64) * tiles * ROW + i
+    tl.store(lse2 + at, tl.where(x == float("-inf"), float("inf"), x * LOG2E))
+    tl.store(delta + at, total)
 
 
 @triton.jit
@@ -201,11 +203,8 @@ def _gather(
     qi = _load(q, q_row, q_col, m0, Tq, stride_qt, D, PAD, BM, TMA)
     if MASKED:
         qi = _finite(qi)
-        lse_i = tl.load(lse2 + i, mask=i < Tq, other=float("inf"))
-        delta_i = tl.load(delta + i, mask=i < Tq, other=0.0)
-    else:
-        lse_i = tl.load(lse2 + i)
-        delta_i = tl.load(delta + i)
+    lse_i = tl.load(lse2 + i)
+    delta_i = tl.load(delta + i)
     p = tl.exp2(tl.dot(k, qi.T, input_precision=PRECISION) * scale_log2 - lse_i[None, :])
     do_i = _load(do, do_row, do_col, m0, Tq, stride_gt, D, PAD, BM, TMA)
     if MASKED:
@@ -250,7 +249,7 @@ def dkv_kernel(
         h = hk * GROUP + g
         qh, q_row, q_col = _at(q, b, h, Tq, stride_qb, stride_qh, TMA)
         doh, do_row, do_col = _at(do, b, h, Tq, stride_gb, stride_gh, TMA)
-        row = (b * Hq + h).to(tl.int64) * Tq
+        row = (b * Hq + h).to(tl.int64) * tl.cdiv(Tq, ROW) * ROW
         for t in tl.range(full_lo, full_hi, num_stages=STAGES):
             dk, dv = _gather(
                 kj, vj, dk, dv, qh, q_row, q_col, doh, do_row, do_col, lse2 + row, delta + row, t * BM, Tq,
@@ -311,9 +310,9 @@ def dq_kernel(
     v, v_row, v_col = _at(v, b, h // GROUP, Tk, stride_vb, stride_vh, TMA)
     qi = _load(q, q_row, q_col, m0, Tq, stride_qt, D, PAD, BM, TMA)
     do_i = _load(do, do_row, do_col, m0, Tq, stride_gt, D, PAD, BM, TMA)
-    row = bh.to(tl.int64) * Tq
-    lse_i = tl.load(lse2 + row + i, mask=i < Tq, other=float("inf"))
-    delta_i = tl.load(delta + row + i, mask=i < Tq, other=0.0)
+    row = bh.to(tl.int64) * tl.cdiv(Tq, ROW) * ROW
+    lse_i = tl.load(lse2 + row + i)
+    delta_i = tl.load(delta + row + i)
     dq = tl.zeros([BM, PAD], tl.float32)
     for t in tl.range(full_lo, full_hi, num_stages=STAGES):
         dq = _scatter(
@@ -367,24 +366,9 @@ def backward(
     tma = _use_tma(q)
     q, k, v, do = (_addressable(x, tma) for x in (q, k, v, do))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
+    lse2, delta = rows_of_backward(do, dlse, out, lse)
     strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(do))
     with _device(q):
-        delta_kernel[(triton.cdiv(Tq, 64) * B * Hq,)](
-            *(
-                out,
-                do,
-                lse,
-                lse if dlse is None else dlse.contiguous(),
-                lse2,
-                delta,
-                *_strides(out),
-                *_strides(do),
-                Tq,
-                Hq,
-            ),
-            **dict(D=D, PAD=triton.next_power_of_2(D), BM=64, HAS_DLSE=dlse is not None),
-        )
         for kernel, name, outputs, intervals in (
             (dkv_kernel, "dkv", (dk, dv), (qfirst, qlast)),
             (dq_kernel, "dq", (dq,), (first, last)),
@@ -399,6 +383,30 @@ def backward(
                 **_constants(q, k, c, tma),
             )
     return dq, dk, dv
+
+
+def rows_of_backward(do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """lse in base 2 and delta, each (B, Hq, Tq padded to a multiple of ROW) float32."""
+    B, Tq, Hq, D = out.shape
+    tiles = triton.cdiv(Tq, ROW.value)
+    lse2, delta = (torch.empty(B, Hq, tiles * ROW.value, dtype=torch.float32, device=out.device) for _ in range(2))
+    with _device(out):
+        delta_kernel[(tiles * B * Hq,)](
+            *(
+                out,
+                do,
+                lse,
+                lse if dlse is None else dlse.contiguous(),
+                lse2,
+                delta,
+                *_strides(out),
+                *_strides(do),
+                Tq,
+                Hq,
+            ),
+            **dict(D=D, PAD=triton.next_power_of_2(D), HAS_DLSE=dlse is not None),
+        )
+    return lse2, delta
 
 
 def _constants(q: Tensor, k: Tensor, c: Launch, tma: bool) -> dict[str, object]:
