@@ -43,8 +43,7 @@ def evaluate(asked: EvalConfig, other_data: bool) -> None:
     from longctx.attention import check, kernels_run
     from longctx.evaluation import documents, report
     from longctx.evaluation.perplexity import perplexity
-    from longctx.training import runs
-    from longctx.training.checkpoints import load_model
+    from longctx.training import checkpoints, runs
 
     if asked.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device=cuda: torch finds no GPU here; use device=cpu, or device=auto for what there is")
@@ -52,7 +51,7 @@ def evaluate(asked: EvalConfig, other_data: bool) -> None:
     precision = {"cuda": "bf16", "cpu": "fp32"}[device] if asked.precision == "auto" else asked.precision
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     given = Path(asked.checkpoint or "")
-    model, tokenizer, run = load_model(given, device, asked.attention)
+    model, tokenizer, run = checkpoints.load_model(given, device, asked.attention)
     backend, options = asked.attention.backend, asked.attention.options
     check(backend, device=device, dtype=dtype, head_dim=model.config.head_size, options=options)
     file = runs.checkpoints(given)[-1] if given.is_dir() else given.resolve()
@@ -63,7 +62,10 @@ def evaluate(asked: EvalConfig, other_data: bool) -> None:
     if context > trained:
         print(f"seq_len={context:,} is longer than the {trained:,} tokens per row that the run trained at")
 
-    found = documents.of_source(asked.data, tokenizer) if other_data else documents.of_run(folder, run, asked.split)
+    if other_data:
+        found = documents.of_source(asked.data, tokenizer)
+    else:
+        found = documents.of_run(folder, run, asked.split, checkpoints.read(file)["longctx"]["data"])
     started = time.perf_counter()
     result = perplexity(
         model,

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from longctx.attention.config import AttentionConfig
-from longctx.data import DataConfig
+from longctx.data import DataConfig, load
 from longctx.data.tokenizer import train
 from longctx.model import GPT, GPTConfig
 from longctx.training import checkpoints, runs
@@ -52,9 +53,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     torch.manual_seed(0)
     weights = {f"model.{name}": x for name, x in GPT(config.model).state_dict().items()}
-    content = {"state_dict": weights, "longctx": checkpoints.describe(config, "none", 1)}
-    checkpoints.WholeFiles().save_checkpoint(content, checkpoints.path_of(folder, 3))
     tokenizer.save(folder / "tokenizer.json")
+    data = load(replace(config.data, tokenizer=str(folder)), config.seq_len)
+    content = {"state_dict": weights, "longctx": checkpoints.describe(config, data.fingerprint, 1)}
+    checkpoints.WholeFiles().save_checkpoint(content, checkpoints.path_of(folder, 3))
     runs.write_config(folder, config)
     return folder
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,21 @@ from longctx.data import DataConfig, Tokenizer, load, read_documents
 from longctx.evaluation.perplexity import Document
 
 
-def of_run(folder: Path, run: dict[str, Any], split: str) -> Iterator[Document]:
-    """Documents of `split` of the data that the run in `folder` trained on; ValueError if there are none."""
+def of_run(folder: Path, run: dict[str, Any], split: str, fingerprint: str) -> Iterator[Document]:
+    """Documents of `split` of the data that the run in `folder` trained on; ValueError if there are none.
+
+    Where they are no longer those of `fingerprint`, which the run began with, a line on stderr says so.
+    """
     config = replace(DataConfig(**run["data"]), tokenizer=str(folder))
     data = load(config, run["seq_len"])
     if not len(data.split[split]):
         raise ValueError(
             f"split={split}: the run has no such documents; use the other split or data=text data.path=..."
+        )
+    if data.fingerprint != fingerprint:
+        print(
+            f"data: the documents are not those that {folder} began with; it may have seen some of them",
+            file=sys.stderr,
         )
     for name, ids, n_bytes in data.documents(split):
         yield Document(name, ids, n_bytes - _text_bytes(data.tokenizer, int(ids[0])))

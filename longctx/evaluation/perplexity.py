@@ -182,9 +182,10 @@ def _score(model: nn.Module, batch: list[list[_Window]], result: Perplexity, dty
     with torch.autocast(device.type, dtype) if dtype is not None else nullcontext():
         losses = model(x, y, mask, reduction="none")
     scored = targets != -100
-    nats = np.bincount(owners[scored], weights=losses.cpu().double().numpy()[scored])
-    for owner in np.unique(owners[scored]).tolist():
-        result.documents[owner].nats += float(nats[owner])
+    which, place = np.unique(owners[scored], return_inverse=True)
+    nats = np.bincount(place, weights=losses.cpu().double().numpy()[scored])
+    for owner, sum_of_nats in zip(which.tolist(), nats.tolist(), strict=True):
+        result.documents[owner].nats += sum_of_nats
 
 
 class _Bar:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from longctx.data import DataConfig, Tokenizer
+from longctx.data import DataConfig, Tokenizer, load
 from longctx.data.tokenizer import train
 from longctx.evaluation.documents import of_run, of_source
 
@@ -42,12 +42,13 @@ def test_a_first_token_that_is_part_of_a_character_is_one_byte(tmp_path: Path) -
     assert document.n_bytes == 2
 
 
-def test_splits_of_a_run_are_its_own(folder: Path, tokenizer: Tokenizer) -> None:
+def test_splits_of_a_run_are_its_own(folder: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
     run = folder / "run"
     run.mkdir()
     tokenizer.save(run / "tokenizer.json")
     data = {"source": "text", "path": str(folder / "docs"), "val_fraction": 0.3, "cache": str(folder / "cache")}
-    splits = {split: list(of_run(run, {"data": data, "seq_len": 64}, split)) for split in ("train", "val")}
+    began = load(DataConfig(**data, tokenizer=str(run)), 64).fingerprint  # type: ignore[arg-type]
+    splits = {split: list(of_run(run, {"data": data, "seq_len": 64}, split, began)) for split in ("train", "val")}
     names = {split: {Path(document.name).name for document in found} for split, found in splits.items()}
     assert names["train"] | names["val"] == set(TEXTS)
     assert not names["train"] & names["val"]
@@ -55,4 +56,8 @@ def test_splits_of_a_run_are_its_own(folder: Path, tokenizer: Tokenizer) -> None
     for document in splits["val"]:
         assert tokenizer.decode(document.ids[:-1]) == TEXTS[Path(document.name).name]
     with pytest.raises(ValueError, match="split=val: the run has no such documents"):
-        list(of_run(run, {"data": {**data, "val_fraction": 0.0}, "seq_len": 64}, "val"))
+        list(of_run(run, {"data": {**data, "val_fraction": 0.0}, "seq_len": 64}, "val", began))
+    assert "not those" not in capsys.readouterr().err
+    (folder / "docs" / "new.txt").write_text("a new one")
+    assert list(of_run(run, {"data": data, "seq_len": 64}, "train", began))
+    assert "the documents are not those" in capsys.readouterr().err

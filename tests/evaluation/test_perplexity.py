@@ -65,8 +65,8 @@ def test_one_window_is_the_whole_document_exactly(model: GPT) -> None:
     for score, document in zip(result.documents, given, strict=True):
         expected = nats(model, document.ids)
         assert score.tokens == len(document.ids) - 1
-        assert score.perplexity == pytest.approx(math.exp(expected.mean().item()), rel=1e-6)
-        assert score.nats == pytest.approx(expected.sum().item(), rel=1e-6)
+        assert score.perplexity == pytest.approx(math.exp(expected.mean().item()), rel=1e-5)
+        assert score.nats == pytest.approx(expected.sum().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(("length", "stride"), [(33, 16), (33, 32), (21, 1), (64, 40)])
