@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from longctx.attention import Mask
-
-IGNORED = -100
+from longctx.data.rows import IGNORED
 
 
 @dataclass

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 # What resume= may change: where, how long and how closely watched the run is. A new length changes the learning rate of
-# the steps to come, nothing else does what is computed.
+# the steps to come; nothing else changes what is computed.
 RESUMABLE = {
     *("max_steps", "max_tokens", "val_every", "val_rows", "checkpoint_every", "keep_checkpoints", "log_every"),
     *("workers", "device", "compile"),

@@ -64,12 +64,14 @@ class Meter:
     steps: int = 0
     counts: list[int] = field(default_factory=lambda: [0, 0, 0, 0])  # scored, real, all tokens, pairs
     loss: Tensor = field(init=False)
+    peak: float | None = field(init=False)  # FLOP/s of one device
     started: float = field(default_factory=time.perf_counter)
     window: float = field(default_factory=time.perf_counter)
     aside: float = 0.0  # of this window, seconds spent on validation and checkpoints
 
     def __post_init__(self) -> None:
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.peak = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
 
     def begin(self) -> None:
         """The next step starts now."""
@@ -111,9 +113,8 @@ class Meter:
             "data_wait_ms": 1000 * self.waited / self.steps,
             "padding_share": 1 - real / everything,
         }
-        peak = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
-        if peak is not None:
-            row["mfu"] = self.flops(real, pairs) / elapsed / (peak * _ranks())
+        if self.peak is not None:
+            row["mfu"] = self.flops(real, pairs) / elapsed / (self.peak * _ranks())
         row |= memory(self.device) | {"seconds": self.seconds + now - self.started}
         self.loss.zero_()
         self.steps, self.counts, self.waited, self.aside, self.window = 0, [0, 0, 0, 0], 0.0, 0.0, now

@@ -80,7 +80,10 @@ def test_a_restored_window_ends_as_the_uninterrupted_one(monkeypatch: pytest.Mon
 
 
 def test_mfu_counts_visible_pairs_of_real_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longctx.training.throughput.time.perf_counter", lambda: 4.0)
     model = GPTConfig(vocab_size=64, layers=2)
     meter = Meter(model, torch.device("cpu"), started=0.0, window=0.0)
+    meter.peak = 1e9
     meter.add(batch(10, 100, 128, 5000), torch.tensor(1.0))
-    assert meter.flops(100, 5000) == 6 * model.matmul_parameters() * 100 + 12 * 5000 * 128 * 2
+    flops = 6 * model.matmul_parameters() * 100 + 12 * 5000 * 128 * 2
+    assert meter.row(torch.tensor(0.0))["mfu"] == pytest.approx(flops / 4.0 / 1e9)
