@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass
 class AttentionConfig:
-    """`backend` is a name of the registry; `options` are that backend's own, for example `kernel` of sdpa."""
+    """Which backend computes attention, and how."""
 
-    backend: str = "flash"
-    options: dict[str, Any] = field(default_factory=dict)
+    backend: str = "flash"  # set by attention=NAME
+    options: dict[str, Any] = field(default_factory=dict)  # the backend's own: attention.options.kernel=cudnn of sdpa

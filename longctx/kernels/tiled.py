@@ -27,11 +27,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale:
             _forward_tiles(q[b], k[b], v[b], f, la, scale, out[b], lse[b])
             continue
         for start, end, causal in documents:
-            kb, ve = (slice(start, end) if causal else slice(0, k.shape[1])), v[b]
+            rows, cols = slice(start, end), slice(start, end) if causal else slice(0, k.shape[1])
             o, s = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                _heads(q[b, start:end]), *_grouped(q.shape[2], k[b, kb], ve[kb]), is_causal=causal, scale=scale
+                _heads(q[b, rows]), *_grouped(q.shape[2], k[b, cols], v[b, cols]), is_causal=causal, scale=scale
             )
-            out[b, start:end], lse[b, :, start:end] = o[0].transpose(0, 1), s[0]
+            out[b, rows], lse[b, :, rows] = o[0].transpose(0, 1), s[0]
     return out, lse
 
 
