@@ -151,8 +151,8 @@ def run(config: CompleteConfig, folder: Path, start: Path | None, data: Data, de
     tracker = Tracker(folder, config.wandb, resumed=start is not None) if rank() == 0 else None
     for line in opening(config, folder, data, device, preset, done):
         display.say(line)
-    if tracker is not None and tracker.how_to_look():
-        display.say(str(tracker.how_to_look()))
+    if tracker is not None and (how := tracker.how_to_look()):
+        display.say(how)
 
     recorder = Recorder(config, folder, data, tracker, display, facts)
     module = TrainingModule(config)

@@ -76,6 +76,9 @@ def test_a_group_lies_on_one_side_whatever_the_fraction() -> None:
         assert chosen.any()
         assert not chosen.all()
         assert all(len(set(chosen[group == one])) == 1 for one in set(group.tolist()))
+        order = rng.permutation(500)
+        first = [int(np.flatnonzero(group[order] == one)[0]) for one in group[order]]
+        assert (validates(keys[order], np.array(first), fraction) == chosen[order]).all(), "in whatever order"
 
 
 def test_the_share_is_about_the_fraction_and_documents_stay_when_others_come() -> None:
