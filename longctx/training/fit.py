@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import shutil
 import signal
 import sys
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -161,9 +163,10 @@ def run(config: CompleteConfig, folder: Path, start: Path | None, data: Data, de
     code, problem = 1, None
     try:
         trainer = lightning_trainer(config, device, config.max_steps - done, recorder)
-        trainer.fit(module, loader, ckpt_path=start, weights_only=True)
+        with within_memory(device):
+            trainer.fit(module, loader, ckpt_path=start, weights_only=True)
         code = 0 if recorder.stopped_by is None else 128 + recorder.stopped_by
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         problem = out_of_memory(config, device, module.steps_done)
@@ -228,9 +231,29 @@ def opening(config: CompleteConfig, folder: Path, data: Data, device: str, prese
     ]
 
 
+@contextmanager
+def within_memory(device: str) -> Iterator[None]:
+    """On a CPU, refuse memory that the machine does not have when it is asked for, while that can be said; else the
+    kernel grants it, and kills some process once it is used. A tenth is left to everything else.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if device == "cpu":
+        most = machine_memory() // 10 * 9
+        resource.setrlimit(resource.RLIMIT_DATA, (most if soft == resource.RLIM_INFINITY else min(soft, most), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def machine_memory() -> int:
+    """Bytes of memory that this machine has, swap left out."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch ran out of memory, on a GPU or on the CPU (which has no exception of its own for it)."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    """Whether memory ran out, on a GPU or on the CPU (for which torch has no exception of its own)."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def out_of_memory(config: CompleteConfig, device: str, steps_done: int) -> str:

@@ -1,6 +1,8 @@
 """Whole runs in this process: what they leave behind, what they say, and that a step's loss does not depend on its pieces."""
 
 import json
+import re
+import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -213,6 +215,18 @@ def test_running_out_of_memory_says_what_to_change(
     assert "attention=flash" in capsys.readouterr().err
     assert train.main(words(batch_size=4)) == 1
     assert "batch_size=2 accumulate=4" in capsys.readouterr().err
+
+
+def test_memory_that_a_machine_does_not_have_is_refused_and_not_a_kill(
+    words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    used = int(re.findall(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) << 10
+    monkeypatch.setattr("longctx.training.fit.machine_memory", lambda: (used + (256 << 20)) // 9 * 10)
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    assert train.main(words(attention="naive", seq_len=2048, max_steps=1)) == 1
+    assert "out of memory in step 1 at seq_len=2048" in capsys.readouterr().err
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    assert train.main(words(attention="flash", seq_len=2048, max_steps=1)) == 0
 
 
 def test_a_sweep_survives_a_job_that_fails(words: Words, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
