@@ -224,6 +224,16 @@ def test_all_blocks_and_batches_share_one_graph() -> None:
     assert len(graphs) == 1
 
 
+def test_recomputation_keeps_less() -> None:
+    kept = {}
+    for recompute in (False, True):
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, to=sizes: to.append(x.numel()) or x, lambda x: x):  # type: ignore[misc]
+            make(replace(CONFIG, recompute=recompute))(tokens(1, 31), tokens(1, 31, seed=2))
+        kept[recompute] = sum(sizes)
+    assert kept[True] < kept[False] / 2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("recompute", [False, True])
 def test_compiled_blocks_on_a_gpu(recompute: bool) -> None:
