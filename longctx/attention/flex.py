@@ -36,7 +36,7 @@ class Flex:
         else:
             blocks = mask.cache.get("flex") or mask.cache.setdefault("flex", block_mask(mask, k.shape[1]))
             # Also where the caller forbids compiling: FlexAttention not compiled has the (Tq, Tk) scores in memory.
-            with torch.compiler.set_stance("default"):
+            with torch.compiler.set_stance("default"), torch._dynamo.config.patch(recompile_limit=64):
                 out, aux = _attend()(*heads, block_mask=blocks, **options)
         return out.transpose(1, 2), aux.lse, "torch flex, compiled"
 
@@ -45,7 +45,7 @@ class Flex:
 def _attend() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention)
+    return torch.compile(flex_attention, fullgraph=True)  # at the recompile limit an error, never the scores in memory
 
 
 def block_mask(mask: Mask, Tk: int) -> Any:

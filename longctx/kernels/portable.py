@@ -30,7 +30,7 @@ from longctx.kernels.launch import Launch, launch_config
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 ROW = tl.constexpr(128)  # lse2 and delta have rows padded to a multiple of it, so that no tile reads past one
-LENGTHS = ["Tq", "Tk", "Hq", "heads_together"]  # never specialized on: any length reuses the compiled kernel
+LENGTHS = ["Tq", "Tk", "Hq", "heads", "heads_together", "stride_ib"]  # never specialized on: any length reuses the compiled kernel
 
 
 @triton.jit
@@ -435,7 +435,7 @@ def _addressable(x: Tensor, tma: bool) -> Tensor:
     _, st, sh, _ = x.stride()
     aligned = all(s * x.element_size() % 16 == 0 for s in (st, sh)) and x.data_ptr() % 16 == 0
     one_matrix = (B == 1 or x.stride(0) == T * st) and D <= sh and (H - 1) * sh + D <= st
-    return x if aligned and one_matrix else x.contiguous()
+    return x if aligned and one_matrix else x.clone(memory_format=torch.contiguous_format)
 
 
 def _operand(x: Tensor, rows: int, tma: bool) -> Tensor | TensorDescriptor:

@@ -72,6 +72,9 @@ def test_tensor_map_loads(dtype, implementation, monkeypatch):
     monkeypatch.setattr(portable, "_use_tma", lambda q: not ON_GPU or torch.cuda.get_device_capability()[0] >= 9)
     for case in (Case(2, 77, 77, Hq=4, Hkv=2, mask="documents"), Case(2, 50, 77, window=9), FREE[0]):
         check(case, "flash", dtype)
+    case = Case(3, 1, 1, Hq=4, Hkv=2)
+    one = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs(case, dtype)]  # its strides look contiguous
+    check(case, "flash", dtype, tensors=one)
 
 
 def test_changing_the_future_changes_nothing_before_it(implementation):
