@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from longctx.data import Tokenizer
 from longctx.model import GPT, GPTConfig
 from longctx.training import runs
 
-FORMAT = 1
+FORMAT = 2
+TO_RESUME = {"state_dict", "optimizer_states", "meter", "random", "steps_done"}
 
 
 class WholeFiles(TorchCheckpointIO):
@@ -65,20 +67,24 @@ def describe(config: Any, data_fingerprint: str, world_size: int) -> dict[str, A
     return {"format": FORMAT, "config": runs.plain(config), "data": data_fingerprint, "world_size": world_size}
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The checkpoint at `path`, mapped from disk; ValueError if it is missing or none of ours."""
+def read(path: Path, parts: Collection[str] = ("state_dict",)) -> dict[str, Any]:
+    """The checkpoint at `path`, mapped from disk; ValueError if it is missing, none of ours, or lacks one of `parts`."""
     if not path.is_file():
         raise ValueError(f"{path}: no such checkpoint")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{path}: not a checkpoint that can be read safely: {reason}") from error
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{path}: cannot be read safely, it holds more than tensors and plain values") from error
+    except (RuntimeError, EOFError, ValueError) as error:
+        raise ValueError(f"{path}: not a checkpoint, or not a whole one: torch cannot open it") from error
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("longctx"), dict):
         raise ValueError(f"{path}: a checkpoint of another program; longctx reads those that train.py wrote")
     if checkpoint["longctx"].get("format") != FORMAT:
         written = checkpoint["longctx"].get("format")
         raise ValueError(f"{path}: written in format {written}, this version reads {FORMAT}")
+    missing = sorted(set(parts) - checkpoint.keys()) or sorted({"config", "data"} - checkpoint["longctx"].keys())
+    if missing:
+        raise ValueError(f"{path}: not a whole checkpoint, it has no {', '.join(missing)}")
     return checkpoint
 
 
@@ -131,5 +137,8 @@ def load_model(
         model = GPT(GPTConfig(**config["model"]), backend)
     weights = {name.removeprefix("model."): x for name, x in checkpoint["state_dict"].items()}
     model = model.to_empty(device=device)
-    model.load_state_dict(weights)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(f"checkpoint={given}: its weights are not those of its model: {error}") from error
     return model.eval(), Tokenizer.load(folder), config

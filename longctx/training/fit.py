@@ -125,7 +125,7 @@ def continue_from(config: CompleteConfig, data: Data) -> Path:
     """The newest checkpoint of the run `config.resume`, after checking that it fits; metrics past it are dropped."""
     folder = Path(config.resume or "")
     path = runs.checkpoints(folder)[-1]
-    checkpoint = checkpoints.read(path)
+    checkpoint = checkpoints.read(path, checkpoints.TO_RESUME)
     said, done = checkpoint["longctx"], checkpoint["steps_done"]
     if said["data"] != data.fingerprint:
         raise ValueError(f"resume={folder}: the documents or the tokenizer are no longer those that the run began with")

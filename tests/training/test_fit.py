@@ -259,12 +259,34 @@ def test_a_checkpoint_of_another_program_or_with_code_in_it(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="another program"):
         load_model(tmp_path / "x.ckpt")
     torch.save({"longctx": {"format": 1}, "call": print}, tmp_path / "x.ckpt")
-    with pytest.raises(ValueError, match="read safely"):
+    with pytest.raises(ValueError, match="cannot be read safely, it holds more than tensors"):
+        load_model(tmp_path / "x.ckpt")
+    torch.save({"longctx": {"format": 1}}, tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match="written in format 1"):
         load_model(tmp_path / "x.ckpt")
     with pytest.raises(ValueError, match="no such file"):
         load_model(tmp_path / "nothing")
     with pytest.raises(ValueError, match="not the folder of a run"):
         load_model(tmp_path)
+
+
+def test_a_checkpoint_that_lacks_a_part_is_one_clear_line(words: Words, tmp_path: Path) -> None:
+    assert train.main(words(name="r", max_steps=1)) == 0
+    path = runs.checkpoints(tmp_path / "runs" / "r")[-1]
+    whole = torch.load(path, weights_only=True)
+    for part in checkpoints.TO_RESUME:
+        torch.save({key: value for key, value in whole.items() if key != part}, path)
+        with pytest.raises(ValueError, match=f"not a whole checkpoint, it has no {part}"):
+            checkpoints.read(path, checkpoints.TO_RESUME)
+        assert train.main([f"resume={tmp_path / 'runs' / 'r'}", "max_steps=2"]) == 2
+    torch.save({key: whole[key] for key in ("longctx", "state_dict")}, path)
+    load_model(path)
+    torch.save(whole | {"longctx": {"format": checkpoints.FORMAT}}, path)
+    with pytest.raises(ValueError, match="it has no config, data"):
+        load_model(path)
+    torch.save(whole | {"state_dict": dict(list(whole["state_dict"].items())[1:])}, path)
+    with pytest.raises(ValueError, match="its weights are not those of its model"):
+        load_model(path)
 
 
 def test_a_checkpoint_that_cannot_be_finished_leaves_the_last_one(tmp_path: Path) -> None:
