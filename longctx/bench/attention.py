@@ -184,12 +184,16 @@ def plot(found: dict[str, Any], path: Path) -> None:
             axis = axes[line][column]
             for backend in dict.fromkeys(row["backend"] for row in rows):
                 points = [r for r in rows if (r["mask"], r["head_size"], r["backend"]) == (mask, head_size, backend)]
+                if not points:
+                    continue
+                kernel = points[0].get("kernel", "")
+                label = backend if backend == "flash" or not kernel else f"{backend}: {kernel}"
                 style = {"linewidth": 2.6, "zorder": 3} if backend == "flash" else {"linewidth": 1.4}
                 axis.plot(
                     [r["tokens"] for r in points],
                     [r[f"{part}_tflops"] for r in points],
                     marker="o",
-                    label=backend,
+                    label=label,
                     **style,
                 )
             axis.axhline(found["matmul_tflops"], color="0.4", linestyle="--", linewidth=1, label="matrix product")
