@@ -26,21 +26,19 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from longctx.kernels.launch import Launch, launch_config
+from longctx.kernels.walk import batch_stride, boundary, heads_together, place, walk
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 ROW = tl.constexpr(128)  # lse2 and delta have rows padded to a multiple of it, so that no tile reads past one
-LENGTHS = ["Tq", "Tk", "Hq", "heads", "heads_together", "stride_ib"]  # never specialized on: any length reuses the compiled kernel
-
-
-@triton.jit
-def _schedule(tiles, heads, together):
-    """This program's (rank, head): heads in groups that share the L2 cache, in a group all heads' longest tiles first."""
-    pid = tl.program_id(0)
-    group = pid // (tiles * together)
-    size = min(together, heads - group * together)
-    rest = pid - group * tiles * together
-    return rest // size, group * together + rest % size
+LENGTHS = [
+    "Tq",
+    "Tk",
+    "Hq",
+    "heads",
+    "together",
+    "stride_ib",
+]  # never specialized on: any length reuses the compiled kernel
 
 
 @triton.jit
@@ -78,26 +76,6 @@ def _finite(x):
 
 
 @triton.jit
-def _walk(first, last, start, end, SIZE: tl.constexpr):
-    """Tiles that positions start .. end-1 walk over: (lo, full_lo, full_hi, masked), tiles full_lo .. full_hi-1 seen as a whole."""
-    first_lo, first_hi = tl.load(first + start), tl.load(first + end - 1)
-    last_lo, last_hi = tl.load(last + start), tl.load(last + end - 1)
-    lo = first_lo // SIZE
-    hi = tl.maximum(tl.cdiv(last_hi + 1, SIZE), lo)
-    full_lo = tl.cdiv(first_hi, SIZE)
-    full_hi = (last_lo + 1) // SIZE
-    full_lo = tl.where(full_hi > full_lo, full_lo, hi)
-    full_hi = tl.maximum(full_hi, full_lo)
-    return lo, full_lo, full_hi, full_lo - lo + tl.maximum(hi - full_hi, 0)
-
-
-@triton.jit
-def _boundary(t, lo, full_lo, full_hi):
-    """The t-th of the tiles that need the mask: those before full_lo, then those from full_hi."""
-    return tl.where(t < full_lo - lo, lo + t, full_hi + t - (full_lo - lo))
-
-
-@triton.jit
 def _attend(
     q, m, l, acc, k, k_row, k_col, v, v_row, v_col, n, Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
     D: tl.constexpr, PAD: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
@@ -127,13 +105,13 @@ def _attend(
 def forward_kernel(
     q, k, v, out, lse, first, last, scale_log2,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_ib,
-    Tq, Tk, Hq, heads, heads_together,
+    Tq, Tk, Hq, heads, together,
     GROUP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out (B, Tq, Hq, D) contiguous and lse, for BM queries of one head."""
     tiles = tl.cdiv(Tq, BM)
-    rank, bh = _schedule(tiles, heads, heads_together)
+    rank, bh = place(tl.program_id(0), tiles, heads, together)
     m0 = (tiles - 1 - rank) * BM
     b, h = bh // Hq, bh % Hq
     i = m0 + tl.arange(0, BM)
@@ -141,7 +119,7 @@ def forward_kernel(
     last += b * stride_ib
     first_i = tl.load(first + i, mask=i < Tq, other=0)
     last_i = tl.load(last + i, mask=i < Tq, other=-1)
-    lo, full_lo, full_hi, masked = _walk(first, last, m0, tl.minimum(m0 + BM, Tq), BN)
+    lo, full_lo, full_hi, masked = walk(first, last, m0, tl.minimum(m0 + BM, Tq), BN)
 
     q, q_row, q_col = _at(q, b, h, Tq, stride_qb, stride_qh, TMA)
     k, k_row, k_col = _at(k, b, h // GROUP, Tk, stride_kb, stride_kh, TMA)
@@ -156,7 +134,7 @@ def forward_kernel(
             D, PAD, BN, TMA, PRECISION, False,
         )  # fmt: skip
     for t in tl.range(0, masked, num_stages=1):
-        n = _boundary(t, lo, full_lo, full_hi) * BN
+        n = boundary(t, lo, full_lo, full_hi) * BN
         m, l, acc = _attend(
             qi, m, l, acc, k, k_row, k_col, v, v_row, v_col, n, Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
             D, PAD, BN, TMA, PRECISION, True,
@@ -223,12 +201,12 @@ def _gather(
 def dkv_kernel(
     q, k, v, do, lse2, delta, dk_out, dv_out, qfirst, qlast, scale, scale_log2,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-    stride_gb, stride_gt, stride_gh, stride_ib, Tq, Tk, Hq, heads, heads_together,
+    stride_gb, stride_gt, stride_gh, stride_ib, Tq, Tk, Hq, heads, together,
     GROUP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv (B, Tk, Hkv, D) contiguous, for BN keys of one key-value head, over all query heads of its group."""
-    n_rank, bh = _schedule(tl.cdiv(Tk, BN), heads, heads_together)
+    n_rank, bh = place(tl.program_id(0), tl.cdiv(Tk, BN), heads, together)
     n0 = n_rank * BN
     Hkv = Hq // GROUP
     b, hk = bh // Hkv, bh % Hkv
@@ -237,7 +215,7 @@ def dkv_kernel(
     qlast += b * stride_ib
     qfirst_j = tl.load(qfirst + j, mask=j < Tk, other=0)
     qlast_j = tl.load(qlast + j, mask=j < Tk, other=-1)
-    lo, full_lo, full_hi, masked = _walk(qfirst, qlast, n0, tl.minimum(n0 + BN, Tk), BM)
+    lo, full_lo, full_hi, masked = walk(qfirst, qlast, n0, tl.minimum(n0 + BN, Tk), BM)
 
     k, k_row, k_col = _at(k, b, hk, Tk, stride_kb, stride_kh, TMA)
     v, v_row, v_col = _at(v, b, hk, Tk, stride_vb, stride_vh, TMA)
@@ -258,7 +236,7 @@ def dkv_kernel(
         for t in tl.range(0, masked, num_stages=1):
             dk, dv = _gather(
                 kj, vj, dk, dv, qh, q_row, q_col, doh, do_row, do_col, lse2 + row, delta + row,
-                _boundary(t, lo, full_lo, full_hi) * BM, Tq,
+                boundary(t, lo, full_lo, full_hi) * BM, Tq,
                 stride_qt, stride_gt, qfirst_j, qlast_j, scale_log2, D, PAD, BM, TMA, PRECISION, True,
             )  # fmt: skip
     offset = (b.to(tl.int64) * Tk * Hkv + hk) * D
@@ -288,13 +266,13 @@ def _scatter(
 def dq_kernel(
     q, k, v, do, lse2, delta, dq_out, first, last, scale, scale_log2,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-    stride_gb, stride_gt, stride_gh, stride_ib, Tq, Tk, Hq, heads, heads_together,
+    stride_gb, stride_gt, stride_gh, stride_ib, Tq, Tk, Hq, heads, together,
     GROUP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq (B, Tq, Hq, D) contiguous, for BM queries of one head."""
     tiles = tl.cdiv(Tq, BM)
-    rank, bh = _schedule(tiles, heads, heads_together)
+    rank, bh = place(tl.program_id(0), tiles, heads, together)
     m0 = (tiles - 1 - rank) * BM
     b, h = bh // Hq, bh % Hq
     i = m0 + tl.arange(0, BM)
@@ -302,7 +280,7 @@ def dq_kernel(
     last += b * stride_ib
     first_i = tl.load(first + i, mask=i < Tq, other=0)
     last_i = tl.load(last + i, mask=i < Tq, other=-1)
-    lo, full_lo, full_hi, masked = _walk(first, last, m0, tl.minimum(m0 + BM, Tq), BN)
+    lo, full_lo, full_hi, masked = walk(first, last, m0, tl.minimum(m0 + BM, Tq), BN)
 
     q, q_row, q_col = _at(q, b, h, Tq, stride_qb, stride_qh, TMA)
     do, do_row, do_col = _at(do, b, h, Tq, stride_gb, stride_gh, TMA)
@@ -321,7 +299,7 @@ def dq_kernel(
         )  # fmt: skip
     for t in tl.range(0, masked, num_stages=1):
         dq = _scatter(
-            qi, do_i, dq, lse_i, delta_i, k, k_row, k_col, v, v_row, v_col, _boundary(t, lo, full_lo, full_hi) * BN, Tk,
+            qi, do_i, dq, lse_i, delta_i, k, k_row, k_col, v, v_row, v_col, boundary(t, lo, full_lo, full_hi) * BN, Tk,
             stride_kt, stride_vt, first_i, last_i, scale_log2, D, PAD, BN, TMA, PRECISION, True,
         )  # fmt: skip
     _store(dq_out + (b.to(tl.int64) * Tq * Hq + h) * D, dq * scale, m0, Tq, Hq * D, D, PAD, BM)
@@ -339,8 +317,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale:
         forward_kernel[(triton.cdiv(Tq, c.BM) * B * Hq,)](
             *(_operand(x, rows, tma) for x, rows in ((q, c.BM), (k, c.BN), (v, c.BN))),
             *(out, lse, first, last, scale * LOG2E.value),
-            *(*_strides(q), *_strides(k), *_strides(v), _batch_stride(first)),
-            *(Tq, k.shape[1], Hq, B * Hq, _heads_together(k, B * Hq, Hq // k.shape[2])),
+            *(*_strides(q), *_strides(k), *_strides(v), batch_stride(first)),
+            *(Tq, k.shape[1], Hq, B * Hq, heads_together(k, B * Hq, Hq // k.shape[2])),
             **_constants(q, k, c, tma),
         )
     return out, lse
@@ -361,7 +339,7 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, contiguous; intervals (B or 1, Tq) of the queries and (B or 1, Tk) of the keys."""
-    B, Tq, Hq, D = q.shape
+    B, Tq, Hq, _ = q.shape
     Tk, Hkv = k.shape[1:3]
     tma = _use_tma(q)
     q, k, v, do = (_addressable(x, tma) for x in (q, k, v, do))
@@ -375,11 +353,11 @@ def backward(
         ):
             c = launch_config(name, q, Tk)
             tiles, heads = (triton.cdiv(Tk, c.BN), B * Hkv) if name == "dkv" else (triton.cdiv(Tq, c.BM), B * Hq)
-            together = _heads_together(q if name == "dkv" else k, heads, 1 if name == "dkv" else Hq // Hkv)
+            together = heads_together(q if name == "dkv" else k, heads, 1 if name == "dkv" else Hq // Hkv)
             kernel[(tiles * heads,)](
                 *(_operand(x, rows, tma) for x, rows in ((q, c.BM), (k, c.BN), (v, c.BN), (do, c.BM))),
                 *(lse2, delta, *outputs, *intervals, scale, scale * LOG2E.value),
-                *(*strides, _batch_stride(intervals[0]), Tq, Tk, Hq, heads, together),
+                *(*strides, batch_stride(intervals[0]), Tq, Tk, Hq, heads, together),
                 **_constants(q, k, c, tma),
             )
     return dq, dk, dv
@@ -448,13 +426,3 @@ def _operand(x: Tensor, rows: int, tma: bool) -> Tensor | TensorDescriptor:
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
     return x.stride(0), x.stride(1), x.stride(2)
-
-
-def _batch_stride(interval: Tensor) -> int:
-    return interval.stride(0) if interval.shape[0] > 1 else 0
-
-
-def _heads_together(x: Tensor, heads: int, multiple: int) -> int:
-    """How many heads, a multiple of a group, walk side by side: those whose two walked operands fill 32 MiB of L2."""
-    per_head = 2 * x.shape[1] * x.shape[3] * x.element_size()
-    return min(heads, max(1, (32 << 20) // per_head) * multiple)
