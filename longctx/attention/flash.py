@@ -1,4 +1,4 @@
-"""flash: our own FlashAttention. Fused, exact, O(T) memory; deterministic; on a GPU in Triton, on a CPU in torch tiles."""
+"""flash: our own FlashAttention. Fused, exact, O(T) memory; on a GPU in Triton, on a CPU in torch tiles."""
 
 from __future__ import annotations
 
@@ -10,20 +10,25 @@ from torch import Tensor
 
 from longctx.attention.mask import Mask
 from longctx.attention.registry import Request, register
-from longctx.kernels.flash import HEAD_SIZES, flash_forward, implementation
+from longctx.kernels.flash import HEAD_SIZES, HOPPER_HEAD_SIZES, flash_forward, implementation
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class Flash:
-    """Any interval mask, any length, grouped-query, fp32, bf16, fp16; the lse is differentiable too."""
+    """Any interval mask, any length, grouped-query, fp32, bf16, fp16; the lse is differentiable too.
 
-    options: dict[str, tuple[Any, ...]] = {}
+    `kernel`: auto and portable are the deterministic kernels for every GPU; hopper is Hopper's own, for 16-bit heads of 64 to 128.
+    """
+
+    options: dict[str, tuple[Any, ...]] = {"kernel": ("auto", "portable", "hopper")}
 
     def refusal(self, request: Request) -> str | None:
         if request.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"its kernels take fp32, bf16 and fp16, not {request.dtype}; use attention=naive"
-        if implementation(request.device) == "torch-tiled":
+        if request.options.get("kernel") == "hopper" and (reason := _not_hopper(request)):
+            return f"kernel=hopper {reason}; use attention.options.kernel=portable"
+        if implementation(request.device, "portable") == "torch-tiled":
             return None
         if request.device.type == "cpu" and request.dtype == torch.bfloat16:
             return "Triton's interpreter computes bf16 products wrongly; use fp32 or fp16, or unset TRITON_INTERPRET"
@@ -33,9 +38,22 @@ class Flash:
             return "triton is not installed; `pip install triton`, or use attention=sdpa"
         return None
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor, str]:
-        out, lse = flash_forward(q, k, v, mask.first, mask.last, mask.qfirst, mask.qlast, scale)
-        return out, lse, implementation(q.device)
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, kernel: str = "auto"
+    ) -> tuple[Tensor, Tensor, str]:
+        chosen = implementation(q.device, "hopper" if kernel == "hopper" else "portable")
+        out, lse = flash_forward(q, k, v, mask.first, mask.last, mask.qfirst, mask.qlast, scale, chosen)
+        return out, lse, chosen
+
+
+def _not_hopper(request: Request) -> str | None:
+    if request.device.type != "cuda" or torch.cuda.get_device_properties(request.device).major != 9:
+        return "needs a Hopper GPU"
+    if request.dtype == torch.float32 or request.head_dim not in HOPPER_HEAD_SIZES:
+        return f"takes bf16 and fp16 with head sizes 64, 72 .. 128, not {request.dtype} with {request.head_dim}"
+    if request.deterministic:
+        return "adds dq up in any order, which deterministic=true rules out"
+    return None
 
 
 register("flash", Flash())

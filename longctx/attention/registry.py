@@ -26,6 +26,7 @@ class Request(NamedTuple):
     head_dim: int
     mask: Mask | None = None
     options: dict[str, Any] = {}
+    deterministic: bool = False
 
 
 class Backend(Protocol):
@@ -78,6 +79,7 @@ def check(
     head_dim: int,
     mask: Mask | None = None,
     options: dict[str, Any] | None = None,
+    deterministic: bool = False,
 ) -> None:
     """Raise ValueError, saying what to use instead, if `backend` cannot serve such tensors here."""
     if backend not in _backends:
@@ -91,7 +93,7 @@ def check(
         if value not in chosen.options[key]:
             choices = ", ".join(str(x) for x in chosen.options[key])
             raise ValueError(f"attention.options.{key}={value} must be one of {choices}")
-    reason = chosen.refusal(Request(torch.device(device), dtype, head_dim, mask, options))
+    reason = chosen.refusal(Request(torch.device(device), dtype, head_dim, mask, options, deterministic))
     if reason:
         raise ValueError(f"attention={backend} cannot run here: {reason}")
 

@@ -15,7 +15,7 @@ L2_BYTES = 32 << 20  # of the cache, for what the heads of a group walk over
 
 @triton.jit
 def place(t, tiles, heads, together):
-    """The t-th of all tiles: (rank, head). Heads walk in groups that share the L2 cache; in a group the longest tiles come first."""
+    """The t-th of all tiles: (rank, head). Heads walk in groups that share L2; in a group the longest tiles come first."""
     group = t // (tiles * together)
     size = tl.minimum(together, heads - group * together)
     rest = t - group * tiles * together

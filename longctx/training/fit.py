@@ -60,6 +60,7 @@ def train(request: TrainConfig, choices: dict[str, str], changed: dict[str, str]
         dtype=dtype,
         head_dim=config.model.head_size,
         options=config.attention.options,
+        deterministic=config.deterministic,
     )
     data = load(config.data, config.seq_len)
     config = fit_vocabulary(config, data)

@@ -195,7 +195,7 @@ def test_second_derivatives_are_refused(implementation):
 def test_operator_is_registered_properly(implementation):
     mask = Mask.causal().bind(1, 20, 20, DEVICE)
     q, k, v = (torch.randn(1, 20, h, 16, device=DEVICE, requires_grad=True) for h in (2, 1, 1))
-    intervals = (mask.first, mask.last, mask.qfirst, mask.qlast, 0.25)
+    intervals = (mask.first, mask.last, mask.qfirst, mask.qlast, 0.25, implementation)
     torch.library.opcheck(flash_forward, (q, k, v, *intervals))
     with torch.no_grad():
         out, lse = attention(q, k, v, mask, return_lse=True, scale=0.25)

@@ -1,0 +1,358 @@
+"""FlashAttention forward for Hopper in Gluon: warp-specialized, persistent, exact (the structure is that of arXiv 2407.08608).
+
+Equations, letters and masks are those of portable.py. One producer brings q, k and v by TMA; each consumer warpgroup owns 64
+queries. A consumer keeps two products in flight: while the tensor cores multiply p(j-1)·v(j-1) it has s(j) = q·k(j) and takes its
+softmax. Named barriers let consumers issue their products in turn, so that one multiplies while another exponentiates. The
+programs are persistent: each takes every n-th tile of queries, longest first, and the producer runs ahead into the next tile.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from longctx.kernels.portable import LN2, LOG2E
+from longctx.kernels.walk import batch_stride, boundary, heads_together, place, walk
+
+
+class Config(NamedTuple):
+    """BN keys of a tile, stages of the K and V rings, consumers and their registers.
+
+    `turns`: consumers issue their products in turn. `overlap`: softmax is kept ahead of the wait for the product before it.
+    """
+
+    BN: int
+    stages: int
+    consumers: int
+    registers: int
+    turns: bool
+    overlap: bool
+
+
+CONFIGS = {64: Config(128, 3, 3, 160, True, False), 128: Config(128, 2, 2, 240, False, True)}  # by head size
+FIRST_BARRIER = gl.constexpr(9)  # of the hardware's 16 named barriers, the first of those nobody else uses
+ROWS = gl.constexpr(64)  # queries of a consumer warpgroup
+
+
+@gluon.jit
+def bar_sync(ID: gl.constexpr, THREADS: gl.constexpr):
+    gl.inline_asm_elementwise(
+        f"bar.sync {ID}, {THREADS};\n\tmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def bar_arrive(ID: gl.constexpr, THREADS: gl.constexpr):
+    gl.inline_asm_elementwise(
+        f"bar.arrive {ID}, {THREADS};\n\tmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def producer(
+    q, k, v, qs, ks, vs, qf, qe, kf, ke, vf, ve, mail, mf, me, counter, first, last, stride_ib, Tq, Hq, heads, together,
+    GROUP: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+):  # fmt: skip
+    """Hands out tiles in the order of the schedule, to this program's consumers by mail, and loads what they need."""
+    BM: gl.constexpr = ROWS * CONSUMERS
+    letter: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    tiles = gl.cdiv(Tq, BM)
+    it = 0
+    done = 0
+    t = gl.program_id(0)
+    while t < tiles * heads:
+        mbarrier.wait(me.index(done % 2), ((done // 2) & 1) ^ 1)
+        mail.index(done % 2).store(gl.full([1], 0, gl.int32, layout=letter) + t)
+        mbarrier.arrive(mf.index(done % 2), count=1)
+        rank, bh = place(t, tiles, heads, together)
+        m0 = (tiles - 1 - rank) * BM
+        b = bh // Hq
+        h = bh % Hq
+        hk = h // GROUP
+        lo, full_lo, full_hi, masked = walk(
+            first + b * stride_ib, last + b * stride_ib, m0, gl.minimum(m0 + BM, Tq), BN
+        )
+        n = masked + full_hi - full_lo
+        for c in gl.static_range(CONSUMERS):
+            mbarrier.wait(qe.index(c), (done & 1) ^ 1)
+            mbarrier.expect(qf.index(c), ROWS * D * 2)
+            tma.async_copy_global_to_shared(
+                q, [b, m0 + c * ROWS, h, 0], qf.index(c), qs.index(c).reshape([1, ROWS, 1, D])
+            )
+        for i in range(n):
+            j = gl.where(i < masked, boundary(i, lo, full_lo, full_hi), full_lo + i - masked) * BN
+            s = it % STAGES
+            ph = (it // STAGES) & 1
+            mbarrier.wait(ke.index(s), ph ^ 1)
+            mbarrier.expect(kf.index(s), BN * D * 2)
+            tma.async_copy_global_to_shared(k, [b, j, hk, 0], kf.index(s), ks.index(s).reshape([1, BN, 1, D]))
+            mbarrier.wait(ve.index(s), ph ^ 1)
+            mbarrier.expect(vf.index(s), BN * D * 2)
+            tma.async_copy_global_to_shared(v, [b, j, hk, 0], vf.index(s), vs.index(s).reshape([1, BN, 1, D]))
+            it += 1
+        t = gl.atomic_add(counter, 1) + gl.num_programs(0)
+        done += 1
+    mbarrier.wait(me.index(done % 2), ((done // 2) & 1) ^ 1)
+    mail.index(done % 2).store(gl.full([1], -1, gl.int32, layout=letter))
+    mbarrier.arrive(mf.index(done % 2), count=1)
+
+
+@gluon.jit
+def receive(mail, mf, me, done):
+    """The next tile of this program, -1 after the last."""
+    letter: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    mbarrier.wait(mf.index(done % 2), (done // 2) & 1)
+    t = gl.max(mail.index(done % 2).load(letter), axis=0)
+    mbarrier.arrive(me.index(done % 2), count=1)
+    return t
+
+
+@gluon.jit
+def row_sums(p, ROWS: gl.constexpr, BN: gl.constexpr):
+    """Sums of each row over the columns that a thread holds, (rows, 4): the four threads of a row are added at the end."""
+    return gl.sum(gl.sum(p.reshape([ROWS, BN // 8, 4, 2]), axis=3), axis=1)
+
+
+@gluon.jit
+def softmax(s, m, scale_log2, n0, first_i, last_i, MASKED: gl.constexpr):
+    """Online softmax of one tile: p unnormalized, the new m, and what the old sums are scaled by."""
+    if MASKED:
+        j = n0 + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
+        s = gl.where((j[None, :] >= first_i[:, None]) & (j[None, :] <= last_i[:, None]), s, float("-inf"))
+    m_new = gl.maximum(m, gl.max(s, axis=1) * scale_log2)
+    shift = m_new
+    if MASKED:
+        shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+    p = gl.exp2(s * scale_log2 - shift[:, None])
+    return p, m_new, gl.exp2(m - shift)
+
+
+@gluon.jit
+def advance(
+    q, p16, m, l, acc, ks, vs, kf, ke, vf, ve, it, more, n0, first_i, last_i, scale_log2,
+    BN: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr, C: gl.constexpr, CONSUMERS: gl.constexpr,
+    MASKED: gl.constexpr,
+):  # fmt: skip
+    """Scores of the it-th tile of keys while the one before it is multiplied by v: the new p16, m, l, acc."""
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    o_layout: gl.constexpr = acc.type.layout
+    now, before, after = it % STAGES, (it - 1) % STAGES, (it + 1) % STAGES
+    zeros = gl.zeros([ROWS, BN], gl.float32, layout=s_layout)
+    if TURNS:
+        bar_sync(FIRST_BARRIER + C, 256)
+    sa = warpgroup_mma(q, ks.index(now).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(vf.index(before), ((it - 1) // STAGES) & 1)
+    oa = warpgroup_mma(p16, vs.index(before), acc, is_async=True)
+    if TURNS:
+        bar_arrive(FIRST_BARRIER + (C + 1) % CONSUMERS, 256)
+    s = warpgroup_mma_wait(1, deps=(sa,))
+    mbarrier.arrive(ke.index(now), count=1)
+    p, m, alpha = softmax(s, m, scale_log2, n0, first_i, last_i, MASKED)
+    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + row_sums(p, ROWS, BN)
+    p16 = gl.convert_layout(p.to(p16.dtype), gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2))
+    if OVERLAP:
+        # a wait that loops: ptxas moves no exponential past it, so they run while the tensor cores multiply p·v
+        mbarrier.wait(kf.index(after), ((it + 1) // STAGES) & 1, pred=more)
+    acc, p16 = warpgroup_mma_wait(0, deps=(oa, p16))
+    if not OVERLAP:
+        mbarrier.wait(kf.index(after), ((it + 1) // STAGES) & 1, pred=more)
+    mbarrier.arrive(ve.index(before), count=1)
+    return p16, m, l, acc * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
+
+
+@gluon.jit
+def consumer(
+    out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, first, last, stride_ib, scale_log2, Tq, Hq, heads, together,
+    D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr,
+    C: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = out.dtype
+    BM: gl.constexpr = ROWS * CONSUMERS
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
+    s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    zeros = gl.zeros([ROWS, BN], gl.float32, layout=s_layout)
+    if TURNS and C == CONSUMERS - 1:
+        bar_arrive(FIRST_BARRIER, 256)
+    tiles = gl.cdiv(Tq, BM)
+    it = 0
+    done = 0
+    q_mine = qs.index(C)
+    out_mine = outs.index(C)
+    t = receive(mail, mf, me, done)
+    while t >= 0:
+        rank, bh = place(t, tiles, heads, together)
+        m0 = (tiles - 1 - rank) * BM
+        b = bh // Hq
+        h = bh % Hq
+        lo, full_lo, full_hi, masked = walk(
+            first + b * stride_ib, last + b * stride_ib, m0, gl.minimum(m0 + BM, Tq), BN
+        )
+        n = masked + full_hi - full_lo
+        i = m0 + C * ROWS + gl.arange(0, ROWS, layout=s_rows)
+        first_i = gl.load(first + b * stride_ib + i, mask=i < Tq, other=0)
+        last_i = gl.load(last + b * stride_ib + i, mask=i < Tq, other=-1)
+        m = gl.full([ROWS], float("-inf"), gl.float32, layout=s_rows)
+        acc = gl.zeros([ROWS, D], gl.float32, layout=o_layout)
+        mbarrier.wait(qf.index(C), done & 1)
+        if n > 0:
+            mbarrier.wait(kf.index(it % STAGES), (it // STAGES) & 1)
+            if TURNS:
+                bar_sync(FIRST_BARRIER + C, 256)
+            sa = warpgroup_mma(q_mine, ks.index(it % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            if TURNS:
+                bar_arrive(FIRST_BARRIER + (C + 1) % CONSUMERS, 256)
+            s = warpgroup_mma_wait(0, deps=(sa,))
+            mbarrier.arrive(ke.index(it % STAGES), count=1)
+            n0 = gl.where(masked > 0, boundary(0, lo, full_lo, full_hi), full_lo) * BN
+            p, m, _ = softmax(s, m, scale_log2, n0, first_i, last_i, True)
+            l = row_sums(p, ROWS, BN)
+            p16 = gl.convert_layout(p.to(dtype), p_layout)
+            mbarrier.wait(kf.index((it + 1) % STAGES), ((it + 1) // STAGES) & 1, pred=n > 1)
+            for x in range(1, masked):
+                p16, m, l, acc = advance(
+                    q_mine, p16, m, l, acc, ks, vs, kf, ke, vf, ve, it + x, x + 1 < n,
+                    boundary(x, lo, full_lo, full_hi) * BN, first_i, last_i, scale_log2,
+                    BN, STAGES, TURNS, OVERLAP, C, CONSUMERS, True,
+                )  # fmt: skip
+            for x in range(gl.maximum(masked, 1), n):
+                p16, m, l, acc = advance(
+                    q_mine, p16, m, l, acc, ks, vs, kf, ke, vf, ve, it + x, x + 1 < n, 0, first_i, last_i, scale_log2,
+                    BN, STAGES, TURNS, OVERLAP, C, CONSUMERS, False,
+                )  # fmt: skip
+            last_tile = it + n - 1
+            mbarrier.arrive(qe.index(C), count=1)
+            mbarrier.wait(vf.index(last_tile % STAGES), (last_tile // STAGES) & 1)
+            oa = warpgroup_mma(p16, vs.index(last_tile % STAGES), acc, is_async=True)
+            total = gl.convert_layout(gl.sum(l, axis=1), s_rows)
+            total = gl.where(total == 0.0, 1.0, total)
+            gl.store(lse + bh.to(gl.int64) * Tq + i, m * LN2 + gl.log(total), mask=i < Tq)
+            acc = warpgroup_mma_wait(0, deps=(oa,))
+            mbarrier.arrive(ve.index(last_tile % STAGES), count=1)
+            acc = acc * (1.0 / gl.convert_layout(total, o_rows))[:, None]
+        else:
+            mbarrier.arrive(qe.index(C), count=1)
+            gl.store(lse + bh.to(gl.int64) * Tq + i, m, mask=i < Tq)
+        tma.store_wait(0)
+        out_mine.store(acc.to(dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out, [b, m0 + C * ROWS, h, 0], out_mine.reshape([1, ROWS, 1, D]))
+        it += n
+        done += 1
+        t = receive(mail, mf, me, done)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["Tq", "Hq", "heads", "together"])
+def forward_kernel(
+    q, k, v, out, lse, counter, first, last, stride_ib, scale_log2, Tq, Hq, heads, together,
+    shared: gl.constexpr, shared_kv: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
+    TURNS: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """out (B, Tq, Hq, D) contiguous and lse (B, Hq, Tq); q, k, v, out are descriptors of (B, T, H, D)."""
+    dtype: gl.constexpr = q.dtype
+    qs = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D], shared)
+    outs = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D], shared)
+    ks = gl.allocate_shared_memory(dtype, [STAGES, BN, D], shared_kv)
+    vs = gl.allocate_shared_memory(dtype, [STAGES, BN, D], shared_kv)
+    qf = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    qe = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    kf = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ke = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    vf = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ve = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mail = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    mf = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    me = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(mf.index(i), count=1)
+        mbarrier.init(me.index(i), count=CONSUMERS)
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(qf.index(i), count=1)
+        mbarrier.init(qe.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(kf.index(i), count=1)
+        mbarrier.init(ke.index(i), count=CONSUMERS)
+        mbarrier.init(vf.index(i), count=1)
+        mbarrier.init(ve.index(i), count=CONSUMERS)
+    # fmt: off
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (producer, (q, k, v, qs, ks, vs, qf, qe, kf, ke, vf, ve, mail, mf, me, counter, first, last, stride_ib, Tq, Hq, heads, together,
+                        GROUP, D, BN, STAGES, CONSUMERS)),
+            (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, first, last, stride_ib, scale_log2, Tq, Hq,
+                        heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, 0)),
+            (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, first, last, stride_ib, scale_log2, Tq, Hq,
+                        heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, 1)),
+        ], [4, 4], [REGISTERS, REGISTERS])
+    else:
+        gl.warp_specialize([
+            (producer, (q, k, v, qs, ks, vs, qf, qe, kf, ke, vf, ve, mail, mf, me, counter, first, last, stride_ib, Tq, Hq, heads, together,
+                        GROUP, D, BN, STAGES, CONSUMERS)),
+            (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, first, last, stride_ib, scale_log2, Tq, Hq,
+                        heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, 0)),
+            (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, first, last, stride_ib, scale_log2, Tq, Hq,
+                        heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, 1)),
+            (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, first, last, stride_ib, scale_log2, Tq, Hq,
+                        heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, 2)),
+        ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])
+    # fmt: on
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """out like q, contiguous, and lse (B, Hq, Tq) float32, for intervals (B or 1, Tq); see `portable.forward`."""
+    B, Tq, Hq, D = q.shape
+    PAD = max(64, triton.next_power_of_2(D))
+    c = CONFIGS[PAD]
+    q, k, v = (addressable(x) for x in (q, k, v))
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(B, Hq, Tq, dtype=torch.float32, device=q.device)
+    dtype = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
+    rows, columns = (gl.NVMMASharedLayout.get_default_for([n, PAD], dtype) for n in (64, c.BN))
+    tiles = triton.cdiv(Tq, 64 * c.consumers) * B * Hq
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+    with torch.cuda.device(q.device):
+        forward_kernel[(min(tiles, processors(q)),)](
+            *(descriptor(x, n, PAD, dtype) for x, n in ((q, 64), (k, c.BN), (v, c.BN), (out, 64))),
+            *(lse, counter, first, last, batch_stride(first), scale * LOG2E.value, Tq, Hq, B * Hq),
+            *(heads_together(k, B * Hq, Hq // k.shape[2]), rows, columns),
+            **dict(
+                GROUP=Hq // k.shape[2], D=PAD, BN=c.BN, STAGES=c.stages, CONSUMERS=c.consumers, REGISTERS=c.registers
+            ),
+            **dict(TURNS=c.turns, OVERLAP=c.overlap),
+            num_warps=4,
+        )
+    return out, lse
+
+
+def descriptor(x: Tensor, rows: int, PAD: int, dtype: gl.dtype) -> TensorDescriptor:
+    """x (B, T, H, D) as a tensor map with boxes of `rows` tokens of one head; past T and D it reads 0 and writes nothing."""
+    box = [1, rows, 1, PAD]
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), box, gl.NVMMASharedLayout.get_default_for(box, dtype))
+
+
+def addressable(x: Tensor) -> Tensor:
+    """x, copied once if a tensor map cannot address it: 16-byte aligned, positive strides, contiguous heads."""
+    aligned = x.data_ptr() % 16 == 0 and all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:3])
+    return x if aligned and x.stride(3) == 1 else x.clone(memory_format=torch.contiguous_format)
+
+
+def processors(x: Tensor) -> int:
+    """Multiprocessors of x's GPU: one persistent program runs on each."""
+    return torch.cuda.get_device_properties(x.device).multi_processor_count

@@ -1,0 +1,67 @@
+"""flash with kernel=hopper: the correctness rule over the grid, and what it is refused for."""
+
+import pytest
+import torch
+
+from longctx.attention import Mask, attention, check, kernels_run
+from tests.attention import rule
+from tests.attention.rule import DEVICE, FREE, GRID, ON_GPU, Case
+
+HOPPER = ON_GPU and torch.cuda.get_device_capability()[0] == 9
+needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("case", GRID + FREE, ids=str)
+def test_rule(case, head_dim, dtype):
+    sized = Case(case.B, case.Tq, case.Tk, case.Hq, case.Hkv, head_dim, case.mask, case.window)
+    rule.check(sized, "flash", dtype, kernel="hopper")
+    assert kernels_run()["flash"] == "triton-hopper"
+
+
+@needs_hopper
+@pytest.mark.gpu
+def test_any_strides():
+    q, k, v, do = rule.inputs(Case(2, 300, 300, Hq=4, Hkv=2, D=128), torch.bfloat16)
+    fused = torch.cat([q, k, v], dim=2)
+    views = [fused[:, :, :4], fused[:, :, 4:6], fused[:, :, 6:], do.transpose(1, 2).contiguous().transpose(1, 2)]
+    expected = rule.run([q, k, v, do], Mask.causal(), "flash", torch.bfloat16, kernel="hopper")
+    got = rule.run(views, Mask.causal(), "flash", torch.bfloat16, kernel="hopper")
+    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, expected, strict=True):
+        assert torch.equal(x, y) if name != "dq" else torch.allclose(x, y, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (
+            {"device": "cpu", "dtype": torch.float16, "head_dim": 128},
+            "needs a Hopper GPU; use attention.options.kernel=portable",
+        ),
+        *(
+            [
+                ({"device": DEVICE, "dtype": torch.float32, "head_dim": 128}, "takes bf16 and fp16"),
+                ({"device": DEVICE, "dtype": torch.float16, "head_dim": 256}, "head sizes 64, 72 .. 128"),
+                (
+                    {"device": DEVICE, "dtype": torch.float16, "head_dim": 128, "deterministic": True},
+                    "deterministic=true",
+                ),
+            ]
+            if HOPPER
+            else []
+        ),
+    ],
+)
+def test_refusals(request_, message):
+    with pytest.raises(ValueError, match=message):
+        check("flash", options={"kernel": "hopper"}, **request_)
+
+
+@pytest.mark.skipif(ON_GPU, reason="there is a GPU")
+def test_no_silent_fallback():
+    q = torch.zeros(1, 4, 1, 64)
+    with pytest.raises(ValueError, match="needs a Hopper GPU"):
+        attention(q, q, q, backend="flash", kernel="hopper")

@@ -1,0 +1,90 @@
+"""Compile the Hopper kernels for sm_90a, which needs no GPU, and print what ptxas says of them as JSON.
+
+A script of its own: it needs Triton's compiler, and the other tests of a machine without a GPU run in Triton's interpreter.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from longctx.kernels import hopper_backward, hopper_forward
+
+layout = gl.NVMMASharedLayout.get_default_for
+SCALARS = {"lse": "*fp32", "first": "*i32", "last": "*i32", "qfirst": "*i32", "qlast": "*i32", "counter": "*i32"}
+
+
+def box(rows, columns, dtype=gl.bfloat16, name="bf16"):
+    shape = [1, rows, 1, columns]
+    return f"tensordesc<{name}{shape},{layout(shape, dtype)!r}>"
+
+
+def ptxas(kernel, constants, descriptors):
+    """Spilled bytes, registers and warnings of one kernel."""
+    signature = {
+        name: "constexpr"
+        if name in constants
+        else descriptors.get(name) or SCALARS.get(name) or ("fp32" if name.startswith("scale") else "i32")
+        for name in kernel.arg_names
+    }
+    source = GluonASTSource(kernel, signature, constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
+        ptx.write(compiled.asm["ptx"])
+        ptx.flush()
+        command = [tool, "-v", "--gpu-name=sm_90a", ptx.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", said))
+    return {"spilled": spilled, "shared": compiled.metadata.shared, "warnings": re.findall(r"C7\d+", said)}
+
+
+def forward(head_dim):
+    c = hopper_forward.CONFIGS[head_dim]
+    constants = dict(
+        shared=layout([64, head_dim], gl.bfloat16),
+        shared_kv=layout([c.BN, head_dim], gl.bfloat16),
+        **dict(GROUP=1, D=head_dim, BN=c.BN, STAGES=c.stages, CONSUMERS=c.consumers, REGISTERS=c.registers),
+        **dict(TURNS=c.turns, OVERLAP=c.overlap),
+    )
+    rows = {"q": 64, "k": c.BN, "v": c.BN, "out": 64}
+    return ptxas(hopper_forward.forward_kernel, constants, {name: box(n, head_dim) for name, n in rows.items()})
+
+
+def backward(head_dim):
+    BM, BN = hopper_backward.BM, hopper_backward.BN
+    row = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    bf16 = gl.bfloat16
+    constants = dict(
+        **dict(
+            q_shared=layout([BM, head_dim], bf16),
+            k_shared=layout([BN, head_dim], bf16),
+            v_shared=layout([64, head_dim], bf16),
+        ),
+        **dict(ds_shared=layout([BN, BM], bf16), dq_shared=layout([BM, head_dim // 2], gl.float32), row_shared=row),
+        **dict(
+            GROUP=1,
+            D=head_dim,
+            BM=BM,
+            BN=BN,
+            STAGES=hopper_backward.STAGES,
+            REGISTERS=hopper_backward.CONSUMER_REGISTERS,
+        ),
+    )
+    rows = {"q": BM, "do": BM, "k": BN, "v": 64, "dk": 64, "dv": 64}
+    descriptors = {name: box(n, head_dim) for name, n in rows.items()}
+    descriptors["dq"] = box(BM, head_dim // 2, gl.float32, "fp32")
+    descriptors |= dict.fromkeys(("lse2", "delta"), f"tensordesc<fp32{[1, BM]},{row!r}>")
+    return ptxas(hopper_backward.backward_kernel, constants, descriptors)
+
+
+if __name__ == "__main__":
+    found = {f"forward {d}": forward(d) for d in hopper_forward.CONFIGS} | {"backward 128": backward(128)}
+    json.dump(found, sys.stdout)
