@@ -133,12 +133,17 @@ def load_model(
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(f"checkpoint={given}: {folder} has no tokenizer.json; leave checkpoints in the run's folder")
     backend = AttentionConfig(**config["attention"]) if attention is None else attention
+    model = mapped_model(given, checkpoint, GPTConfig(**config["model"]), backend)
+    return model.to(device).eval(), Tokenizer.load(folder), config
+
+
+def mapped_model(path: Path, checkpoint: dict[str, Any], config: GPTConfig, backend: AttentionConfig | str) -> GPT:
+    """The model of `config` with the checkpoint's weights, still where they lie on disk; ValueError if they are not its own."""
     with torch.device("meta"):
-        model = GPT(GPTConfig(**config["model"]), backend)
+        model = GPT(config, backend)
     weights = {name.removeprefix("model."): x for name, x in checkpoint["state_dict"].items()}
-    model = model.to_empty(device=device)
     try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise ValueError(f"checkpoint={given}: its weights are not those of its model: {error}") from error
-    return model.eval(), Tokenizer.load(folder), config
+        model.load_state_dict(weights, assign=True)
+    except (RuntimeError, AttributeError) as error:
+        raise ValueError(f"checkpoint={path}: its weights are not those of its model: {error}") from error
+    return model

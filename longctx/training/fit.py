@@ -132,6 +132,7 @@ def continue_from(config: CompleteConfig, data: Data) -> Path:
         raise ValueError(f"resume={folder}: the documents or the tokenizer are no longer those that the run began with")
     if done >= config.max_steps:
         raise ValueError(f"resume={folder}: the run has done its {done:,} steps; to go on, give a larger max_steps=")
+    checkpoints.mapped_model(path, checkpoint, config.model, config.attention)
     if rank() == 0:
         runs.write_config(folder, replace(config, resume=None))
         runs.drop_metrics_after(folder, done)

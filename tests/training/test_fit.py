@@ -287,6 +287,7 @@ def test_a_checkpoint_that_lacks_a_part_is_one_clear_line(words: Words, tmp_path
     torch.save(whole | {"state_dict": dict(list(whole["state_dict"].items())[1:])}, path)
     with pytest.raises(ValueError, match="its weights are not those of its model"):
         load_model(path)
+    assert train.main([f"resume={tmp_path / 'runs' / 'r'}", "max_steps=2"]) == 2, "resume says so too"
 
 
 def test_a_checkpoint_that_cannot_be_finished_leaves_the_last_one(tmp_path: Path) -> None:
