@@ -1,4 +1,4 @@
-"""Compile the Hopper kernels for sm_90a, which needs no GPU, and print what ptxas says of them as JSON.
+"""Compile the kernels for GPUs that need not be there, and print what the compiler says of them as JSON.
 
 A script of its own: it needs Triton's compiler, and the other tests of a machine without a GPU run in Triton's interpreter.
 """
@@ -12,10 +12,12 @@ from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from longctx.kernels import hopper_backward, hopper_forward
+from longctx.kernels import hopper_backward, hopper_forward, portable
+from longctx.kernels.launch import table
 
 layout = gl.NVMMASharedLayout.get_default_for
 SCALARS = {"lse": "*fp32", "first": "*i32", "last": "*i32", "qfirst": "*i32", "qlast": "*i32", "counter": "*i32"}
@@ -85,6 +87,36 @@ def backward(head_dim):
     return ptxas(hopper_backward.backward_kernel, constants, descriptors)
 
 
+def shipped(arch, capability, tma):
+    """Shared memory of the portable kernels with every launch config of `arch` for the usual head sizes."""
+    found = {}
+    kernels = {"forward": portable.forward_kernel, "dkv": portable.dkv_kernel, "dq": portable.dq_kernel}
+    for name, kernel in kernels.items():
+        for head_dim in (64, 128, 256):
+            for BM, BN, warps, stages in table()[arch][name][str(head_dim)].values():
+                constants = dict(
+                    GROUP=1, D=head_dim, PAD=head_dim, BM=BM, BN=BN, STAGES=stages, TMA=tma, PRECISION="ieee"
+                )
+                rows = {"q": BM, "do": BM, "k": BN, "v": BN}
+                types = SCALARS | {"lse2": "*fp32", "delta": "*fp32"}
+                types |= dict.fromkeys(("out", "dq_out", "dk_out", "dv_out"), "*bf16")
+                types |= {x: f"tensordesc<bf16[{n}, {head_dim}]>" if tma else "*bf16" for x, n in rows.items()}
+                signature = {
+                    x: "constexpr" if x in constants else types.get(x) or ("fp32" if x.startswith("scale") else "i32")
+                    for x in kernel.arg_names
+                }
+                aligned = {
+                    (i,): [["tt.divisibility", 16]]
+                    for i, x in enumerate(kernel.arg_names)
+                    if signature[x].startswith("*") or (x.startswith("stride_") and x != "stride_ib")
+                }
+                source = ASTSource(kernel, signature, constants, aligned)
+                options = {"num_warps": warps, "num_stages": stages}
+                compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+                found[f"{arch} {name} {head_dim} {[BM, BN, warps, stages]}"] = compiled.metadata.shared
+    return found
+
+
 if __name__ == "__main__":
-    found = {f"forward {d}": forward(d) for d in hopper_forward.CONFIGS} | {"backward 128": backward(128)}
-    json.dump(found, sys.stdout)
+    hopper = {f"forward {d}": forward(d) for d in hopper_forward.CONFIGS} | {"backward 128": backward(128)}
+    json.dump({"hopper": hopper, "any": shipped("any", 86, False), "sm90": shipped("sm90", 90, True)}, sys.stdout)
