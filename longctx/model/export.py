@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -23,6 +24,10 @@ from longctx.model.huggingface import Piece, pieces, read_json
 
 SHARD_BYTES = 5_000_000_000
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+# How Qwen2 splits words. transformers 5 opens every qwen2 model with it, whatever its tokenizer.json says.
+QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 SHORT_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -48,9 +53,12 @@ def export(
     dtype = dtype or model.embed.weight.dtype
     if not (tokenizers / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{tokenizers}: no tokenizer.json to go with the model")
+    described = architecture(model.config, context)
+    if described["model_type"] == "qwen2":
+        _check_words(tokenizers / "tokenizer.json")
     generation = _generation(tokenizers)
     special = {f"{key}_token_id": generation.get(f"{key}_token_id") for key in ("bos", "eos", "pad")}
-    described = architecture(model.config, context) | special | {"dtype": str(dtype).removeprefix("torch.")}
+    described |= special | {"dtype": str(dtype).removeprefix("torch.")}
     temporary = out.absolute().with_name(f".{out.absolute().name}.{os.getpid()}")
     try:
         temporary.mkdir(parents=True)
@@ -61,8 +69,8 @@ def export(
                 shutil.copyfile(tokenizers / name, temporary / name)
         _write_weights(model, dtype, shard_bytes, temporary)
         os.replace(temporary, out)
-    except OSError as error:
-        raise OSError(f"{out}: cannot be written: {error.strerror or error}") from error
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"{out}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -119,6 +127,17 @@ def architecture(config: GPTConfig, context: int) -> dict[str, Any]:
     }
 
 
+def _check_words(file: Path) -> None:
+    """Raise ValueError for a tokenizer that transformers would replace by another when it opens a Qwen2 model."""
+    splitting = read_json(file).get("pre_tokenizer") or {}
+    first = (splitting.get("pretokenizers") or [{}])[0]
+    if (first.get("pattern") or {}).get("Regex") != QWEN2_WORDS:
+        raise ValueError(
+            f"{file}: does not split words as Qwen2 does, but transformers opens a model with model.qkv_bias=true so: "
+            "its tokens would be others"
+        )
+
+
 def _write_weights(model: GPT, dtype: torch.dtype, shard_bytes: int, folder: Path) -> None:
     parameters = dict(model.named_parameters())
     shards = list(_shards(model.config, dtype.itemsize, shard_bytes))
@@ -163,7 +182,7 @@ def _generation(tokenizers: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind, token in (read_json(settings) if settings.is_file() else {}).items():
         text = token.get("content") if isinstance(token, dict) else token
-        if kind in ("bos_token", "eos_token") and text in ids:
+        if kind in ("bos_token", "eos_token") and isinstance(text, str) and text in ids:
             found[f"{kind}_id"] = ids[text]
     return {"_from_model_config": True, **found}
 
