@@ -24,7 +24,7 @@ from longctx.model.huggingface import Piece, pieces, read_json
 
 SHARD_BYTES = 5_000_000_000
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-# How Qwen2 splits words. transformers 5 opens every qwen2 model with it, whatever its tokenizer.json says.
+# How Qwen2 splits text, after NFC. transformers 5 opens every qwen2 model so, whatever its tokenizer.json says.
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -129,11 +129,13 @@ def architecture(config: GPTConfig, context: int) -> dict[str, Any]:
 
 def _check_words(file: Path) -> None:
     """Raise ValueError for a tokenizer that transformers would replace by another when it opens a Qwen2 model."""
-    splitting = read_json(file).get("pre_tokenizer") or {}
+    described = read_json(file)
+    splitting = described.get("pre_tokenizer") or {}
     first = (splitting.get("pretokenizers") or [{}])[0]
-    if (first.get("pattern") or {}).get("Regex") != QWEN2_WORDS:
+    words = (first.get("pattern") or {}).get("Regex")
+    if words != QWEN2_WORDS or described.get("normalizer") != {"type": "NFC"}:
         raise ValueError(
-            f"{file}: does not split words as Qwen2 does, but transformers opens a model with model.qkv_bias=true so: "
+            f"{file}: does not normalize and split text as Qwen2 does, but transformers opens a model with model.qkv_bias=true so: "
             "its tokens would be others"
         )
 

@@ -27,7 +27,7 @@ from longctx.data import Data, DataConfig, SampleStream, load
 from longctx.training import checkpoints, runs
 from longctx.training.batches import train_loader
 from longctx.training.config import CompleteConfig, TrainConfig, complete
-from longctx.training.initial import choices_of_folder, model_of_folder
+from longctx.training.initial import choices_of_folder, keep_for_export, model_of_folder
 from longctx.training.module import TrainingModule
 from longctx.training.progress import Display, closing_table
 from longctx.training.recorder import Recorder
@@ -126,6 +126,7 @@ def fill_folder(config: CompleteConfig, folder: Path, data: Data) -> None:
         return
     try:
         data.tokenizer.save(folder / "tokenizer.json")
+        keep_for_export(config, folder)
         (folder / "checkpoints").mkdir()
         runs.write_config(folder, config)
     except OSError as error:

@@ -6,10 +6,12 @@ tokenizer, so that resuming and evaluating need nothing else.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 from longctx.model import huggingface
+from longctx.training import runs
 from longctx.training.config import TrainConfig
 
 OURS_TO_SAY = ("recompute", "loss_chunk", "vocab_size")  # what the weights leave open
@@ -38,6 +40,20 @@ def model_of_folder(request: TrainConfig, changed: dict[str, str]) -> TrainConfi
     huggingface.check_weights(model, folder)
     tokenizer = str(folder) if request.data.tokenizer is None else request.data.tokenizer
     return replace(request, init=str(folder), model=model, data=replace(request.data, tokenizer=tokenizer))
+
+
+def keep_for_export(config: TrainConfig, folder: Path) -> None:
+    """Copy what belongs to the tokenizer of `config.init`, its chat template and generation settings, into a run."""
+    source = Path(config.init or "")
+    if config.init is None or config.data.tokenizer != config.init:
+        return
+    settings = source / "tokenizer_config.json"
+    template = huggingface.read_json(settings).get("chat_template") if settings.is_file() else None
+    if isinstance(template, str):
+        runs.replace_text(folder / "chat_template.jinja", template)
+    for name in ("chat_template.jinja", "generation_config.json"):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 def choices_of_folder(request: TrainConfig, choices: dict[str, str]) -> dict[str, str]:

@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> Path:
         ({"qkv_bias": True, "qk_norm": True}, r"model\.qkv_bias=true with model\.qk_norm=true: no class"),
         ({"qkv_bias": True, "head_dim": 10}, r"model\.qkv_bias=true with model\.head_dim=10: Qwen2"),
         ({"channels": 26, "head_dim": 8}, r"model\.channels=26 with model\.heads=4: Llama wants"),
-        ({"qkv_bias": True}, r"tokenizer\.json: does not split words as Qwen2 does"),
+        ({"qkv_bias": True}, r"tokenizer\.json: does not normalize and split text as Qwen2 does"),
     ],
 )
 def test_what_no_class_computes_is_refused(run: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:

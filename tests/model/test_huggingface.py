@@ -60,6 +60,7 @@ def reference(config: PreTrainedConfig) -> Any:
 def write_tokenizer(folder: Path) -> None:
     """A byte-level BPE that splits words as Qwen2 does."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.normalizer = tokenizers.normalizers.NFC()
     made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
         [
             tokenizers.pre_tokenizers.Split(tokenizers.Regex(QWEN2_WORDS), "isolated"),

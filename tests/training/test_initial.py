@@ -83,7 +83,11 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_the_folder(
         assert torch.equal(a[name], b[name]), name
 
 
-def test_what_was_trained_opens_in_transformers(start: Words, tmp_path: Path, evaluation: ModuleType) -> None:
+def test_what_was_trained_opens_in_transformers(start: Words, folder: Path, tmp_path: Path) -> None:
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 5], "temperature": 0.5}))
     assert train.main(start(name="r", lr=0.01)) == 0
     run, out = tmp_path / "runs" / "r", tmp_path / "out"
     assert export(["export", str(run), str(out)]) == 0
@@ -94,8 +98,11 @@ def test_what_was_trained_opens_in_transformers(start: Words, tmp_path: Path, ev
     assert (theirs(tokens).logits - expected).abs().max() < 1e-5 * expected.abs().max()
     assert theirs.config.max_position_embeddings == 96
     text = "the row of a long text: Ada's 1234 names,\n\n  come again"
-    assert AutoTokenizer.from_pretrained(out)(text)["input_ids"] == tokenizer.encode(text)
-    assert theirs.config.eos_token_id == tokenizer.eos_id
+    opened = AutoTokenizer.from_pretrained(out)
+    assert opened(text)["input_ids"] == tokenizer.encode(text)
+    assert opened.chat_template == template
+    assert opened.eos_token_id == tokenizer.eos_id == 0
+    assert theirs.generation_config.eos_token_id == theirs.config.eos_token_id == [0, 5]
 
     assert train.main(start(name="again", init=out, max_steps=1, lr=0.0)) == 0
     torch.testing.assert_close(load_model(tmp_path / "runs" / "again")[0](tokens), expected)
