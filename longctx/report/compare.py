@@ -13,7 +13,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from longctx.report import page
-from longctx.report.runs import CURVES, NotARun, Run, printable, read
+from longctx.report.runs import CURVES, NotARun, Run, finite, printable, read
 
 POINTS = 250_000  # in all curves of a page, which makes it 7 MB
 NOT_COMPARED = {"name", "runs", "resume"}  # they say where a run is, not what it does
@@ -50,11 +50,13 @@ def compare(paths: Sequence[Path], out: Path) -> None:
 
 def read_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
     """The runs at `paths`, each once, and what to know about them."""
-    once = list({path.resolve(): path for path in reversed(paths)}.values())[::-1]
+    once: dict[Path, Path] = {}
+    for path in paths:
+        once.setdefault(path.resolve(), path)
     most = min(2000, max(60, POINTS // (len(once) * len(CURVES))))
     runs: list[Run] = []
     problems: list[NotARun] = []
-    for path in once:
+    for path in once.values():
         try:
             runs.append(read(path, most))
         except NotARun as problem:
@@ -107,13 +109,16 @@ def results(runs: list[Run]) -> Table:
         values = {number: run.figures[key] for number, run in enumerate(runs) if key in run.figures}
         if not values:
             continue
+        shown = {number: text(value) for number, value in values.items()}
         made.headings.append(heading)
         for number, row in enumerate(made.rows):
             of_process = key == "memory" and runs[number].figures.get("memory_of") == "process"
-            row.append(text(values[number]) + (" (process)" if of_process else "") if number in values else "")
-        if best and len(set(values.values())) > 1:
-            winner = best(values.values())
-            made.best.update((n, len(made.headings) - 1) for n, value in values.items() if value == winner)
+            row.append(shown.get(number, "") + (" (process)" if of_process else ""))
+        if best and len(set(shown.values())) > 1 and finite(values.values()):
+            winner = text(best(finite(values.values())))
+            winners = [n for n, cell in shown.items() if cell == winner]
+            if 2 * len(winners) <= len(shown):  # what most share is no distinction
+                made.best.update((n, len(made.headings) - 1) for n in winners)
     made.headings.append("ended")
     for row, run in zip(made.rows, runs, strict=True):
         row.append(run.ended)

@@ -34,8 +34,9 @@ def check(out: Path) -> None:
 def write(out: Path, runs: list[Run], tables: list[Table], notes: list[str]) -> None:
     """Write the page to `out`, whole or not at all."""
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    text = html(runs, tables, notes)
     try:
-        temporary.write_text(html(runs, tables, notes), encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, out)
     except OSError as error:
         raise OSError(f"out={out}: cannot be written: {error.strerror}") from error

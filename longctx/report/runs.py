@@ -56,7 +56,7 @@ def read(folder: Path, most: int) -> Run:
     rows, skipped = read_rows(folder)
     if not rows:
         raise NotARun(f"{folder}: no metrics yet; wait for the first row of metrics.jsonl, or start the run again")
-    run = Run(folder, printable(folder.name), config, figures(rows), curves(rows, most), [], "")
+    run = Run(folder, printable(folder.resolve().name), config, figures(rows), curves(rows, most), [], "")
     run.ended = ending(run.figures.get("step", 0), config.get("max_steps"), training)
     if skipped:
         run.notes.append(f"{printable(str(folder))}: {skipped} of metrics.jsonl is incomplete and left out")
@@ -153,7 +153,7 @@ def ending(step: int, steps: Any, training: bool) -> str:
 
 def memory(row: Row) -> float | None:
     """Peak memory in GiB: the GPU's, else the process's."""
-    found: float | None = row.get("memory_peak_gib", row.get("process_peak_gib"))
+    found: float | None = row["memory_peak_gib"] if "memory_peak_gib" in row else row.get("process_peak_gib")
     return found
 
 
@@ -175,8 +175,19 @@ def figures(rows: list[Row]) -> Row:
     return result
 
 
+def all_finite(values: list[Any]) -> bool:
+    """Whether the values are finite numbers, and so is their sum (which is what makes this quick)."""
+    try:
+        return math.isfinite(sum(values))
+    except TypeError:
+        return False
+
+
 def finite(values: Any) -> list[float]:
     """The finite numbers among the values."""
+    values = list(values)
+    if all_finite(values):
+        return values
     return [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
 
 
@@ -206,8 +217,8 @@ def curves(rows: list[Row], most: int) -> dict[str, Curve]:
 
 def reduced(tokens: list[float], seconds: list[float], values: list[Any], most: int) -> Curve:
     """The finite values as a curve of at most `most` points, each the mean, least and largest of its rows."""
-    if not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
-        kept = [n for n, value in enumerate(values) if isinstance(value, int | float) and math.isfinite(value)]
+    if not all_finite(values):
+        kept = [n for n, value in enumerate(values) if finite([value])]
         tokens, seconds, values = ([column[n] for n in kept] for column in (tokens, seconds, values))
     size = -(-len(values) // most)  # rows per point
     if size <= 1:
