@@ -103,7 +103,8 @@ def results(runs: list[Run]) -> Table:
         ("val_perplexity", "val perplexity", "{:,.2f}".format, min),
         ("tokens_per_second", "tokens/s", "{:,.0f}".format, max),
         ("mfu", "MFU", "{:.1%}".format, max),
-        ("memory", "peak GiB", "{:.2f}".format, min),
+        ("memory_peak_gib", "peak GiB", "{:.2f}".format, min),
+        ("process_peak_gib", "peak GiB of the process", "{:.2f}".format, min),
     ]
     for key, heading, text, best in columns:
         values = {number: run.figures[key] for number, run in enumerate(runs) if key in run.figures}
@@ -112,8 +113,7 @@ def results(runs: list[Run]) -> Table:
         shown = {number: text(value) for number, value in values.items()}
         made.headings.append(heading)
         for number, row in enumerate(made.rows):
-            of_process = key == "memory" and runs[number].figures.get("memory_of") == "process"
-            row.append(shown.get(number, "") + (" (process)" if of_process else ""))
+            row.append(shown.get(number, ""))
         if best and len(set(shown.values())) > 1 and finite(values.values()):
             winner = text(best(finite(values.values())))
             winners = [n for n, cell in shown.items() if cell == winner]

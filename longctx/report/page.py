@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longctx.report.runs import CURVES, Run
+from longctx.report.runs import CURVES, Run, memory
 
 if TYPE_CHECKING:
     from longctx.report.compare import Table
@@ -63,7 +63,7 @@ def described(run: Run) -> dict[str, Any]:
         "backend": str(run.config.get("attention.backend", "")),
         "seq_len": run.config.get("seq_len"),
         "tokens_per_second": run.figures.get("tokens_per_second"),
-        "memory": run.figures.get("memory"),
+        "memory": memory(run.figures),
         "curves": run.curves,
     }
 

@@ -167,9 +167,9 @@ def figures(rows: list[Row]) -> Row:
         for key in ("tokens_per_second", "mfu"):
             if found := finite(row.get(key) for row in settled):
                 result[key] = median(found)
-        if found := finite(map(memory, steps)):
-            result["memory"] = max(found)
-            result["memory_of"] = "GPU" if "memory_peak_gib" in last else "process"
+        for key in ("memory_peak_gib", "process_peak_gib"):
+            if found := finite(row[key] for row in steps if key in row):
+                result[key] = max(found)
     if found := finite(row.get("val_perplexity") for row in rows):
         result["val_perplexity"] = found[-1]
     return result

@@ -148,14 +148,14 @@ def test_evaluations_are_shown(tmp_path, capsys):
 def test_hostile_names_stay_text(tmp_path, capsys):
     plain, hostile = (
         make(tmp_path / "plain"),
-        make(tmp_path / HOSTILE, config="lr: '</script><script>alert(1)</script>'"),
+        make(tmp_path / HOSTILE, config="lr: '</script ><script>alert(1)</script >'"),
     )
     closing = make(tmp_path / "<" / "script><script>alert(2)<" / "script>")
     assert compare(plain, hostile, closing, f"out={tmp_path}/x.html") == 0
     assert compare(plain, f"out={tmp_path}/y.html") == 0
     text = (tmp_path / "x.html").read_text()
     assert Page(text).elements == Page((tmp_path / "y.html").read_text()).elements
-    assert "alert(1)\\u003e" in Page(text).scripts[0]
+    assert "alert(1)" in Page(text).scripts[0] and not set("<>&") & set(Page(text).scripts[0])
     data = page_data(tmp_path / "x.html")
     assert data["runs"][1]["label"] == HOSTILE.replace("\x1b", "\ufffd").replace("\u2028", "\ufffd")
     assert "\x1b" not in capsys.readouterr().out
@@ -284,9 +284,10 @@ def test_watch_starts_again_where_the_file_was_replaced(tmp_path):
     tail = watch.Tail(folder)
     assert [row["step"] for row in tail.rows()] == [1, 2, 3]
     assert tail.rows() == []
-    (folder / "new").write_text(json.dumps(step(2)) + "\n")
-    os.replace(folder / "new", folder / "metrics.jsonl")
-    assert [row["step"] for row in tail.rows()] == [2]
+    for steps in ([2], [4, 5, 6, 7]):
+        (folder / "new").write_text("".join(json.dumps(step(n)) + "\n" for n in steps))
+        os.replace(folder / "new", folder / "metrics.jsonl")
+        assert [row["step"] for row in tail.rows()] == steps
 
 
 def test_a_sparkline_goes_from_the_largest_to_the_least():
