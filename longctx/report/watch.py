@@ -73,15 +73,15 @@ class Latest:
         """How far the run is."""
         return ending(self.numbers.get("step", 0), self.steps, training)
 
-    def view(self) -> Table:
+    def view(self, training: bool) -> Table:
         """The numbers one below the other, the loss as a curve."""
         table = Table(title=printable(str(self.folder)), title_justify="left", show_header=False, box=None)
         table.add_column(style="bold")
         table.add_column(overflow="fold")
-        table.add_row("run", Text(self.ended(training=True)))
+        table.add_row("run", Text(self.ended(training)))
         for name, text in told(self.numbers):
             table.add_row(name, text)
-        if "ms_per_step" in self.numbers and isinstance(self.steps, int):
+        if training and "ms_per_step" in self.numbers and isinstance(self.steps, int):
             left = (self.steps - self.numbers["step"]) * self.numbers["ms_per_step"] / 1000
             table.add_row("time left", duration(left))
         table.add_row("loss so far", sparkline(list(self.losses)))
@@ -100,7 +100,7 @@ def watch(folder: Path) -> None:
                 if row is not None:
                     latest.add(row)
                 else:
-                    live.update(latest.view(), refresh=True)
+                    live.update(latest.view(is_training(folder)), refresh=True)
     else:
         for row in rows[:-1]:
             latest.add(row)
@@ -108,7 +108,7 @@ def watch(folder: Path) -> None:
             if row is not None:
                 latest.add(row)
                 print(f"step {row['step']:,}  " + "  ".join(f"{name} {text}" for name, text in told(row)), flush=True)
-    print(latest.ended(is_training(folder)), flush=True)
+        print(latest.ended(is_training(folder)), flush=True)
 
 
 def following(folder: Path, tail: Tail, rows: list[Row]) -> Iterator[Row | None]:
