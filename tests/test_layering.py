@@ -13,6 +13,7 @@ MAY_IMPORT = {
     "data": set(),
     "training": {"model", "attention", "kernels", "data"},
     "evaluation": {"model", "attention", "kernels", "data"},
+    "report": set(),
     "bench": {"model", "attention", "kernels", "data", "training", "evaluation"},
 }
 ONLY_IN = {

@@ -56,8 +56,10 @@ class GPT(nn.Module):
         """Compile every block in place with torch.compile; parameter names stay as they are.
 
         All blocks share one compiled graph. A backend that torch.compile cannot trace splits it in two around
-        attention.
+        attention. Where torch would stop compiling and run on without a word, it raises instead.
         """
+        torch._dynamo.config.recompile_limit = 64
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
         for block in self.blocks:
             block.compile()
 

@@ -261,3 +261,18 @@ def test_forward_and_backward_do_not_wait_for_the_gpu() -> None:
         model(x, x, mask).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_block_never_runs_uncompiled_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At torch's recompile limit an error, not a silent fall back to eager."""
+    config = torch._dynamo.config
+    torch._dynamo.reset()
+    monkeypatch.setattr(config, "fail_on_recompile_limit_hit", False)
+    model = make()
+    model.compile_blocks()
+    monkeypatch.setattr(config, "recompile_limit", 1)
+    for block in model.blocks:
+        block.compile(backend="eager")
+    model(tokens(1, 8))
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        model.double()(tokens(1, 8))

@@ -1,0 +1,74 @@
+"""The page of a comparison: page.html, in which the data stand as JSON. It needs no network and no library.
+
+Names of runs are anybody's: no letter of the data can end the script element that holds them, and the page makes text
+nodes of them, never HTML.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longctx.report.runs import CURVES, Run, memory
+
+if TYPE_CHECKING:
+    from longctx.report.compare import Table
+
+
+def check(out: Path) -> None:
+    """Raise OSError unless a page can be written to `out`."""
+    if out.is_dir():
+        raise OSError(f"out={out}: a folder; give the name of a file, such as {out / 'compare.html'}")
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=".longctx-", dir=out.parent)
+    except OSError as error:
+        raise OSError(f"out={out}: no file can be made in {out.parent}: {error.strerror}; choose another") from error
+    os.close(descriptor)
+    os.unlink(name)
+
+
+def write(out: Path, runs: list[Run], tables: list[Table], notes: list[str]) -> None:
+    """Write the page to `out`, whole or not at all."""
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    text = html(runs, tables, notes)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, out)
+    except OSError as error:
+        raise OSError(f"out={out}: cannot be written: {error.strerror}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def html(runs: list[Run], tables: list[Table], notes: list[str]) -> str:
+    """The page."""
+    data = {
+        "curves": CURVES,
+        "runs": [described(run) for run in runs],
+        "tables": [table._asdict() | {"best": sorted(table.best)} for table in tables],
+        "notes": notes,
+    }
+    template = (files("longctx.report") / "page.html").read_text(encoding="utf-8")
+    return template.replace("DATA_AS_JSON", embedded(data), 1)
+
+
+def described(run: Run) -> dict[str, Any]:
+    """What the page draws of a run."""
+    return {
+        "label": run.label,
+        "backend": str(run.config.get("attention.backend", "")),
+        "seq_len": run.config.get("seq_len"),
+        "tokens_per_second": run.figures.get("tokens_per_second"),
+        "memory": memory(run.figures),
+        "curves": run.curves,
+    }
+
+
+def embedded(data: Any) -> str:
+    """JSON that can stand in a script element: without `<`, `>` and `&`, and in ASCII."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,0 +1,61 @@
+"""The command line: `compare PATH... [out=FILE]` and `watch PATH`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+HELP = """See what runs show, without an account and without a network.
+
+  python -m longctx.report compare PATH... [out=compare.html]
+      Prints what differs between the runs and what came out, and writes a page with their curves to out.
+      PATH: folders of runs, such as runs/*; also of runs that still train or were killed.
+  python -m longctx.report watch PATH
+      Follows the run in the folder PATH, which another process trains, until it ends or Ctrl-C."""
+
+
+def main(argv: list[str]) -> int:
+    """Exit code: 0 done, 2 a mistake in what was asked (one line on stderr), 130 stopped by Ctrl-C."""
+    try:
+        if not argv or any(word in ("-h", "--help", "help") for word in argv):
+            print(HELP)
+        else:
+            run(*argv)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def run(command: str, *words: str) -> None:
+    """Do what the words say; raises ValueError or OSError, one line, for what is wrong with them."""
+    for word in words:
+        if word.startswith("-"):
+            raise ValueError(f"{word}: there is no such option; see --help")
+    if command == "compare":
+        out = [word.removeprefix("out=") for word in words if word.startswith("out=")]
+        paths = [word for word in words if not word.startswith("out=")]
+        for word in paths:
+            if "=" in word and not os.path.lexists(word):
+                raise ValueError(f"{word}: neither a folder nor out=FILE")
+        if not paths:
+            raise ValueError("compare: no runs given; give their folders, such as runs/*")
+        if len(out) > 1:
+            raise ValueError(f"out={out[-1]}: given {len(out)} times; give it once")
+        from longctx.report.compare import compare
+
+        compare([Path(path) for path in paths], Path(out[0] if out else "compare.html"))
+    elif command == "watch":
+        if len(words) != 1:
+            raise ValueError(f"watch: give the folder of one run, such as runs/NAME (given: {len(words)})")
+        from longctx.report.watch import watch
+
+        watch(Path(words[0]))
+    else:
+        raise ValueError(f"{command}: not a command; choose compare or watch")
