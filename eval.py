@@ -1,4 +1,4 @@
-"""Evaluate a run: `python eval.py checkpoint=runs/NAME seq_len=16384`; every key: `python eval.py --help`.
+"""Evaluate a run or a Hugging Face folder: `python eval.py checkpoint=runs/NAME seq_len=16384`; every key: `--help`.
 
 torch is imported only once the command line is known to make sense.
 """
@@ -10,9 +10,25 @@ import traceback
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from longctx import config
 from longctx.evaluation.config import TOKENS_PER_BATCH, EvalConfig, names_data
+
+if TYPE_CHECKING:
+    from longctx.data import Tokenizer
+    from longctx.model import GPT
+
+
+class Subject(NamedTuple):
+    """What is evaluated: its model, where it lies, and the configuration of its run (None: a Hugging Face folder)."""
+
+    model: "GPT"
+    tokenizer: "Tokenizer"
+    folder: Path
+    file: Path
+    seq_len: int
+    run: dict[str, Any] | None
 
 
 def main(argv: list[str]) -> int:
@@ -37,33 +53,33 @@ def main(argv: list[str]) -> int:
 
 
 def evaluate(asked: EvalConfig, other_data: bool) -> None:
-    """Score the documents, print the table, write the JSON into the run's folder."""
+    """Score the documents, print the table, write the JSON into the folder of the run or model."""
     import torch
 
     from longctx.attention import check, kernels_run
     from longctx.evaluation import documents, report
     from longctx.evaluation.perplexity import perplexity
-    from longctx.training import checkpoints, runs
+    from longctx.training import checkpoints
 
     if asked.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device=cuda: torch finds no GPU here; use device=cpu, or device=auto for what there is")
     device = "cuda" if asked.device != "cpu" and torch.cuda.is_available() else "cpu"
     precision = {"cuda": "bf16", "cpu": "fp32"}[device] if asked.precision == "auto" else asked.precision
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    given = Path(asked.checkpoint or "")
-    model, tokenizer, run = checkpoints.load_model(given, device, asked.attention)
+    subject = opened(asked, device, other_data)
+    model, folder, file, run = subject.model, subject.folder, subject.file, subject.run
     backend, options = asked.attention.backend, asked.attention.options
     check(backend, device=device, dtype=dtype, head_dim=model.config.head_size, options=options)
-    file = runs.checkpoints(given)[-1] if given.is_dir() else given.resolve()
-    folder = given if given.is_dir() else file.parent.parent
-    if not os.access(folder, os.W_OK):
-        raise PermissionError(f"checkpoint={given}: no permission to write the result into {folder}")
-    context, trained = asked.seq_len or run["seq_len"], run["seq_len"]
-    if context > trained:
-        print(f"seq_len={context:,} is longer than the {trained:,} tokens per row that the run trained at")
+    results = folder / "eval"
+    if not os.access(results if results.exists() else folder, os.W_OK):
+        raise PermissionError(f"checkpoint={asked.checkpoint}: no permission to write the result into {results}")
+    context = asked.seq_len or subject.seq_len
+    if context > subject.seq_len:
+        by = "the run trained at" if run else "the model is made for"
+        print(f"seq_len={context:,} is longer than the {subject.seq_len:,} tokens per row that {by}")
 
-    if other_data:
-        found = documents.of_source(asked.data, tokenizer)
+    if run is None or other_data:
+        found = documents.of_source(asked.data, subject.tokenizer)
     else:
         found = documents.of_run(folder, run, asked.split, checkpoints.read(file)["longctx"]["data"])
     started = time.perf_counter()
@@ -79,7 +95,7 @@ def evaluate(asked: EvalConfig, other_data: bool) -> None:
     about = {
         "checkpoint": str(file),
         "scored": asdict(asked.data) if other_data else f"{asked.split} split of the run's data",
-        "trained_seq_len": trained,
+        "trained_seq_len": subject.seq_len,
         "attention": backend,
         "kernel": kernels_run()[backend],
         "precision": precision,
@@ -87,10 +103,33 @@ def evaluate(asked: EvalConfig, other_data: bool) -> None:
         "seconds": round(time.perf_counter() - started, 3),
     }
     what = asked.data.source if other_data else asked.split
-    path = folder / "eval" / f"{what}-{file.stem}-{context}-{result.stride}-{backend}.json"
+    name = file.stem if run else file.name
+    path = results / f"{what}-{name}-{context}-{result.stride}-{backend}.json"
     report.show(result)
     report.write(result, about, path)
     print(path)
+
+
+def opened(asked: EvalConfig, device: str, other_data: bool) -> Subject:
+    """The run, checkpoint or Hugging Face folder that `asked.checkpoint` names; ValueError where it is none of them."""
+    from longctx.data import Tokenizer
+    from longctx.model import huggingface
+    from longctx.training import checkpoints, runs
+
+    given = Path(asked.checkpoint or "")
+    if huggingface.is_folder(given):
+        if not other_data:
+            raise ValueError(
+                f"checkpoint={given}: a Hugging Face folder has no documents of its own; add data=text data.path=..."
+            )
+        import torch
+
+        tokenizer = Tokenizer.load(given)
+        model = huggingface.pretrained(given, asked.attention, device, torch.float32).eval()
+        return Subject(model, tokenizer, given, given.resolve(), model.config.context or 1, None)
+    model, tokenizer, run = checkpoints.load_model(given, device, asked.attention)
+    file = runs.checkpoints(given)[-1] if given.is_dir() else given.resolve()
+    return Subject(model, tokenizer, given if given.is_dir() else file.parent.parent, file, run["seq_len"], run)
 
 
 if __name__ == "__main__":

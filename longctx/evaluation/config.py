@@ -14,7 +14,7 @@ TOKENS_PER_BATCH = {"cuda": 65536, "cpu": 4096}
 class EvalConfig:
     """One evaluation of one checkpoint."""
 
-    checkpoint: str | None = None  # runs/NAME (its newest checkpoint), or a file in runs/NAME/checkpoints
+    checkpoint: str | None = None  # runs/NAME (its newest checkpoint), a file in its checkpoints, a Hugging Face folder
     seq_len: int | None = None  # tokens that the model sees at most; null: the length that the run trained at
     stride: int | None = None  # tokens that each window scores beyond the one before; null: half of seq_len
     split: str = "val"  # which of the run's own documents: val | train

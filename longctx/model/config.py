@@ -21,6 +21,7 @@ class GPTConfig:
     tied: bool = True  # the output head is the embedding
     qkv_bias: bool = False  # biases in the q, k and v projections, as in Qwen2
     qk_norm: bool = False  # RMSNorm on every head of q and k, as in Qwen3
+    context: int | None = None  # tokens that weights from elsewhere were made for, see init; null: those of seq_len
     init_std: float = 0.02  # of the normal distribution that weights are drawn from
     recompute: bool = False  # keep only each block's input and compute the rest again in backward
     loss_chunk: int = 1024  # tokens whose logits exist at one time in the loss
@@ -37,6 +38,8 @@ class GPTConfig:
                 raise ValueError(f"model.{key}={getattr(self, key)} must be at least 1")
         if self.vocab_size is not None and self.vocab_size < 2:
             raise ValueError(f"model.vocab_size={self.vocab_size} must be at least 2 (or null: the tokenizer's)")
+        if self.context is not None and self.context < 1:
+            raise ValueError(f"model.context={self.context} must be at least 1 (or null: not known)")
         for key in ("rope_theta", "norm_eps", "init_std"):
             if not 0 < getattr(self, key) < float("inf"):
                 raise ValueError(f"model.{key}={getattr(self, key)} must be a number above 0")

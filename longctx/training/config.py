@@ -63,6 +63,7 @@ class TrainConfig:
     compile: str = "auto"  # auto: on a GPU | true | false: torch.compile of each transformer block
     deterministic: bool = False  # only algorithms that give the same bits in every run; slower
     name: str | None = None  # of the run's folder; null: made of what differs from the defaults, and a counter
+    init: str | None = None  # start from this Hugging Face folder (config.json, safetensors): its model and tokenizer
     resume: str | None = None  # continue this run, for example runs/tiny-flash-4k-001
     runs: str = "runs"  # the folder that runs are written to
     val_every: int | None = None  # steps between validations, also one at step 0; null: a fifth of the run, 20 or more
@@ -114,6 +115,8 @@ class TrainConfig:
         _one_of("wandb.mode", self.wandb.mode, ("auto", "online", "offline", "disabled"))
         if self.name is not None:
             check_name(self.name)
+        if self.init == "":
+            raise ValueError("init= names no folder; give a Hugging Face folder, or leave it out for random weights")
         if self.resume == "":
             raise ValueError("resume= names no run; give its folder, such as resume=runs/NAME, or leave it out")
         if not self.runs.strip() or "\0" in self.runs:

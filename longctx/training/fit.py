@@ -23,10 +23,11 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
 from longctx import attention
-from longctx.data import Data, SampleStream, load
+from longctx.data import Data, DataConfig, SampleStream, load
 from longctx.training import checkpoints, runs
 from longctx.training.batches import train_loader
 from longctx.training.config import CompleteConfig, TrainConfig, complete
+from longctx.training.initial import choices_of_folder, keep_for_export, model_of_folder
 from longctx.training.module import TrainingModule
 from longctx.training.progress import Display, closing_table
 from longctx.training.recorder import Recorder
@@ -48,6 +49,11 @@ def train(request: TrainConfig, choices: dict[str, str], changed: dict[str, str]
         )
     quiet_lightning()
     device = pick_device(request)
+    preset = choices.get("model", "") + (" (model=auto)" if changed.get("model", "auto") == "auto" else "")
+    if request.init is not None and request.resume is None:
+        request = model_of_folder(request, changed)
+        choices = choices_of_folder(request, choices)
+        preset = f"weights of {request.init}"
     config = complete(request, device)
     if config.resume is None:
         runs.check_root(Path(config.runs))
@@ -62,9 +68,8 @@ def train(request: TrainConfig, choices: dict[str, str], changed: dict[str, str]
         options=config.attention.options,
         deterministic=config.deterministic,
     )
-    data = load(config.data, config.seq_len)
+    data = load(data_of(config), config.seq_len)
     config = fit_vocabulary(config, data)
-    preset = choices.get("model", "") + (" (model=auto)" if changed.get("model", "auto") == "auto" else "")
     if config.resume is not None:
         folder = Path(config.resume)
         with runs.locked(folder) if rank() == 0 else nullcontext():
@@ -87,6 +92,13 @@ def pick_device(config: TrainConfig) -> str:
     if device == "cuda" and config.precision in ("auto", "bf16") and not torch.cuda.is_bf16_supported():
         raise ValueError(f"precision=bf16: {torch.cuda.get_device_name()} has no bf16; use precision=fp32")
     return device
+
+
+def data_of(config: CompleteConfig) -> DataConfig:
+    """Where documents and tokenizer come from; a run that began with `init` has that folder's tokenizer in its own."""
+    if config.init is None or config.resume is None:
+        return config.data
+    return replace(config.data, tokenizer=config.resume)
 
 
 def fit_vocabulary(config: CompleteConfig, data: Data) -> CompleteConfig:
@@ -114,6 +126,7 @@ def fill_folder(config: CompleteConfig, folder: Path, data: Data) -> None:
         return
     try:
         data.tokenizer.save(folder / "tokenizer.json")
+        keep_for_export(config, folder)
         (folder / "checkpoints").mkdir()
         runs.write_config(folder, config)
     except OSError as error:
@@ -159,7 +172,7 @@ def run(config: CompleteConfig, folder: Path, start: Path | None, data: Data, de
         display.say(how)
 
     recorder = Recorder(config, folder, data, tracker, display, facts)
-    module = TrainingModule(config)
+    module = TrainingModule(config, Path(config.init) if config.init is not None and start is None else None)
     order = SampleStream(len(data.train), config.seed, rank(), config.devices, consumed)
     loader = train_loader(data.train, order, config.batch_size, config.accumulate, config.workers, pin=device == "cuda")
     code, problem = 1, None

@@ -7,6 +7,7 @@ one place, in the order in which they happen.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,20 +17,25 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from longctx.model import GPT
+from longctx.model.huggingface import load_weights
 from longctx.training.batches import MicroBatch, StepBatch
 from longctx.training.config import CompleteConfig
 from longctx.training.optimizer import adamw, clip_gradients, learning_rate
 
 
 class TrainingModule(pl.LightningModule):
-    """A GPT under training; `config` is complete (see `longctx.training.config.complete`) and knows its vocabulary."""
+    """A GPT under training; `config` is complete (see `longctx.training.config.complete`) and knows its vocabulary.
+
+    Its weights are random, or those of the Hugging Face folder `weights`.
+    """
 
     model: GPT
 
-    def __init__(self, config: CompleteConfig) -> None:
+    def __init__(self, config: CompleteConfig, weights: Path | None = None) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.config = config
+        self.weights = weights
         self.steps_done = 0
         self.grad_norm = torch.zeros(())
 
@@ -39,6 +45,8 @@ class TrainingModule(pl.LightningModule):
             return
         torch.manual_seed(self.config.seed)
         self.model = GPT(self.config.model, self.config.attention)
+        if self.weights is not None:
+            load_weights(self.model, self.weights)
         if self.config.compile == "true":
             self.model.compile_blocks()
 

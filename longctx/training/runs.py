@@ -26,7 +26,7 @@ RESUMABLE = {
     *("workers", "device", "compile"),
     *(f"wandb.{key}" for key in ("project", "entity", "mode", "group", "tags", "notes")),
 }
-NOT_IN_NAMES = {"model", "attention", "seq_len", "data", "strategy", "name", "runs", "device", *RESUMABLE}
+NOT_IN_NAMES = {"model", "attention", "seq_len", "data", "strategy", "name", "runs", "device", "init", *RESUMABLE}
 CHECKPOINT_NAME = re.compile(r"step-(\d+)\.ckpt")
 
 

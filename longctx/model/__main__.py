@@ -1,0 +1,113 @@
+"""`python -m longctx.model export runs/NAME out/`: a trained model as a Hugging Face folder. See `--help`."""
+
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+HELP = """Write a trained model as a Hugging Face folder, which transformers, vLLM and lm-eval open.
+
+  python -m longctx.model export runs/NAME out/
+
+runs/NAME    a run, of which the newest checkpoint is taken, or a file in runs/NAME/checkpoints
+out/         a new folder, or an empty one
+
+  dtype=fp32        of the weights: fp32, as they are trained, or bf16, fp16: half the size
+  shard_gb=5        the largest size of one file of weights, in 10^9 bytes"""
+
+
+def main(argv: list[str]) -> int:
+    """Exit code: 0 done, 2 a mistake (one line on stderr)."""
+    if not argv or any(word in ("-h", "--help", "help") for word in argv):
+        print(HELP)
+        return 0
+    try:
+        source, out, options = read_words(argv)
+        run(source, out, options)
+        return 0
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def read_words(argv: list[str]) -> tuple[Path, Path, dict[str, str]]:
+    """Source, target and options of the command; ValueError for a word that does not belong."""
+    if argv[0] != "export":
+        raise ValueError(f"{argv[0]}: not a command; there is export, see --help")
+    paths = [word for word in argv[1:] if "=" not in word]
+    options = dict(word.split("=", 1) for word in argv[1:] if "=" in word)
+    for word in paths:
+        if word.startswith("-"):
+            raise ValueError(f"{word}: not an option; there are --help, dtype= and shard_gb=")
+    for key, value in options.items():
+        if key not in ("dtype", "shard_gb"):
+            raise ValueError(f"{key}={value}: not a key; there are dtype= and shard_gb=")
+    if len(paths) != 2:
+        raise ValueError(f"export {' '.join(paths)}: give the run and the new folder, as in export runs/NAME out/")
+    return Path(paths[0]), Path(paths[1]), options
+
+
+def run(source: Path, out: Path, options: dict[str, str]) -> None:
+    """Read the checkpoint, write the folder, say where."""
+    from longctx.model.export import SHORT_NAMES, check_out, export
+
+    dtype = options.get("dtype", "fp32")
+    if dtype not in SHORT_NAMES:
+        raise ValueError(f"dtype={dtype}: one of {', '.join(SHORT_NAMES)}")
+    try:
+        shard_bytes = int(float(options.get("shard_gb", "5")) * 1e9)
+    except (ValueError, OverflowError):
+        shard_bytes = 0
+    if shard_bytes < 1:
+        raise ValueError(f"shard_gb={options['shard_gb']}: a number above 0")
+    check_out(out)
+    file = newest(source)
+    checkpoint = read(file)
+    model, seq_len = build(file, checkpoint)
+    context = max(seq_len, model.config.context or 0)
+    export(model, file.resolve().parent.parent, out, context, SHORT_NAMES[dtype], shard_bytes)
+    print(f"{out}: {model.config.parameters():,} parameters of {file}, {dtype}, for {context:,} tokens")
+
+
+def newest(source: Path) -> Path:
+    """The checkpoint file that `source` means; ValueError if there is none."""
+    if source.is_file():
+        return source
+    found = sorted((source / "checkpoints").glob("step-*.ckpt"))
+    if not found:
+        raise ValueError(f"{source}: {'no run with a checkpoint' if source.exists() else 'no such run or checkpoint'}")
+    return found[-1]
+
+
+def read(file: Path) -> dict[str, Any]:
+    """The checkpoint in `file`, its tensors still on disk; tensors and plain values only, so no code of it runs."""
+    import torch
+
+    try:
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, ValueError) as error:
+        raise ValueError(f"{file}: not a whole checkpoint ({str(error).splitlines()[0]})") from error
+    if not isinstance(checkpoint, dict) or not {"longctx", "state_dict"} <= checkpoint.keys():
+        raise ValueError(f"{file}: a checkpoint of another program; train.py writes those that are read here")
+    return checkpoint
+
+
+def build(file: Path, checkpoint: dict[str, Any]) -> tuple[Any, int]:
+    """The model of a checkpoint and the length of the rows that it was trained on; ValueError if they do not fit."""
+    import torch
+
+    from longctx.model import GPT, GPTConfig
+
+    try:
+        config = checkpoint["longctx"]["config"]
+        with torch.device("meta"):
+            model = GPT(GPTConfig(**config["model"]), "naive")
+        weights = {name.removeprefix("model."): x for name, x in checkpoint["state_dict"].items()}
+        model.load_state_dict(weights, assign=True)
+        return model, int(config["seq_len"])
+    except (RuntimeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file}: its weights are not those of its model: {error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,134 @@
+"""Folders that are written: whole or not at all, only for what transformers has a class for, and from the command line."""
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from longctx.data.tokenizer import train
+from longctx.model import GPT, GPTConfig
+from longctx.model.__main__ import main
+from longctx.model.export import export
+from longctx.model.huggingface import pretrained
+
+SMALL: dict[str, Any] = {"vocab_size": 300, "layers": 2, "channels": 24, "heads": 4, "kv_heads": 2, "ffn": 40}
+CONFIG = {"seq_len": 48, "model": SMALL}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's folder with one checkpoint of random weights."""
+    folder = tmp_path / "runs" / "a"
+    (folder / "checkpoints").mkdir(parents=True)
+    train(["a rose is a rose"], 280).save(folder / "tokenizer.json")
+    torch.manual_seed(0)
+    weights = {f"model.{name}": x for name, x in GPT(GPTConfig(**SMALL)).state_dict().items()}
+    content = {"state_dict": weights, "longctx": {"config": CONFIG}}
+    torch.save(content, folder / "checkpoints" / "step-00000007.ckpt")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"qkv_bias": True, "qk_norm": True}, r"model\.qkv_bias=true with model\.qk_norm=true: no class"),
+        ({"qkv_bias": True, "head_dim": 10}, r"model\.qkv_bias=true with model\.head_dim=10: Qwen2"),
+        ({"channels": 26, "head_dim": 8}, r"model\.channels=26 with model\.heads=4: Llama wants"),
+        ({"qkv_bias": True}, r"tokenizer\.json: does not normalize and split text as Qwen2 does"),
+    ],
+)
+def test_what_no_class_computes_is_refused(run: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        export(GPT(GPTConfig(**SMALL | changes)), run, tmp_path / "out", context=48)
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+def test_an_export_that_fails_leaves_nothing(run: Path, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(OSError, match="out: cannot be written"):
+            export(GPT(GPTConfig(**SMALL)), run, tmp_path / "out", context=48)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+def test_the_command_writes_the_newest_checkpoint(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    assert main(["export", str(run), str(tmp_path / "out"), "dtype=bf16"]) == 0
+    assert "step-00000007.ckpt, bf16, for 48 tokens" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    ]
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert theirs.dtype == torch.bfloat16
+    torch.manual_seed(0)
+    ours = GPT(GPTConfig(**SMALL))
+    tokens = torch.randint(300, (1, 48))
+    torch.testing.assert_close(theirs.float()(tokens).logits, ours.bfloat16().float()(tokens), rtol=0, atol=1e-5)
+    assert theirs.config.max_position_embeddings == 48
+    assert (
+        main(["export", str(run / "checkpoints" / "step-00000007.ckpt"), str(tmp_path / "two"), "shard_gb=1e-5"]) == 0
+    )
+    assert len(list((tmp_path / "two").glob("model-*.safetensors"))) > 2
+    torch.manual_seed(0)
+    for a, b in zip(pretrained(tmp_path / "two").parameters(), GPT(GPTConfig(**SMALL)).parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["import"], "import: not a command; there is export"),
+        (["export"], "give the run and the new folder"),
+        (["export", "{run}"], "give the run and the new folder"),
+        (["export", "{run}", "{new}", "more"], "give the run and the new folder"),
+        (["export", "{run}", "{new}", "-f"], "-f: not an option"),
+        (["export", "{run}", "{new}", "type=bf16"], "type=bf16: not a key"),
+        (["export", "{run}", "{new}", "dtype=int4"], "dtype=int4: one of fp32, bf16, fp16"),
+        (["export", "{run}", "{new}", "shard_gb=0"], "shard_gb=0: a number above 0"),
+        (["export", "{run}", "{new}", "shard_gb=inf"], "shard_gb=inf: a number above 0"),
+        (["export", "{run}", "{run}"], "exists already and is not an empty folder"),
+        (["export", "{new}", "{new}"], "no such run or checkpoint"),
+        (["export", "{run}/checkpoints", "{new}"], "no run with a checkpoint"),
+        (["export", "{run}/tokenizer.json", "{new}"], "not a whole checkpoint"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main([word.format(run=run, new=tmp_path / "new") for word in words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    assert message in said
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_checkpoint_of_another_program_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = run / "checkpoints" / "step-00000007.ckpt"
+    for content, message in (
+        ({"state_dict": {}}, "a checkpoint of another program"),
+        ({"state_dict": {}, "longctx": {"config": CONFIG}}, "its weights are not those of its model"),
+        ({"state_dict": {}, "longctx": {"config": {"model": {"rows": 3}}}}, "its weights are not those of its model"),
+    ):
+        torch.save(content, file)
+        assert main(["export", str(run), str(run / "out")]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_the_module_runs(run: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "longctx.model"]
+    shown = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
+    assert "python -m longctx.model export runs/NAME out/" in shown.stdout
+    subprocess.run([*command, "export", str(run), str(tmp_path / "out")], capture_output=True, check=True)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"

@@ -1,0 +1,195 @@
+"""Runs that start from a Hugging Face folder: its weights, its tokenizer, and nothing of it needed afterwards."""
+
+import importlib.util
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import train
+from longctx.data import tokenizer as bpe
+from longctx.model.__main__ import main as export
+from longctx.training import runs
+from longctx.training.checkpoints import load_model
+
+Words = Callable[..., list[str]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, corpus: Path) -> Path:
+    """A model for 96 tokens, as transformers saves it."""
+    place = tmp_path / "models" / "Small-1.5"
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=320, intermediate_size=48, max_position_embeddings=96, **sizes)
+    LlamaForCausalLM(config).save_pretrained(place)
+    bpe.train([file.read_text() for file in sorted(corpus.iterdir())], 310).save(place / "tokenizer.json")
+    return place
+
+
+@pytest.fixture
+def start(words: Words, folder: Path) -> Words:
+    """The command line of a tiny run from `folder`."""
+    unsaid = {"model": None, "model__layers": None, "model__channels": None, "model__ffn": None}
+    return lambda **changes: words(**(unsaid | {"init": folder, "max_steps": 2} | changes))
+
+
+@pytest.fixture(scope="module")
+def evaluation() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("eval_script", Path(train.__file__).with_name("eval.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_run_begins_with_the_weights_and_goes_on_without_the_folder(
+    start: Words, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(start(max_steps=4, checkpoint_every=2, runs=tmp_path / "whole")) == 0
+    whole = tmp_path / "whole" / "Small-1.5-flash-64-text-batchsize2-accumulate2-001"
+    theirs = LlamaForCausalLM.from_pretrained(folder)
+    said = f"model      weights of {folder}, {theirs.num_parameters():,} parameters\n"
+    assert said in capsys.readouterr().out
+    first = runs.read_metrics(whole)[0]
+    assert first["step"] == 0
+    config = yaml.safe_load((whole / "config.yaml").read_text())
+    assert (config["init"], config["data"]["tokenizer"]) == (str(folder), str(folder))
+    assert {key: config["model"][key] for key in ("layers", "channels", "ffn", "vocab_size", "context", "tied")} == {
+        **{"layers": 2, "channels": 32, "ffn": 48, "vocab_size": 320, "context": 96, "tied": False}
+    }
+    assert train.main(start(max_steps=1, lr=0.0, name="still")) == 0
+    still, tokenizer, _ = load_model(tmp_path / "runs" / "still")
+    tokens = torch.randint(320, (1, 50))
+    torch.testing.assert_close(still(tokens), theirs(tokens).logits)
+    assert tokenizer.vocab_size == 310
+
+    assert train.main(start(max_steps=4, checkpoint_every=2, keep_checkpoints=9, name="cut")) == 0
+    cut = tmp_path / "runs" / "cut"
+    (cut / "checkpoints" / "step-00000004.ckpt").unlink()
+    shutil.rmtree(folder)
+    assert train.main([f"resume={cut}"]) == 0
+    a, b = (torch.load(runs.checkpoints(x)[-1], weights_only=True)["state_dict"] for x in (whole, cut))
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def test_what_was_trained_opens_in_transformers(start: Words, folder: Path, tmp_path: Path) -> None:
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 5], "temperature": 0.5}))
+    assert train.main(start(name="r", lr=0.01)) == 0
+    run, out = tmp_path / "runs" / "r", tmp_path / "out"
+    assert export(["export", str(run), str(out)]) == 0
+    model, tokenizer, _ = load_model(run)
+    theirs = AutoModelForCausalLM.from_pretrained(out).eval()
+    tokens = torch.randint(320, (2, 90))
+    expected = model(tokens)
+    assert (theirs(tokens).logits - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert theirs.config.max_position_embeddings == 96
+    text = "the row of a long text: Ada's 1234 names,\n\n  come again"
+    opened = AutoTokenizer.from_pretrained(out)
+    assert opened(text)["input_ids"] == tokenizer.encode(text)
+    assert opened.chat_template == template
+    assert opened.eos_token_id == tokenizer.eos_id == 0
+    assert theirs.generation_config.eos_token_id == theirs.config.eos_token_id == [0, 5]
+
+    assert train.main(start(name="again", init=out, max_steps=1, lr=0.0)) == 0
+    torch.testing.assert_close(load_model(tmp_path / "runs" / "again")[0](tokens), expected)
+
+
+def test_evaluation_of_a_folder(
+    folder: Path, corpus: Path, evaluation: ModuleType, start: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["data=text", f"data.path={corpus}", "documents=5", "device=cpu"]
+    assert evaluation.main([f"checkpoint={folder}", *asked]) == 0
+    [file] = (folder / "eval").iterdir()
+    assert file.name == "text-Small-1.5-96-48-flash.json"
+    result = json.loads(file.read_text())
+    assert (result["context"], result["trained_seq_len"], len(result["documents"])) == (96, 96, 5)
+    assert result["total"]["perplexity"] == pytest.approx(320, rel=0.2)
+
+    assert train.main(start(name="still", max_steps=1, lr=0.0)) == 0
+    run = tmp_path / "runs" / "still"
+    assert evaluation.main([f"checkpoint={run}", "seq_len=96", *asked]) == 0
+    [of_run] = (run / "eval").iterdir()
+    assert json.loads(of_run.read_text())["total"]["nats"] == pytest.approx(result["total"]["nats"], rel=1e-6)
+
+    capsys.readouterr()
+    assert evaluation.main([f"checkpoint={folder}", "device=cpu"]) == 2
+    assert "a Hugging Face folder has no documents of its own; add data=text" in capsys.readouterr().err
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+    assert evaluation.main([f"checkpoint={folder}", *asked]) == 2
+    assert "model_type=mamba is not covered yet" in capsys.readouterr().err
+
+
+def test_evaluation_of_a_folder_that_cannot_be_written(
+    folder: Path,
+    corpus: Path,
+    evaluation: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # chmod does not keep root out
+    assert evaluation.main([f"checkpoint={folder}", "data=text", f"data.path={corpus}", "device=cpu"]) == 2
+    assert "no permission to write the result into" in capsys.readouterr().err
+
+
+def test_what_the_weights_leave_open_can_be_said(start: Words, tmp_path: Path) -> None:
+    changes = {"model__recompute": "true", "model__loss_chunk": 50, "model__vocab_size": 384}
+    assert train.main(start(name="r", **changes)) == 0
+    model = load_model(tmp_path / "runs" / "r")[0].config
+    assert (model.recompute, model.loss_chunk, model.vocab_size) == (True, 50, 384)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "tiny"}, "model=tiny: init="),
+        ({"model__layers": 3}, "model.layers=3: the weights of init="),
+        ({"model__context": 3}, "model.context=3: the weights of init="),
+        ({"model__vocab_size": 300}, "model.vocab_size=300: "),
+        ({"init": "nowhere"}, "init=nowhere: no such folder"),
+        ({"init": ""}, "init= names no folder"),
+        ({"init": "."}, "config.json: no such file"),
+        ({"data__tokenizer": "nowhere"}, "nowhere"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(
+    start: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object], message: str
+) -> None:
+    assert train.main(start(**changes)) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    assert message in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_broken_weights_are_found_before_the_run_begins(
+    start: Words, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-9])
+    assert train.main(start()) == 2
+    assert "model.safetensors: not a whole safetensors file" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_resumed_run_keeps_what_it_began_with(
+    start: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(start(name="r")) == 0
+    assert train.main([f"resume={tmp_path / 'runs' / 'r'}", "init=elsewhere"]) == 2
+    assert "init cannot change when" in capsys.readouterr().err
