@@ -13,7 +13,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -143,14 +143,12 @@ def plain(config: Any) -> dict[str, Any]:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl; a last line cut off by a kill is left out."""
+    """The rows of metrics.jsonl; a line that is none, such as a last one cut off by a kill, is left out."""
     rows = []
     path = folder / "metrics.jsonl"
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
+        with suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
     return rows
 
 

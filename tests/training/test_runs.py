@@ -54,6 +54,12 @@ def test_metrics_past_a_step_are_dropped_and_a_torn_last_line_with_them(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+def test_a_torn_line_costs_no_other(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    runs.drop_metrics_after(tmp_path, 9)
+    assert runs.read_metrics(tmp_path) == [{"step": 1}, {"step": 3}]
+
+
 def test_only_what_does_not_change_the_result_may_change_on_resume() -> None:
     runs.check_resumable(Path("r"), ["max_steps=9", "wandb.mode=offline", "workers=0"])
     for word in ("model.layers=3", "model=tiny", "seed=2", "data.path=x", "seq_len=9", "++attention.options.a=1"):
