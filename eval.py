@@ -6,7 +6,6 @@ torch is imported only once the command line is known to make sense.
 import os
 import sys
 import time
-import traceback
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -33,23 +32,16 @@ class Subject(NamedTuple):
 
 def main(argv: list[str]) -> int:
     """Exit code: 0 done, 2 a mistake in what was asked (one line on stderr), 130 stopped by Ctrl-C."""
-    try:
-        words = config.read_words("eval", argv)
-        if words.help:
-            print(config.help_text("eval"))
-            return 0
-        if words.sweep:
-            raise ValueError("-m: eval.py does one evaluation at a time; call it once for each")
-        composed = config.compose("eval", words.overrides)
-        evaluate(composed.config, other_data=names_data(composed.changed))
-        return 0
-    except (ValueError, OSError) as error:
-        if os.environ.get("LONGCTX_TRACEBACK"):
-            traceback.print_exception(error)
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return config.run("eval", argv, asked)
+
+
+def asked(words: config.Words) -> int:
+    """The evaluation that the words ask for."""
+    if words.sweep:
+        raise ValueError("-m: eval.py does one evaluation at a time; call it once for each")
+    composed = config.compose("eval", words.overrides)
+    evaluate(composed.config, other_data=names_data(composed.changed))
+    return 0
 
 
 def evaluate(asked: EvalConfig, other_data: bool) -> None:

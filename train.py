@@ -3,30 +3,14 @@
 torch is imported only once the command line is known to make sense.
 """
 
-import os
 import sys
-import traceback
 
 from longctx import config
 
 
 def main(argv: list[str]) -> int:
     """Exit code: 0 done, 1 the run failed, 2 a mistake (one line on stderr), 130 or 143 stopped by a signal."""
-    try:
-        words = config.read_words("train", argv)
-        if words.help:
-            print(config.help_text("train"))
-            return 0
-        if words.sweep:
-            return sweep(words.overrides)
-        return train(words.overrides)
-    except (ValueError, OSError) as error:
-        if os.environ.get("LONGCTX_TRACEBACK"):
-            traceback.print_exception(error)
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return config.run("train", argv, lambda words: sweep(words.overrides) if words.sweep else train(words.overrides))
 
 
 def train(overrides: list[str]) -> int:

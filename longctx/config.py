@@ -12,10 +12,13 @@ import difflib
 import importlib
 import inspect
 import itertools
+import os
 import re
+import sys
 import textwrap
+import traceback
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +42,23 @@ class Composed(NamedTuple):
     config: Any
     choices: dict[str, str]
     changed: dict[str, str]
+
+
+def run(script: str, argv: list[str], do: Callable[[Words], int]) -> int:
+    """The exit code of `do` with the words of `script`; help is 0, a mistake one line on stderr and 2, Ctrl-C 130."""
+    try:
+        words = read_words(script, argv)
+        if words.help:
+            print(help_text(script))
+            return 0
+        return do(words)
+    except (ValueError, OSError) as error:
+        if os.environ.get("LONGCTX_TRACEBACK"):
+            traceback.print_exception(error)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def read_words(script: str, argv: list[str]) -> Words:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from longctx.attention.mask import Mask
 from longctx.attention.registry import Request, register
+from longctx.attention.sdpa import beyond_flash_attention
 
 # version → its module, how it is asked for the lse, its sign for no window, the GPU generation it needs
 APIS: dict[str, tuple[str, str, int | None, int]] = {
@@ -45,15 +46,7 @@ class FlashAttn:
             return f"FlashAttention{asked} is not installed (`pip install flash-attn{PACKAGES[wanted]}`); use attention=flash"
         if wanted != "auto" and torch.cuda.get_device_properties(request.device).major < APIS[wanted][3]:
             return f"FlashAttention {wanted} needs a newer GPU; use attention=flash"
-        if request.dtype not in (torch.bfloat16, torch.float16):
-            return f"FlashAttention takes bf16 and fp16, not {request.dtype}; use attention=flash"
-        if request.head_dim % 8 or request.head_dim > 256:
-            return f"head size {request.head_dim} must be a multiple of 8 up to 256; use attention=flash"
-        if request.mask is not None and request.mask.kind == "intervals":
-            return (
-                "FlashAttention takes causal, windowed, packed and full masks, not free intervals; use attention=flash"
-            )
-        return None
+        return beyond_flash_attention(request)
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, version: str | int = "auto"

@@ -34,14 +34,8 @@ class Sdpa:
             return "kernel=cudnn needs a GPU; leave attention.options.kernel=auto" if kernel == "cudnn" else None
         if request.device.type != "cuda":
             return f"its kernels are pinned for CUDA GPUs and CPUs, not {request.device.type}; use attention=naive"
-        if request.dtype not in (torch.bfloat16, torch.float16):
-            return f"torch's fused kernels take bf16 and fp16, not {request.dtype}; use precision=bf16, or attention=flash or naive"
-        if request.head_dim % 8 or request.head_dim > 256:
-            return f"head size {request.head_dim} must be a multiple of 8 up to 256; use attention=flash or naive"
-        if request.mask is not None and request.mask.kind == "intervals":
-            return (
-                "torch's kernels take causal, windowed, packed and full masks, not free intervals; use attention=flash"
-            )
+        if reason := beyond_flash_attention(request):
+            return reason
         if kernel == "cudnn" and (reason := _not_cudnn(request)):
             return f"kernel=cudnn {reason}; use attention.options.kernel=flash"
         return None
@@ -60,6 +54,17 @@ class Sdpa:
         if kernel != "flash" and lengths_fit and not _not_cudnn(request):
             return *_cudnn(q, k, v, mask, scale), "cudnn"
         return *_flash(q, k, v, mask, scale), "flash-attention-2"
+
+
+def beyond_flash_attention(request: Request) -> str | None:
+    """What of the request no FlashAttention kernel takes, torch's or the user's own, and what to use instead; or None."""
+    if request.dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bf16 and fp16, not {request.dtype}; use precision=bf16, or attention=flash"
+    if request.head_dim % 8 or request.head_dim > 256:
+        return f"head size {request.head_dim} must be a multiple of 8 up to 256; use attention=flash"
+    if request.mask is not None and request.mask.kind == "intervals":
+        return "it takes causal, windowed, packed and full masks, not free intervals; use attention=flash"
+    return None
 
 
 def _not_cudnn(request: Request) -> str | None:

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from longctx.kernels.hopper_forward import addressable, bar_sync, descriptor, processors, receive
+from longctx.kernels.hopper_forward import addressable, bar_sync, descriptor, processors, receive, send
 from longctx.kernels.portable import LOG2E, rows_of_backward
 from longctx.kernels.walk import batch_stride, boundary, heads_together, place, walk
 
@@ -42,26 +42,30 @@ def tma_reduce_add(desc, coord, src, _semantic=None):
 
 
 @gluon.jit
+def owned_keys(t, tiles, qfirst, qlast, stride_ib, Tk, Hkv, heads, together, BM: gl.constexpr, BN: gl.constexpr):
+    """Tile t of the schedule: row b, key-value head hk, first key n0, and the tiles of queries to walk over."""
+    rank, bh = place(t, tiles, heads, together)
+    n0 = rank * BN
+    b = bh // Hkv
+    hk = bh % Hkv
+    lo, full_lo, full_hi, masked = walk(qfirst + b * stride_ib, qlast + b * stride_ib, n0, gl.minimum(n0 + BN, Tk), BM)
+    return b, hk, n0, lo, full_lo, full_hi, masked
+
+
+@gluon.jit
 def producer(
     q, k, v, do, lse2, delta, qs, ks, vs, dos, lses, deltas, qf, qe, dof, kvf, kve, mail, mf, me, counter, qfirst, qlast, stride_ib,
     Tk, Hq, heads, together, GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    letter: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     tiles = gl.cdiv(Tk, BN)
     Hkv = Hq // GROUP
     it = 0
     done = 0
     t = gl.program_id(0)
     while t < tiles * heads:
-        mbarrier.wait(me.index(done % 2), ((done // 2) & 1) ^ 1)
-        mail.index(done % 2).store(gl.full([1], 0, gl.int32, layout=letter) + t)
-        mbarrier.arrive(mf.index(done % 2), count=1)
-        rank, bh = place(t, tiles, heads, together)
-        n0 = rank * BN
-        b = bh // Hkv
-        hk = bh % Hkv
-        lo, full_lo, full_hi, masked = walk(
-            qfirst + b * stride_ib, qlast + b * stride_ib, n0, gl.minimum(n0 + BN, Tk), BM
+        send(mail, mf, me, done, t)
+        b, hk, n0, lo, full_lo, full_hi, masked = owned_keys(
+            t, tiles, qfirst, qlast, stride_ib, Tk, Hkv, heads, together, BM, BN
         )
         n = masked + full_hi - full_lo
         mbarrier.wait(kve, (done & 1) ^ 1)
@@ -84,9 +88,7 @@ def producer(
             it += 1
         t = gl.atomic_add(counter, 1) + gl.num_programs(0)
         done += 1
-    mbarrier.wait(me.index(done % 2), ((done // 2) & 1) ^ 1)
-    mail.index(done % 2).store(gl.full([1], -1, gl.int32, layout=letter))
-    mbarrier.arrive(mf.index(done % 2), count=1)
+    send(mail, mf, me, done, -1)
 
 
 @gluon.jit
@@ -159,12 +161,8 @@ def consumer(
     done = 0
     t = receive(mail, mf, me, done)
     while t >= 0:
-        rank, bh = place(t, tiles, heads, together)
-        n0 = rank * BN
-        b = bh // Hkv
-        hk = bh % Hkv
-        lo, full_lo, full_hi, masked = walk(
-            qfirst + b * stride_ib, qlast + b * stride_ib, n0, gl.minimum(n0 + BN, Tk), BM
+        b, hk, n0, lo, full_lo, full_hi, masked = owned_keys(
+            t, tiles, qfirst, qlast, stride_ib, Tk, Hkv, heads, together, BM, BN
         )
         n = masked + full_hi - full_lo
         j = n0 + C * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))

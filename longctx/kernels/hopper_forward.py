@@ -62,21 +62,27 @@ def bar_arrive(ID: gl.constexpr, THREADS: gl.constexpr):
 
 
 @gluon.jit
+def send(mail, mf, me, done, t):
+    """Tell this program's consumers their next tile, -1 after the last; a letter waits until all have read the one before last."""
+    letter: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    mbarrier.wait(me.index(done % 2), ((done // 2) & 1) ^ 1)
+    mail.index(done % 2).store(gl.full([1], 0, gl.int32, layout=letter) + t)
+    mbarrier.arrive(mf.index(done % 2), count=1)
+
+
+@gluon.jit
 def producer(
     q, k, v, qs, ks, vs, qf, qe, kf, ke, vf, ve, mail, mf, me, counter, first, last, stride_ib, Tq, Hq, heads, together,
     GROUP: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     """Hands out tiles in the order of the schedule, to this program's consumers by mail, and loads what they need."""
     BM: gl.constexpr = ROWS * CONSUMERS
-    letter: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     tiles = gl.cdiv(Tq, BM)
     it = 0
     done = 0
     t = gl.program_id(0)
     while t < tiles * heads:
-        mbarrier.wait(me.index(done % 2), ((done // 2) & 1) ^ 1)
-        mail.index(done % 2).store(gl.full([1], 0, gl.int32, layout=letter) + t)
-        mbarrier.arrive(mf.index(done % 2), count=1)
+        send(mail, mf, me, done, t)
         rank, bh = place(t, tiles, heads, together)
         m0 = (tiles - 1 - rank) * BM
         b = bh // Hq
@@ -105,9 +111,7 @@ def producer(
             it += 1
         t = gl.atomic_add(counter, 1) + gl.num_programs(0)
         done += 1
-    mbarrier.wait(me.index(done % 2), ((done // 2) & 1) ^ 1)
-    mail.index(done % 2).store(gl.full([1], -1, gl.int32, layout=letter))
-    mbarrier.arrive(mf.index(done % 2), count=1)
+    send(mail, mf, me, done, -1)
 
 
 @gluon.jit

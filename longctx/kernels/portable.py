@@ -76,6 +76,22 @@ def _finite(x):
 
 
 @triton.jit
+def _own_queries(first, last, stride_ib, Tq, Hq, heads, together, BM: tl.constexpr, BN: tl.constexpr):
+    """The BM queries that this program owns: row b, head h, number bh of both, first query m0, intervals, and tiles of keys to walk."""
+    tiles = tl.cdiv(Tq, BM)
+    rank, bh = place(tl.program_id(0), tiles, heads, together)
+    m0 = (tiles - 1 - rank) * BM
+    b, h = bh // Hq, bh % Hq
+    i = m0 + tl.arange(0, BM)
+    first += b * stride_ib
+    last += b * stride_ib
+    first_i = tl.load(first + i, mask=i < Tq, other=0)
+    last_i = tl.load(last + i, mask=i < Tq, other=-1)
+    lo, full_lo, full_hi, masked = walk(first, last, m0, tl.minimum(m0 + BM, Tq), BN)
+    return b, h, bh, m0, i, first_i, last_i, lo, full_lo, full_hi, masked
+
+
+@triton.jit
 def _attend(
     q, m, l, acc, k, k_row, k_col, v, v_row, v_col, n, Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
     D: tl.constexpr, PAD: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
@@ -110,16 +126,9 @@ def forward_kernel(
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out (B, Tq, Hq, D) contiguous and lse, for BM queries of one head."""
-    tiles = tl.cdiv(Tq, BM)
-    rank, bh = place(tl.program_id(0), tiles, heads, together)
-    m0 = (tiles - 1 - rank) * BM
-    b, h = bh // Hq, bh % Hq
-    i = m0 + tl.arange(0, BM)
-    first += b * stride_ib
-    last += b * stride_ib
-    first_i = tl.load(first + i, mask=i < Tq, other=0)
-    last_i = tl.load(last + i, mask=i < Tq, other=-1)
-    lo, full_lo, full_hi, masked = walk(first, last, m0, tl.minimum(m0 + BM, Tq), BN)
+    b, h, bh, m0, i, first_i, last_i, lo, full_lo, full_hi, masked = _own_queries(
+        first, last, stride_ib, Tq, Hq, heads, together, BM, BN
+    )
 
     q, q_row, q_col = _at(q, b, h, Tq, stride_qb, stride_qh, TMA)
     k, k_row, k_col = _at(k, b, h // GROUP, Tk, stride_kb, stride_kh, TMA)
@@ -271,16 +280,9 @@ def dq_kernel(
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq (B, Tq, Hq, D) contiguous, for BM queries of one head."""
-    tiles = tl.cdiv(Tq, BM)
-    rank, bh = place(tl.program_id(0), tiles, heads, together)
-    m0 = (tiles - 1 - rank) * BM
-    b, h = bh // Hq, bh % Hq
-    i = m0 + tl.arange(0, BM)
-    first += b * stride_ib
-    last += b * stride_ib
-    first_i = tl.load(first + i, mask=i < Tq, other=0)
-    last_i = tl.load(last + i, mask=i < Tq, other=-1)
-    lo, full_lo, full_hi, masked = walk(first, last, m0, tl.minimum(m0 + BM, Tq), BN)
+    b, h, bh, m0, i, first_i, last_i, lo, full_lo, full_hi, masked = _own_queries(
+        first, last, stride_ib, Tq, Hq, heads, together, BM, BN
+    )
 
     q, q_row, q_col = _at(q, b, h, Tq, stride_qb, stride_qh, TMA)
     do, do_row, do_col = _at(do, b, h, Tq, stride_gb, stride_gh, TMA)
