@@ -107,8 +107,13 @@ def from_file(script: str, path: Path, overrides: list[str]) -> Composed:
     from yaml import YAMLError
 
     changed = dict(_key_and_value(word) for word in overrides)
+    schema = _schema(script)
+    upgraded = getattr(importlib.import_module(schema.__module__), "upgraded", dict)
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(_schema(script)), OmegaConf.load(path))
+        saved = OmegaConf.load(path)
+        plain = OmegaConf.to_container(saved)
+        saved = OmegaConf.create(upgraded(plain)) if isinstance(plain, dict) else saved
+        merged = OmegaConf.merge(OmegaConf.structured(schema), saved)
     except (OmegaConfBaseException, YAMLError, UnicodeDecodeError, AssertionError) as error:
         raise ValueError(f"{path}: not the configuration of a run: {str(error).splitlines()[0]}") from error
     with _one_line(overrides):

@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from longctx import config
 from longctx.data.config import DataConfig
+from longctx.model.memory import MemoryConfig
 from longctx.training import runs
 from longctx.training.config import StrategyConfig, TrainConfig, WandbConfig, complete
 
@@ -45,9 +47,9 @@ def test_no_words_give_the_defaults_of_the_dataclass() -> None:
 
 
 def test_model_auto_follows_the_device_and_keeps_what_was_said_about_it() -> None:
-    on_cpu, on_gpu = compose("model.loss_chunk=77"), compose("model.loss_chunk=77", gpu=True)
+    on_cpu, on_gpu = compose("model.ffn=77"), compose("model.ffn=77", gpu=True)
     assert (on_cpu.choices["model"], on_gpu.choices["model"]) == ("tiny", "124m")
-    assert on_cpu.config.model.loss_chunk == on_gpu.config.model.loss_chunk == 77
+    assert on_cpu.config.model.ffn == on_gpu.config.model.ffn == 77
     assert on_gpu.config.model.channels == 768
     assert compose("model=350m", gpu=True).choices["model"] == "350m"
 
@@ -90,6 +92,13 @@ def test_model_auto_follows_the_device_and_keeps_what_was_said_about_it() -> Non
         ("model.heads=3", "model.heads=3"),
         ("model.channels=130", "model.channels=130"),
         ("data.val_fraction=2", "data.val_fraction=2"),
+        ("memory=short", "memory=short: not one of auto, balanced, fast, long"),
+        ("memory.recompute=all", "memory.recompute=all: one of none, mlp, block"),
+        ("memory.offload=2", "memory.offload=2.0: a share from 0 to 1"),
+        ("memory.mlp_tile=-1", "memory.mlp_tile=-1: a number from 0"),
+        ("memory.optimizer=disk", "memory.optimizer=disk: one of fp32, bf16, host"),
+        ("loss_chunk=0", "did you mean memory.loss_chunk?"),
+        ("memory.loss_chunk=0", "memory.loss_chunk=0: a number from 1"),
         ("hydra.run.dir=/tmp/x", "Hydra cannot be changed"),
         ("+hydra/launcher=basic", "Hydra cannot be changed"),
         ("~hydra.job", "Hydra cannot be changed"),
@@ -104,6 +113,14 @@ def test_a_mistake_is_one_line_that_names_it(word: str, said: str) -> None:
         compose(word)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_parts_of_memory_fit_together() -> None:
+    with pytest.raises(ValueError, match=r"memory\.keep_every=2 needs memory\.recompute=block, not none"):
+        compose("memory=fast", "memory.keep_every=2")
+    with pytest.raises(ValueError, match=r"memory\.mlp_tile=64 needs memory\.recompute=mlp or block, not none"):
+        compose("memory=fast", "memory.mlp_tile=64")
+    assert compose("memory=long", "memory.offload=0.25").config.memory.filled("long").offload == 0.25
 
 
 def test_two_lengths_of_one_run_are_a_mistake() -> None:
@@ -147,6 +164,15 @@ def test_a_saved_configuration_reads_back_the_same(tmp_path: Path) -> None:
     assert complete(longer.config, "cpu").max_steps == 10000
 
 
+def test_a_run_from_before_memory_resumes(tmp_path: Path) -> None:
+    saved = runs.plain(complete(compose().config, "cpu"))
+    del saved["memory"]
+    saved["model"] |= {"recompute": True, "loss_chunk": 33}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved))
+    memory = complete(config.from_file("train", tmp_path / "config.yaml", []).config, "cpu").memory
+    assert (memory.recompute, memory.loss_chunk, memory.keep_every) == ("block", 33, 1)
+
+
 @pytest.mark.parametrize("content", ["[1, 2]", "seq_len: many", "lerning_rate: 3", "a: [", "\x00\x01", ""])
 def test_a_file_that_is_no_configuration(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.yaml").write_text(content)
@@ -184,9 +210,9 @@ def test_help_lists_every_key_and_preset() -> None:
     assert all(len(line) <= 120 for line in text.splitlines())
 
 
-@pytest.mark.parametrize("schema", [TrainConfig, StrategyConfig, WandbConfig, DataConfig])
+@pytest.mark.parametrize("schema", [TrainConfig, StrategyConfig, WandbConfig, DataConfig, MemoryConfig])
 def test_every_key_has_a_meaning(schema: type) -> None:
-    nested = {"attention", "model", "data", "strategy", "wandb"}
+    nested = {"attention", "model", "data", "strategy", "wandb", "memory"}
     said = config._comments(schema)
     assert {item.name for item in dataclasses.fields(schema)} - said.keys() - nested == set()
 

@@ -101,7 +101,7 @@ def build(file: Path, checkpoint: dict[str, Any]) -> tuple[Any, int]:
     try:
         config = checkpoint["longctx"]["config"]
         with torch.device("meta"):
-            model = GPT(GPTConfig(**config["model"]), "naive")
+            model = GPT(GPTConfig.of_saved(config["model"]), "naive")
         weights = {name.removeprefix("model."): x for name, x in checkpoint["state_dict"].items()}
         model.load_state_dict(weights, assign=True)
         return model, int(config["seq_len"])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass
 class GPTConfig:
-    """Sizes of a GPT in Llama's architecture, and how it saves memory; the defaults are the `tiny` preset."""
+    """Sizes of a GPT in Llama's architecture; the defaults are the `tiny` preset."""
 
     vocab_size: int | None = None  # words; null: the tokenizer's, rounded up to a multiple of 64
     layers: int = 4  # transformer blocks
@@ -23,8 +24,11 @@ class GPTConfig:
     qk_norm: bool = False  # RMSNorm on every head of q and k, as in Qwen3
     context: int | None = None  # tokens that weights from elsewhere were made for, see init; null: those of seq_len
     init_std: float = 0.02  # of the normal distribution that weights are drawn from
-    recompute: bool = False  # keep only each block's input and compute the rest again in backward
-    loss_chunk: int = 1024  # tokens whose logits exist at one time in the loss
+
+    @classmethod
+    def of_saved(cls, saved: dict[str, Any]) -> GPTConfig:
+        """From the `model` part of a run's configuration; older runs have keys in it that now stand under memory."""
+        return cls(**{key: value for key, value in saved.items() if key not in ("recompute", "loss_chunk")})
 
     @property
     def head_size(self) -> int:
@@ -33,7 +37,7 @@ class GPTConfig:
 
     def validate(self) -> None:
         """Raise ValueError naming `model.<key>` for sizes of which no model can be made."""
-        for key in ("layers", "channels", "heads", "kv_heads", "ffn", "loss_chunk"):
+        for key in ("layers", "channels", "heads", "kv_heads", "ffn"):
             if getattr(self, key) < 1:
                 raise ValueError(f"model.{key}={getattr(self, key)} must be at least 1")
         if self.vocab_size is not None and self.vocab_size < 2:

@@ -14,19 +14,33 @@ from longctx.attention.config import AttentionConfig
 from longctx.model.config import GPTConfig
 from longctx.model.layers import Block, RMSNorm
 from longctx.model.loss import linear_cross_entropy
+from longctx.model.memory import MemoryConfig
 from longctx.model.rope import Rope
 
 
 class GPT(nn.Module):
-    """The model of `config`, with attention by the named backend; raises ValueError where `config` makes no model."""
+    """The model of `config`, with attention by the named backend; raises ValueError where `config` makes no model.
 
-    def __init__(self, config: GPTConfig, attention: AttentionConfig | str = "flash") -> None:
+    `memory` says what is kept for backward and where; its default is the policy fast.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        attention: AttentionConfig | str = "flash",
+        memory: MemoryConfig | str = "fast",
+    ) -> None:
         super().__init__()
         config.validate()
         if config.vocab_size is None:
             raise ValueError("model.vocab_size is not set; give it, or take it from a tokenizer")
         chosen = AttentionConfig(attention) if isinstance(attention, str) else attention
         self.config = config
+        memory = MemoryConfig(memory) if isinstance(memory, str) else memory
+        memory.validate()
+        self.memory = memory.filled(memory.policy)
+        if self.memory.recompute == "mlp" or self.memory.keep_every != 1 or self.memory.offload or self.memory.mlp_tile:
+            raise ValueError("memory: only recompute=none and recompute=block run yet")
         self.embed = nn.Embedding(config.vocab_size, config.channels)
         self.rope = Rope(config.head_size, config.rope_theta)
         self.blocks = nn.ModuleList(Block(config, chosen) for _ in range(config.layers))
@@ -79,11 +93,12 @@ class GPT(nn.Module):
         cos, sin = self.rope(mask.positions(B, T, tokens.device))
         x = self.embed(tokens)
         for block in self.blocks:
-            if self.config.recompute and torch.is_grad_enabled():
+            if self.memory.recompute == "block" and torch.is_grad_enabled():
                 x = checkpoint(block, x, cos, sin, mask, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, cos, sin, mask)
         x = self.norm(x)
         if targets is None:
             return F.linear(x, self.unembedding)
-        return linear_cross_entropy(x, self.unembedding, targets, self.config.loss_chunk, reduction)
+        chunk = self.memory.chunk(self.embed.num_embeddings, x.device.type)
+        return linear_cross_entropy(x, self.unembedding, targets, chunk, reduction)

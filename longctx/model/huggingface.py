@@ -158,10 +158,7 @@ def check_weights(config: GPTConfig, folder: str | Path) -> dict[str, Stored]:
     """
     folder = Path(folder)
     source = read_config(folder)
-    free = {
-        key: getattr(config, key)
-        for key in ("vocab_size", "recompute", "loss_chunk", "init_std", "context", "head_dim")
-    }
+    free = {key: getattr(config, key) for key in ("vocab_size", "init_std", "context", "head_dim")}
     if replace(source, **free) != config or source.head_size != config.head_size:
         raise ValueError(f"{folder}: its config.json describes another model than the one that is to be filled")
     if (config.vocab_size or 0) < (source.vocab_size or 0):

@@ -133,7 +133,7 @@ def load_model(
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(f"checkpoint={given}: {folder} has no tokenizer.json; leave checkpoints in the run's folder")
     backend = AttentionConfig(**config["attention"]) if attention is None else attention
-    model = mapped_model(given, checkpoint, GPTConfig(**config["model"]), backend)
+    model = mapped_model(given, checkpoint, GPTConfig.of_saved(config["model"]), backend)
     return model.to(device).eval(), Tokenizer.load(folder), config
 
 

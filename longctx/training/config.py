@@ -14,6 +14,7 @@ from typing import Any
 from longctx.attention.config import AttentionConfig
 from longctx.data.config import DataConfig
 from longctx.model.config import GPTConfig
+from longctx.model.memory import MemoryConfig
 
 LONGEST_ROW = 2**24
 TOKENS_PER_MICRO_BATCH = {"cuda": 16384, "cpu": 4096}
@@ -74,6 +75,7 @@ class TrainConfig:
     workers: int = 1  # processes that prepare batches, per device; 0: none
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     model: GPTConfig = field(default_factory=GPTConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     data: DataConfig = field(default_factory=DataConfig)
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
@@ -122,6 +124,7 @@ class TrainConfig:
         if not self.runs.strip() or "\0" in self.runs:
             raise ValueError(f"runs={self.runs!r}: the path of a folder")
         self.model.validate()
+        self.memory.validate()
         self.data.validate()
 
 
@@ -172,10 +175,21 @@ def complete(config: TrainConfig, device: str) -> CompleteConfig:
         "val_rows": max(1, TOKENS_PER_VALIDATION[device] // config.seq_len)
         if config.val_rows is None
         else config.val_rows,
+        "memory": config.memory.filled("fast" if config.memory.policy == "auto" else config.memory.policy),
         "precision": {"cuda": "bf16", "cpu": "fp32"}[device] if config.precision == "auto" else config.precision,
         "compile": str(device == "cuda").lower() if config.compile.lower() == "auto" else config.compile.lower(),
     }
     return CompleteConfig(**(vars(config) | decided))
+
+
+def upgraded(saved: dict[str, Any]) -> dict[str, Any]:
+    """A run's configuration as this version has it; older ones say recompute and loss_chunk under model."""
+    model = dict(saved.get("model") or {})
+    if not {"recompute", "loss_chunk"} & model.keys():
+        return saved
+    recompute, chunk = model.pop("recompute", False), model.pop("loss_chunk", None)
+    memory = {"policy": "balanced" if recompute else "fast", "loss_chunk": chunk}
+    return saved | {"model": model, "memory": memory | dict(saved.get("memory") or {})}
 
 
 def _in_range(key: str, value: float, least: float, most: float) -> None:

@@ -277,8 +277,10 @@ def out_of_memory(config: CompleteConfig, device: str, steps_done: int) -> str:
         advice = "attention=flash, which keeps no seq_len × seq_len scores"
     elif config.batch_size > 1:
         advice = f"batch_size={config.batch_size // 2} accumulate={config.accumulate * 2}, the same step in pieces"
-    elif not config.model.recompute:
-        advice = "model.recompute=true, which keeps one activation per block"
+    elif config.memory.policy == "fast":
+        advice = "memory=balanced, which keeps two activations per block"
+    elif config.memory.policy == "balanced":
+        advice = "memory=long, which keeps most of them in the CPU's memory"
     else:
         advice = f"seq_len={config.seq_len // 2}, or a smaller model="
     if device == "cuda":

@@ -14,7 +14,7 @@ from longctx.model import huggingface
 from longctx.training import runs
 from longctx.training.config import TrainConfig
 
-OURS_TO_SAY = ("recompute", "loss_chunk", "vocab_size")  # what the weights leave open
+OURS_TO_SAY = ("vocab_size",)  # what the weights leave open
 
 
 def model_of_folder(request: TrainConfig, changed: dict[str, str]) -> TrainConfig:

@@ -44,7 +44,7 @@ class TrainingModule(pl.LightningModule):
         if hasattr(self, "model"):
             return
         torch.manual_seed(self.config.seed)
-        self.model = GPT(self.config.model, self.config.attention)
+        self.model = GPT(self.config.model, self.config.attention, self.config.memory)
         if self.weights is not None:
             load_weights(self.model, self.weights)
         if self.config.compile == "true":

@@ -16,6 +16,8 @@ from longctx.training.config import CompleteConfig
 
 def adamw(model: nn.Module, config: CompleteConfig) -> torch.optim.AdamW:
     """Fused AdamW over `model` with two groups: decayed matrices, and undecayed vectors."""
+    if config.memory.optimizer not in (None, "fp32"):
+        raise ValueError(f"memory.optimizer={config.memory.optimizer}: only fp32 runs yet")
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]

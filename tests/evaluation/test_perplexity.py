@@ -17,7 +17,7 @@ V = 53
 @pytest.fixture(scope="module")
 def model() -> GPT:
     torch.manual_seed(0)
-    config = GPTConfig(vocab_size=V, layers=2, channels=32, heads=4, kv_heads=2, ffn=48, init_std=0.3, loss_chunk=11)
+    config = GPTConfig(vocab_size=V, layers=2, channels=32, heads=4, kv_heads=2, ffn=48, init_std=0.3)
     return GPT(config, "flash").eval()
 
 

@@ -44,7 +44,6 @@ def test_presets_name_every_key_and_tiny_is_the_default() -> None:
         ({"layers": 0}, "model.layers=0 must be at least 1"),
         ({"channels": -24}, "model.channels=-24 must be at least 1"),
         ({"kv_heads": 0}, "model.kv_heads=0 must be at least 1"),
-        ({"loss_chunk": 0}, "model.loss_chunk=0 must be at least 1"),
         ({"context": 0}, "model.context=0 must be at least 1"),
         ({"vocab_size": 1}, "model.vocab_size=1 must be at least 2"),
         ({"rope_theta": float("nan")}, "model.rope_theta=nan"),

@@ -11,14 +11,15 @@ from torch import Tensor
 from longctx.attention import Mask
 from longctx.attention.config import AttentionConfig
 from longctx.model import GPT, GPTConfig
+from longctx.model.memory import MemoryConfig
 
-CONFIG = GPTConfig(vocab_size=67, layers=2, channels=32, heads=4, kv_heads=2, ffn=48, init_std=0.2, loss_chunk=7)
+CONFIG = GPTConfig(vocab_size=67, layers=2, channels=32, heads=4, kv_heads=2, ffn=48, init_std=0.2)
 V = 67
 
 
-def make(config: GPTConfig = CONFIG, attention: str = "naive", seed: int = 0) -> GPT:
+def make(config: GPTConfig = CONFIG, attention: str = "naive", seed: int = 0, memory: str = "fast") -> GPT:
     torch.manual_seed(seed)
-    return GPT(config, attention)
+    return GPT(config, attention, MemoryConfig(memory, loss_chunk=7))
 
 
 def tokens(B: int, T: int, seed: int = 1) -> Tensor:
@@ -104,8 +105,8 @@ def test_reductions_belong_together() -> None:
 def test_recomputation_changes_no_bit(mask: Mask) -> None:
     x = tokens(2, 23)
     gradients = []
-    for recompute in (False, True):
-        model = make(replace(CONFIG, recompute=recompute))
+    for memory in ("fast", "balanced"):
+        model = make(memory=memory)
         model(x, x, mask).backward()
         gradients.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
@@ -226,19 +227,19 @@ def test_all_blocks_and_batches_share_one_graph() -> None:
 
 def test_recomputation_keeps_less() -> None:
     kept = {}
-    for recompute in (False, True):
+    for memory in ("fast", "balanced"):
         sizes: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x, to=sizes: to.append(x.numel()) or x, lambda x: x):  # type: ignore[misc]
-            make(replace(CONFIG, recompute=recompute))(tokens(1, 31), tokens(1, 31, seed=2))
-        kept[recompute] = sum(sizes)
-    assert kept[True] < kept[False] / 2
+            make(memory=memory)(tokens(1, 31), tokens(1, 31, seed=2))
+        kept[memory] = sum(sizes)
+    assert kept["balanced"] < kept["fast"] / 2
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recompute", [False, True])
-def test_compiled_blocks_on_a_gpu(recompute: bool) -> None:
-    config = replace(CONFIG, recompute=recompute, channels=64, heads=4)
-    model = make(config, "flash").cuda()
+@pytest.mark.parametrize("memory", ["fast", "balanced"])
+def test_compiled_blocks_on_a_gpu(memory: str) -> None:
+    config = replace(CONFIG, channels=64, heads=4)
+    model = make(config, "flash", memory=memory).cuda()
     x = tokens(2, 200).cuda()
     mask = Mask.documents(doc_ids(120, 80).expand(2, -1))
     with torch.autocast("cuda", torch.bfloat16):

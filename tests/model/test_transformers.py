@@ -95,7 +95,6 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(family: str, atte
         rope_theta=5000.0,
         norm_eps=theirs.rms_norm_eps,
         tied=theirs.tie_word_embeddings,
-        loss_chunk=10,
         **changes,
     )
     model = GPT(config, attention)

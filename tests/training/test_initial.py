@@ -147,10 +147,11 @@ def test_evaluation_of_a_folder_that_cannot_be_written(
 
 
 def test_what_the_weights_leave_open_can_be_said(start: Words, tmp_path: Path) -> None:
-    changes = {"model__recompute": "true", "model__loss_chunk": 50, "model__vocab_size": 384}
+    changes = {"memory": "balanced", "memory__loss_chunk": 50, "model__vocab_size": 384}
     assert train.main(start(name="r", **changes)) == 0
-    model = load_model(tmp_path / "runs" / "r")[0].config
-    assert (model.recompute, model.loss_chunk, model.vocab_size) == (True, 50, 384)
+    model, _, config = load_model(tmp_path / "runs" / "r")
+    assert model.config.vocab_size == 384
+    assert (config["memory"]["recompute"], config["memory"]["loss_chunk"]) == ("block", 50)
 
 
 @pytest.mark.parametrize(

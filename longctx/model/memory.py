@@ -1,0 +1,69 @@
+"""What a model keeps for backward, and where: the keys of memory=. Free of torch, so that the command line answers at once.
+
+A policy is a set of values for the keys below it; a key that is given stands, one that is null is the policy's. They
+change speed and memory, never the gradients beyond the order of sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+LOGITS = {"fast": 2**29, "balanced": 2**29, "long": 2**27}  # of a chunk of the loss: tokens × words
+POLICIES: dict[str, dict[str, Any]] = {
+    "fast": {"recompute": "none", "keep_every": 1, "mlp_tile": 0, "offload": 0.0, "optimizer": "fp32"},
+    "balanced": {"recompute": "block", "keep_every": 1, "mlp_tile": 0, "offload": 0.0, "optimizer": "fp32"},
+    "long": {"recompute": "block", "keep_every": 2, "mlp_tile": 32768, "offload": 0.6, "optimizer": "host"},
+}
+
+
+@dataclass
+class MemoryConfig:
+    """What is kept for backward, and where; null: as the policy says."""
+
+    policy: str = "auto"  # set by memory=NAME; auto: the first of fast, balanced, long that fits
+    recompute: str | None = None  # computed again in backward: none | mlp | block: all but attention itself
+    keep_every: int | None = None  # with recompute=block: keep the input of every so many-th block only
+    mlp_tile: int | None = None  # with recompute: tokens that pass through projections and MLP at one time; 0: all
+    offload: float | None = None  # with recompute=block: the share of what is kept that lies in pinned host memory
+    loss_chunk: int | None = None  # tokens whose logits exist at one time; null: 1 GiB of logits, 256 MiB in long
+    optimizer: str | None = None  # AdamW's averages: fp32 | bf16 | host: in the CPU's memory, as the update itself
+
+    def validate(self) -> None:
+        """Raise ValueError naming `memory.<key>` for values that make no sense, or not together."""
+        _one_of("policy", self.policy, ("auto", *POLICIES))
+        for key, allowed in (("recompute", ("none", "mlp", "block")), ("optimizer", ("fp32", "bf16", "host"))):
+            if getattr(self, key) is not None:
+                _one_of(key, getattr(self, key), allowed)
+        for key, least in (("keep_every", 1), ("mlp_tile", 0), ("loss_chunk", 1)):
+            value = getattr(self, key)
+            if value is not None and not least <= value <= 2**24:
+                raise ValueError(f"memory.{key}={value}: a number from {least} to {2**24:,}")
+        if self.offload is not None and not 0 <= self.offload <= 1:
+            raise ValueError(f"memory.offload={self.offload}: a share from 0 to 1")
+        if self.policy == "auto":
+            return
+        whole = self.filled(self.policy)
+        if whole.recompute != "block" and (whole.keep_every != 1 or whole.offload):
+            given = f"keep_every={whole.keep_every}" if whole.keep_every != 1 else f"offload={whole.offload}"
+            raise ValueError(f"memory.{given} needs memory.recompute=block, not {whole.recompute}")
+        if whole.recompute == "none" and whole.mlp_tile:
+            raise ValueError(f"memory.mlp_tile={whole.mlp_tile} needs memory.recompute=mlp or block, not none")
+
+    def filled(self, policy: str) -> MemoryConfig:
+        """Every null but `loss_chunk` filled in as `policy`, fast, balanced or long, says; what is given stands."""
+        if policy not in POLICIES:
+            raise ValueError(f"memory.policy={policy}: a run decides that; a model takes one of {', '.join(POLICIES)}")
+        values = {key: value for key, value in POLICIES[policy].items() if getattr(self, key) is None}
+        return replace(self, policy=policy, **values)
+
+    def chunk(self, vocab_size: int, device: str) -> int:
+        """Tokens whose logits exist at one time: `loss_chunk`, or as many as the policy allows on "cuda" or "cpu"."""
+        if self.loss_chunk is not None:
+            return self.loss_chunk
+        return 1024 if device == "cpu" else max(128, min(16384, LOGITS[self.policy] // vocab_size // 128 * 128))
+
+
+def _one_of(key: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"memory.{key}={value}: one of {', '.join(allowed)}")
