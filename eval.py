@@ -3,19 +3,23 @@
 torch is imported only once the command line is known to make sense.
 """
 
+import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from longctx import config
-from longctx.evaluation.config import TOKENS_PER_BATCH, EvalConfig, names_data
+from longctx.evaluation.config import TOKENS_PER_BATCH, EvalConfig, doubling, names_data
 
 if TYPE_CHECKING:
+    import torch
+
     from longctx.data import Tokenizer
+    from longctx.evaluation.windows import Document
     from longctx.model import GPT
 
 
@@ -40,69 +44,110 @@ def asked(words: config.Words) -> int:
     if words.sweep:
         raise ValueError("-m: eval.py does one evaluation at a time; call it once for each")
     composed = config.compose("eval", words.overrides)
-    evaluate(composed.config, other_data=names_data(composed.changed))
+    evaluate(composed.config, names_data(composed.changed), words.overrides)
     return 0
 
 
-def evaluate(asked: EvalConfig, other_data: bool) -> None:
-    """Score the documents, print the table, write the JSON into the folder of the run or model."""
+def evaluate(asked: EvalConfig, other_data: bool, words: list[str]) -> None:
+    """Score the documents, print the tables, write JSON and picture into the folder of the run or model."""
     import torch
 
     from longctx.attention import check, kernels_run
-    from longctx.evaluation import documents, report
-    from longctx.evaluation.perplexity import perplexity
-    from longctx.training import checkpoints
+    from longctx.evaluation import plots, processes, report
+    from longctx.evaluation.perplexity import merged, perplexity, to_plain
+    from longctx.evaluation.scoring import round_matrices
 
-    if asked.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device=cuda: torch finds no GPU here; use device=cpu, or device=auto for what there is")
-    device = "cuda" if asked.device != "cpu" and torch.cuda.is_available() else "cpu"
-    precision = {"cuda": "bf16", "cpu": "fp32"}[device] if asked.precision == "auto" else asked.precision
+    number, part = processes.part()
+    device = placed(asked, number)
+    precision = {"cuda": "bf16", "cpu": "fp32"}[device.type] if asked.precision == "auto" else asked.precision
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     subject = opened(asked, device, other_data)
-    model, folder, file, run = subject.model, subject.folder, subject.file, subject.run
-    backend, options = asked.attention.backend, asked.attention.options
-    check(backend, device=device, dtype=dtype, head_dim=model.config.head_size, options=options)
-    results = folder / "eval"
-    if not os.access(results if results.exists() else folder, os.W_OK):
-        raise PermissionError(f"checkpoint={asked.checkpoint}: no permission to write the result into {results}")
+    model, run, backend = subject.model, subject.run, asked.attention.backend
+    check(backend, device=device, dtype=dtype, head_dim=model.config.head_size, options=asked.attention.options)
+    results = writable(subject.folder / "eval", asked)
     context = asked.seq_len or subject.seq_len
-    if context > subject.seq_len:
+    if context > subject.seq_len and not part:
         by = "the run trained at" if run else "the model is made for"
         print(f"seq_len={context:,} is longer than the {subject.seq_len:,} tokens per row that {by}")
+    if precision == "bf16":
+        round_matrices(model, dtype)
 
-    if run is None or other_data:
-        found = documents.of_source(asked.data, subject.tokenizer)
-    else:
-        found = documents.of_run(folder, run, asked.split, checkpoints.read(file)["longctx"]["data"])
     started = time.perf_counter()
-    result = perplexity(
-        model,
-        islice(found, asked.documents),
-        context,
-        asked.stride,
-        batch_size=asked.batch_size or max(1, TOKENS_PER_BATCH[device] // context),
-        dtype=dtype if precision == "bf16" else None,
-        progress=True,
-    )
+    with processes.others(__file__, words, 1 if part else asked.devices) as others:
+        result = perplexity(
+            model,
+            documents_of(subject, asked, other_data, number),
+            context,
+            asked.stride,
+            batch_size=asked.batch_size or max(1, TOKENS_PER_BATCH[device.type] // context),
+            dtype=dtype if precision == "bf16" else None,
+            progress=not part,
+            contexts=doubling(context) if asked.contexts is None else asked.contexts,
+        )
+        if part:
+            part.write_text(json.dumps(to_plain(result)))
+            return
+        if asked.devices > 1:
+            result = merged([to_plain(result), *others.parts()])
+    result.require_scores()
     about = {
-        "checkpoint": str(file),
+        "checkpoint": str(subject.file),
         "scored": asdict(asked.data) if other_data else f"{asked.split} split of the run's data",
         "trained_seq_len": subject.seq_len,
         "attention": backend,
         "kernel": kernels_run()[backend],
         "precision": precision,
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "devices": asked.devices,
         "seconds": round(time.perf_counter() - started, 3),
+        "tokens_per_second": result.speed.tokens_per_second,
     }
     what = asked.data.source if other_data else asked.split
-    name = file.stem if run else file.name
+    name = subject.file.stem if run else subject.file.name
     path = results / f"{what}-{name}-{context}-{result.stride}-{backend}.json"
-    report.show(result)
-    report.write(result, about, path)
+    found = report.content(result, about, subject.tokenizer.decode)
+    report.show(result, subject.tokenizer.decode)
+    report.write(found, path)
+    plots.draw(found, path.with_suffix(".png"))
     print(path)
 
 
-def opened(asked: EvalConfig, device: str, other_data: bool) -> Subject:
+def placed(asked: EvalConfig, number: int) -> "torch.device":
+    """The device of process `number`, chosen and its share of the cores taken; ValueError where there is none."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if asked.device == "cuda" and not gpus:
+        raise ValueError("device=cuda: torch finds no GPU here; use device=cpu, or device=auto for what there is")
+    if asked.device == "cpu" or not gpus:
+        torch.set_num_threads(max(1, torch.get_num_threads() // asked.devices))
+        return torch.device("cpu")
+    if asked.devices > gpus:
+        raise ValueError(f"devices={asked.devices}: there {'is' if gpus == 1 else 'are'} {gpus} here")
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
+
+
+def writable(results: Path, asked: EvalConfig) -> Path:
+    """The folder `results`; PermissionError where nothing can be written into it."""
+    if not os.access(results if results.exists() else results.parent, os.W_OK):
+        raise PermissionError(f"checkpoint={asked.checkpoint}: no permission to write the result into {results}")
+    return results
+
+
+def documents_of(subject: Subject, asked: EvalConfig, other_data: bool, number: int) -> "Iterator[Document]":
+    """The documents that process `number` scores."""
+    from longctx.evaluation import documents
+    from longctx.training import checkpoints
+
+    share = documents.Share(number, asked.devices, asked.documents)
+    if subject.run is None or other_data:
+        return documents.of_source(asked.data, subject.tokenizer, share)
+    fingerprint = checkpoints.read(subject.file)["longctx"]["data"]
+    return documents.of_run(subject.folder, subject.run, asked.split, fingerprint, share)
+
+
+def opened(asked: EvalConfig, device: "torch.device", other_data: bool) -> Subject:
     """The run, checkpoint or Hugging Face folder that `asked.checkpoint` names; ValueError where it is none of them."""
     from longctx.data import Tokenizer
     from longctx.model import huggingface

@@ -80,6 +80,10 @@ def test_a_run_is_scored_on_its_validation_documents(
     # Random weights: close to a uniform guess among 320 words.
     assert content["total"]["perplexity"] == pytest.approx(320, rel=0.2)
     assert f"{content['total']['perplexity']:,.3f}" in out
+    assert [row["context"] for row in content["by_context"]] == [8, 16, 32, 64]
+    assert content["by_position"][0]["first"] == 1
+    assert len(content["gains"]) > 0
+    assert next(run.glob("eval/val-*.png")).stat().st_size > 1000
     assert "longer than" not in out
 
 
@@ -113,6 +117,30 @@ def test_any_text_is_scored_with_the_tokenizer_of_the_run(
     assert document["bytes"] < 9 * 23
 
 
+def test_processes_share_the_documents(script: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"checkpoint={run}", "device=cpu", "split=train"]
+    threads = torch.get_num_threads()
+    found = []
+    for more in (["documents=5"], ["documents=5", "devices=2"]):
+        assert script.main(words + more) == 0
+        found.append(result(run, capsys.readouterr().out))
+    torch.set_num_threads(threads)
+    one, two = found
+    for a, b in zip(one["documents"], two["documents"], strict=True):
+        assert a.pop("name") == b.pop("name")
+        assert a == pytest.approx(b, rel=1e-6)
+    assert two["devices"] == 2
+    assert one["by_context"][-1]["nats"] == pytest.approx(two["by_context"][-1]["nats"], rel=1e-6)
+
+
+def test_what_goes_wrong_in_another_process_is_said(
+    script: ModuleType, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(script, "__file__", str(SCRIPT.with_name("none.py")))
+    assert script.main([f"checkpoint={run}", "device=cpu", "devices=2"]) == 2
+    assert "devices=2: process 1: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -123,6 +151,9 @@ def test_any_text_is_scored_with_the_tokenizer_of_the_run(
         (["checkpoint={run}", "seq_len=abc"], "seq_len=abc: must be a whole number"),
         (["checkpoint={run}", "seq_len=0"], "seq_len=0: a number from 1 up"),
         (["checkpoint={run}", "stride=65"], "stride=65: from 1 to seq_len=64"),
+        (["checkpoint={run}", "contexts=[16,65]"], "contexts=[16, 65]: lengths from 1 to seq_len=64"),
+        (["checkpoint={run}", "contexts=[1]"], "contexts=[1]: lengths from 2 up"),
+        (["checkpoint={run}", "devices=0"], "devices=0: a number from 1"),
         (["checkpoint={run}", "sequence=4"], "sequence is not a key"),
         (["checkpoint={run}", "split=test"], "split=test: one of val, train"),
         (["checkpoint={run}", "attention=best"], "attention=best: not one of"),

@@ -19,8 +19,12 @@ class EvalConfig:
     stride: int | None = None  # tokens that each window scores beyond the one before; null: half of seq_len
     split: str = "val"  # which of the run's own documents: val | train
     documents: int | None = None  # score at most so many documents
+    contexts: list[int] | None = (
+        None  # score the same tokens with so many before them; null: 1024, 2048 … seq_len; []: none
+    )
     batch_size: int | None = None  # windows per forward; null: 65,536 tokens on a GPU, 4,096 on a CPU
     device: str = "auto"  # auto: a GPU if there is one | cpu | cuda
+    devices: int = 1  # GPUs, or processes on a CPU; each scores its own documents
     precision: str = "auto"  # auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp32
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     data: DataConfig = field(default_factory=DataConfig)  # the run's own documents unless data= is given
@@ -33,6 +37,11 @@ class EvalConfig:
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ValueError(f"{key}={value}: a number from 1 up")
+        if not 1 <= self.devices <= 4096:
+            raise ValueError(f"devices={self.devices}: a number from 1 to 4,096")
+        for context in self.contexts or []:
+            if context < 2:
+                raise ValueError(f"contexts={self.contexts}: lengths from 2 up")
         for key, allowed in (
             ("split", ("val", "train")),
             ("device", ("auto", "cpu", "cuda")),
@@ -51,3 +60,15 @@ def names_data(changed: dict[str, str]) -> bool:
     if keys and "split" in changed:
         raise ValueError(f"split={changed['split']}: only the run's own data is split; leave out split, or data")
     return bool(keys)
+
+
+def doubling(limit: int) -> list[int]:
+    """The contexts that lead up to `limit`: 1,024, 2,048, …, or four halvings of a shorter limit; [] where it has none."""
+    if limit < 16:
+        return []
+    first = 1024 if limit >= 8192 else 1 << (limit.bit_length() - 4)
+    lengths = []
+    while first < limit:
+        lengths.append(first)
+        first *= 2
+    return [*lengths, limit]

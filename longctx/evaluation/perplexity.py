@@ -1,39 +1,29 @@
-"""Perplexity by sliding window: every token is scored once, with as much context as the window allows.
+"""Perplexity by sliding window: every token is scored once, with as much context as the window allows (see `windows`).
 
-Window k of a document shows the model the tokens k·stride .. k·stride + context - 1 and scores the next-token
-predictions that no window before it has scored, so that a token has context - stride + 1 tokens before it, or all that
-there are. Sums of nats are added up, never means of windows. Windows shorter than the context share a row, kept apart
-by the attention mask.
-
-With nats = Σ -ln p(token | context) over the scored tokens, which are all but the first of each document: perplexity =
-exp(nats / scored tokens);  bits per byte = nats / ln 2 / bytes, the UTF-8 bytes of the text after the first token. A
-token that ends the text has no bytes and is scored like any other.
+Sums of nats are added up, never means of windows. With nats = Σ -ln p(token | context) over the scored tokens, which are
+all but the first of each document: perplexity = exp(nats / scored tokens);  word perplexity = exp(nats / words), PG-19's
+convention (arXiv 1911.05507), words being what white space separates;  bits per byte = nats / ln 2 / bytes. Words and
+UTF-8 bytes are those of the text after the first token. A token that ends the text has no bytes and is scored like any
+other.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import nn
 
-from longctx.attention import Mask
-
-
-class Document(NamedTuple):
-    """A document to score: token ids (tokens,), and the UTF-8 bytes of the text that ids[1:] stand for."""
-
-    name: str
-    ids: np.ndarray
-    n_bytes: int
+from longctx.evaluation.contexts import Contexts, Gain, most
+from longctx.evaluation.positions import Positions
+from longctx.evaluation.scoring import Speed, losses
+from longctx.evaluation.windows import Document, Window, sliding
 
 
 @dataclass
@@ -44,12 +34,17 @@ class Score:
     tokens: int = 0
     n_bytes: int = 0
     nats: float = 0.0
+    n_words: int = 0
 
     @property
     def perplexity(self) -> float:
         """exp of the mean nats per token; nan where nothing was scored, inf beyond what a float holds."""
-        mean = self.nats / self.tokens if self.tokens else math.nan
-        return math.exp(mean) if not mean > 700 else math.inf
+        return _exp(self.nats, self.tokens)
+
+    @property
+    def word_perplexity(self) -> float:
+        """exp of the mean nats per word; nan where there are no words."""
+        return _exp(self.nats, self.n_words if self.tokens else 0)
 
     @property
     def bits_per_byte(self) -> float:
@@ -65,16 +60,26 @@ class Perplexity:
     stride: int
     documents: list[Score] = field(default_factory=list)
     windows: int = 0
+    positions: Positions = field(default_factory=Positions)
+    contexts: Contexts = field(default_factory=lambda: Contexts([]))
+    speed: Speed = field(default_factory=Speed)
 
     @property
     def total(self) -> Score:
         """The sums over all documents."""
+        scored = [score for score in self.documents if score.tokens]
         return Score(
             f"all {len(self.documents):,}",
-            sum(score.tokens for score in self.documents),
-            sum(score.n_bytes for score in self.documents if score.tokens),
-            math.fsum(score.nats for score in self.documents),
+            sum(score.tokens for score in scored),
+            sum(score.n_bytes for score in scored),
+            math.fsum(score.nats for score in scored),
+            sum(score.n_words for score in scored),
         )
+
+    def require_scores(self) -> None:
+        """Raise ValueError if no token was scored."""
+        if not self.total.tokens:
+            raise ValueError(f"nothing to score: none of the {len(self.documents)} documents has 2 tokens or more")
 
 
 def perplexity(
@@ -85,107 +90,88 @@ def perplexity(
     batch_size: int = 1,
     dtype: torch.dtype | None = None,
     progress: bool = False,
+    contexts: Sequence[int] = (),
 ) -> Perplexity:
     """Score `documents` with `model` (a GPT) in windows of `context` tokens that advance by `stride`, half of it by
-    default.
+    default; the last tokens of long documents also at each of `contexts` (none over `context`).
 
     `batch_size` rows of `context` tokens go through the model at a time; `dtype` is autocast's. Losses are added in
-    fp64. Raises ValueError for a stride that would leave tokens out, and if no document has a second token.
+    fp64. Raises ValueError for a stride that would leave tokens out; see also `Perplexity.require_scores`.
     """
     stride = max(1, context // 2) if stride is None else stride
     if not 1 <= stride <= context:
         raise ValueError(
             f"stride={stride}: from 1 to seq_len={context}, or tokens between two windows are never scored"
         )
-    result = Perplexity(context, stride)
+    if any(not 1 <= c <= context for c in contexts):
+        raise ValueError(f"contexts={list(contexts)}: lengths from 1 to seq_len={context}")
+    result = Perplexity(context, stride, contexts=Contexts(sorted(set(contexts))))
     training = model.training
     model.eval()
     try:
-        with torch.inference_mode(), _Bar(progress) as bar:
-            for batch in _batches(_rows(_windows(documents, result), context), batch_size):
-                _score(model, batch, result, dtype)
+        with _Bar(progress) as bar:
+            for window, nats in losses(model, _windows(documents, result), context, batch_size, dtype, result.speed):
+                if window.context:
+                    result.contexts.add(window, nats)
+                    continue
+                result.documents[window.owner].nats += math.fsum(nats)
+                if window.begin == 0:
+                    result.positions.add(window.owner, nats)
                 bar.show(result)
     finally:
         model.train(training)
-    if not result.total.tokens:
-        raise ValueError(f"nothing to score: none of the {len(result.documents)} documents has 2 tokens or more")
     return result
 
 
-class _Window(NamedTuple):
-    owner: int  # index of its document in the result
-    ids: np.ndarray  # (length + 1,): the last one is only predicted
-    seen: int  # predictions at its beginning that an earlier window scored
-
-
-def spans(tokens: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """(begin, end, first): the window shows tokens begin .. end - 1 and scores the tokens first .. end."""
-    begin, first = 0, 1
-    while first < tokens:
-        end = min(begin + context, tokens - 1)
-        yield begin, end, first
-        begin, first = begin + stride, end + 1
-
-
-def _windows(documents: Iterable[Document], result: Perplexity) -> Iterator[_Window]:
-    for owner, (name, ids, n_bytes) in enumerate(documents):
-        result.documents.append(Score(name, max(0, len(ids) - 1), n_bytes))
-        for begin, end, first in spans(len(ids), result.context, result.stride):
+def _windows(documents: Iterable[Document], result: Perplexity) -> Iterator[Window]:
+    for owner, (name, ids, n_bytes, n_words) in enumerate(documents):
+        result.documents.append(Score(name, max(0, len(ids) - 1), n_bytes, 0.0, n_words))
+        for window in sliding(owner, ids, result.context, result.stride):
             result.windows += 1
-            yield _Window(owner, ids[begin : end + 1], first - begin - 1)
+            yield window
+        if result.contexts.contexts:
+            yield from result.contexts.windows(owner, ids)
 
 
-def _rows(windows: Iterable[_Window], context: int) -> Iterator[list[_Window]]:
-    """Windows side by side, in their order, as long as they fit into `context` tokens."""
-    row: list[_Window] = []
-    used = 0
-    for window in windows:
-        length = len(window.ids) - 1
-        if row and used + length > context:
-            yield row
-            row, used = [], 0
-        row.append(window)
-        used += length
-    if row:
-        yield row
+def to_plain(result: Perplexity) -> dict[str, Any]:
+    """A result as JSON can hold it, for another process; `merged` reads it."""
+    plain = asdict(result)
+    plain["contexts"].pop("waiting")
+    return plain
 
 
-def _batches(rows: Iterable[list[_Window]], size: int) -> Iterator[list[list[_Window]]]:
-    batch: list[list[_Window]] = []
-    for row in rows:
-        batch.append(row)
-        if len(batch) == size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
+def merged(parts: Sequence[dict[str, Any]]) -> Perplexity:
+    """One result of those of processes of which number r scored the documents r, r + n, r + 2n, … of n processes."""
+    n = len(parts)
+    documents: list[Score] = [Score("")] * sum(len(part["documents"]) for part in parts)
+    positions: dict[int, list[float]] = {}
+    contexts = Contexts(parts[0]["contexts"]["contexts"])
+    gains = []
+    for r, part in enumerate(parts):
+        for place, score in enumerate(part["documents"]):
+            documents[place * n + r] = Score(**score)
+        positions |= {int(owner) * n + r: sums for owner, sums in part["positions"]["documents"].items()}
+        theirs = part["contexts"]
+        contexts.tokens += theirs["tokens"]
+        contexts.documents += theirs["documents"]
+        contexts.nats = [a + b for a, b in zip(contexts.nats, theirs["nats"], strict=True)]
+        gains += [Gain(**gain | {"owner": gain["owner"] * n + r}) for gain in theirs["gains"]]
+    contexts.gains = most(gains)
+    speed = Speed(sum(part["speed"]["tokens"] for part in parts), max(part["speed"]["seconds"] for part in parts))
+    return Perplexity(
+        parts[0]["context"],
+        parts[0]["stride"],
+        documents,
+        sum(part["windows"] for part in parts),
+        Positions(positions),
+        contexts,
+        speed,
+    )
 
 
-def _score(model: nn.Module, batch: list[list[_Window]], result: Perplexity, dtype: torch.dtype | None) -> None:
-    B, T = len(batch), max(sum(len(window.ids) - 1 for window in row) for row in batch)
-    tokens, targets = np.zeros((B, T), dtype=np.int64), np.full((B, T), -100, dtype=np.int64)
-    doc_ids, owners = np.zeros((B, T), dtype=np.int64), np.zeros((B, T), dtype=np.int64)
-    for b, row in enumerate(batch):
-        at = 0
-        for n, window in enumerate(row):
-            end = at + len(window.ids) - 1
-            tokens[b, at:end] = window.ids[:-1]
-            targets[b, at + window.seen : end] = window.ids[1 + window.seen :]
-            doc_ids[b, at:end], owners[b, at:end] = n, window.owner
-            at = end
-        doc_ids[b, at:] = len(row)
-    # A row with one window needs no document mask: what follows the window is padding, which nothing before it sees.
-    alone = all(len(row) == 1 for row in batch)
-    mask = Mask.causal() if alone else Mask.documents(torch.from_numpy(doc_ids))
-    device = next(model.parameters()).device
-    x, y = torch.from_numpy(tokens).to(device), torch.from_numpy(targets).to(device)
-    with torch.autocast(device.type, dtype) if dtype is not None else nullcontext():
-        losses = model(x, y, mask, reduction="none")
-    scored = targets != -100
-    which, place = np.unique(owners[scored], return_inverse=True)
-    nats = np.bincount(place, weights=losses.cpu().double().numpy()[scored])
-    for owner, sum_of_nats in zip(which.tolist(), nats.tolist(), strict=True):
-        result.documents[owner].nats += sum_of_nats
+def _exp(nats: float, count: int) -> float:
+    mean = nats / count if count else math.nan
+    return math.exp(mean) if not mean > 700 else math.inf
 
 
 class _Bar:

@@ -1,14 +1,19 @@
 """Sliding-window perplexity: every token once, sums not means, the same numbers however windows are batched."""
 
+import copy
+import json
 import math
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from longctx.evaluation.perplexity import Document, perplexity, spans
+from longctx.evaluation.perplexity import merged, perplexity, to_plain
+from longctx.evaluation.scoring import round_matrices
+from longctx.evaluation.windows import Document
 from longctx.model import GPT, GPTConfig
 
 V = 53
@@ -23,7 +28,7 @@ def model() -> GPT:
 
 def documents(*lengths: int) -> list[Document]:
     rng = np.random.default_rng(0)
-    return [Document(f"d{n}", rng.integers(V, size=n), 4 * n) for n in lengths]
+    return [Document(f"d{n}", rng.integers(V, size=n), 4 * n, n // 3) for n in lengths]
 
 
 def nats(model: GPT, ids: np.ndarray) -> Tensor:
@@ -46,17 +51,43 @@ def strided(model: GPT, ids: np.ndarray, length: int, stride: int) -> float:
     return total
 
 
-@pytest.mark.parametrize("context", [1, 2, 5, 8, 64])
-@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 8, 9, 10, 33, 64, 65, 66])
-def test_every_token_is_scored_once_with_enough_context(tokens: int, context: int) -> None:
-    for stride in range(1, context + 1):
-        scored: list[int] = []
-        for begin, end, first in spans(tokens, context, stride):
-            assert 0 < end - begin <= context
-            assert begin < first <= end < tokens
-            assert begin == 0 or first - begin == context - stride + 1
-            scored += range(first, end + 1)
-        assert scored == list(range(1, tokens))
+def test_one_window_agrees_with_fp64_over_the_whole_document(model: GPT) -> None:
+    exact = copy.deepcopy(model).double()
+    for block in exact.blocks:
+        block.attention.backend = "naive"
+    given = documents(150, 97, 33)
+    expected = [nats(exact, document.ids) for document in given]
+    result = perplexity(model, given, context=150)
+    for score, sums in zip(result.documents, expected, strict=True):
+        assert score.perplexity == pytest.approx(math.exp(sums.mean().item()), rel=1e-6)
+    assert result.total.perplexity == pytest.approx(math.exp(torch.cat(expected).mean().item()), rel=1e-6)
+
+
+def test_windows_agree_with_transformers_own_recipe(model: GPT, tmp_path: Path) -> None:
+    """https://huggingface.co/docs/transformers/perplexity, on the exported model, where it scores every token too."""
+    transformers = pytest.importorskip("transformers")
+    from longctx.data.tokenizer import train
+    from longctx.model.export import export
+
+    train(["a rose"], 300).save(tmp_path / "tokenizer.json")
+    export(model, tmp_path, tmp_path / "out", context=256)
+    llama = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    length, stride = 33, 16
+    for document in documents(100, 65):
+        ids, total, scored, previous = torch.from_numpy(document.ids)[None], 0.0, 0, 0
+        for begin in range(0, ids.shape[1], stride):
+            end = min(begin + length, ids.shape[1])
+            labels = ids[:, begin:end].clone()
+            labels[:, : previous - begin if previous else 0] = -100
+            with torch.no_grad():
+                mean = llama(ids[:, begin:end], labels=labels).loss
+            count = int((labels[:, 1:] != -100).sum())
+            total, scored, previous = total + mean.item() * count, scored + count, end
+            if end == ids.shape[1]:
+                break
+        ours = perplexity(model, [document], context=length - 1, stride=stride).total
+        assert ours.tokens == scored == len(document.ids) - 1
+        assert ours.perplexity == pytest.approx(math.exp(total / scored), rel=1e-6)
 
 
 def test_one_window_is_the_whole_document_exactly(model: GPT) -> None:
@@ -104,6 +135,7 @@ def test_totals_are_sums_and_not_means(model: GPT) -> None:
     assert total.nats == pytest.approx(sum(score.nats for score in result.documents))
     assert total.perplexity == pytest.approx(math.exp(total.nats / 62))
     assert total.bits_per_byte == pytest.approx(total.nats / math.log(2) / 256)
+    assert total.word_perplexity == pytest.approx(math.exp(total.nats / (60 // 3 + 4 // 3)))
     assert result.documents[2].tokens == 0
     assert math.isnan(result.documents[2].perplexity)
 
@@ -160,7 +192,7 @@ def test_a_stride_that_leaves_tokens_out_is_refused(model: GPT, stride: int) -> 
 @pytest.mark.parametrize("lengths", [(), (1, 1), (0,)])
 def test_nothing_to_score_is_said(model: GPT, lengths: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=f"none of the {len(lengths)} documents has 2 tokens"):
-        perplexity(model, documents(*lengths), context=10)
+        perplexity(model, documents(*lengths), context=10).require_scores()
 
 
 def test_autocast_stays_near(model: GPT) -> None:
@@ -168,3 +200,72 @@ def test_autocast_stays_near(model: GPT) -> None:
     rounded = perplexity(model, documents(80), context=40, dtype=torch.bfloat16).total
     assert rounded.nats != exact.nats
     assert rounded.nats == pytest.approx(exact.nats, rel=0.02)
+
+
+def test_rounding_matrices_once_is_what_autocast_does_every_time(model: GPT) -> None:
+    rounded = copy.deepcopy(model)
+    round_matrices(rounded, torch.bfloat16)
+    assert rounded.embed.weight.dtype == torch.float32
+    assert rounded.blocks[0].mlp.down.weight.dtype == torch.bfloat16
+    one, other = (perplexity(m, documents(80, 9), context=40, dtype=torch.bfloat16) for m in (model, rounded))
+    assert one.total.nats == other.total.nats
+
+
+def test_the_same_tokens_are_scored_at_every_context(model: GPT) -> None:
+    """Against one forward per target and context over exactly the tokens that it may see."""
+    given, contexts = documents(100, 33, 32, 70), [8, 16, 32]
+    result = perplexity(model, given, context=32, contexts=contexts, batch_size=3)
+    rows = result.contexts.rows()
+    assert [row["context"] for row in rows] == contexts
+    assert result.contexts.documents == 3
+    assert result.contexts.tokens == 4 * (3 + 1 + 2)  # half of 8 at the end of every 32 tokens
+    losses = {context: [] for context in contexts}
+    for document in given:
+        for end in range(32, len(document.ids), 32):
+            for context in contexts:
+                window = nats(model, document.ids[end - context : end + 1])
+                losses[context] += window[-4:].tolist()
+    for row in rows:
+        assert row["nats"] == pytest.approx(sum(losses[row["context"]]), rel=1e-5)
+    assert rows[0]["gain"] == 0
+    assert rows[-1]["gain"] == pytest.approx(np.subtract(losses[8], losses[32]).mean(), abs=1e-5)
+    assert result.total.nats == pytest.approx(perplexity(model, given, context=32).total.nats, rel=1e-6)
+    best = result.contexts.gains[0]
+    assert best.nats == pytest.approx(max(np.subtract(losses[8], losses[32])), abs=1e-4)
+    document = given[best.owner]
+    assert best.ids[best.at] == document.ids[best.position]
+    assert best.ids == document.ids[best.position - best.at : best.position - best.at + len(best.ids)].tolist()
+    assert [gain.nats for gain in result.contexts.gains] == sorted(
+        (g.nats for g in result.contexts.gains), reverse=True
+    )
+
+
+def test_loss_by_position_counts_the_tokens_before_and_the_same_documents_everywhere(model: GPT) -> None:
+    lengths = [40, 33, 32, *[90] * 8, 5]
+    given = documents(*lengths)
+    result = perplexity(model, given, context=63)
+    rows = result.positions.buckets()
+    assert [(row["first"], row["last"]) for row in rows] == [(1, 1), (2, 3), (4, 7), (8, 15), (16, 31), (32, 63)]
+    assert [row["tokens"] for row in rows] == [8 * 2**b for b in range(6)]
+    whole = [nats(model, document.ids) for document in given if len(document.ids) == 90]
+    for row in rows:
+        expected = torch.stack([losses[row["first"] - 1 : row["last"]] for losses in whole])
+        assert row["loss"] == pytest.approx(expected.mean().item(), rel=1e-5)
+    assert perplexity(model, documents(5, 2), context=63).positions.buckets()[-1]["last"] == 3
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 7])
+def test_parts_of_several_processes_are_the_whole(model: GPT, processes: int) -> None:
+    given, settings = documents(70, 5, 1, 2, 41, 30), {"context": 20, "stride": 7, "contexts": [5, 20]}
+    whole = perplexity(model, given, **settings)
+    parts = [to_plain(perplexity(model, given[r::processes], **settings)) for r in range(processes)]
+    together = merged(json.loads(json.dumps(parts)))
+    assert [score.name for score in together.documents] == [document.name for document in given]
+    assert [score.nats for score in together.documents] == pytest.approx([s.nats for s in whole.documents], rel=1e-5)
+    assert together.windows == whole.windows
+    for one, other in zip(together.contexts.rows() + together.positions.buckets(),
+                          whole.contexts.rows() + whole.positions.buckets(), strict=True):  # fmt: skip
+        assert one == pytest.approx(other, rel=1e-5)
+    assert [(g.owner, g.position) for g in together.contexts.gains] == [
+        (g.owner, g.position) for g in whole.contexts.gains
+    ]

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from longctx.evaluation.contexts import Contexts, Gain
 from longctx.evaluation.perplexity import Perplexity, Score
-from longctx.evaluation.report import table, write
+from longctx.evaluation.plots import draw
+from longctx.evaluation.positions import Positions
+from longctx.evaluation.report import content, table, tables, write
 
 
 def result(documents: int) -> Perplexity:
@@ -39,23 +42,49 @@ def test_of_many_documents_the_longest_best_and_worst_are_shown() -> None:
 
 def test_json_has_every_document_and_null_for_what_is_no_number(tmp_path: Path) -> None:
     path = tmp_path / "eval" / "x.json"
-    write(result(4), {"checkpoint": "runs/a"}, path)
-    content = json.loads(path.read_text(), parse_constant=pytest.fail)
-    assert content["checkpoint"] == "runs/a"
-    assert content["context"] == 64
-    assert content["windows"] == 5
-    assert [x["tokens"] for x in content["documents"]] == [10, 11, 12, 13, 0]
-    assert content["documents"][-1]["perplexity"] is None
-    assert content["total"]["perplexity"] == pytest.approx(math.exp(58 / 46))
+    write(content(result(4), {"checkpoint": "runs/a"}, str), path)
+    found = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert found["checkpoint"] == "runs/a"
+    assert found["context"] == 64
+    assert found["windows"] == 5
+    assert [x["tokens"] for x in found["documents"]] == [10, 11, 12, 13, 0]
+    assert found["documents"][-1]["perplexity"] is None
+    assert found["total"]["perplexity"] == pytest.approx(math.exp(58 / 46))
     assert [p.name for p in path.parent.iterdir()] == ["x.json"]
 
 
 def test_nothing_is_left_where_writing_fails(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
-        write(result(1), {"what": object()}, tmp_path / "x.json")
+        write(content(result(1), {"what": object()}, str), tmp_path / "x.json")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_overflowing_perplexity_is_infinite_not_an_error() -> None:
     assert Score("x", tokens=1, n_bytes=1, nats=1e4).perplexity == math.inf
     assert math.isnan(Score("x", tokens=1, n_bytes=1, nats=math.nan).perplexity)
+
+
+def full() -> Perplexity:
+    """A result with positions, contexts and gains."""
+    found = result(9)
+    found.positions = Positions({0: [3.0, 4.0], 1: [2.0, 4.0, 9.0]})
+    found.contexts = Contexts([512, 1024], tokens=8, documents=1, nats=[16.0, 12.0])
+    found.contexts.gains = [Gain(0, 700, 5.0, 0.25, [65, 10, 66, 67], 2)]
+    return found
+
+
+def test_positions_contexts_and_gains_are_told_and_drawn(tmp_path: Path) -> None:
+    found = full()
+    console = Console(width=150, record=True, file=io.StringIO())
+    for view in tables(found, lambda ids: "".join(map(chr, ids))):
+        console.print(view)
+    text = console.export_text()
+    for expected in ("2 – 3", "2.0000", "1,024", "1.5000", "0.5000", "5.00", "→ 0.25", "A⏎BC", "docs/[0].md"):
+        assert expected in text, expected
+    written = content(found, {}, lambda ids: "".join(map(chr, ids)))
+    assert written["gains"][0]["token"] == "B"
+    assert written["by_context"][1]["gain"] == 0.5
+    for name, what in (("full", written), ("bare", content(result(2), {}, str))):
+        draw(what, tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bare.png", "full.png"]

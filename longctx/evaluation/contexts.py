@@ -1,0 +1,123 @@
+"""What context buys: the same tokens scored with 1,024, 2,048, … tokens before them, and which of them gain most.
+
+Documents longer than the longest context are cut into stretches of that many tokens. The last tokens of each, half of
+the shortest context, are the targets; for each context c one window shows the c tokens that end there. So a target has
+between c/2 and c tokens before it at the shortest context, and all but the same number of c at every other.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from longctx.evaluation.windows import Window
+
+KEPT, KEPT_OF_ONE = 20, 3  # tokens that gain most, in all and of one document
+BEFORE, AFTER = 24, 8  # tokens of text shown around one
+
+
+@dataclass
+class Gain:
+    """A token that a long context predicts better: nats with the shortest and the longest; ids around it, it at [at]."""
+
+    owner: int
+    position: int
+    short: float
+    long: float
+    ids: list[int]
+    at: int
+
+    @property
+    def nats(self) -> float:
+        return self.short - self.long
+
+
+@dataclass
+class Contexts:
+    """Nats of the targets at each of `contexts`, ascending; the longest is the limit."""
+
+    contexts: list[int]
+    tokens: int = 0
+    documents: int = 0
+    nats: list[float] = field(default_factory=list)
+    gains: list[Gain] = field(default_factory=list)
+    waiting: dict[tuple[int, int], dict[int, np.ndarray]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.nats = self.nats or [0.0] * len(self.contexts)
+
+    @property
+    def targets(self) -> int:
+        """Tokens that are scored at the end of each stretch."""
+        return max(1, self.contexts[0] // 2)
+
+    def windows(self, owner: int, ids: np.ndarray) -> Iterator[Window]:
+        """Every stretch of a document at every context."""
+        limit = self.contexts[-1] if self.contexts else len(ids)
+        self.documents += len(ids) > limit
+        for end in range(limit, len(ids), limit):
+            for context in self.contexts:
+                yield Window(owner, end - context, ids[end - context : end + 1], context - self.targets, context)
+
+    def add(self, window: Window, nats: np.ndarray) -> None:
+        """Take in the losses of one of `windows`."""
+        number = self.contexts.index(window.context)
+        self.nats[number] += math.fsum(nats)
+        if number == 0:
+            self.tokens += len(nats)
+        if len(self.contexts) > 1 and number in (0, len(self.contexts) - 1):
+            end = window.begin + window.context
+            both = self.waiting.setdefault((window.owner, end), {})
+            both[number] = nats
+            if len(both) == 2:
+                del self.waiting[window.owner, end]
+                self._gains(window, end, both[0], both[len(self.contexts) - 1])
+
+    def _gains(self, window: Window, end: int, short: np.ndarray, long: np.ndarray) -> None:
+        n = len(short)
+        for place in np.argsort(long - short, kind="stable")[:KEPT_OF_ONE].tolist():
+            at = len(window.ids) - n + place  # of the target, in the ids that this window shows
+            first = max(0, at - BEFORE)
+            self.gains.append(
+                Gain(
+                    window.owner,
+                    end - n + 1 + place,
+                    float(short[place]),
+                    float(long[place]),
+                    window.ids[first : at + 1 + AFTER].tolist(),
+                    at - first,
+                )
+            )
+        self.gains = most(self.gains)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per context, nothing where no document is longer than the longest."""
+        if not self.tokens:
+            return []
+        return [
+            {
+                "context": context,
+                "tokens": self.tokens,
+                "nats": nats,
+                "loss": nats / self.tokens,
+                "perplexity": math.exp(min(nats / self.tokens, 700.0)),
+                "gain": (self.nats[0] - nats) / self.tokens,
+            }
+            for context, nats in zip(self.contexts, self.nats, strict=True)
+        ]
+
+
+def most(gains: Sequence[Gain]) -> list[Gain]:
+    """The tokens that gain most, few of one document so that more than one is seen."""
+    chosen: list[Gain] = []
+    counts: dict[int, int] = {}
+    for gain in heapq.nlargest(len(gains), gains, key=lambda gain: (gain.nats, -gain.owner, -gain.position)):
+        counts[gain.owner] = counts.get(gain.owner, 0) + 1
+        if counts[gain.owner] <= KEPT_OF_ONE and len(chosen) < KEPT:
+            chosen.append(gain)
+    return chosen

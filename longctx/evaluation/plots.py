@@ -1,0 +1,52 @@
+"""An evaluation as a picture, from the content of its JSON."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Write a PNG of loss by position, of loss over context, and of the documents; of those of them that there are."""
+    from matplotlib.figure import Figure
+
+    panels = [
+        panel
+        for panel, key in ((_positions, "by_position"), (_contexts, "by_context"), (_documents, "documents"))
+        if found[key]
+    ]
+    figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
+    for number, panel in enumerate(panels, start=1):
+        axes = figure.add_subplot(1, len(panels), number)
+        panel(axes, found)
+        axes.grid(alpha=0.3)
+    total = found["total"]["perplexity"]
+    figure.suptitle(f"perplexity {total:,.3f}" if total is not None else "perplexity beyond what a float holds")
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.png")
+    try:
+        figure.savefig(temporary, dpi=120)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _positions(axes: Any, found: dict[str, Any]) -> None:
+    rows = found["by_position"]
+    axes.stairs([row["loss"] for row in rows], [row["first"] for row in rows] + [rows[-1]["last"] + 1], baseline=None)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="tokens before", ylabel="loss (nats)", title=f"loss by position, {rows[0]['tokens']:,} documents")
+
+
+def _contexts(axes: Any, found: dict[str, Any]) -> None:
+    rows = found["by_context"]
+    axes.plot([row["context"] for row in rows], [row["loss"] for row in rows], marker="o")
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="context", ylabel="loss (nats)", title=f"the same {rows[0]['tokens']:,} tokens")
+
+
+def _documents(axes: Any, found: dict[str, Any]) -> None:
+    scored = [row for row in found["documents"] if row["tokens"] and row["bits_per_byte"] is not None]
+    axes.scatter([row["tokens"] for row in scored], [row["bits_per_byte"] for row in scored], s=8, alpha=0.6)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="tokens of the document", ylabel="bits per byte", title=f"{len(scored):,} documents")

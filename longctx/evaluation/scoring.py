@@ -1,0 +1,128 @@
+"""Windows in, losses out: rows of windows through the model, forward only, one batch ahead of what is read back.
+
+B rows of T tokens, T at most the context. The losses of a batch are copied while the next one is computed, so that a
+GPU never waits for Python. Logits exist for `model.loss_chunk` tokens at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from longctx.attention import Mask
+from longctx.evaluation.windows import Window, batches
+
+
+@dataclass
+class Speed:
+    """Tokens through the model, padding left out, and the seconds they took; without the first batch, which warms up."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    began: float | None = None
+
+    def add(self, tokens: int) -> None:
+        """Count a batch whose losses have been read just now."""
+        now = time.perf_counter()
+        if self.began is None:
+            self.began = now
+        else:
+            self.tokens, self.seconds = self.tokens + tokens, now - self.began
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """None where there was only one batch."""
+        return self.tokens / self.seconds if self.seconds else None
+
+
+def losses(
+    model: nn.Module,
+    windows: Iterable[Window],
+    context: int,
+    rows: int,
+    dtype: torch.dtype | None = None,
+    speed: Speed | None = None,
+) -> Iterator[tuple[Window, np.ndarray]]:
+    """Each window with -ln p of the tokens that it scores, (scored,) float64, in any order.
+
+    `rows` rows of `context` tokens go through `model` (a GPT in eval mode) at a time; `dtype` is autocast's, None: none.
+    """
+    speed = speed or Speed()
+    pending: _Launched | None = None
+    for batch in batches(windows, context, rows):
+        launched = _launch(model, batch, dtype)
+        if pending is not None:
+            yield from pending.read()
+            speed.add(pending.tokens)
+        pending = launched
+    if pending is not None:
+        yield from pending.read()
+        speed.add(pending.tokens)
+
+
+def round_matrices(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round the weights of linear layers once, as autocast would in every forward; everything else stays as it is."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(module.weight.detach().to(dtype), requires_grad=False)
+
+
+class _Launched(NamedTuple):
+    """A batch on its way; `losses` (B, T) lies in the CPU's memory once `arrived` has come."""
+
+    batch: list[list[Window]]
+    losses: Tensor
+    arrived: torch.cuda.Event | None
+    tokens: int
+
+    def read(self) -> Iterator[tuple[Window, np.ndarray]]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        values = self.losses.double().numpy()
+        for b, row in enumerate(self.batch):
+            at = 0
+            for window in row:
+                end = at + len(window.ids) - 1
+                yield window, values[b, at + window.seen : end]
+                at = end
+
+
+def _launch(model: nn.Module, batch: list[list[Window]], dtype: torch.dtype | None) -> _Launched:
+    """Send a batch to the model's device and begin on it; waits for nothing there."""
+    device = next(model.parameters()).device
+    B, T = len(batch), max(sum(len(window.ids) - 1 for window in row) for row in batch)
+    tokens, targets = np.zeros((B, T), dtype=np.int64), np.full((B, T), -100, dtype=np.int64)
+    doc_ids = np.zeros((B, T), dtype=np.int64)
+    count = 0
+    for b, row in enumerate(batch):
+        at = 0
+        for n, window in enumerate(row):
+            end = at + len(window.ids) - 1
+            tokens[b, at:end] = window.ids[:-1]
+            targets[b, at + window.seen : end] = window.ids[1 + window.seen :]
+            doc_ids[b, at:end] = n
+            at = end
+        doc_ids[b, at:] = len(row)
+        count += at
+    # A row with one window needs no document mask: what follows the window is padding, which nothing before it sees.
+    alone = all(len(row) == 1 for row in batch)
+    x, y, ids = (torch.from_numpy(array) for array in (tokens, targets, doc_ids))
+    if device.type == "cuda":
+        x, y, ids = x.pin_memory(), y.pin_memory(), ids.pin_memory()
+    mask = Mask.causal() if alone else Mask.documents(ids)
+    x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+    with torch.inference_mode(), torch.autocast(device.type, dtype) if dtype is not None else nullcontext():
+        found = model(x, y, mask, reduction="none")
+    if device.type != "cuda":
+        return _Launched(batch, found, None, count)
+    host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+    return _Launched(batch, host, arrived, count)
