@@ -188,7 +188,17 @@ def test_help_answers_at_once_and_names_every_key() -> None:
     started = time.perf_counter()
     done = subprocess.run([sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, check=True)
     assert time.perf_counter() - started < 1.5
-    for key in ("checkpoint", "seq_len", "stride", "split", "documents", "attention.backend", "data.path"):
+    for key in (
+        "checkpoint",
+        "seq_len",
+        "stride",
+        "split",
+        "documents",
+        "contexts",
+        "devices",
+        "attention.backend",
+        "data.path",
+    ):
         assert re.search(rf"^  {re.escape(key)}=", done.stdout, re.MULTILINE), key
 
 

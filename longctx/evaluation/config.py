@@ -19,9 +19,7 @@ class EvalConfig:
     stride: int | None = None  # tokens that each window scores beyond the one before; null: half of seq_len
     split: str = "val"  # which of the run's own documents: val | train
     documents: int | None = None  # score at most so many documents
-    contexts: list[int] | None = (
-        None  # score the same tokens with so many before them; null: 1024, 2048 … seq_len; []: none
-    )
+    contexts: list[int] | None = None  # score the same tokens at each; null: 1024, 2048 … seq_len; []: none
     batch_size: int | None = None  # windows per forward; null: 65,536 tokens on a GPU, 4,096 on a CPU
     device: str = "auto"  # auto: a GPU if there is one | cpu | cuda
     devices: int = 1  # GPUs, or processes on a CPU; each scores its own documents

@@ -77,7 +77,7 @@ def gains(result: Perplexity, decode: Decode) -> Table:
     view = _plain_table(title, "loss", "", "in its text", "document")
     for row in gain_rows(result, decode)[:GAINS_SHOWN]:
         before, token, after = (row[key].replace("\n", "⏎") for key in ("before", "token", "after"))
-        shown = Text.assemble(before[-50:], (token, "bold reverse"), after[:20])
+        shown = Text.assemble(before[-50:], (f"⟦{token}⟧", "bold"), after[:20])
         view.add_row(f"{row['short']:.2f}", f"→ {row['long']:.2f}", shown, Text(row["document"]))
     return view
 

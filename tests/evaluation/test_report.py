@@ -79,7 +79,7 @@ def test_positions_contexts_and_gains_are_told_and_drawn(tmp_path: Path) -> None
     for view in tables(found, lambda ids: "".join(map(chr, ids))):
         console.print(view)
     text = console.export_text()
-    for expected in ("2 – 3", "2.0000", "1,024", "1.5000", "0.5000", "5.00", "→ 0.25", "A⏎BC", "docs/[0].md"):
+    for expected in ("2 – 3", "2.0000", "1,024", "1.5000", "0.5000", "5.00", "→ 0.25", "A⏎⟦B⟧C", "docs/[0].md"):
         assert expected in text, expected
     written = content(found, {}, lambda ids: "".join(map(chr, ids)))
     assert written["gains"][0]["token"] == "B"
