@@ -81,10 +81,10 @@ class TrainingModule(pl.LightningModule):
         self.steps_done += 1
         return total
 
-    def validation_loss(self, micro: MicroBatch) -> Tensor:
-        """The loss of one batch summed over its scored tokens, without gradient."""
+    def validation_losses(self, micro: MicroBatch) -> Tensor:
+        """(B, T) loss of each target of one batch, 0 where not scored, without gradient."""
         with torch.no_grad(), self.trainer.precision_plugin.val_step_context():
-            return self.model(micro.tokens, micro.targets, micro.mask, reduction="sum")
+            return self.model(micro.tokens, micro.targets, micro.mask, reduction="none")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # steps_done says where the run is; Lightning's own counters would say it a second time

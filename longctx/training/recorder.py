@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,18 +12,18 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from longctx.attention import kernels_run
 from longctx.data import Data
 from longctx.training import checkpoints
-from longctx.training.batches import StepBatch, validation_batches
+from longctx.training.batches import StepBatch
 from longctx.training.config import CompleteConfig
 from longctx.training.module import TrainingModule
 from longctx.training.optimizer import learning_rate
 from longctx.training.progress import Display
 from longctx.training.throughput import Meter
 from longctx.training.tracking import Tracker
+from longctx.training.validation import validate
 
 
 class Recorder(pl.Callback):
@@ -134,28 +133,9 @@ class Recorder(pl.Callback):
             )
 
     def _validate(self, module: TrainingModule) -> None:
-        """Loss and perplexity over `val_rows` rows, each scored token once over all ranks.
-
-        Without torch.compile, which would compile everything a second time for it.
-        """
-        trainer, config = module.trainer, self.config
-        if not len(self.data.val):
-            return
-        sums = torch.zeros(2, dtype=torch.float64, device=module.device)
-        module.eval()
-        for micro in validation_batches(
-            self.data.val, config.val_rows, config.batch_size, trainer.global_rank, trainer.world_size
-        ):
-            moved = StepBatch([micro]).to(module.device).micro[0]
-            sums[0] += _eager(module.validation_loss, moved).double()
-            sums[1] += micro.scored
-        module.train()
-        if trainer.world_size > 1:
-            dist.all_reduce(sums)
-        total, scored = sums.tolist()
-        loss = total / max(scored, 1.0)
-        row = {"step": module.steps_done, "tokens_seen": self.meter.tokens_seen, "val_loss": loss}
-        self._record(row | {"val_perplexity": math.exp(min(loss, 700.0))})
+        if len(self.data.val):
+            row = {"step": module.steps_done, "tokens_seen": self.meter.tokens_seen}
+            self._record(row | validate(module, self.data, self.config))
 
     def _record(self, row: dict[str, Any]) -> None:
         if self.tracker is not None:
@@ -182,8 +162,3 @@ class Recorder(pl.Callback):
         if self.stopped_by is not None:
             raise KeyboardInterrupt
         self.stopped_by = number
-
-
-def _eager(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    with torch.compiler.set_stance("force_eager"):
-        return function(*args)

@@ -96,7 +96,8 @@ def test_two_processes_equal_one(words: Words, tmp_path: Path) -> None:
     a, b = (runs.read_metrics(folder) for folder in folders)
     for left, right in zip(a, b, strict=True):
         assert left["tokens_seen"] == right["tokens_seen"]
-        for key in {"loss", "grad_norm", "val_loss", "epoch"} & left.keys():
+        assert left.keys() == right.keys()
+        for key in {"loss", "grad_norm", "val_loss", "epoch", "val_loss_by_position/8"} & left.keys():
             assert left[key] == pytest.approx(right[key], rel=1e-5)
     states = [torch.load(runs.checkpoints(folder)[-1], weights_only=True)["state_dict"] for folder in folders]
     torch.testing.assert_close(states[0], states[1], rtol=1e-4, atol=1e-5)

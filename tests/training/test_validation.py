@@ -1,0 +1,66 @@
+"""Loss by position of packed validation rows: the right token in the right bucket, the same pieces in all of them."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from longctx.data.rows import IGNORED
+from longctx.training import runs
+from longctx.training.batches import micro_batch
+from longctx.training.validation import BY_POSITION, MOST, by_position, places
+
+
+def row(lengths: list[int], padding: int) -> dict[str, torch.Tensor]:
+    """Pieces of `lengths` tokens, the last token of each not scored, and padding after them."""
+    total = sum(lengths) + padding
+    targets, doc_ids = torch.full((total,), IGNORED), torch.full((total,), len(lengths))
+    at = 0
+    for number, length in enumerate(lengths):
+        targets[at : at + length - 1] = 1
+        doc_ids[at : at + length] = number
+        at += length
+    return {"tokens": torch.zeros(total, dtype=torch.int64), "targets": targets, "doc_ids": doc_ids}
+
+
+def test_every_target_of_a_full_bucket_has_its_place() -> None:
+    micro = micro_batch([row([9, 4, 1], 2), row([16], 0)])
+    place, kept, full = places(micro)
+    assert full.tolist() == [3, 2, 0, 0, 4]
+    expected = {}
+    for start, length in ((0, 9), (9, 4), (16, 16)):
+        buckets = int(math.log2(length))
+        for position in range(length - 1):
+            bucket = int(math.log2(position + 1))
+            if bucket < buckets:
+                expected[start + position] = buckets * MOST + bucket
+    assert dict(zip(kept.tolist(), place.tolist(), strict=True)) == expected
+
+
+def test_buckets_are_those_of_pieces_that_fill_all_of_them() -> None:
+    nats = [[0.0] * MOST for _ in range(MOST)]
+    pieces = [0.0] * MOST
+    for full, count in ((2, 5), (4, 6), (5, 3)):
+        pieces[full] = count
+        for bucket in range(full):
+            nats[full][bucket] = count * 2**bucket * full
+    found = by_position(nats, pieces)
+    assert list(found) == [f"{BY_POSITION}/{2**b}" for b in range(4)]
+    assert list(found.values()) == pytest.approx([(6 * 4 + 3 * 5) / 9] * 4)
+    pieces = [0.0] * MOST
+    pieces[5] = 3
+    assert len(by_position(nats, pieces)) == 5
+    assert by_position(nats, [7.0, *[0.0] * (MOST - 1)]) == {}
+
+
+def test_the_buckets_of_a_run_are_its_losses(words, tmp_path: Path) -> None:
+    """A model that knows nothing yet loses ln(words) everywhere."""
+    assert train.main(words(name="r", max_steps=1, lr=0.0, val_rows=0)) == 0
+    before, after = (row for row in runs.read_metrics(tmp_path / "runs" / "r") if "val_loss" in row)
+    buckets = {key: value for key, value in before.items() if key.startswith(BY_POSITION)}
+    assert list(buckets) == [f"{BY_POSITION}/{2**b}" for b in range(6)]
+    for value in buckets.values():
+        assert value == pytest.approx(before["val_loss"], rel=0.02)
+    assert {key: after[key] for key in buckets} == pytest.approx(buckets)
