@@ -65,7 +65,7 @@ class Mask:
         starts = changes.flatten().nonzero().flatten()
         offsets = torch.cat([starts, starts.new_tensor([B * T])]).to(torch.int32)
         lengths = offsets.diff().long()
-        pairs = _causal_pairs(lengths, window)
+        pairs = causal_pairs(lengths, window)
         visible = int(pairs.sum()) if pairs.numel() else 0
         longest = 1 << (int(lengths.max()) - 1).bit_length() if lengths.numel() else 0
         return Mask("documents", _checked(window), doc_ids=doc_ids, offsets=offsets, longest=longest, visible=visible)
@@ -86,6 +86,23 @@ class Mask:
             name: x.to(device, non_blocking=non_blocking) for name, x in vars(self).items() if isinstance(x, Tensor)
         }
         return replace(self, **moved, cache={})
+
+    def windowed(self, window: int) -> Mask:
+        """The same mask where a query sees at most the last `window` of its keys, its own among them; waits for nothing.
+
+        Raises ValueError for full attention, and for free intervals, in which the last key need not be the query's own.
+        """
+        window = _checked(window) or window
+        if self.kind not in ("causal", "documents"):
+            raise ValueError(f"a window of {window} is for causal attention and packed documents, not for {self.kind}")
+        window = window if self.window is None else min(window, self.window)
+        if self.qfirst is None:
+            return replace(self, window=window, visible=-1, cache={})
+        assert self.first is not None and self.last is not None
+        first = torch.maximum(self.first, self.last - (window - 1))
+        keys = torch.arange(self.qfirst.shape[1], device=first.device, dtype=torch.int32).expand(self.qfirst.shape)
+        qlast = torch.searchsorted(first, keys.contiguous(), right=True, out_int32=True) - 1
+        return replace(self, window=window, visible=-1, first=first, qlast=qlast, cache={})
 
     def bind(self, B: int, Tq: int, Tk: int, device: torch.device | str) -> Mask:
         """The mask with its O(T) interval tensors on `device`; call it once per batch, outside a compiled region.
@@ -115,9 +132,12 @@ class Mask:
             return B * Tq * Tk
         if self.kind == "documents":
             self._check_shape(B, Tq, Tk)
+            if self.visible < 0:
+                assert self.offsets is not None
+                return int(causal_pairs(self.offsets.diff().long(), self.window).sum())
             return self.visible
         if self.kind == "causal" and Tq == Tk:
-            return B * int(_causal_pairs(torch.tensor([Tq]), self.window).sum())
+            return B * int(causal_pairs(torch.tensor([Tq]), self.window).sum())
         first, last = self._queries(B, Tq, Tk, torch.device("cpu"))
         first, last = first.cpu().long().clamp(min=0), last.cpu().long().clamp(max=Tk - 1)
         return int((last - first + 1).clamp(min=0).sum()) * (B // first.shape[0])
@@ -165,7 +185,7 @@ def _document_starts(doc_ids: Tensor) -> Tensor:
     return torch.where(inside, 0, i).cummax(dim=1).values
 
 
-def _causal_pairs(lengths: Tensor, window: int | None) -> Tensor:
+def causal_pairs(lengths: Tensor, window: int | None) -> Tensor:
     """Pairs that causal attention sees in sequences of these lengths: a triangle, or a band of `window` keys."""
     w = lengths if window is None else lengths.clamp(max=window)
     return w * (w + 1) // 2 + (lengths - w) * w

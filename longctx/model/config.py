@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from longctx.model.extension import check_scaling
 
 
 @dataclass
@@ -18,9 +20,15 @@ class GPTConfig:
     head_dim: int | None = None  # channels of a head; null: channels / heads
     ffn: int = 384  # inner width of SwiGLU
     rope_theta: float = 500000.0  # base of the rotary frequencies
+    rope_scaling: dict[str, Any] = field(default_factory=dict)  # transformers' rope_parameters; {}: not scaled
+    nope_layers: list[int] = field(default_factory=list)  # layers without rotary embedding, as in SmolLM3; first is 0
+    window: int | None = None  # keys that a query sees at most, its own among them; null: all before it
+    window_layers: list[int] | None = None  # layers that have the window, the first is 0; null: all
     norm_eps: float = 1e-5  # added to the mean square in RMSNorm
     tied: bool = True  # the output head is the embedding
     qkv_bias: bool = False  # biases in the q, k and v projections, as in Qwen2
+    out_bias: bool = False  # a bias in attention's output projection
+    mlp_bias: bool = False  # biases in the projections of SwiGLU
     qk_norm: bool = False  # RMSNorm on every head of q and k, as in Qwen3
     context: int | None = None  # tokens that weights from elsewhere were made for, see init; null: those of seq_len
     init_std: float = 0.02  # of the normal distribution that weights are drawn from
@@ -34,6 +42,15 @@ class GPTConfig:
     def head_size(self) -> int:
         """Channels of one head."""
         return self.channels // self.heads if self.head_dim is None else self.head_dim
+
+    def window_of(self, layer: int) -> int | None:
+        """Keys that a query sees at most in `layer`, or None."""
+        return self.window if self.window_layers is None or layer in self.window_layers else None
+
+    def windows(self) -> dict[int | None, int]:
+        """Window (None: the whole past) → the number of layers that have it."""
+        each = [self.window_of(n) for n in range(self.layers)]
+        return {window: each.count(window) for window in dict.fromkeys(each)}
 
     def validate(self) -> None:
         """Raise ValueError naming `model.<key>` for sizes of which no model can be made."""
@@ -53,6 +70,7 @@ class GPTConfig:
                 f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv_heads}; "
                 f"kv_heads can be {divisors}"
             )
+        self._validate_layers()
         if self.head_dim is None and self.channels % self.heads:
             raise ValueError(
                 f"model.channels={self.channels} is not a multiple of model.heads={self.heads}; "
@@ -63,6 +81,17 @@ class GPTConfig:
             raise ValueError(
                 f"{key}={self.head_size} must be an even number of at least 2: rotary embedding turns pairs"
             )
+        check_scaling("model.rope_scaling", self.rope_scaling, self.head_size, self.context)
+
+    def _validate_layers(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"model.window={self.window} must be at least 1, the query's own key, or null")
+        if self.window is None and self.window_layers is not None:
+            raise ValueError(f"model.window_layers={self.window_layers}: give model.window too")
+        for key in ("nope_layers", "window_layers"):
+            layers = getattr(self, key) or []
+            if list(layers) != sorted(set(layers)) or any(not 0 <= n < self.layers for n in layers):
+                raise ValueError(f"model.{key}={list(layers)}: layers from 0 to {self.layers - 1}, each once, in order")
 
     def matmul_parameters(self) -> int:
         """Weights that every token is multiplied with: all linear layers and the output head, also where it is tied."""
@@ -73,6 +102,8 @@ class GPTConfig:
         V, C, D = self._known_vocab_size(), self.channels, self.head_size
         block = self._block_matmul_parameters() + 2 * C
         block += (self.heads + 2 * self.kv_heads) * D if self.qkv_bias else 0
+        block += C if self.out_bias else 0
+        block += 2 * self.ffn + C if self.mlp_bias else 0
         block += 2 * D if self.qk_norm else 0
         return V * C * (1 if self.tied else 2) + self.layers * block + C
 

@@ -28,6 +28,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
 SHORT_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -83,30 +84,11 @@ def check_out(out: Path) -> None:
 
 def architecture(config: GPTConfig, context: int) -> dict[str, Any]:
     """config.json of `config`; ValueError naming the combination for which transformers has no class."""
-    kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
-    free = config.head_size * config.heads != config.channels
-    if config.qk_norm and config.qkv_bias:
-        raise ValueError("model.qkv_bias=true with model.qk_norm=true: no class of transformers has both")
-    if kind == "qwen2" and free:
-        raise ValueError(
-            f"model.qkv_bias=true with model.head_dim={config.head_dim}: Qwen2 has heads of channels / heads only"
-        )
-    if kind == "llama" and config.channels % config.heads:
-        raise ValueError(
-            f"model.channels={config.channels} with model.heads={config.heads}: Llama wants a multiple of the heads"
-        )
-    extra: dict[str, dict[str, Any]] = {
-        "llama": {"attention_bias": False, "mlp_bias": False, "head_dim": config.head_size},
-        "qwen2": {"use_sliding_window": False, "sliding_window": None},
-        "qwen3": {
-            "attention_bias": False,
-            "use_sliding_window": False,
-            "sliding_window": None,
-            "head_dim": config.head_size,
-        },
-    }
+    kind = _family(config)
+    if config.rope_scaling.get("rope_type") == "dynamic":
+        context = config.context or context  # from which its base starts to grow
     return {
-        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "architectures": [f"{NAMES[kind]}ForCausalLM"],
         "model_type": kind,
         "vocab_size": config.vocab_size,
         "hidden_size": config.channels,
@@ -119,12 +101,80 @@ def architecture(config: GPTConfig, context: int) -> dict[str, Any]:
         "initializer_range": config.init_std,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "rope_theta": config.rope_theta,  # for tools that follow transformers before version 5
         "attention_dropout": 0.0,
         "use_cache": True,
-        **extra[kind],
+        **_rope(config),
+        **_extra(config, kind),
     }
+
+
+def _family(config: GPTConfig) -> str:
+    """The model_type whose class computes `config`; ValueError where there is none."""
+    partly = config.window_layers is not None
+    if config.qk_norm:
+        kind = "qwen3"
+    elif config.nope_layers or (partly and not config.qkv_bias):
+        kind = "smollm3"
+    elif config.qkv_bias and not config.out_bias:
+        kind = "qwen2"
+    else:
+        kind = "mistral" if config.window is not None and not config.qkv_bias else "llama"
+    words = {
+        "model.qkv_bias": (config.qkv_bias, {"qwen2": True, "mistral": False}.get(kind, config.qkv_bias)),
+        "model.out_bias": (config.out_bias, config.qkv_bias if kind in ("llama", "qwen3", "smollm3") else False),
+        "model.mlp_bias": (config.mlp_bias, config.mlp_bias and kind in ("llama", "smollm3")),
+        "model.nope_layers": (config.nope_layers, config.nope_layers if kind == "smollm3" else []),
+        "model.window": (config.window, config.window if kind != "llama" else None),
+    }
+    for key, (have, can) in words.items():
+        if have != can:
+            shown = str(have).lower() if isinstance(have, bool) else have
+            raise ValueError(f"{key}={shown}: no class of transformers has it beside the model's other keys ({kind})")
+    if kind == "qwen2" and config.head_size * config.heads != config.channels:
+        raise ValueError(
+            f"model.qkv_bias=true with model.head_dim={config.head_dim}: Qwen2 has heads of channels / heads only"
+        )
+    if kind == "llama" and config.channels % config.heads:
+        raise ValueError(
+            f"model.channels={config.channels} with model.heads={config.heads}: Llama wants a multiple of the heads"
+        )
+    return kind
+
+
+def _rope(config: GPTConfig) -> dict[str, Any]:
+    """RoPE in the words of transformers 5 (rope_parameters), and in those of tools that follow it before version 5."""
+    base, scaling = {"rope_theta": config.rope_theta}, dict(config.rope_scaling) or {"rope_type": "default"}
+    older = {"rope_scaling": scaling} if config.rope_scaling else {}
+    return {"rope_parameters": scaling | base, **base, **older}
+
+
+def _extra(config: GPTConfig, kind: str) -> dict[str, Any]:
+    """The keys that one family has and others have not."""
+    sliding = range(config.layers) if config.window_layers is None else config.window_layers
+    sliding = sliding if config.window is not None else []
+    types = ["sliding_attention" if n in sliding else "full_attention" for n in range(config.layers)]
+    windows: dict[str, Any] = {
+        "use_sliding_window": config.window is not None,
+        "sliding_window": config.window,
+        "layer_types": types,
+    }
+    if kind.startswith("qwen") and list(sliding) == list(range(min(sliding, default=config.layers), config.layers)):
+        windows |= {"max_window_layers": min(sliding)} if sliding else {}  # for tools that do not know layer_types
+    size = {"head_dim": config.head_size}
+    extra: dict[str, dict[str, Any]] = {
+        "llama": {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias, **size},
+        "mistral": {"sliding_window": config.window, **size},
+        "qwen2": windows,
+        "qwen3": windows | {"attention_bias": config.qkv_bias, **size},
+        "smollm3": windows
+        | {
+            "attention_bias": config.qkv_bias,
+            "mlp_bias": config.mlp_bias,
+            "no_rope_layers": [int(n not in config.nope_layers) for n in range(config.layers)],
+            **(size if config.head_dim is not None else {}),
+        },
+    }
+    return extra[kind]
 
 
 def _check_words(file: Path) -> None:

@@ -42,8 +42,8 @@ class GPT(nn.Module):
         if self.memory.recompute == "mlp" or self.memory.keep_every != 1 or self.memory.offload or self.memory.mlp_tile:
             raise ValueError("memory: only recompute=none and recompute=block run yet")
         self.embed = nn.Embedding(config.vocab_size, config.channels)
-        self.rope = Rope(config.head_size, config.rope_theta)
-        self.blocks = nn.ModuleList(Block(config, chosen) for _ in range(config.layers))
+        self.rope = Rope(config.head_size, config.rope_theta, config.rope_scaling, config.context)
+        self.blocks = nn.ModuleList(Block(config, chosen, n not in config.nope_layers) for n in range(config.layers))
         self.norm = RMSNorm(config.channels, config.norm_eps)
         self.head = None if config.tied else nn.Linear(config.channels, config.vocab_size, bias=False)
         self.init_weights()
@@ -91,8 +91,12 @@ class GPT(nn.Module):
         B, T = tokens.shape
         mask = (Mask.causal() if mask is None else mask).bind(B, T, T, tokens.device)
         cos, sin = self.rope(mask.positions(B, T, tokens.device))
+        masks: dict[int | None, Mask] = {None: mask}  # by window; each made once, for all layers that have it
+        if self.config.window is not None:
+            masks[self.config.window] = mask.windowed(self.config.window)
         x = self.embed(tokens)
-        for block in self.blocks:
+        for n, block in enumerate(self.blocks):
+            mask = masks[self.config.window_of(n)]
             if self.memory.recompute == "block" and torch.is_grad_enabled():
                 x = checkpoint(block, x, cos, sin, mask, use_reentrant=False, preserve_rng_state=False)
             else:

@@ -1,8 +1,9 @@
 """Weights of Hugging Face folders in, trained models out as such folders. Nothing in a folder is run: JSON and safetensors only.
 
-GPT computes what transformers' Llama, Mistral (without a window), Qwen2 and Qwen3 compute. Every key of config.json that
-would change that computation is checked, and what is not covered is refused by key and value. A tensor there is a block
-of rows of a parameter here: q, k, v are the rows of one projection, gate and up those of another (see `layers.py`).
+GPT computes what transformers' Llama, Mistral, SmolLM3, Qwen2 and Qwen3 compute, their sliding windows, layers without
+rotation and RoPE scalings included. Every key of config.json that would change that computation is read or checked, and
+what is not covered is refused by key and value. A tensor there is a block of rows of a parameter here: q, k, v are the
+rows of one projection, gate and up those of another (see `layers.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from longctx.attention.config import AttentionConfig
 from longctx.model.config import GPTConfig
+from longctx.model.extension import ORIGINAL, check_scaling
 from longctx.model.gpt import GPT
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -35,14 +37,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
     "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768},
     "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
+    "smollm3": {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "rope_theta": 2000000.0,
+        "tie_word_embeddings": True,
+    },
 }
+HAS_LAYER_TYPES = ("qwen2", "qwen3", "smollm3")
 # Keys that change the computation, with the values under which it is GPT's; a missing key has the first of them.
 COVERED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "use_sliding_window": (False, None),
-    "sliding_window": (None,),
     "partial_rotary_factor": (1.0, None),
     "is_causal": (True, None),
     "quantization_config": (None,),
@@ -85,10 +90,6 @@ def read_config(folder: str | Path) -> GPTConfig:
     if not isinstance(kind, str) or kind not in DEFAULTS:
         raise ValueError(f"{file}: model_type={kind} is not covered yet; there are {', '.join(DEFAULTS)}")
     theirs = DEFAULTS[kind] | theirs
-    if kind.startswith("qwen") and not theirs.get("use_sliding_window"):
-        theirs["sliding_window"] = None  # as transformers does; many of their configs name a window that is not used
-    if kind == "qwen2":
-        theirs["attention_bias"] = False  # not read there: q, k and v always have biases, the output never
     _check_covered(file, theirs)
     sizes: dict[str, Any] = {ours: _size(file, theirs, key) for ours, key in SIZES.items()}
     shared = theirs.get("num_key_value_heads")
@@ -96,18 +97,27 @@ def read_config(folder: str | Path) -> GPTConfig:
     head_dim = None if head_dim is None else _size(file, theirs, "head_dim")
     if head_dim is not None and head_dim * sizes["heads"] == sizes["channels"]:
         head_dim = None
+    biased = kind in ("llama", "qwen3", "smollm3") and _flag(file, theirs, "attention_bias")
+    theta, scaling = _rope(file, theirs)
+    context = _size(file, theirs, "max_position_embeddings")
     config = GPTConfig(
         **sizes,
+        **_window(file, kind, theirs, sizes["layers"]),
         kv_heads=sizes["heads"] if shared is None else _size(file, theirs, "num_key_value_heads"),
         head_dim=head_dim,
-        rope_theta=_rope_theta(file, theirs),
+        rope_theta=theta,
+        nope_layers=_nope_layers(file, theirs, sizes["layers"]) if kind == "smollm3" else [],
         norm_eps=_number(file, theirs, "rms_norm_eps", 1e-6),
         tied=_flag(file, theirs, "tie_word_embeddings"),
-        qkv_bias=kind == "qwen2",
+        qkv_bias=biased or kind == "qwen2",  # there q, k and v always have biases, the output never
+        out_bias=biased,
+        mlp_bias=kind in ("llama", "smollm3") and _flag(file, theirs, "mlp_bias"),
         qk_norm=kind == "qwen3",
         init_std=_number(file, theirs, "initializer_range", 0.02),
-        context=_size(file, theirs, "max_position_embeddings"),
+        context=context,
     )
+    check_scaling(f"{file}: {_rope_place(theirs)}", scaling, config.head_size, context)
+    config.rope_scaling = scaling
     try:
         config.validate()
     except ValueError as error:
@@ -158,7 +168,10 @@ def check_weights(config: GPTConfig, folder: str | Path) -> dict[str, Stored]:
     """
     folder = Path(folder)
     source = read_config(folder)
-    free = {key: getattr(config, key) for key in ("vocab_size", "init_std", "context", "head_dim")}
+    free = {  # what the folder does not decide; positions may be stretched, see extension.py
+        key: getattr(config, key)
+        for key in ("vocab_size", "init_std", "context", "head_dim", "rope_theta", "rope_scaling")
+    }
     if replace(source, **free) != config or source.head_size != config.head_size:
         raise ValueError(f"{folder}: its config.json describes another model than the one that is to be filled")
     if (config.vocab_size or 0) < (source.vocab_size or 0):
@@ -193,6 +206,7 @@ def pieces(config: GPTConfig) -> Iterator[Piece]:
     V, C, F, D = config.vocab_size or 0, config.channels, config.ffn, config.head_size
     q, kv = config.heads * D, config.kv_heads * D
     qkv = (("q", 0, q), ("k", q, kv), ("v", q + kv, kv))
+    mlp = (("gate", "gate_up", 0, (F, C)), ("up", "gate_up", F, (F, C)), ("down", "down", 0, (C, F)))
     yield Piece("model.embed_tokens.weight", "embed.weight", 0, (V, C))
     for n in range(config.layers):
         there, here = f"model.layers.{n}.", f"blocks.{n}."
@@ -204,10 +218,13 @@ def pieces(config: GPTConfig) -> Iterator[Piece]:
             if config.qk_norm and x != "v":
                 yield Piece(f"{there}self_attn.{x}_norm.weight", f"{here}attention.{x}_norm.weight", 0, (D,))
         yield Piece(f"{there}self_attn.o_proj.weight", f"{here}attention.out.weight", 0, (C, q))
+        if config.out_bias:
+            yield Piece(f"{there}self_attn.o_proj.bias", f"{here}attention.out.bias", 0, (C,))
         yield Piece(f"{there}post_attention_layernorm.weight", f"{here}mlp_norm.weight", 0, (C,))
-        yield Piece(f"{there}mlp.gate_proj.weight", f"{here}mlp.gate_up.weight", 0, (F, C))
-        yield Piece(f"{there}mlp.up_proj.weight", f"{here}mlp.gate_up.weight", F, (F, C))
-        yield Piece(f"{there}mlp.down_proj.weight", f"{here}mlp.down.weight", 0, (C, F))
+        for x, mine, first, shape in mlp:
+            yield Piece(f"{there}mlp.{x}_proj.weight", f"{here}mlp.{mine}.weight", first, shape)
+            if config.mlp_bias:
+                yield Piece(f"{there}mlp.{x}_proj.bias", f"{here}mlp.{mine}.bias", first, shape[:1])
     yield Piece("model.norm.weight", "norm.weight", 0, (C,))
     if not config.tied:
         yield Piece("lm_head.weight", "head.weight", 0, (V, C))
@@ -278,28 +295,78 @@ def _check_same(stored: dict[str, Stored], name: str, other: str) -> None:
 def _check_covered(file: Path, theirs: dict[str, Any]) -> None:
     for key, values in COVERED.items():
         _refuse_unless(file, key, theirs.get(key, values[0]), values)
+
+
+def _window(file: Path, kind: str, theirs: dict[str, Any], layers: int) -> dict[str, Any]:
+    """`window` and `window_layers` of a model: Mistral has one for all layers, others name the layers, Llama has none."""
+    used = kind == "mistral" or (kind in HAS_LAYER_TYPES and _flag(file, theirs, "use_sliding_window"))
+    default = 4096 if kind.startswith("qwen") else None
+    size = theirs.get("sliding_window", default) if used else None
+    window = None if size is None else _size(file, {"sliding_window": size}, "sliding_window")
     kinds = theirs.get("layer_types")
-    for n, kind in enumerate(kinds if isinstance(kinds, list) else []):
-        _refuse_unless(file, f"layer_types[{n}]", kind, ("full_attention",))
-    if kinds is not None and not isinstance(kinds, list):
-        raise ValueError(f"{file}: layer_types={kinds!r} must be a list")
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers):
+        raise ValueError(f"{file}: layer_types={json.dumps(kinds)[:80]} must be a list of {layers}, one for each layer")
+    for n, found in enumerate(kinds or []):
+        sliding = ("sliding_attention",) if window is not None else ()
+        _refuse_unless(file, f"layer_types[{n}]", found, ("full_attention", *sliding))
+    if window is None or kind == "mistral":
+        return {"window": window}
+    if kinds is None and kind == "smollm3":
+        chosen = _nope_layers(file, theirs, layers)
+    elif kinds is None:
+        first = theirs.get("max_window_layers", 28)
+        if not isinstance(first, int) or isinstance(first, bool):
+            raise ValueError(f"{file}: max_window_layers={first!r} must be a whole number")
+        chosen = list(range(max(0, first), layers))
+    else:
+        chosen = [n for n, found in enumerate(kinds) if found == "sliding_attention"]
+    if not chosen:
+        return {"window": None}
+    return {"window": window, "window_layers": None if len(chosen) == layers else chosen}
 
 
-def _rope_theta(file: Path, theirs: dict[str, Any]) -> float:
-    """The base of the rotary frequencies; ValueError where they are scaled or cover a part of the head."""
-    place = "rope_scaling" if theirs.get("rope_scaling") else "rope_parameters"
+def _nope_layers(file: Path, theirs: dict[str, Any], layers: int) -> list[int]:
+    """The layers of SmolLM3 without rotation: those with 0 in no_rope_layers, by default every fourth."""
+    flags = theirs.get("no_rope_layers")
+    if flags is None:
+        every = _size(file, {"no_rope_layer_interval": 4} | theirs, "no_rope_layer_interval")
+        return list(range(every - 1, layers, every))
+    if not isinstance(flags, list) or len(flags) < layers or any(flag not in (0, 1) for flag in flags):
+        raise ValueError(f"{file}: no_rope_layers={json.dumps(flags)[:80]} must be a list of {layers} times 0 or 1")
+    return [n for n in range(layers) if not flags[n]]
+
+
+def _rope_place(theirs: dict[str, Any]) -> str:
+    """The key under which RoPE's parameters lie: the older form comes first, as in transformers."""
+    return "rope_scaling" if theirs.get("rope_scaling") else "rope_parameters"
+
+
+def _rope(file: Path, theirs: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+    """The base of the rotary frequencies and their scaling, {} for none, with transformers' defaults filled in."""
+    place = _rope_place(theirs)
     rope = theirs.get(place) or {}
     if not isinstance(rope, dict):
         raise ValueError(f"{file}: {place}={rope!r} must be an object")
-    for key in ("rope_type", "type"):
-        _refuse_unless(file, f"{place}.{key}", rope.get(key, "default"), ("default",))
-    _refuse_unless(file, f"{place}.partial_rotary_factor", rope.get("partial_rotary_factor"), (1.0, None))
     for key, value in rope.items():
         if isinstance(value, dict):
             raise ValueError(
                 f"{file}: {place}.{key}={json.dumps(value)[:80]} is not covered yet; one rope for all layers"
             )
-    return _number(file, rope if "rope_theta" in rope else theirs, "rope_theta", 10000.0)
+    _refuse_unless(file, f"{place}.partial_rotary_factor", rope.get("partial_rotary_factor"), (1.0, None))
+    theta = _number(file, rope if "rope_theta" in rope else theirs, "rope_theta", 10000.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if not isinstance(kind, str):
+        raise ValueError(f"{file}: {place}.rope_type={kind!r} must be a word")
+    if kind == "default":
+        return theta, {}
+    scaling = {key: value for key, value in rope.items() if key not in ("type", "rope_theta", "partial_rotary_factor")}
+    scaling = {"rope_type": kind} | {key: value for key, value in scaling.items() if value is not None}
+    if kind in ("llama3", "yarn", "longrope"):
+        outer = theirs.get(ORIGINAL)
+        if outer is not None and outer != scaling.get(ORIGINAL, outer):
+            raise ValueError(f"{file}: {ORIGINAL}={outer} differs from {place}.{ORIGINAL}={scaling[ORIGINAL]}")
+        scaling.setdefault(ORIGINAL, theirs["max_position_embeddings"] if outer is None else outer)
+    return theta, scaling
 
 
 def _refuse_unless(file: Path, key: str, value: Any, covered: tuple[Any, ...]) -> None:
@@ -325,7 +392,8 @@ def _number(file: Path, theirs: dict[str, Any], key: str, default: float) -> flo
 
 
 def _flag(file: Path, theirs: dict[str, Any], key: str) -> bool:
-    value = theirs.get(key, False)
+    value = theirs.get(key)
+    value = False if value is None else value
     if not isinstance(value, bool):
         raise ValueError(f"{file}: {key}={value!r} must be true or false")
     return value

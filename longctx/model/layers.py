@@ -25,14 +25,15 @@ class RMSNorm(nn.RMSNorm):
 
 
 class SelfAttention(nn.Module):
-    """Rotary grouped-query attention by the chosen backend."""
+    """Rotary grouped-query attention by the chosen backend; without the rotation where `rotary` is false."""
 
-    def __init__(self, config: GPTConfig, chosen: AttentionConfig) -> None:
+    def __init__(self, config: GPTConfig, chosen: AttentionConfig, rotary: bool = True) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_size
+        self.rotary = rotary
         self.backend, self.options = chosen.backend, dict(chosen.options)
         self.qkv = nn.Linear(config.channels, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=config.qkv_bias)
-        self.out = nn.Linear(self.heads * self.head_dim, config.channels, bias=False)
+        self.out = nn.Linear(self.heads * self.head_dim, config.channels, bias=config.out_bias)
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
@@ -40,7 +41,9 @@ class SelfAttention(nn.Module):
         B, T, _ = x.shape
         qkv = self.qkv(x).view(B, T, -1, self.head_dim)
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)  # (B, T, H or Hkv, D)
-        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary:
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         o = attention(q, k, v, mask=mask, backend=self.backend, **self.options)
         return self.out(o.reshape(B, T, -1))
 
@@ -50,8 +53,8 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(config.channels, 2 * config.ffn, bias=False)
-        self.down = nn.Linear(config.ffn, config.channels, bias=False)
+        self.gate_up = nn.Linear(config.channels, 2 * config.ffn, bias=config.mlp_bias)
+        self.down = nn.Linear(config.ffn, config.channels, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
@@ -61,10 +64,10 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); x is (B, T, C)."""
 
-    def __init__(self, config: GPTConfig, chosen: AttentionConfig) -> None:
+    def __init__(self, config: GPTConfig, chosen: AttentionConfig, rotary: bool = True) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.channels, config.norm_eps)
-        self.attention = SelfAttention(config, chosen)
+        self.attention = SelfAttention(config, chosen, rotary)
         self.mlp_norm = RMSNorm(config.channels, config.norm_eps)
         self.mlp = SwiGLU(config)
 

@@ -8,8 +8,8 @@ tokens per row.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from longctx.attention import Mask
+from longctx.attention.mask import causal_pairs
 from longctx.data.rows import IGNORED
 
 
@@ -29,7 +30,7 @@ class MicroBatch:
     mask: Mask
     scored: int  # targets that count
     real: int  # tokens that are not padding
-    pairs: int  # visible (query, key) pairs of one head, padding left out
+    pairs: int  # visible (query, key) pairs of one head, the mean over the layers, padding left out
 
 
 @dataclass
@@ -55,22 +56,28 @@ class StepBatch:
 
 @dataclass
 class Collate:
-    """Rows of a data set → StepBatch of micro-batches with `batch_size` rows each."""
+    """Rows of a data set → StepBatch of micro-batches with `batch_size` rows each; `windows` is the model's, to count pairs."""
 
     batch_size: int
+    windows: Mapping[int | None, int] = field(default_factory=lambda: {None: 1})
 
     def __call__(self, rows: list[dict[str, Tensor]]) -> StepBatch:
         groups = (rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size))
-        return StepBatch([micro_batch(group) for group in groups])
+        return StepBatch([micro_batch(group, self.windows) for group in groups])
 
 
-def micro_batch(rows: list[dict[str, Tensor]]) -> MicroBatch:
-    """Stack rows of tokens, targets and doc_ids, each (T,), and count what they hold."""
+def micro_batch(rows: list[dict[str, Tensor]], windows: Mapping[int | None, int] | None = None) -> MicroBatch:
+    """Stack rows of tokens, targets and doc_ids, each (T,), and count what they hold, for layers with these `windows`."""
     tokens, targets, doc_ids = (torch.stack([row[key] for row in rows]) for key in ("tokens", "targets", "doc_ids"))
     mask = Mask.documents(doc_ids)
     padding = padding_per_row(targets, doc_ids)
     B, T = tokens.shape
-    pairs = mask.pairs(B, T, T) - int((padding * (padding + 1) // 2).sum())
+    layers = {None: 1} if windows is None else windows
+    each = {
+        w: (mask if w is None else mask.windowed(w)).pairs(B, T, T) - int(causal_pairs(padding, w).sum())
+        for w in layers
+    }
+    pairs = round(sum(each[w] * n for w, n in layers.items()) / sum(layers.values()))
     real = tokens.numel() - int(padding.sum())
     return MicroBatch(tokens, targets, mask, int((targets != IGNORED).sum()), real, pairs)
 
@@ -83,7 +90,13 @@ def padding_per_row(targets: Tensor, doc_ids: Tensor) -> Tensor:
 
 
 def train_loader(
-    rows: Dataset[dict[str, Tensor]], order: Sampler[int], batch_size: int, accumulate: int, workers: int, pin: bool
+    rows: Dataset[dict[str, Tensor]],
+    order: Sampler[int],
+    batch_size: int,
+    accumulate: int,
+    workers: int,
+    pin: bool,
+    windows: Mapping[int | None, int] | None = None,
 ) -> DataLoader[Any]:
     """An endless loader of StepBatch, read ahead by `workers` processes."""
     ahead: dict[str, Any] = {"persistent_workers": True, "prefetch_factor": 2} if workers else {}
@@ -91,7 +104,7 @@ def train_loader(
         rows,
         batch_size=batch_size * accumulate,
         sampler=order,
-        collate_fn=Collate(batch_size),
+        collate_fn=Collate(batch_size, windows or {None: 1}),
         num_workers=workers,
         pin_memory=pin,
         worker_init_fn=_leave_signals_to_the_parent,

@@ -14,6 +14,7 @@ from typing import Any
 from longctx.attention.config import AttentionConfig
 from longctx.data.config import DataConfig
 from longctx.model.config import GPTConfig
+from longctx.model.extension import RopeConfig
 from longctx.model.memory import MemoryConfig
 
 LONGEST_ROW = 2**24
@@ -76,6 +77,7 @@ class TrainConfig:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     model: GPTConfig = field(default_factory=GPTConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    rope: RopeConfig = field(default_factory=RopeConfig)
     data: DataConfig = field(default_factory=DataConfig)
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
@@ -125,6 +127,9 @@ class TrainConfig:
             raise ValueError(f"runs={self.runs!r}: the path of a folder")
         self.model.validate()
         self.memory.validate()
+        self.rope.validate()
+        if self.rope.type != "keep" and self.init is None:
+            raise ValueError(f"rope={self.rope.type}: stretches trained weights, and init= names none; leave rope out")
         self.data.validate()
 
 

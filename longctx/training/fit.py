@@ -51,9 +51,8 @@ def train(request: TrainConfig, choices: dict[str, str], changed: dict[str, str]
     device = pick_device(request)
     preset = choices.get("model", "") + (" (model=auto)" if changed.get("model", "auto") == "auto" else "")
     if request.init is not None and request.resume is None:
-        request = model_of_folder(request, changed)
+        preset, request = model_of_folder(request, changed)
         choices = choices_of_folder(request, choices)
-        preset = f"weights of {request.init}"
     config = complete(request, device)
     if config.resume is None:
         runs.check_root(Path(config.runs))
@@ -174,7 +173,15 @@ def run(config: CompleteConfig, folder: Path, start: Path | None, data: Data, de
     recorder = Recorder(config, folder, data, tracker, display, facts)
     module = TrainingModule(config, Path(config.init) if config.init is not None and start is None else None)
     order = SampleStream(len(data.train), config.seed, rank(), config.devices, consumed)
-    loader = train_loader(data.train, order, config.batch_size, config.accumulate, config.workers, pin=device == "cuda")
+    loader = train_loader(
+        data.train,
+        order,
+        config.batch_size,
+        config.accumulate,
+        config.workers,
+        pin=device == "cuda",
+        windows=config.model.windows(),
+    )
     code, problem = 1, None
     try:
         trainer = lightning_trainer(config, device, config.max_steps - done, recorder)

@@ -11,14 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from longctx.model import huggingface
+from longctx.model.extension import extended
 from longctx.training import runs
 from longctx.training.config import TrainConfig
 
 OURS_TO_SAY = ("vocab_size",)  # what the weights leave open
 
 
-def model_of_folder(request: TrainConfig, changed: dict[str, str]) -> TrainConfig:
-    """`request` with the model and, where none is named, the tokenizer of the folder `request.init`.
+def model_of_folder(request: TrainConfig, changed: dict[str, str]) -> tuple[str, TrainConfig]:
+    """What a run says about its model, and `request` with the model and, where none is named, the tokenizer of the folder
+    `request.init`, its positions stretched as `request.rope` says.
 
     The weights are checked from the files' headers. Raises ValueError or OSError for a folder that is not covered, and
     for words in `changed` that say another model.
@@ -36,10 +38,11 @@ def model_of_folder(request: TrainConfig, changed: dict[str, str]) -> TrainConfi
         raise FileNotFoundError(f"init={request.init}: no such folder; give a Hugging Face folder on this machine")
     said = {key: getattr(request.model, key) for key in OURS_TO_SAY if f"model.{key}" in changed}
     said = {key: value for key, value in said.items() if key != "vocab_size" or value is not None}
-    model = replace(huggingface.read_config(folder), **said)
+    model, how = extended(replace(huggingface.read_config(folder), **said), request.rope, request.seq_len)
     huggingface.check_weights(model, folder)
     tokenizer = str(folder) if request.data.tokenizer is None else request.data.tokenizer
-    return replace(request, init=str(folder), model=model, data=replace(request.data, tokenizer=tokenizer))
+    described = f"weights of {request.init}" + (f", rope {how}" if how else "")
+    return described, replace(request, init=str(folder), model=model, data=replace(request.data, tokenizer=tokenizer))
 
 
 def keep_for_export(config: TrainConfig, folder: Path) -> None:

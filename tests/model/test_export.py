@@ -37,7 +37,11 @@ def run(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"qkv_bias": True, "qk_norm": True}, r"model\.qkv_bias=true with model\.qk_norm=true: no class"),
+        ({"qkv_bias": True, "qk_norm": True}, r"model\.out_bias=false: no class of transformers"),
+        ({"out_bias": True}, r"model\.out_bias=true: no class of transformers"),
+        ({"qk_norm": True, "mlp_bias": True}, r"model\.mlp_bias=true: no class of transformers"),
+        ({"qk_norm": True, "nope_layers": [1]}, r"model\.nope_layers=\[1\]: no class of transformers"),
+        ({"window": 8, "qkv_bias": True, "out_bias": True}, r"model\.window=8: no class of transformers"),
         ({"qkv_bias": True, "head_dim": 10}, r"model\.qkv_bias=true with model\.head_dim=10: Qwen2"),
         ({"channels": 26, "head_dim": 8}, r"model\.channels=26 with model\.heads=4: Llama wants"),
         ({"qkv_bias": True}, r"tokenizer\.json: does not normalize and split text as Qwen2 does"),

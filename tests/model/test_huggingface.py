@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 from longctx.model import GPT, GPTConfig
@@ -35,16 +36,59 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.3,
     "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
 }
+SPECIAL: dict[str, Any] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": 0}
+OLD = "original_max_position_embeddings"
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, OLD: 32, "beta_fast": 8.0},
+    "llama3": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, OLD: 32},
+    "longrope": {
+        **{"rope_type": "longrope", "factor": 2.0, OLD: 32},
+        **{"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [1.0, 2.0, 4.0, 8.0]},
+    },
+}
 FAMILIES: dict[str, PreTrainedConfig] = {
     "llama 2": LlamaConfig(**SIZES, num_key_value_heads=6),
     "llama 3": LlamaConfig(**SIZES, num_key_value_heads=2, head_dim=10),
     "smollm2": LlamaConfig(**SIZES, num_key_value_heads=3, tie_word_embeddings=True),
+    "llama, biases": LlamaConfig(**SIZES, num_key_value_heads=2, attention_bias=True, mlp_bias=True),
     "mistral": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=None, head_dim=16),
+    "mistral, window": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=9, head_dim=16),
+    "smollm3": SmolLM3Config(**SIZES, num_key_value_heads=3, no_rope_layer_interval=2, **SPECIAL),
+    "smollm3, window": SmolLM3Config(
+        **SIZES | {"num_hidden_layers": 3},
+        **{"num_key_value_heads": 2, "no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 7},
+        **{"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+        **SPECIAL,
+    ),
     "qwen2": Qwen2Config(**SIZES, num_key_value_heads=2),
     "qwen2, tied": Qwen2Config(**SIZES, num_key_value_heads=1, tie_word_embeddings=True),
+    "qwen2, half windowed": Qwen2Config(
+        **SIZES, num_key_value_heads=2, use_sliding_window=True, sliding_window=11, max_window_layers=1
+    ),
+    "qwen3, layer types": Qwen3Config(
+        **SIZES | {"num_hidden_layers": 3},
+        **{"num_key_value_heads": 2, "head_dim": 16, "attention_bias": True},
+        **{"use_sliding_window": True, "sliding_window": 5},
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
     "qwen3": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16),
     "qwen3, tied": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True),
 }
+
+
+def stretched(kind: str, rope: str) -> PreTrainedConfig:
+    """A small model of a family whose positions are stretched."""
+    build = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+    more = SPECIAL | {"no_rope_layers": [1, 0]} if kind == "smollm3" else {}
+    more |= {"head_dim": 8} if kind == "qwen3" else {"sliding_window": 40} if kind == "mistral" else {}
+    keys = {"num_key_value_heads": 2, "rope_parameters": {"rope_theta": 5000.0} | ROPES[rope]} | more
+    return build.get(kind, SmolLM3Config)(**SIZES | keys)
+
+
+for kind in ("llama", "mistral", "qwen2", "qwen3", "smollm3"):
+    FAMILIES |= {f"{kind}, {rope}": stretched(kind, rope) for rope in ROPES}
 Change = Callable[..., Path]
 
 
@@ -110,7 +154,7 @@ def test_logits_loss_gradients_and_the_way_back(family: str, tmp_path: Path) -> 
     expected = theirs(tokens, labels=tokens)
     error = (model(tokens) - expected.logits).abs().max() / expected.logits.abs().max()
     assert error < 1e-4
-    loss = model(tokens[:, :-1], tokens[:, 1:])
+    loss = model(tokens, torch.cat([tokens[:, 1:], torch.full((2, 1), -100)], dim=1))
     torch.testing.assert_close(loss, expected.loss, rtol=1e-4, atol=0)
     loss.backward()
     expected.loss.backward()
@@ -118,6 +162,8 @@ def test_logits_loss_gradients_and_the_way_back(family: str, tmp_path: Path) -> 
     assert (ours - there).abs().max() < 1e-3 * there.abs().max()
     gate = theirs.model.layers[1].mlp.gate_proj.weight.grad
     assert (model.blocks[1].mlp.gate_up.weight.grad[:80] - gate).abs().max() < 1e-3 * gate.abs().max()
+    q = theirs.model.layers[0].self_attn.q_proj.weight.grad
+    assert (model.blocks[0].attention.qkv.weight.grad[: len(q)] - q).abs().max() < 1e-3 * q.abs().max()
 
     export(model, tmp_path / "in", tmp_path / "out")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
@@ -130,8 +176,16 @@ def test_logits_loss_gradients_and_the_way_back(family: str, tmp_path: Path) -> 
     for (name, a), (_, b) in zip(back.named_parameters(), model.named_parameters(), strict=True):
         assert torch.equal(a, b), name
     if family != "mistral":  # it goes out as the Llama that it is
+        assert type(again) is type(theirs)
         kept = (again.config.to_dict(), theirs.config.to_dict())
-        for key in set(kept[0]) - {"architectures", "dtype", "bos_token_id", "eos_token_id", "_name_or_path"}:
+        for key in set(kept[0]) - {
+            "architectures",
+            "dtype",
+            "no_rope_layer_interval",
+            "bos_token_id",
+            "eos_token_id",
+            "_name_or_path",
+        }:
             assert kept[0][key] == kept[1][key], key
     text = "In 1812 a rose is 20 roses"
     ids = tokenizers.Tokenizer.from_file(str(tmp_path / "in" / "tokenizer.json")).encode(text).ids
@@ -163,10 +217,23 @@ def test_the_older_form_of_config_json_is_the_same_model(changed: Change, llama:
     assert read_config(folder) == read_config(llama)
 
 
+def test_scaling_of_the_older_form_is_read_as_transformers_reads_it(changed: Change) -> None:
+    older = {"type": "yarn", "factor": 4.0}
+    folder = changed(rope_parameters="absent", rope_theta=1000000.0, rope_scaling=older)
+    opened = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert read_config(folder).rope_scaling == {"rope_type": "yarn", "factor": 4.0, OLD: 64}
+    tokens = torch.randint(301, (1, 150))
+    expected = opened(tokens).logits
+    assert (pretrained(folder)(tokens) - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
 def test_a_missing_key_has_the_value_that_transformers_gives_it(tmp_path: Path) -> None:
-    for kind, build in (("llama", LlamaConfig), ("qwen2", Qwen2Config), ("qwen3", Qwen3Config)):
+    for kind, build in (
+        *(("llama", LlamaConfig), ("qwen2", Qwen2Config), ("qwen3", Qwen3Config)),
+        *(("mistral", MistralConfig), ("smollm3", SmolLM3Config)),
+    ):
         sizes = {k: SIZES[k] for k in ("vocab_size", "num_hidden_layers", "intermediate_size")}
-        sizes |= {"hidden_size": 64, "num_attention_heads": 32}
+        sizes |= {"hidden_size": 64, "num_attention_heads": 32} | (SPECIAL if kind == "smollm3" else {})
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **sizes}))
         ours, theirs = read_config(tmp_path), build(**sizes)
         assert ours.head_size == getattr(theirs, "head_dim", 2)
@@ -176,28 +243,43 @@ def test_a_missing_key_has_the_value_that_transformers_gives_it(tmp_path: Path) 
             theirs.tie_word_embeddings,
         )
         assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+        assert ours.window == (4096 if kind == "mistral" else None)
+        assert ours.nope_layers == [n for n, rotary in enumerate(getattr(theirs, "no_rope_layers", [])) if not rotary]
         assert (ours.context, ours.init_std) == (theirs.max_position_embeddings, theirs.initializer_range)
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"model_type": "smollm3"}, "model_type=smollm3 is not covered yet; there are llama, mistral, qwen2, qwen3"),
+        (
+            {"model_type": "gemma"},
+            "model_type=gemma is not covered yet; there are llama, mistral, qwen2, qwen3, smollm3",
+        ),
         (
             {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}},
-            r"config.json: rope_parameters.rope_type=llama3 is not covered yet; only default is",
+            r"config.json: rope_parameters.low_freq_factor is missing, which rope_type=llama3 needs",
         ),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type=linear is not covered yet"),
+        ({"rope_parameters": {"rope_type": "proportional"}}, "rope_parameters.rope_type=proportional is not covered"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing, which rope_type=linear needs"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "rope_scaling.factor='2' must be a number above 0"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta": 1}}, "rope_scaling.beta=1 is not covered for"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, OLD: 1.5}}, "rope_scaling.original_max_position_emb.*=1.5"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 5}},
+            "rope_scaling.short_factor must be a list of 5 numbers",
+        ),
+        ({"rope_scaling": {"type": 3}}, "rope_scaling.rope_type=3 must be a word"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters.full_attention="),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor=0.5 is not"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not covered yet; only 1.0 is"),
-        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window=4096 is not covered yet; only null is"),
-        ({"model_type": "mistral"}, "sliding_window=4096"),
-        ({"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window=true is not covered yet"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window=0 must be a whole number"),
+        ({"model_type": "qwen3", "use_sliding_window": 3}, "use_sliding_window=3 must be true or false"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types\[1\]=sliding_attention is not"),
+        ({"model_type": "qwen3", "layer_types": ["full_attention"]}, r"layer_types=.* must be a list of 2"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, r"no_rope_layers=\[1\] must be a list of 2 times 0 or 1"),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval=0 must be a whole number"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu is not covered yet; only silu is"),
-        ({"attention_bias": True}, "attention_bias=true is not covered yet"),
-        ({"mlp_bias": True}, "mlp_bias=true is not covered yet"),
+        ({"attention_bias": 1}, "attention_bias=1 must be true or false"),
         ({"quantization_config": {"bits": 4}}, "quantization_config={.*} is not covered yet"),
         ({"hidden_size": "absent"}, "hidden_size=None must be a whole number"),
         ({"num_hidden_layers": True}, "num_hidden_layers=True must be a whole number"),
@@ -222,6 +304,8 @@ def test_what_is_not_covered_is_refused_by_key_and_value(changed: Change, keys: 
         ({"tie_word_embeddings": True}, r"lm_head.weight differs from model.embed_tokens.weight"),
         ({"model_type": "qwen3"}, r"no tensor model.layers.0.self_attn.q_norm.weight"),
         ({"model_type": "qwen2"}, r"no tensor model.layers.0.self_attn.q_proj.bias"),
+        ({"mlp_bias": True}, r"no tensor model.layers.0.mlp.gate_proj.bias"),
+        ({"attention_bias": True}, r"no tensor model.layers.0.self_attn.q_proj.bias"),
     ],
 )
 def test_every_tensor_is_accounted_for(changed: Change, keys: dict[str, Any], message: str) -> None:

@@ -1,30 +1,91 @@
 """Rotary embedding: transformers' frequencies, exact angles far out, scores that depend on distance alone."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from longctx.model.rope import Rope, rotate
+from longctx.model.rope import Rope, frequencies, rotate
+
+OLD = "original_max_position_embeddings"
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 8.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 8.0, OLD: 2048},
+    "yarn, beta": {"rope_type": "yarn", "factor": 2.5, OLD: 4096, "beta_fast": 16, "beta_slow": 2, "truncate": False},
+    "yarn, mscale": {"rope_type": "yarn", "factor": 40, OLD: 4096, "mscale": 0.707, "mscale_all_dim": 1.0},
+    "yarn, factor": {"rope_type": "yarn", "factor": 3, OLD: 2048, "attention_factor": 1.5},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, OLD: 8192},
+    "longrope": {
+        **{"rope_type": "longrope", OLD: 2048, "factor": 8.0},
+        **{"short_factor": [1.0 + n / 50 for n in range(32)], "long_factor": [1.0 + n for n in range(32)]},
+    },
+}
+CONTEXT = 16384
+
+
+def theirs(theta: float, scaling: dict[str, Any], head_dim: int = 64) -> LlamaConfig:
+    rope = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
+    sizes = {"hidden_size": head_dim, "num_attention_heads": 1, "max_position_embeddings": CONTEXT}
+    return LlamaConfig(**sizes, rope_parameters=rope)
 
 
 @pytest.mark.parametrize(("head_dim", "theta"), [(2, 10000.0), (10, 10000.0), (64, 500000.0), (128, 1e6)])
 def test_frequencies_are_those_of_transformers(head_dim: int, theta: float) -> None:
-    config = LlamaConfig(
-        hidden_size=head_dim, num_attention_heads=1, rope_parameters={"rope_type": "default", "rope_theta": theta}
-    )
-    assert torch.equal(Rope(head_dim, theta).frequencies, LlamaRotaryEmbedding(config).inv_freq)
+    expected = LlamaRotaryEmbedding(theirs(theta, {}, head_dim)).inv_freq
+    assert torch.equal(Rope(head_dim, theta).frequencies, expected)
 
 
-def test_cos_and_sin_are_right_at_a_million_positions() -> None:
-    rope = Rope(64, 500000.0)
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize("theta", [10000.0, 500000.0, 1234567.0])
+def test_stretched_frequencies_are_those_of_transformers_to_the_last_bit(name: str, theta: float) -> None:
+    scaling = SCALINGS[name]
+    config = theirs(theta, scaling)
+    for length in (None, 2048, 2049, CONTEXT, 3 * CONTEXT):
+        given = length if length is None or name != "dynamic" else torch.tensor(length)
+        expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"), seq_len=given)
+        if name == "dynamic" and length is not None and length <= CONTEXT:
+            continue  # transformers keeps the frequencies of its beginning up to there; see the test below
+        ours, ours_factor = frequencies(64, theta, scaling, CONTEXT, length)
+        assert torch.equal(ours, expected), length
+        assert ours_factor == factor
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize("length", [100, 2049, CONTEXT + 1, 3 * CONTEXT])
+def test_a_row_turns_as_in_the_models_of_transformers(name: str, length: int) -> None:
+    rotary = LlamaRotaryEmbedding(theirs(5e5, SCALINGS[name]))
+    positions = torch.arange(length)[None]
+    cos, sin = rotary(torch.zeros(1), positions)
+    rope = Rope(64, 5e5, SCALINGS[name], CONTEXT)
+    ours = rope(positions)
+    assert torch.equal(rope.frequencies, rotary.inv_freq)
+    assert rope.attention_factor == rotary.attention_scaling
+    for a, b in zip(ours, (cos, sin), strict=True):  # theirs has angles in fp32
+        assert (a[:, :, 0] - b[..., :32]).abs().max() < length * 2**-23 * rope.attention_factor
+
+
+@pytest.mark.parametrize("name", ["", *SCALINGS])
+def test_cos_and_sin_are_right_at_a_million_positions(name: str) -> None:
+    rope = Rope(64, 500000.0, SCALINGS.get(name), CONTEXT)
     position = 1_000_003
     cos, sin = rope(torch.tensor([[position]]))
     for d, frequency in enumerate(rope.frequencies.double().tolist()):
-        assert cos[0, 0, 0, d].item() == pytest.approx(math.cos(position * frequency), abs=1e-7)
-        assert sin[0, 0, 0, d].item() == pytest.approx(math.sin(position * frequency), abs=1e-7)
+        assert cos[0, 0, 0, d].item() == pytest.approx(math.cos(position * frequency) * rope.attention_factor, abs=2e-7)
+        assert sin[0, 0, 0, d].item() == pytest.approx(math.sin(position * frequency) * rope.attention_factor, abs=2e-7)
+
+
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_what_follows_the_length_follows_it_back(name: str) -> None:
+    rope = Rope(64, 500000.0, SCALINGS[name], CONTEXT)
+    short, long = torch.arange(50)[None], torch.arange(2 * CONTEXT)[None]
+    before = rope(short)[0]
+    assert not torch.equal(rope(long)[0][:, :50], before)
+    assert torch.equal(rope(short)[0], before)
 
 
 def test_scores_depend_on_distance_alone() -> None:
@@ -44,3 +105,9 @@ def test_frequencies_stay_fp32_in_a_16_bit_module() -> None:
     assert rope.frequencies.dtype == cos.dtype == torch.float32
     x = torch.randn(1, 4, 2, 8, dtype=torch.bfloat16)
     assert rotate(x, *rope(torch.arange(4)[None])).dtype == torch.bfloat16
+
+
+def test_a_model_made_on_the_meta_device_has_its_frequencies() -> None:
+    with torch.device("meta"):
+        ropes = [Rope(64, 5e5, scaling, CONTEXT) for scaling in SCALINGS.values()]
+    assert all(rope.frequencies.device.type == "cpu" for rope in ropes)
