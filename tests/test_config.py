@@ -10,6 +10,7 @@ import yaml
 
 from longctx import config
 from longctx.data.config import DataConfig
+from longctx.model.extension import RopeConfig
 from longctx.model.memory import MemoryConfig
 from longctx.training import runs
 from longctx.training.config import StrategyConfig, TrainConfig, WandbConfig, complete
@@ -25,6 +26,8 @@ def compose(*words: str, gpu: bool = False) -> config.Composed:
 @pytest.mark.parametrize(("group", "name"), PRESETS)
 def test_every_preset_composes(group: str, name: str) -> None:
     path = ["data.path=somewhere"] if group == "data" and name != "embedded" else []
+    path += ["init=somewhere"] if group == "rope" else []
+    path += ["rope.theta=5000000"] if name == "abf" else []
     composed = compose(f"{group}={name}", *path)
     assert isinstance(composed.config, TrainConfig)
     assert name == "auto" or composed.choices[group] == name
@@ -106,6 +109,13 @@ def test_model_auto_follows_the_device_and_keeps_what_was_said_about_it() -> Non
         ("~model", "key=value"),
         ("=3", "=3: not of the form key=value"),
         ("resume=", "resume= names no run"),
+        ("rope=yarn", "rope=yarn: stretches trained weights, and init= names none"),
+        ("rope=yern", "did you mean yarn?"),
+        ("rope.theta=5e6", "rope.theta goes with rope=abf"),
+        ("rope.factor=2", "rope.factor=2.0: not used by rope=keep"),
+        ("model.rope_scaling.rope_type=linear", "model.rope_scaling.factor is missing"),
+        ("model.window_layers=[0]", "model.window_layers=[0]: give model.window too"),
+        ("model.nope_layers=[4]", "model.nope_layers=[4]: layers from 0 to 3"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_it(word: str, said: str) -> None:
@@ -210,9 +220,9 @@ def test_help_lists_every_key_and_preset() -> None:
     assert all(len(line) <= 120 for line in text.splitlines())
 
 
-@pytest.mark.parametrize("schema", [TrainConfig, StrategyConfig, WandbConfig, DataConfig, MemoryConfig])
+@pytest.mark.parametrize("schema", [TrainConfig, StrategyConfig, WandbConfig, DataConfig, MemoryConfig, RopeConfig])
 def test_every_key_has_a_meaning(schema: type) -> None:
-    nested = {"attention", "model", "data", "strategy", "wandb", "memory"}
+    nested = {"attention", "model", "data", "strategy", "wandb", "memory", "rope"}
     said = config._comments(schema)
     assert {item.name for item in dataclasses.fields(schema)} - said.keys() - nested == set()
 

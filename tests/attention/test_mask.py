@@ -72,3 +72,23 @@ def test_the_bound_on_documents_takes_few_values():
         Mask.documents(torch.arange(512).ge(cut).long()[None]).longest: cut for cut in (256, 257, 300, 400, 511, 512)
     }
     assert set(bounds) == {256, 512}
+
+
+def test_a_window_added_to_a_mask_is_that_mask_with_a_window() -> None:
+    doc_ids = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1, 1]])
+    for window in (1, 3, 20):
+        for plain, expected in (
+            (Mask.causal(), Mask.causal(window)),
+            (Mask.causal(5), Mask.causal(min(5, window))),
+            (Mask.documents(doc_ids), Mask.documents(doc_ids, window)),
+        ):
+            for made in (plain.windowed(window), plain.bind(2, 9, 9, "cpu").windowed(window)):
+                assert made.window == expected.window
+                assert made.pairs(2, 9, 9) == expected.pairs(2, 9, 9)
+                a, b = made.bind(2, 9, 9, "cpu"), expected.bind(2, 9, 9, "cpu")
+                for name in ("first", "last", "qfirst", "qlast"):
+                    assert torch.equal(getattr(a, name), getattr(b, name)), name
+    with pytest.raises(ValueError, match="a window of 3 is for causal attention and packed documents, not for full"):
+        Mask.full().windowed(3)
+    with pytest.raises(ValueError, match="window=0 must be at least 1"):
+        Mask.causal().windowed(0)

@@ -31,6 +31,13 @@ def test_counts_leave_padding_out() -> None:
     assert padding_per_row(micro.targets, micro.mask.doc_ids).tolist() == [0, 6, 0]  # type: ignore[arg-type]
 
 
+def test_pairs_are_the_mean_over_layers_with_and_without_a_window() -> None:
+    rows = [row(5, 4), row(3, padding=6), row(9)]
+    windowed = (9 + 7) + 5 + 17  # two keys each, one for the first of a document
+    assert micro_batch(rows, {2: 1}).pairs == windowed
+    assert micro_batch(rows, {None: 1, 2: 3}).pairs == round((76 + 3 * windowed) / 4)
+
+
 def test_a_cut_document_at_the_end_of_a_row_is_not_padding() -> None:
     whole = row(4, 3)
     whole["targets"][-1] = 7

@@ -83,6 +83,29 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_the_folder(
         assert torch.equal(a[name], b[name]), name
 
 
+def test_a_stretched_run_opens_stretched_in_transformers(
+    start: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(start(name="r", lr=0.01, seq_len=384, rope="auto", data__documents=20)) == 0
+    assert "rope auto: yarn: 96 tokens × 4 = 384" in capsys.readouterr().out
+    run, out = tmp_path / "runs" / "r", tmp_path / "out"
+    assert export(["export", str(run), str(out)]) == 0
+    model, _, config = load_model(run)
+    assert config["model"]["rope_scaling"]["factor"] == 4.0
+    theirs = AutoModelForCausalLM.from_pretrained(out).eval()
+    assert theirs.config.rope_parameters["rope_type"] == "yarn"
+    assert theirs.config.max_position_embeddings == 384
+    tokens = torch.randint(320, (1, 300))
+    expected = model(tokens)
+    assert (theirs(tokens).logits - expected).abs().max() < 1e-4 * expected.abs().max()
+
+    again = start(name="more", init=out, seq_len=768, rope="auto", data__documents=20)
+    assert train.main(again) == 0
+    assert "rope auto: yarn: 96 tokens × 8 = 768" in capsys.readouterr().out
+    assert train.main(start(name="no", rope="yarn")) == 2
+    assert "rope=yarn: the weights' 96 tokens hold seq_len=64 already" in capsys.readouterr().err
+
+
 def test_what_was_trained_opens_in_transformers(start: Words, folder: Path, tmp_path: Path) -> None:
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
