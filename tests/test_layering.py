@@ -14,7 +14,7 @@ MAY_IMPORT = {
     "training": {"model", "attention", "kernels", "data"},
     "evaluation": {"model", "attention", "kernels", "data"},
     "report": set(),
-    "bench": {"model", "attention", "kernels", "data", "training", "evaluation"},
+    "bench": {"model", "attention", "kernels", "data", "training", "evaluation", "config"},
 }
 ONLY_IN = {
     "triton": ("longctx/kernels/", "longctx/bench/"),

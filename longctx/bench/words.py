@@ -11,7 +11,10 @@ import importlib
 import sys
 from typing import Any
 
-BENCHMARKS = {"attention": "forward and backward of every backend, in TFLOP/s and as ratios"}
+BENCHMARKS = {
+    "attention": "forward and backward of every backend, in TFLOP/s and as ratios",
+    "traffic": "bytes that attention moves through HBM, in closed form and as the hardware counts them",
+}
 
 
 def main(argv: list[str]) -> int:
