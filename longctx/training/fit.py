@@ -184,7 +184,7 @@ def run(config: CompleteConfig, folder: Path, start: Path | None, data: Data, de
     )
     code, problem = 1, None
     try:
-        trainer = lightning_trainer(config, device, config.max_steps - done, recorder)
+        trainer = lightning_trainer(config, device, config.max_steps - done, [recorder])
         with within_memory(device):
             trainer.fit(module, loader, ckpt_path=start, weights_only=True)
         code = 0 if recorder.stopped_by is None else 128 + recorder.stopped_by
@@ -210,7 +210,7 @@ def run(config: CompleteConfig, folder: Path, start: Path | None, data: Data, de
     return code
 
 
-def lightning_trainer(config: CompleteConfig, device: str, steps: int, recorder: Recorder) -> pl.Trainer:
+def lightning_trainer(config: CompleteConfig, device: str, steps: int, callbacks: list[pl.Callback]) -> pl.Trainer:
     """Lightning, for devices, precision and checkpoints; its own logging, bars and folders stay off."""
     shared = config.devices > 1 or config.strategy.name == "ddp"
     return pl.Trainer(
@@ -225,7 +225,7 @@ def lightning_trainer(config: CompleteConfig, device: str, steps: int, recorder:
         deterministic=config.deterministic,
         use_distributed_sampler=False,
         plugins=[LightningEnvironment(), checkpoints.WholeFiles()],
-        callbacks=[recorder],
+        callbacks=callbacks,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -77,7 +77,7 @@ def test_bytes_are_those_of_each_case_less_the_flush(tmp_path):
 )
 def test_counters_that_cannot_be_read_are_said(tmp_path, lines, code, message):
     story = {"windows": [{"case": "nothing"}], "shared": []} if code == 0 and lines else None
-    with pytest.raises(ValueError, match="counter|counted") as error:
+    with pytest.raises(ValueError, match=r"counter|counted") as error:
         traffic.count(Options(lengths=(64,)), fake_ncu(tmp_path, lines, code, story))
     assert message in str(error.value)
 
