@@ -7,7 +7,6 @@ large matrix product is taken in the same process and drawn in as the ceiling.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -174,6 +173,8 @@ def plot(found: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    from longctx.bench.report import save_figure
+
     rows = [row for row in found["rows"] if "skipped" not in row]
     panels = sorted({(row["mask"], row["head_size"]) for row in rows})
     figure, axes = plt.subplots(
@@ -211,8 +212,4 @@ def plot(found: dict[str, Any], path: Path) -> None:
         f"Attention on one {found['gpu']}, bf16, torch {found['torch']}, triton {found['triton']}", fontsize=11
     )
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.png")
-    figure.savefig(temporary, dpi=120)
-    plt.close(figure)
-    os.replace(temporary, path)
+    save_figure(figure, path)

@@ -68,3 +68,14 @@ def write_json(path: Path, found: dict[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(found, indent=1) + "\n")
     os.replace(temporary, path)
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a matplotlib figure to `path`, a .png, whole or not at all, and close it."""
+    import matplotlib.pyplot as plt
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.png")
+    figure.savefig(temporary, dpi=120)
+    plt.close(figure)
+    os.replace(temporary, path)

@@ -8,9 +8,10 @@ for what the compiler fused, the operators' names in the kernel's own.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,10 @@ PARTS = (ATTENTION, MATRICES, LOSS, SMALL, OPTIMIZER, DATA, COPIES, IDLE, OTHER)
 RANGE = "longctx: "
 MODEL = RANGE + "model"  # around all of forward: what has no part of its own in it is SMALL
 OPERATORS = (
-    (re.compile(r"flash|scaled_dot_product|cudnn_attention|flex_attention|::bmm|::baddbmm|efficient_attention"), ATTENTION),
+    (
+        re.compile(r"flash|scaled_dot_product|cudnn_attention|flex_attention|::bmm|::baddbmm|efficient_attention"),
+        ATTENTION,
+    ),
     (re.compile(r"cross_entropy|SummedLoss|log_softmax"), LOSS),
     (re.compile(r"^Optimizer\.|clip_grad|adamw?\b", re.IGNORECASE), OPTIMIZER),
     (re.compile(r"enumerate\(DataLoader\)"), DATA),
@@ -36,26 +40,47 @@ OPERATORS = (
     (re.compile(r"rms_norm|::rope|rotate|embedding", re.IGNORECASE), SMALL),
 )
 KERNELS = (
-    (re.compile(r"flash|fmha|attention|forward_kernel|dkv_kernel|dq_kernel|backward_kernel|delta_kernel|softmax|logsumexp"), ATTENTION),
+    (
+        re.compile(
+            r"flash|fmha|attention|forward_kernel|dkv_kernel|dq_kernel|backward_kernel|delta_kernel|softmax|logsumexp"
+        ),
+        ATTENTION,
+    ),
     (re.compile(r"silu|sigmoid|gemm|nvjet|cutlass|splitK"), MATRICES),
     (re.compile(r"multi_tensor|fused_adam", re.IGNORECASE), OPTIMIZER),
     (re.compile(r"triton_\w*fused__to_copy(_t|_view|_permute|_\d+)*$"), MATRICES),  # a weight cast for its product
     (re.compile(r"^triton_"), SMALL),
 )
-LEAVES = {"kernel", "gpu_memcpy", "gpu_memset"}
+ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 LAUNCHES = {"cuda_runtime", "cuda_driver"}
+ROUNDING = 0.002  # microseconds by which neighbours in a trace may overlap
+BACKWARD = "autograd::engine::evaluate_function: "
+
+
+@dataclass(eq=False)
+class Node:
+    """An operator, a range or a launch on the CPU, in microseconds, inside its `parent`."""
+
+    name: str
+    start: float
+    end: float
+    sequence: int | None
+    parent: Node | None = None
+
+    def path(self) -> list[Node]:
+        """Itself and what is around it, the innermost first."""
+        return [self, *(self.parent.path() if self.parent else [])]
 
 
 @dataclass
 class Leaf:
-    """A stretch of work: microseconds from `start` to `end`, and the names around its launch, the outermost first."""
+    """A stretch of work and the node that launched it, or was it."""
 
-    start: float
-    end: float
     name: str
     category: str
-    stack: tuple[str, ...] = ()
-    forward: tuple[str, ...] = ()  # those around the forward operator that it is the backward of
+    start: float
+    end: float
+    node: Node | None
 
 
 @contextmanager
@@ -86,61 +111,105 @@ def marked(compiled: bool) -> Iterator[None]:
         yield
 
 
-def leaves(events: Iterable[dict[str, Any]]) -> list[Leaf]:
-    """The leaves of a chrome trace's events, in order of their start: the GPU's where there are any, else the CPU's."""
-    whole = [event for event in events if event.get("ph") == "X"]
-    on_gpu = [event for event in whole if event.get("cat") in LEAVES]
-    cpu = [event for event in whole if event.get("cat") in {"cpu_op", "user_annotation", *LAUNCHES}]
-    stacks, own = _stacks(cpu)
-    created = _forward_stacks(cpu, stacks)
+def time_by_part(events: list[dict[str, Any]]) -> dict[str, float]:
+    """Microseconds of each of PARTS but IDLE in a chrome trace: on the GPU where it did anything, else on the CPU.
 
-    def found(event: dict[str, Any], at: int | None, start: float, end: float) -> Leaf:
-        stack = stacks[at] if at is not None else ()
-        numbers = [n for outer in (chain[at] if at is not None else ()) if (n := _backward_of(cpu[outer])) is not None]
-        forward = created.get(numbers[0], ()) if numbers else ()
-        return Leaf(start, end, event["name"], event["cat"], stack, forward)
+    Nothing is counted twice: what overlaps earlier work counts from that one's end, and copies only while nothing else runs.
+    DATA is what of the rest lay inside the wait for the next batch.
+    """
+    nodes, segments, launches = tree([event for event in events if event.get("ph") == "X"])
+    leaves = [
+        Leaf(event["name"], event["cat"], event["ts"], event["ts"] + event["dur"], launches.get(_correlation(event)))
+        for event in events
+        if event.get("ph") == "X" and event.get("cat") in ON_GPU
+    ] or [Leaf(node.name, "cpu", start, end, node) for node, start, end in segments]
+    created = {}  # sequence number → the last forward operator that began with it, which is the one that used it up
+    for node in sorted(nodes, key=lambda node: node.start):
+        if node.sequence is not None and not any(outer.name.startswith(BACKWARD) for outer in node.path()):
+            created[node.sequence] = node
+    spent = dict.fromkeys(PARTS, 0.0)
+    busy: list[tuple[float, float]] = []
+    for leaf in sorted(leaves, key=lambda leaf: (leaf.category != "kernel" and leaf.category != "cpu", leaf.start)):
+        for start, end in _free(busy, leaf.start, leaf.end):
+            spent[part_of(leaf, created)] += end - start
+    if leaves and leaves[0].category != "cpu":
+        waits = [node for node in nodes if "enumerate(DataLoader)" in node.name]
+        spent[DATA] += sum(end - start for wait in waits for start, end in _free(busy, wait.start, wait.end))
+    del spent[IDLE]
+    return spent
 
-    chain = own.chain
-    if on_gpu:
-        launched = {event["args"]["correlation"]: i for i, event in enumerate(cpu) if event["cat"] in LAUNCHES and "correlation" in event.get("args", {})}
-        made = [found(e, launched.get(e.get("args", {}).get("correlation")), e["ts"], e["ts"] + e["dur"]) for e in on_gpu]
-    else:
-        made = [found(cpu[i], i, start, end) for i, start, end in own.segments]
-    return sorted(made, key=lambda leaf: leaf.start)
+
+def part_of(leaf: Leaf, created: dict[int, Node]) -> str:
+    """The one of PARTS that a leaf belongs to."""
+    own = leaf.node.path() if leaf.node else []
+    begun = next((node for node in own if node.name.startswith(BACKWARD) and node.sequence is not None), None)
+    origin = created[begun.sequence].path() if begun and begun.sequence in created else []
+    for path in (own, origin):
+        for node in path:
+            if node.name.startswith(RANGE) and node.name != MODEL:
+                return node.name.removeprefix(RANGE)
+    if leaf.category == "gpu_memcpy" and "DtoD" not in leaf.name:
+        return COPIES
+    for node in (*own, *origin):
+        for pattern, part in OPERATORS:
+            if pattern.search(node.name):
+                return part
+    for pattern, part in KERNELS if leaf.category == "kernel" else ():
+        if pattern.search(leaf.name):
+            return part
+    if any(node.name == MODEL or node.name.startswith(BACKWARD) for node in (*own, *origin)):
+        return SMALL
+    return COPIES if leaf.category in ("gpu_memcpy", "gpu_memset") else OTHER
 
 
-@dataclass
-class _Own:
-    chain: list[tuple[int, ...]]  # of each event, those around it and itself, the outermost first
-    segments: list[tuple[int, float, float]]  # (event, start, end) where nothing ran inside it
-
-
-def _stacks(cpu: list[dict[str, Any]]) -> tuple[list[tuple[str, ...]], _Own]:
-    """Names around each event, itself the last, and the stretches that are its own."""
-    chain: list[tuple[int, ...]] = [()] * len(cpu)
-    segments: list[tuple[int, float, float]] = []
-    threads: dict[Any, list[int]] = {}
-    for i, event in enumerate(cpu):
-        threads.setdefault((event.get("pid"), event.get("tid")), []).append(i)
+def tree(events: list[dict[str, Any]]) -> tuple[list[Node], list[tuple[Node, float, float]], dict[int, Node]]:
+    """The CPU's nodes, the stretches in which each ran itself, and the launches by correlation number."""
+    threads: dict[Any, list[tuple[Node, int | None]]] = {}
+    for event in events:
+        if event.get("cat") in {"cpu_op", "user_annotation", *LAUNCHES}:
+            sequence = event.get("args", {}).get("Sequence number")
+            node = Node(event["name"], event["ts"], event["ts"] + event["dur"], sequence)
+            launch = _correlation(event) if event["cat"] in LAUNCHES else None
+            threads.setdefault((event.get("pid"), event.get("tid")), []).append((node, launch))
+    nodes, segments, launches = [], [], {}
     for members in threads.values():
-        open_: list[int] = []
+        open_: list[Node] = []
         clock = 0.0
+        last = Node("", float("inf"), float("inf"), None)
+        for node, launch in [*sorted(members, key=lambda m: (m[0].start, -m[0].end)), (last, None)]:
+            while open_ and open_[-1].end <= node.start + ROUNDING:
+                done = open_.pop()
+                if done.end > clock:
+                    segments.append((done, clock, done.end))
+                    clock = done.end
+            if node is last:
+                break
+            if open_ and node.start > clock:
+                segments.append((open_[-1], clock, node.start))
+            clock = max(clock, node.start)
+            node.parent = open_[-1] if open_ else None
+            open_.append(node)
+            nodes.append(node)
+            if launch is not None:
+                launches[launch] = node
+    return nodes, segments, launches
 
-        def close(until: float) -> None:
-            nonlocal clock
-            while open_ and (end := cpu[open_[-1]]["ts"] + cpu[open_[-1]]["dur"]) <= until:
-                if end > clock:
-                    segments.append((open_[-1], clock, end))
-                    clock = end
-                open_.pop()
 
-        for i in sorted(members, key=lambda i: (cpu[i]["ts"], -cpu[i]["dur"])):
-            start = cpu[i]["ts"]
-            close(start)
-            if open_ and start > clock:
-                segments.append((open_[-1], clock, start))
-            clock = max(clock, start)
-            chain[i] = (*(chain[open_[-1]] if open_ else ()), i)
-            open_.append(i)
-        close(float("inf"))
-    return [tuple(cpu[i]["name"] for i in c) for c in chain], _Own(chain, segments)
+def _correlation(event: dict[str, Any]) -> int:
+    return int(event.get("args", {}).get("correlation", -1))
+
+
+def _free(busy: list[tuple[float, float]], start: float, end: float) -> list[tuple[float, float]]:
+    """The parts of start .. end that no interval of `busy`, sorted and disjoint, covers yet; they are busy from then on."""
+    at = bisect.bisect_left(busy, (start, start))
+    at -= at > 0 and busy[at - 1][1] > start
+    free, clock, stop = [], start, at
+    while stop < len(busy) and busy[stop][0] < end:
+        if busy[stop][0] > clock:
+            free.append((clock, busy[stop][0]))
+        clock = max(clock, busy[stop][1])
+        stop += 1
+    if clock < end:
+        free.append((clock, end))
+    busy[at:stop] = sorted([*busy[at:stop], *free])
+    return free

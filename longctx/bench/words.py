@@ -1,6 +1,7 @@
 """The command line of the benchmarks: `NAME key=value ...`, checked against the options dataclass of each.
 
-A benchmark is a module with a dataclass `Options`, whose fields carry their meaning as `metadata`, and a function `run`.
+A benchmark is a module with a dataclass `Options`, whose fields carry their meaning as `metadata`, and a function `run`. One
+with TAKES_TRAINING_KEYS is given the words of train.py too.
 """
 
 from __future__ import annotations
@@ -9,11 +10,17 @@ import dataclasses
 import difflib
 import importlib
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from longctx import config
+
+if TYPE_CHECKING:
+    from longctx.training.config import CompleteConfig
 
 BENCHMARKS = {
     "attention": "forward and backward of every backend, in TFLOP/s and as ratios",
     "traffic": "bytes that attention moves through HBM, in closed form and as the hardware counts them",
+    "step": "where a training step's time goes, and what flash can gain at each length",
 }
 
 
@@ -27,7 +34,14 @@ def main(argv: list[str]) -> int:
         if name not in BENCHMARKS:
             raise ValueError(f"{name} is not a benchmark; choose one of {', '.join(BENCHMARKS)}")
         module = importlib.import_module(f"longctx.bench.{name}")
-        module.run(read(module.Options, words), " ".join(["python -m longctx.bench", *argv]))
+        command = " ".join(["python -m longctx.bench", *argv])
+        if getattr(module, "TAKES_TRAINING_KEYS", False):
+            own = {field.name for field in dataclasses.fields(module.Options)}
+            mine = [word for word in words if word.partition("=")[0] in own]
+            others = config.read_words("train", [word for word in words if word not in mine]).overrides
+            module.run(read(module.Options, mine), command, others)
+        else:
+            module.run(read(module.Options, words), command)
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -39,9 +53,12 @@ def help_text() -> str:
     lines = ["Measure, beside peers in the same run.", ""]
     for name, meaning in BENCHMARKS.items():
         lines.append(f"  python -m longctx.bench {name}    {meaning}")
-        for field in dataclasses.fields(importlib.import_module(f"longctx.bench.{name}").Options):
+        module = importlib.import_module(f"longctx.bench.{name}")
+        for field in dataclasses.fields(module.Options):
             default = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
             lines.append(f"      {f'{field.name}={default}':<62}{field.metadata['help']}")
+        if getattr(module, "TAKES_TRAINING_KEYS", False):
+            lines.append("      and the keys of python train.py --help")
     return "\n".join(lines)
 
 
@@ -75,3 +92,15 @@ def _value(key: str, text: str, default: Any) -> Any:
     if not values or any(isinstance(value, int) and value < 1 for value in values):
         raise ValueError(f"{key}={text}: give at least one, above 0")
     return values if isinstance(default, tuple) else values[0]
+
+
+def training_config(words: list[str], device: str) -> CompleteConfig:
+    """The configuration of a run with the `words` of train.py on "cuda" or "cpu", nothing left open but memory=auto.
+
+    Without a corpus there is no tokenizer: where the vocabulary is open, it is what data.vocab_size asks for.
+    """
+    from longctx.training.config import complete
+
+    made = complete(config.compose("train", words, gpu=device == "cuda").config, device)
+    made.model.vocab_size = made.model.vocab_size or -(-made.data.vocab_size // 64) * 64
+    return made

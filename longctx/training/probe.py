@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.utils.data import Dataset, Sampler
 
 from longctx import attention
 from longctx.training import runs
-from longctx.training.batches import StepBatch, micro_batch, train_loader
+from longctx.training.batches import StepBatch, train_loader
 from longctx.training.config import CompleteConfig
 from longctx.training.fit import is_out_of_memory, lightning_trainer, quiet_lightning, within_memory
 from longctx.training.module import TrainingModule
@@ -74,8 +74,8 @@ class Endless(Sampler[int]):
 class Watch(pl.Callback):
     """Milliseconds of each step, the device waited for; at the end a batch of validation if asked for."""
 
-    def __init__(self, validate: bool) -> None:
-        self.validate = validate
+    def __init__(self, validate: bool, after: Callable[[int], None] | None) -> None:
+        self.validate, self.after = validate, after
         self.measured = Measured([])
         self._last = 0.0
 
@@ -89,7 +89,9 @@ class Watch(pl.Callback):
         self.measured.ms.append(1000 * (now - self._last))
         self.measured.tokens = sum(micro.tokens.numel() for micro in batch.micro)
         self.measured.pairs = sum(micro.pairs for micro in batch.micro)
-        self._last = now
+        if self.after is not None:
+            self.after(batch_idx + 1)
+        self._last = _now()
         if self.validate and batch_idx + 1 == trainer.max_steps:
             assert isinstance(pl_module, TrainingModule)
             pl_module.eval()
@@ -103,18 +105,18 @@ def rehearse(
     steps: int,
     document: int | None = None,
     validate: bool = False,
-    callbacks: Sequence[pl.Callback] = (),
+    after: Callable[[int], None] | None = None,
 ) -> Measured:
     """`steps` optimizer steps of `config` on rows of random tokens, each one document or documents of `document` tokens.
 
-    With `validate` also one batch as validation has it. Memory is that of this call on a GPU, of the process on a CPU.
-    Running out of memory is an answer, not an error.
+    With `validate` also one batch as validation has it; `after` is called with the number of each step that is done.
+    Memory is that of this call on a GPU, of the process on a CPU. Running out of memory is an answer, not an error.
     """
     quiet_lightning()
     config = dataclasses.replace(config, max_steps=steps)
     assert config.model.vocab_size is not None
     rows = RandomRows(config.model.vocab_size, config.seq_len, document or config.seq_len)
-    watch = Watch(validate)
+    watch = Watch(validate, after)
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -123,7 +125,7 @@ def rehearse(
         loader = train_loader(
             rows, Endless(), config.batch_size, config.accumulate, min(config.workers, 1), pin=device == "cuda"
         )
-        trainer = lightning_trainer(config, device, steps, [watch, *callbacks])
+        trainer = lightning_trainer(config, device, steps, [watch])
         with within_memory(device):
             trainer.fit(TrainingModule(config), loader, weights_only=True)
     except (RuntimeError, MemoryError) as error:
