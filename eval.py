@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -109,7 +109,21 @@ def evaluate(asked: EvalConfig, other_data: bool, words: list[str]) -> None:
     report.show(result, subject.tokenizer.decode)
     report.write(found, path)
     plots.draw(found, path.with_suffix(".png"))
+    if asked.wandb != "disabled":
+        to_wandb(asked, subject, found, path.with_suffix(".png"))
     print(path)
+
+
+def to_wandb(asked: EvalConfig, subject: Subject, found: dict[str, Any], picture: Path) -> None:
+    """Send the result to the project and the group that the run is in; a failure is said and ends nothing."""
+    from longctx.training.config import WandbConfig
+    from longctx.training.tracking import log_evaluation
+
+    known = {key: value for key, value in (subject.run or {}).get("wandb", {}).items() if key in vars(WandbConfig())}
+    try:
+        log_evaluation(replace(WandbConfig(**known), mode=asked.wandb), subject.folder, found, picture)
+    except Exception as error:  # wandb's own errors, the network's, the disk's
+        print(f"wandb is off: {' '.join(str(error).split())}", file=sys.stderr)
 
 
 def placed(asked: EvalConfig, number: int) -> "torch.device":

@@ -24,6 +24,7 @@ class EvalConfig:
     device: str = "auto"  # auto: a GPU if there is one | cpu | cuda
     devices: int = 1  # GPUs, or processes on a CPU; each scores its own documents
     precision: str = "auto"  # auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp32
+    wandb: str = "disabled"  # send the result there too: disabled | auto | online | offline
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     data: DataConfig = field(default_factory=DataConfig)  # the run's own documents unless data= is given
 
@@ -44,6 +45,7 @@ class EvalConfig:
             ("split", ("val", "train")),
             ("device", ("auto", "cpu", "cuda")),
             ("precision", ("auto", "bf16", "fp32")),
+            ("wandb", ("disabled", "auto", "online", "offline")),
         ):
             if getattr(self, key) not in allowed:
                 raise ValueError(f"{key}={getattr(self, key)}: one of {', '.join(allowed)}")

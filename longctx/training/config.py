@@ -38,9 +38,11 @@ class WandbConfig:
     project: str = "longctx"  # the project that the run appears in
     entity: str | None = None  # team or user; null: your default
     mode: str = "auto"  # auto: online with an API key, else offline | online | offline | disabled
-    group: str | None = None  # runs of one group are drawn together
+    group: str | None = None  # runs of one group are drawn together; null: offline, the run and what continues it
+    job_type: str = "train"  # the kind of run, to filter by; eval.py's is eval
     tags: list[str] = field(default_factory=list)  # such as [baseline,h200]
     notes: str | None = None  # a sentence about the run
+    artifacts: bool = False  # also upload the checkpoints
 
 
 @dataclass

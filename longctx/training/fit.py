@@ -157,6 +157,7 @@ def run(config: CompleteConfig, folder: Path, start: Path | None, data: Data, de
     done = 0 if start is None else int(checkpoints.read(start)["steps_done"])
     consumed = done * config.rows_per_step
     facts = runs.plain(config) | {
+        "backend": config.attention.backend,
         "data_fingerprint": data.fingerprint,
         "parameters": config.model.parameters(),
         "data_summary": data.summary(),
@@ -164,7 +165,7 @@ def run(config: CompleteConfig, folder: Path, start: Path | None, data: Data, de
         "torch": torch.__version__,
     }
     display = Display(config.max_steps, done, silent=rank() > 0)
-    tracker = Tracker(folder, config.wandb, resumed=start is not None) if rank() == 0 else None
+    tracker = Tracker(folder, config.wandb) if rank() == 0 else None
     for line in opening(config, folder, data, device, preset, done):
         display.say(line)
     if tracker is not None and (how := tracker.how_to_look()):

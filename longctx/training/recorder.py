@@ -146,6 +146,8 @@ class Recorder(pl.Callback):
         trainer.save_checkpoint(checkpoints.path_of(self.folder, step))
         if trainer.is_global_zero:
             checkpoints.tidy(self.folder, self.config.keep_checkpoints)
+        if self.tracker is not None:
+            self.tracker.checkpoint(checkpoints.path_of(self.folder, step), step)
 
     def _stop_wanted(self, trainer: pl.Trainer) -> bool:
         """Whether a signal reached any rank, agreed on by all of them."""

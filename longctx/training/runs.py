@@ -24,7 +24,7 @@ import yaml
 RESUMABLE = {
     *("max_steps", "max_tokens", "val_every", "val_rows", "checkpoint_every", "keep_checkpoints", "log_every"),
     *("workers", "device", "compile"),
-    *(f"wandb.{key}" for key in ("project", "entity", "mode", "group", "tags", "notes")),
+    *(f"wandb.{key}" for key in ("project", "entity", "mode", "group", "job_type", "tags", "notes", "artifacts")),
 }
 NOT_IN_NAMES = {"model", "attention", "seq_len", "data", "strategy", "name", "runs", "device", "init", *RESUMABLE}
 CHECKPOINT_NAME = re.compile(r"step-(\d+)\.ckpt")

@@ -1,4 +1,7 @@
-"""Where a run's numbers go: metrics.jsonl, the truth, and Weights & Biases, a copy. The only user of wandb."""
+"""Where a run's numbers go: metrics.jsonl, the truth, and Weights & Biases, a copy. The only user of wandb.
+
+A row of metrics.jsonl is a row at wandb, drawn over `tokens_seen`; tables and plots travel in the row that they show.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,29 @@ import logging
 import netrc
 import os
 import secrets
+import subprocess
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+from longctx.training import runs
 from longctx.training.config import WandbConfig
+
+POSITIONS = "val_loss_by_position/"  # keys that go into one table and plot
+BEST = {"min": ("loss", "val_loss", "val_perplexity"), "max": ("tokens_per_second", "mfu", "memory_peak_gib")}
 
 
 class Tracker:
     """Appends rows to metrics.jsonl in `folder` and, from `start_wandb` on, sends the same rows to wandb."""
 
-    def __init__(self, folder: Path, config: WandbConfig, resumed: bool) -> None:
-        self.folder, self.config, self.resumed = folder, config, resumed
+    def __init__(self, folder: Path, config: WandbConfig) -> None:
+        self.folder, self.config = folder, config
         self.mode: Any = wandb_mode(config)
         self._file = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
         self._waiting: list[dict[str, Any]] = []
+        before = runs.read_metrics(folder) if (folder / "metrics.jsonl").is_file() else []
+        self._positions = [line for row in before for line in positions(row)]
         self._run: Any = None
 
     def log(self, row: dict[str, Any]) -> None:
@@ -32,8 +42,9 @@ class Tracker:
             self._file.flush()
         except OSError as error:
             raise OSError(f"{self._file.name}: cannot be written: {error.strerror}") from error
+        self._positions += positions(row)
         if self._run is not None:
-            self._run.log(row)
+            self._run.log(row | self._media(row))
         elif self.mode != "disabled":
             self._waiting.append(row)
 
@@ -51,9 +62,19 @@ class Tracker:
             self.mode = "disabled"
             return f"wandb is off: {' '.join(str(error).split())}"
         for row in self._waiting:
-            self._run.log(row)
+            self._run.log(row | self._media(row))
         self._waiting.clear()
         return None
+
+    def checkpoint(self, path: Path, step: int) -> None:
+        """Upload a checkpoint, with wandb.artifacts=true."""
+        if self._run is None or not self.config.artifacts:
+            return
+        import wandb
+
+        artifact = wandb.Artifact(self._run.id, type="model", metadata={"step": step})
+        artifact.add_file(str(path), name=path.name)
+        self._run.log_artifact(artifact, aliases=["latest", f"step-{step}"])
 
     def finish(self, exit_code: int) -> None:
         """Close the file, and wandb once it has everything."""
@@ -71,34 +92,113 @@ class Tracker:
         return f"wandb  offline{why}; look: wandb leet {where}   upload: wandb sync {where}/offline-run-*"
 
     def _init_wandb(self, facts: dict[str, Any]) -> Any:
-        import wandb
-
-        logging.getLogger("wandb").setLevel(logging.ERROR)
-        continued: dict[str, Any] = {"id": self._run_id(), "resume": "allow"} if self.mode == "online" else {}
-        run = wandb.init(
-            project=self.config.project,
-            entity=self.config.entity,
-            name=self.folder.name,
-            group=self.config.group or (self.folder.name if self.resumed else None),
-            tags=self.config.tags,
-            notes=self.config.notes,
-            dir=str(self.folder),
-            mode=self.mode,
-            config=facts,
-            settings=wandb.Settings(silent=True, console="off", quiet=True, show_errors=False),
-            **continued,
+        """A run of wandb's: online the one that this run began; offline a new leg of it, in its group."""
+        leg = len(list((self.folder / "wandb").glob("offline-run-*"))) + 1
+        offline = self.mode == "offline"
+        named = {"name": self.folder.name} if leg == 1 else {"name": f"{self.folder.name}-leg{leg}"}
+        return init(
+            self.config,
+            self.folder,
+            self.mode,
+            config=facts | {"commit": commit(), "leg": leg},
+            group=self.config.group or (self.folder.name if offline else None),
+            job_type=self.config.job_type,
+            **(named if offline else {"name": self.folder.name, "id": self._run_id(), "resume": "allow"}),
         )
-        run.define_metric("tokens_seen", hidden=True)
-        run.define_metric("*", step_metric="tokens_seen")
-        return run
+
+    def _media(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Loss by position as a table and a plot, a line for each validation up to this row; nothing for other rows."""
+        now = [line for line in self._positions if line[0] <= row["tokens_seen"]]
+        if not positions(row):
+            return {}
+        title = "loss by position, a line per validation"
+        return {"loss_by_position": plot(("tokens seen", "tokens before", "loss"), now, title)}
 
     def _run_id(self) -> str:
         """The id under which the server knows this run, kept so that a resumed run continues its curves."""
         file = self.folder / "wandb" / "run-id"
         if not file.exists():
             file.parent.mkdir(exist_ok=True)
-            file.write_text(f"{self.folder.name[:100]}-{secrets.token_hex(3)}")
+            swept = (
+                os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
+            )  # `wandb agent` chose it
+            file.write_text(swept or f"{self.folder.name[:100]}-{secrets.token_hex(3)}")
         return file.read_text()
+
+
+def init(asked: WandbConfig, folder: Path, mode: str, **about: Any) -> Any:
+    """wandb.init, silent, for a run in `folder`, with every metric over tokens_seen and the best of some in its summary."""
+    import wandb
+
+    logging.getLogger("wandb").setLevel(logging.ERROR)
+    run = wandb.init(
+        project=asked.project,
+        entity=asked.entity,
+        tags=asked.tags,
+        notes=asked.notes,
+        dir=str(folder),
+        mode=mode,  # type: ignore[arg-type]
+        allow_val_change=True,  # a resumed run may be longer than it was
+        settings=wandb.Settings(silent=True, console="off", quiet=True, show_errors=False),
+        **about,
+    )
+    run.define_metric("tokens_seen", hidden=True)
+    for best, keys in BEST.items():
+        for key in keys:
+            run.define_metric(key, step_metric="tokens_seen", summary=f"{best},last")
+    run.define_metric(POSITIONS + "*", step_metric="tokens_seen", hidden=True)
+    run.define_metric("*", step_metric="tokens_seen")
+    return run
+
+
+def positions(row: dict[str, Any]) -> list[list[Any]]:
+    """(tokens seen, tokens before, loss) for each bucket of a validation; [] for other rows."""
+    return [
+        [row["tokens_seen"], int(key.removeprefix(POSITIONS)), value]
+        for key, value in row.items()
+        if key.startswith(POSITIONS)
+    ]
+
+
+def plot(columns: tuple[str, str, str], rows: list[list[Any]], title: str) -> Any:
+    """wandb's plot of the third column over the second, a line for each value of the first, and the table of all three."""
+    import wandb
+
+    table = wandb.Table(columns=list(columns), data=[[str(row[0]), *row[1:]] for row in rows])
+    return wandb.plot.line(table, columns[1], columns[2], stroke=columns[0], title=title)
+
+
+def log_evaluation(config: WandbConfig, folder: Path, found: dict[str, Any], picture: Path) -> str:
+    """Send what eval.py found about `folder` (its JSON, its PNG) to wandb as a run of job type eval, in the group of the
+    run; returns the mode that it went in.
+    """
+    import wandb
+
+    mode = wandb_mode(config)
+    about = {key: value for key, value in found.items() if isinstance(value, str | int | float | None)}
+    name = f"{folder.name}-eval-{found['context']}"
+    run = init(config, folder, mode, config=about, name=name, group=config.group or folder.name, job_type="eval")
+    total = {f"eval/{key}": value for key, value in found["total"].items() if isinstance(value, int | float)}
+    media: dict[str, Any] = {"eval/picture": wandb.Image(str(picture))}
+    for key, x, rows in (("position", "first", found["by_position"]), ("context", "context", found["by_context"])):
+        if rows:
+            lines = [[folder.name, row[x], row["loss"]] for row in rows]
+            media[f"eval/loss_by_{key}"] = plot(("run", f"tokens of {key}", "loss"), lines, f"loss by {key}")
+    for key in ("gains", "documents"):
+        if rows := found[key][:1000]:
+            media[f"eval/{key}"] = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+    run.log(total | media)
+    run.finish()
+    return mode
+
+
+def commit() -> str | None:
+    """The commit of the checkout that this code lies in, `-dirty` where it was changed since; None where it is none."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def wandb_mode(config: WandbConfig) -> str:
