@@ -96,7 +96,7 @@ class Watch(pl.Callback):
             assert isinstance(pl_module, TrainingModule)
             pl_module.eval()
             with torch.compiler.set_stance("force_eager"):
-                pl_module.validation_loss(batch.micro[0])
+                pl_module.validation_losses(batch.micro[0])
 
 
 def rehearse(
