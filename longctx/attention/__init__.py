@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from longctx.attention.registry import check as check
     from longctx.attention.registry import kernels_run as kernels_run
     from longctx.attention.registry import register as register
+    from longctx.attention.registry import reproducible as reproducible
 
-__all__ = ["Mask", "attention", "backends", "check", "kernels_run", "register"]
+__all__ = ["Mask", "attention", "backends", "check", "kernels_run", "register", "reproducible"]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,6 +22,11 @@ class Flash:
     """
 
     options: dict[str, tuple[Any, ...]] = {"kernel": ("auto", "portable", "hopper")}
+    reproducible = {
+        "triton-portable": ("out", "dq", "dk", "dv"),
+        "torch-tiled": ("out", "dq", "dk", "dv"),
+        "triton-hopper": ("out", "dk", "dv"),
+    }
 
     def refusal(self, request: Request) -> str | None:
         if request.dtype not in (torch.float32, torch.bfloat16, torch.float16):

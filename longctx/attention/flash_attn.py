@@ -36,6 +36,7 @@ class FlashAttn:
     """`version`: auto (the newest installed that this GPU can run), 4, 3 or 2."""
 
     options: dict[str, tuple[Any, ...]] = {"version": ("auto", 4, 3, 2)}
+    reproducible = {f"flash-attention-{version}": ("out",) for version in APIS}  # dq is added up in any order
 
     def refusal(self, request: Request) -> str | None:
         wanted = str(request.options.get("version", "auto"))

@@ -15,6 +15,7 @@ class Naive:
     """Runs on every device, dtype, head size and mask; memory grows with Tq·Tk."""
 
     options: dict[str, tuple[Any, ...]] = {}
+    reproducible = {"torch matmul and softmax": ("out", "dq", "dk", "dv")}
 
     def refusal(self, request: Request) -> str | None:
         return None

@@ -44,6 +44,9 @@ class Backend(Protocol):
         `mask` is bound, and q, k, v are contiguous in their last dimension.
         """
 
+    # It may also have reproducible: dict[str, tuple[str, ...]], name of a kernel → which of "out", "dq", "dk", "dv" have the
+    # same bits whenever that kernel runs on one machine. Their hashes then stand in the kernel lock of a run.
+
 
 _backends: dict[str, Backend] = {}
 _ran: dict[str, str] = {}
@@ -151,6 +154,11 @@ def attention(
         out, lse, kernel = _backends[backend].run(q, k, v, bound, D**-0.5 if scale is None else scale, **options)
     _record(backend, kernel)
     return (out, lse) if return_lse else out
+
+
+def reproducible(backend: str) -> dict[str, tuple[str, ...]]:
+    """Kernel → the outputs that have the same bits in every run of it; empty where `backend` promises none."""
+    return dict(getattr(_backends[backend], "reproducible", {}))
 
 
 def kernels_run() -> dict[str, str]:

@@ -25,6 +25,11 @@ class Sdpa:
     """`kernel`: auto (cuDNN where it may, else flash), flash, or cudnn; it matters on a GPU only."""
 
     options: dict[str, tuple[Any, ...]] = {"kernel": ("auto", "flash", "cudnn")}
+    reproducible = {  # the backward of the GPU kernels adds up in any order
+        "torch CPU flash": ("out", "dq", "dk", "dv"),
+        "flash-attention-2": ("out",),
+        "cudnn": ("out",),
+    }
 
     def refusal(self, request: Request) -> str | None:
         kernel = request.options.get("kernel", "auto")

@@ -6,11 +6,15 @@ instructions; dq is summed in any order) and "torch-tiled" (a CPU).
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from longctx.kernels.launch import configure
+from longctx.kernels.selftest import trust
 
 HEAD_SIZES = range(16, 257)
 HOPPER_HEAD_SIZES = range(64, 129, 8)
@@ -36,17 +40,9 @@ def flash_forward(
     implementation: str,
 ) -> tuple[Tensor, Tensor]:
     """out (B, Tq, Hq, D) and lse (B, Hq, Tq) float32 of q (B, Tq, Hq, D), k and v (B, Tk, Hkv, D) under an interval mask."""
-    if implementation == "torch-tiled":
-        from longctx.kernels import tiled
-
-        return tiled.forward(q, k, v, first, last, scale)
-    if implementation == "triton-hopper":
-        from longctx.kernels import hopper_forward
-
-        return hopper_forward.forward(q, k, v, first, last, scale)
-    from longctx.kernels import portable
-
-    return portable.forward(q, k, v, first, last, scale)
+    if _needs_trust(q, implementation):
+        trust("forward", implementation, q, k, functools.partial(run_forward, implementation))
+    return run_forward(implementation, q, k, v, first, last, scale)
 
 
 @torch.library.custom_op("longctx::flash_backward", mutates_args=())
@@ -66,17 +62,68 @@ def flash_backward(
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv for the gradient `do` of out and `dlse` (or None) of lse. It has no derivative of its own."""
+    implementation = of_backward(implementation, q.shape[3])
+    if _needs_trust(q, implementation):
+        trust("backward", implementation, q, k, functools.partial(run_backward, implementation))
+    return run_backward(implementation, do, dlse, q, k, v, out, lse, first, last, qfirst, qlast, scale)
+
+
+def run_forward(
+    implementation: str, q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`flash_forward` itself, by the implementation named."""
+    if implementation == "torch-tiled":
+        from longctx.kernels import tiled
+
+        return tiled.forward(q, k, v, first, last, scale)
+    if implementation == "triton-hopper":
+        from longctx.kernels import hopper_forward
+
+        configure(hopper_forward, "hopper_forward", q.device)
+        return hopper_forward.forward(q, k, v, first, last, scale)
+    from longctx.kernels import portable
+
+    return portable.forward(q, k, v, first, last, scale)
+
+
+def run_backward(
+    implementation: str,
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    first: Tensor,
+    last: Tensor,
+    qfirst: Tensor,
+    qlast: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`flash_backward` itself, by the implementation named."""
     if implementation == "torch-tiled":
         from longctx.kernels import tiled
 
         return tiled.backward(do, dlse, q, k, v, out, lse, first, last, scale)
-    if implementation == "triton-hopper" and q.shape[3] > 64:  # up to 64 the portable backward is the faster one
+    if implementation == "triton-hopper":
         from longctx.kernels import hopper_backward
 
+        configure(hopper_backward, "hopper_backward", q.device)
         return hopper_backward.backward(do, dlse, q, k, v, out, lse, qfirst, qlast, scale)
     from longctx.kernels import portable
 
     return portable.backward(do, dlse, q, k, v, out, lse, first, last, qfirst, qlast, scale)
+
+
+def of_backward(implementation: str, head_dim: int) -> str:
+    """What serves the backward where `implementation` serves the forward: up to 64 the portable one is the faster."""
+    return "triton-portable" if implementation == "triton-hopper" and head_dim <= 64 else implementation
+
+
+def _needs_trust(q: Tensor, implementation: str) -> bool:
+    """Whether kernels are compiled for q's device, and a compiler could have broken them; the CPU runs torch or an interpreter."""
+    return q.device.type != "cpu" and implementation.startswith("triton")
 
 
 @flash_forward.register_fake

@@ -1,18 +1,26 @@
 """The table of launch configs: tile sizes, warps and stages per kernel and head size. Nothing is timed at run time.
 
 launch.json maps architecture → kernel → head size (padded to a power of two) → shortest length → [BM, BN, warps, stages]. "any"
-fits every chip with 99 KiB of shared memory; "any-fp32" is for 32-bit inputs.
+fits every chip with 99 KiB of shared memory; "any-fp32" is for 32-bit inputs. What `python -m longctx.kernels tune` measured on this
+very model of GPU goes before it, for 16-bit inputs: the file that LONGCTX_LAUNCH names (empty: none), else
+~/.config/longctx/launch.json, in the same form with the GPU's name for the architecture. It may configure the Hopper kernels too.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 from pathlib import Path
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+KERNELS = {"forward": ("forward",), "backward": ("dkv", "dq")}  # of the portable implementation, by what calls them
+MOST_QUERIES = 128  # of a tile: rows of lse and delta are padded to so many
+Table = dict[str, dict[str, dict[str, list[Any]]]]  # kernel → head size → shortest length → config
 
 
 class Launch(NamedTuple):
@@ -24,14 +32,35 @@ class Launch(NamedTuple):
     stages: int
 
 
+on_trial: dict[str, Launch] = {}  # by kernel; what `tune` measures at the moment, and nobody else sets
+
+
 def launch_config(kernel: str, q: Tensor, length: int) -> Launch:
     """The config of `kernel` ("forward", "dkv" or "dq") for tensors like q (B, T, H, D) and `length` keys."""
-    return table_entry(architecture(q.device, q.element_size()), kernel, q.shape[3], length)
+    if on_trial and kernel in on_trial:
+        return on_trial[kernel]
+    rows = rows_of(kernel, q)
+    return Launch(*rows[str(_start(rows, length))])
+
+
+def bucket(kernel: str, q: Tensor, length: int) -> int:
+    """The shortest length that has the config which tensors like q and `length` keys have."""
+    return _start(rows_of(kernel, q), length)
+
+
+def rows_of(kernel: str, q: Tensor) -> dict[str, list[Any]]:
+    """The configs of `kernel` for the type, head size and device of q, by shortest length."""
+    size = _padded(q.shape[3])
+    if q.element_size() == 2 and q.is_cuda:
+        found: dict[str, list[Any]] | None = measured(_name(q.device)).get(kernel, {}).get(size)
+        if found is not None:
+            return found
+    return table()[architecture(q.device, q.element_size())][kernel][size]
 
 
 @functools.cache
 def architecture(device: torch.device, itemsize: int) -> str:
-    """The part of the table that serves `device`."""
+    """The part of the shipped table that serves `device`."""
     if itemsize == 4:
         return "any-fp32"
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9:
@@ -40,12 +69,77 @@ def architecture(device: torch.device, itemsize: int) -> str:
 
 
 def table_entry(arch: str, kernel: str, head_dim: int, length: int) -> Launch:
-    """The table's row for a head size from 1 to 256 and a length from 1 up."""
-    buckets = table()[arch][kernel][str(max(16, 1 << (head_dim - 1).bit_length()))]
-    return Launch(*buckets[str(max(int(start) for start in buckets if int(start) <= length))])
+    """The shipped table's row for a head size from 1 to 256 and a length from 1 up."""
+    rows = table()[arch][kernel][_padded(head_dim)]
+    return Launch(*rows[str(_start(rows, length))])
 
 
 @functools.cache
-def table() -> dict[str, dict[str, dict[str, dict[str, list[int]]]]]:
+def table() -> dict[str, Table]:
     """launch.json, read once."""
-    return json.loads(Path(__file__).with_name("launch.json").read_text())
+    found: dict[str, Table] = json.loads(Path(__file__).with_name("launch.json").read_text())
+    return found
+
+
+def measured_file() -> Path | None:
+    """Where measured tables are; None where LONGCTX_LAUNCH is set and empty."""
+    said = os.environ.get("LONGCTX_LAUNCH")
+    if said is not None:
+        return Path(said).expanduser() if said else None
+    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "longctx" / "launch.json"
+
+
+@functools.cache
+def measured(gpu: str) -> Table:
+    """What was measured on GPUs named `gpu`, kernel by kernel; ValueError, one line, for a file that makes no sense."""
+    path = measured_file()
+    if path is None or not path.exists():
+        if path is not None and os.environ.get("LONGCTX_LAUNCH"):
+            raise ValueError(f"LONGCTX_LAUNCH={path}: no such file; `python -m longctx.kernels tune out={path}` makes it")
+        return {}
+    try:
+        found = dict(json.loads(path.read_text()).get(gpu, {}))
+        found.pop("measured", None)
+        for kernel, sizes in found.items():
+            for size, rows in sizes.items():
+                if "0" not in rows or not all(_makes_sense(kernel, row) for row in rows.values()):
+                    raise ValueError(f"the entry of {kernel}, head size {size}")
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{path}: not a table of launch configs ({' '.join(str(error).split())}); delete it, or run tune again"
+        ) from error
+    return found
+
+
+@functools.cache
+def configure(module: ModuleType, kernel: str, device: torch.device) -> None:
+    """Put what was measured for `kernel` on `device` into the module's CONFIGS (head size → config), once."""
+    configs = getattr(module, "CONFIGS", {})
+    for size, rows in measured(_name(device)).get(kernel, {}).items():
+        try:
+            configs[int(size)] = type(configs[int(size)])(*rows["0"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{measured_file()}: its {kernel}, head size {size}, is for another version of longctx; run tune again"
+            ) from error
+
+
+def _makes_sense(kernel: str, row: list[Any]) -> bool:
+    if kernel not in {name for names in KERNELS.values() for name in names}:
+        return isinstance(row, list)  # the Hopper modules know their own fields
+    BM, BN, warps, stages = row
+    tile = all(isinstance(n, int) and 16 <= n <= 256 and n & (n - 1) == 0 for n in (BM, BN))
+    return tile and BM <= MOST_QUERIES and warps in (1, 2, 4, 8, 16) and stages in range(1, 9)
+
+
+def _padded(head_dim: int) -> str:
+    return str(max(16, 1 << (head_dim - 1).bit_length()))
+
+
+def _start(rows: dict[str, list[Any]], length: int) -> int:
+    return max(start for start in map(int, rows) if start <= length)
+
+
+@functools.cache
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)

@@ -46,6 +46,13 @@ class WandbConfig:
 
 
 @dataclass
+class KernelConfig:
+    """Whether a run holds on to its kernels; kernel.lock.json in its folder says which they are."""
+
+    lock: str = "auto"  # auto: record a new run's, strict on resume | record: take those that are there now | strict | off
+
+
+@dataclass
 class TrainConfig:
     """One training run."""
 
@@ -77,6 +84,7 @@ class TrainConfig:
     log_every: int = 5  # steps between rows of metrics.jsonl
     workers: int = 1  # processes that prepare batches, per device; 0: none
     attention: AttentionConfig = field(default_factory=AttentionConfig)
+    kernel: KernelConfig = field(default_factory=KernelConfig)
     model: GPTConfig = field(default_factory=GPTConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     rope: RopeConfig = field(default_factory=RopeConfig)
@@ -117,6 +125,7 @@ class TrainConfig:
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
         _one_of("precision", self.precision, ("auto", "bf16", "fp32"))
         _one_of("compile", self.compile.lower(), ("auto", "true", "false"))
+        _one_of("kernel.lock", self.kernel.lock, ("auto", "record", "strict", "off"))
         _one_of("strategy.name", self.strategy.name, ("auto", "ddp"))
         _one_of("wandb.mode", self.wandb.mode, ("auto", "online", "offline", "disabled"))
         if self.name is not None:

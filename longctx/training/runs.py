@@ -23,7 +23,7 @@ import yaml
 # the steps to come; nothing else changes what is computed.
 RESUMABLE = {
     *("max_steps", "max_tokens", "val_every", "val_rows", "checkpoint_every", "keep_checkpoints", "log_every"),
-    *("workers", "device", "compile"),
+    *("workers", "device", "compile", "kernel.lock"),
     *(f"wandb.{key}" for key in ("project", "entity", "mode", "group", "job_type", "tags", "notes", "artifacts")),
 }
 NOT_IN_NAMES = {"model", "attention", "seq_len", "data", "strategy", "name", "runs", "device", "init", *RESUMABLE}

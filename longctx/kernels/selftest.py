@@ -1,0 +1,179 @@
+"""Is a kernel right on this GPU? Inputs whose exact answer is known, once per process before a Triton kernel is trusted.
+
+A compiler may break a correct kernel: ptxas 12.8 can overwrite operands of products that are still running (triton#9433).
+With scale = ln 2 and integers in q and k every p is a power of two, so p, ds and all their sums with the integers in v, do and out
+are exact in any order and in every type; what a kernel returns may differ from the exact value by the last rounding alone. Rows are
+long enough for several tiles, masked ones and the steady loop, in one interval mask with queries that see nothing.
+
+The backward is a function of lse and out as well: both are chosen here, lse a whole power of two, and need no forward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longctx.kernels import launch
+
+SCALE = math.log(2)  # exp(SCALE · s) = 2^s
+LSE2 = 2.0  # of the backward, in base 2
+QUERIES, AHEAD, CHANGE = 799, 58, 400  # AHEAD more keys than queries; from query CHANGE on, the first 130 keys are out of sight
+BLIND = 3  # queries that see nothing
+COPIES = 48  # of the problem in one call: more tiles than any GPU has multiprocessors, so that programs take several
+
+
+class SelfTestFailed(RuntimeError):
+    """A kernel gives wrong results on this GPU."""
+
+
+class Problem(NamedTuple):
+    """Integer inputs and the exact results, fp32: q, do, out, dq (1, Tq, G, D); k, v, dk, dv (1, Tk, 1, D)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    first: Tensor
+    last: Tensor
+    given_out: Tensor
+    given_lse: Tensor
+    out: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+_trusted: set[tuple[Any, ...]] = set()
+
+
+def trust(part: str, implementation: str, q: Tensor, k: Tensor, run: Callable[..., Any]) -> None:
+    """Test `run`, the "forward" or "backward" of `implementation`, unless it has passed for tensors like q and k in this process.
+
+    Raises SelfTestFailed, which names the kernel, the machine and the remedy. Inside a CUDA graph capture nothing is tested.
+    """
+    bucket, group = 0, q.shape[2] // k.shape[2]
+    if implementation == "triton-portable":  # whose configs, and so whose compiled kernels, depend on the length
+        bucket = max(launch.bucket(name, q, k.shape[1]) for name in launch.KERNELS[part])
+    key = (part, implementation, q.device, q.dtype, q.shape[3], group, bucket)
+    if key in _trusted or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    with torch.no_grad():
+        copies = max(2, max(COPIES // group, 20) * QUERIES // (bucket + QUERIES))
+        error = check(part, run, q.device, q.dtype, q.shape[3], group, bucket, copies)
+    if error:
+        raise SelfTestFailed(_message(part, implementation, q, error))
+    _trusted.add(key)
+
+
+def check(
+    part: str,
+    run: Callable[..., Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int = 1,
+    bucket: int = 0,
+    copies: int = 1,
+) -> str | None:
+    """What is wrong with `run`, or None: forward(q, k, v, first, last, scale) or backward(do, None, q, .., scale) as in flash.py."""
+    x = problem(head_dim, group, bucket)
+    inputs = (x.q, x.k, x.v, x.do, x.given_out)
+    q, k, v, do, out = (t.to(device, dtype).repeat(copies, 1, 1, 1) for t in inputs)
+    first, last = x.first.to(device), x.last.to(device)
+    if part == "forward":
+        results = zip(("out", "lse"), run(q, k, v, first, last, SCALE), (x.out, x.lse), strict=True)
+    else:
+        keys = torch.arange(k.shape[1], dtype=torch.int32)[None]
+        qfirst = torch.searchsorted(x.last, keys, out_int32=True).to(device)
+        qlast = (torch.searchsorted(x.first, keys, right=True, out_int32=True) - 1).to(device)
+        lse = x.given_lse.to(device).repeat(copies, 1, 1)
+        found = run(do, None, q, k, v, out, lse, first, last, qfirst, qlast, SCALE)
+        results = zip(("dq", "dk", "dv"), found, (x.dq, x.dk, x.dv), strict=True)
+    for name, got, exact in results:
+        if not torch.equal(got.nan_to_num(), got[:1].nan_to_num().expand_as(got)):
+            return f"{name} is not the same for {copies} copies of one problem"
+        got = got[:1]
+        if wrong := _difference(got.cpu().double(), exact.double(), got.dtype):
+            return f"{name} {wrong}"
+    return None
+
+
+def _difference(got: Tensor, exact: Tensor, dtype: torch.dtype) -> str | None:
+    """How `got` differs from `exact` by more than one rounding to `dtype` and a few of fp32."""
+    empty = exact == float("-inf")
+    if not torch.equal(got == float("-inf"), empty):
+        return "is -inf in the wrong places"
+    got, exact = got.masked_fill(empty, 0), exact.masked_fill(empty, 0)
+    allowed = exact.abs() * (torch.finfo(dtype).eps / 2) + exact.abs().max() * 1e-5
+    error = (got - exact).abs()
+    wrong = ~(error <= allowed)  # also where it is NaN
+    if not wrong.any():
+        return None
+    worst = int(torch.where(wrong, error.nan_to_num(nan=math.inf), 0).argmax())
+    return (
+        f"has {int(wrong.sum()):,} of {wrong.numel():,} values wrong, such as {got.flatten()[worst]:.6g} "
+        f"for {exact.flatten()[worst]:.6g}"
+    )
+
+
+def problem(head_dim: int, group: int, bucket: int) -> Problem:
+    """The inputs and their exact results; `bucket` keys that nobody but the blind walks over come before the others."""
+    Tq, Tk = QUERIES, bucket + QUERIES + AHEAD
+    q, do = (_sparse(Tq * group, head_dim, seed).view(1, Tq, group, head_dim) for seed in (1, 2))
+    k = 2.0 * whole((1, Tk, 1, head_dim), 3, 2) - 1
+    v = whole((1, Tk, 1, head_dim), 4, 5) - 2.0
+    given_out = whole((1, Tq, group, head_dim), 5, 3) - 1.0
+    i = torch.arange(Tq, dtype=torch.int32)
+    last = torch.where(i < BLIND, -1, i + Tk - Tq).int()
+    first = torch.where(i < BLIND, 0, torch.where(i < CHANGE, bucket, bucket + 130)).int()
+    given_lse = torch.where(i < BLIND, -math.inf, LSE2 * SCALE).expand(1, group, Tq).contiguous()
+
+    j = torch.arange(bucket, Tk)
+    seen = (j >= first[:, None]) & (j <= last[:, None])
+    out, dq = torch.zeros_like(q, dtype=torch.float64), torch.zeros_like(q, dtype=torch.float64)
+    dk, dv = torch.zeros_like(k, dtype=torch.float64), torch.zeros_like(v, dtype=torch.float64)
+    lse = torch.full((1, group, Tq), -math.inf, dtype=torch.float64)
+    kj, vj = k[0, bucket:, 0], v[0, bucket:, 0]
+    for h in range(group):
+        qi, doi = q[0, :, h], do[0, :, h]
+        p = torch.where(seen, torch.ldexp(torch.ones(()), qi @ kj.T), 0.0)
+        total = p.sum(1).double()
+        out[0, :, h] = (p @ vj).double() / total.clamp(min=1e-9)[:, None]
+        lse[0, h] = total.log()
+        p = p * 2.0**-LSE2
+        ds = p * (doi @ vj.T - (doi * given_out[0, :, h]).sum(1, keepdim=True))
+        dv[0, bucket:, 0] += (p.T @ doi).double()
+        dk[0, bucket:, 0] += (ds.T @ qi).double() * SCALE
+        dq[0, :, h] = (ds @ kj).double() * SCALE
+    return Problem(q, k, v, do, first[None], last[None], given_out, given_lse, out, lse, dq, dk, dv)
+
+
+def whole(shape: Sequence[int], seed: int, below: int) -> Tensor:
+    """Whole numbers 0 .. below-1 as fp32: the same on every machine and with every torch, which torch.randint does not promise."""
+    x = (torch.arange(math.prod(shape)) + seed * 0x9E3779B1) & 0xFFFFFFFF
+    for _ in range(2):
+        x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
+    return ((x ^ (x >> 16)) % below).float().view(*shape)
+
+
+def _sparse(rows: int, columns: int, seed: int) -> Tensor:
+    """(rows, columns) with up to four 1 or -1 in a row, so that its product with ±1 stays within -4 .. 4."""
+    at = whole((rows, 4), seed + 10, columns).long()
+    return torch.zeros(rows, columns).scatter_(1, at, 2 * whole((rows, 4), seed + 20, 2) - 1)
+
+
+def _message(part: str, implementation: str, q: Tensor, error: str) -> str:
+    from longctx.kernels.lock import compilers, gpu_name
+
+    remedies = ["attention.options.kernel=portable"] if implementation == "triton-hopper" else []
+    remedies += ["attention=sdpa", "TRITON_PTXAS_PATH=FILE with another ptxas (`pip install nvidia-cuda-nvcc`)"]
+    tools = ", ".join(f"{name} {version}" for name, version in compilers().items())
+    return (
+        f"the {part} kernel {implementation} fails its self-test on {gpu_name(q.device)} ({tools}) for {q.dtype}, head size "
+        f"{q.shape[3]}: {error}. It is not used, its results would be wrong; use {', or '.join(remedies)}"
+    )
