@@ -95,7 +95,9 @@ def measured(gpu: str) -> Table:
     path = measured_file()
     if path is None or not path.exists():
         if path is not None and os.environ.get("LONGCTX_LAUNCH"):
-            raise ValueError(f"LONGCTX_LAUNCH={path}: no such file; `python -m longctx.kernels tune out={path}` makes it")
+            raise ValueError(
+                f"LONGCTX_LAUNCH={path}: no such file; `python -m longctx.kernels tune out={path}` makes it"
+            )
         return {}
     try:
         found = dict(json.loads(path.read_text()).get(gpu, {}))

@@ -107,7 +107,9 @@ def _described(kernel: Any) -> str:
         if name.isupper():
             constants[name] = value
     options = {"warps": kernel.metadata.num_warps, "stages": getattr(kernel.metadata, "num_stages", 0)}
-    return " ".join([kernel.src.fn.__name__, *(f"{k}={v}" for k, v in sorted(constants.items()) + list(options.items()))])
+    return " ".join(
+        [kernel.src.fn.__name__, *(f"{k}={v}" for k, v in sorted(constants.items()) + list(options.items()))]
+    )
 
 
 def machine_code(binary: bytes) -> str:

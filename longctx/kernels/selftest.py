@@ -21,7 +21,11 @@ from longctx.kernels import launch
 
 SCALE = math.log(2)  # exp(SCALE · s) = 2^s
 LSE2 = 2.0  # of the backward, in base 2
-QUERIES, AHEAD, CHANGE = 799, 58, 400  # AHEAD more keys than queries; from query CHANGE on, the first 130 keys are out of sight
+QUERIES, AHEAD, CHANGE = (
+    799,
+    58,
+    400,
+)  # AHEAD more keys than queries; from query CHANGE on, the first 130 keys are out of sight
 BLIND = 3  # queries that see nothing
 COPIES = 48  # of the problem in one call: more tiles than any GPU has multiprocessors, so that programs take several
 

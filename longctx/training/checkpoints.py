@@ -62,9 +62,10 @@ def tidy(folder: Path, keep: int) -> None:
         path.unlink()
 
 
-def describe(config: Any, data_fingerprint: str, world_size: int) -> dict[str, Any]:
+def describe(config: Any, data_fingerprint: str, world_size: int, kernel_lock: dict[str, Any] | None) -> dict[str, Any]:
     """What every checkpoint of a run says about it."""
-    return {"format": FORMAT, "config": runs.plain(config), "data": data_fingerprint, "world_size": world_size}
+    about = {"format": FORMAT, "config": runs.plain(config), "data": data_fingerprint, "world_size": world_size}
+    return about | {"kernel_lock": kernel_lock}
 
 
 def read(path: Path, parts: Collection[str] = ("state_dict",)) -> dict[str, Any]:

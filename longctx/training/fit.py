@@ -24,7 +24,8 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from longctx import attention
 from longctx.data import Data, DataConfig, SampleStream, load
-from longctx.training import checkpoints, runs
+from longctx.kernels.selftest import SelfTestFailed
+from longctx.training import checkpoints, lock, runs
 from longctx.training.batches import train_loader
 from longctx.training.config import CompleteConfig, TrainConfig, complete
 from longctx.training.initial import choices_of_folder, keep_for_export, model_of_folder
@@ -72,11 +73,12 @@ def train(request: TrainConfig, choices: dict[str, str], changed: dict[str, str]
     if config.resume is not None:
         folder = Path(config.resume)
         with runs.locked(folder) if rank() == 0 else nullcontext():
-            return run(config, folder, continue_from(config, data), data, device, preset="")
+            return run(config, folder, continue_from(config, data, device), data, device, preset="")
+    kernels = lock.of_run(config, device) if rank() == 0 else None
     folder = claim_folder(config, runs.stem(choices, config.seq_len, changed), data)
     config = replace(config, name=folder.name)
     with runs.locked(folder) if rank() == 0 else nullcontext():
-        fill_folder(config, folder, data)
+        fill_folder(config, folder, data, kernels)
         return run(config, folder, None, data, device, preset)
 
 
@@ -119,7 +121,7 @@ def claim_folder(config: CompleteConfig, beginning: str, data: Data) -> Path:
     return runs.create(Path(config.runs), config.name, beginning) if rank() == 0 else Path(os.environ[RUN_VARIABLE])
 
 
-def fill_folder(config: CompleteConfig, folder: Path, data: Data) -> None:
+def fill_folder(config: CompleteConfig, folder: Path, data: Data, kernels: lock.Lock | None) -> None:
     """Write what a run's folder begins with; the folder goes again if that fails."""
     if rank():
         return
@@ -127,15 +129,16 @@ def fill_folder(config: CompleteConfig, folder: Path, data: Data) -> None:
         data.tokenizer.save(folder / "tokenizer.json")
         keep_for_export(config, folder)
         (folder / "checkpoints").mkdir()
-        runs.write_config(folder, config)
+        lock.write(folder, kernels)
+        runs.write_config(folder, lock.lasting(config))
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise OSError(f"{folder}: cannot be written: {error.strerror or error}") from error
     announce(folder, config.devices)
 
 
-def continue_from(config: CompleteConfig, data: Data) -> Path:
-    """The newest checkpoint of the run `config.resume`, after checking that it fits; metrics past it are dropped."""
+def continue_from(config: CompleteConfig, data: Data, device: str) -> Path:
+    """The newest checkpoint of the run `config.resume`, after checking that it and the kernels fit; metrics past it are dropped."""
     folder = Path(config.resume or "")
     path = runs.checkpoints(folder)[-1]
     checkpoint = checkpoints.read(path, checkpoints.TO_RESUME)
@@ -146,7 +149,11 @@ def continue_from(config: CompleteConfig, data: Data) -> Path:
         raise ValueError(f"resume={folder}: the run has done its {done:,} steps; to go on, give a larger max_steps=")
     checkpoints.mapped_model(path, checkpoint, config.model, config.attention)
     if rank() == 0:
-        runs.write_config(folder, replace(config, resume=None))
+        kernels, note = lock.held(config, lock.of_run(config, device), said.get("kernel_lock"), done)
+        if note:
+            print(f"kernels    {note}")
+        lock.write(folder, kernels)
+        runs.write_config(folder, replace(lock.lasting(config), resume=None))
         runs.drop_metrics_after(folder, done)
         announce(folder, config.devices)
     return path
@@ -163,6 +170,7 @@ def run(config: CompleteConfig, folder: Path, start: Path | None, data: Data, de
         "data_summary": data.summary(),
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "torch": torch.__version__,
+        "kernel_lock": lock.read(folder),
     }
     display = Display(config.max_steps, done, silent=rank() > 0)
     tracker = Tracker(folder, config.wandb) if rank() == 0 else None
@@ -189,6 +197,8 @@ def run(config: CompleteConfig, folder: Path, start: Path | None, data: Data, de
         with within_memory(device):
             trainer.fit(module, loader, ckpt_path=start, weights_only=True)
         code = 0 if recorder.stopped_by is None else 128 + recorder.stopped_by
+    except SelfTestFailed as error:
+        problem = str(error)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,16 @@ from torch import Tensor
 from longctx.attention import Mask, attention, kernels_run, reproducible
 from longctx.kernels import launch
 from longctx.kernels import lock as kernels
+from longctx.kernels.lock import Lock
 from longctx.kernels.selftest import SelfTestFailed
 from longctx.training import runs
-from longctx.training.config import CompleteConfig
+from longctx.training.config import CompleteConfig, KernelConfig
 
 FILE = "kernel.lock.json"
 PACKAGES = {"flash_attn": ("flash-attn-4", "flash-attn-3", "flash-attn")}  # backend → where its kernels come from
 
 
-def of_run(config: CompleteConfig, device_type: str) -> kernels.Lock | None:
+def of_run(config: CompleteConfig, device_type: str) -> Lock | None:
     """The lock of the attention that `config` asks for; None with kernel.lock=off.
 
     Runs it once, forward and backward, on a small input of its own, which compiles what the run needs anyway. Raises ValueError,
@@ -55,7 +57,7 @@ def of_run(config: CompleteConfig, device_type: str) -> kernels.Lock | None:
         except SelfTestFailed as error:
             raise ValueError(str(error)) from error
     ran = kernels_run().get(backend, "unknown before it runs") if promised else "unknown before it runs"
-    found: kernels.Lock = {"format": kernels.FORMAT, "backend": backend, "kernel": ran}
+    found: Lock = {"format": kernels.FORMAT, "backend": backend, "kernel": ran}
     found |= {"machine": kernels.machine(device) | _packages(backend), "fingerprint": printed}
     if missing := [name for name in ("out", "dq", "dk", "dv") if name not in printed]:
         found["not_reproducible"] = missing
@@ -78,7 +80,7 @@ def _packages(backend: str) -> dict[str, str]:
     return found
 
 
-def held(config: CompleteConfig, new: kernels.Lock | None, old: Any, steps: int) -> tuple[kernels.Lock | None, str | None]:
+def held(config: CompleteConfig, new: Lock | None, old: Any, steps: int) -> tuple[Lock | None, str | None]:
     """The lock that a run resumed after `steps` steps goes on with, and a line to say about it.
 
     `old` is the checkpoint's, None if it has none. Raises ValueError, one line with every field that differs, unless
@@ -88,7 +90,9 @@ def held(config: CompleteConfig, new: kernels.Lock | None, old: Any, steps: int)
         return None, None
     if not isinstance(old, dict):
         if config.kernel.lock == "strict":
-            raise ValueError(f"kernel.lock=strict: {config.resume} has no kernel lock to hold; kernel.lock=record makes one")
+            raise ValueError(
+                f"kernel.lock=strict: {config.resume} has no kernel lock to hold; kernel.lock=record makes one"
+            )
         return new, "recorded now: the run had no kernel lock before"
     new = new | ({"earlier": old["earlier"]} if old.get("earlier") else {})
     found = kernels.differences(old, new)
@@ -110,7 +114,23 @@ def _short(text: str) -> str:
     return " ".join(word[:12] if len(word) == 64 and "=" not in word else word for word in words)
 
 
-def write(folder: Path, lock: kernels.Lock | None) -> None:
-    """kernel.lock.json in the folder of a run."""
-    if lock is not None:
+def lasting(config: CompleteConfig) -> CompleteConfig:
+    """`config` as config.yaml keeps it: new kernels are accepted once, not for ever."""
+    return replace(config, kernel=KernelConfig()) if config.kernel.lock == "record" else config
+
+
+def write(folder: Path, lock: Lock | None) -> None:
+    """Write kernel.lock.json in the folder of a run, or take it away."""
+    if lock is None:
+        (folder / FILE).unlink(missing_ok=True)
+    else:
         runs.replace_text(folder / FILE, json.dumps(lock, indent=1) + "\n")
+
+
+def read(folder: Path) -> Lock | None:
+    """What kernel.lock.json says; None where there is none."""
+    try:
+        found: Lock = json.loads((folder / FILE).read_text())
+    except FileNotFoundError:
+        return None
+    return found

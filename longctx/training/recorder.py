@@ -106,7 +106,9 @@ class Recorder(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        checkpoint["longctx"] = checkpoints.describe(self.config, self.data.fingerprint, trainer.world_size)
+        checkpoint["longctx"] = checkpoints.describe(
+            self.config, self.data.fingerprint, trainer.world_size, self.facts["kernel_lock"]
+        )
         checkpoint["meter"] = self.meter.state()
         checkpoint["random"] = checkpoints.random_state()
 

@@ -1,0 +1,180 @@
+"""The self-test: right kernels pass, kernels that are wrong in the ways of a bad compiler do not, and it runs once."""
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from longctx.attention import Mask, attention
+from longctx.kernels import flash, portable, selftest
+from longctx.kernels.selftest import SelfTestFailed, check, trust
+
+CPU = torch.device("cpu")
+PARTS = {"forward": flash.run_forward, "backward": flash.run_backward}
+
+
+def run(part, implementation="torch-tiled"):
+    return functools.partial(PARTS[part], implementation)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("part", list(PARTS))
+def test_right_kernels_pass(part, dtype):
+    for head_dim, group, bucket in ((64, 1, 0), (80, 3, 0), (128, 1, 2048)):
+        assert check(part, run(part), CPU, dtype, head_dim, group, bucket, copies=2) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for Triton's interpreter")
+@pytest.mark.parametrize("part", list(PARTS))
+def test_the_interpreted_kernels_pass(part, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert check(part, run(part, "triton-portable"), CPU, torch.float16, 32) is None
+
+
+def late(values, rows):
+    """As if a register had been overwritten by the next tile's."""
+    values[:, rows] = values[:, rows].roll(1, -1)
+    return values
+
+
+BROKEN = {
+    "one value": lambda x: x.index_put(
+        (torch.tensor(0), torch.tensor(700), torch.tensor(0), torch.tensor(7)), x.max() + 1
+    ),
+    "a column late": lambda x: late(x.clone(), slice(640, 648)),
+    "a tile left out": lambda x: x.clone().index_fill_(1, torch.arange(512, 576), 0),
+    "NaN": lambda x: x.clone().index_fill_(1, torch.tensor([5]), float("nan")),
+    "a part in a thousand too large in fp32, a hundredth in bf16": lambda x: (
+        x * (1.001 if x.dtype == torch.float32 else 1.01)
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wrong", list(BROKEN))
+def test_broken_kernels_fail(wrong, dtype):
+    for part, names in (("forward", ["out"]), ("backward", ["dq", "dk", "dv"])):
+        for place, name in enumerate(names):
+
+            def broken(*args, part=part, place=place):
+                results = list(run(part)(*args))
+                results[place] = BROKEN[wrong](results[place])
+                return results
+
+            assert check(part, broken, CPU, dtype, 64).startswith(name)
+
+
+def test_every_key_and_query_counts():
+    """A kernel that forgets the last key, or swaps two operands of one product, is found."""
+
+    def without_last_key(q, k, v, first, last, scale):
+        return run("forward")(q, k, v, first, torch.where(last == last.max(), last - 1, last), scale)
+
+    def swapped(q, k, v, first, last, scale):
+        k = k.clone()
+        k[:, [300, 301], :, :16] = k[:, [301, 300], :, :16]
+        return run("forward")(q, k, v, first, last, scale)
+
+    for kernel in (without_last_key, swapped):
+        assert check("forward", kernel, CPU, torch.bfloat16, 64)
+
+
+def test_programs_that_disagree_are_found():
+    def unlike(*args):
+        out, lse = run("forward")(*args)
+        out[1, 100] += 0.5
+        return out, lse
+
+    assert "2 copies" in check("forward", unlike, CPU, torch.bfloat16, 64, copies=2)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Flash as on a GPU whose compiler `state.wrong` breaks; `state.tests` counts self-tests."""
+    state = SimpleNamespace(wrong=False, tests=0)
+
+    def forward(q, k, v, first, last, scale):
+        state.tests += q.shape[1] == selftest.QUERIES
+        out, lse = run("forward")(q, k, v, first, last, scale)
+        return (out + 1 if state.wrong else out), lse
+
+    monkeypatch.setattr(portable, "forward", forward)
+    monkeypatch.setattr(flash, "_needs_trust", lambda *_: True)
+    monkeypatch.setattr(selftest, "_trusted", set())
+    monkeypatch.setattr(selftest, "COPIES", 2)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return state
+
+
+def test_once_per_process_type_and_head_size(compiled):
+    q = torch.randn(1, 40, 2, 16)
+    for x in (q, q, q[:, :7], q.half(), torch.randn(1, 40, 2, 32)):
+        attention(x, x, x, mask=Mask.causal())
+    attention(q, q[:, :, :1], q[:, :, :1])
+    assert compiled.tests == 4
+
+
+def test_failure_names_kernel_machine_and_remedy_and_comes_again(compiled):
+    compiled.wrong = True
+    q = torch.randn(1, 4, 1, 16)
+    for _ in range(2):
+        with pytest.raises(SelfTestFailed) as error:
+            attention(q, q, q)
+        message = str(error.value)
+        for part in ("forward kernel triton-portable", "on cpu", "Triton 3", "float32", "head size 16", "out has"):
+            assert part in message
+        assert "attention=sdpa" in message
+        assert "TRITON_PTXAS_PATH" in message
+        assert "kernel=portable" not in message, "it is the portable one that fails"
+    with pytest.raises(SelfTestFailed, match=r"use attention.options.kernel=portable, or attention=sdpa"):
+        trust("forward", "triton-hopper", q, q, portable.forward)
+
+
+def test_inside_a_compiled_region(compiled):
+    q = torch.randn(1, 20, 1, 16)
+    compiled_attention = torch.compile(lambda x: attention(x, x, x), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled_attention(q), attention(q, q, q, backend="naive"))
+    assert compiled.tests == 1
+
+
+def test_whole_numbers_are_the_same_everywhere():
+    def one(x):
+        x = (x + 3 * 0x9E3779B1) % 2**32
+        for _ in range(2):
+            x = (x ^ (x >> 16)) * 0x45D9F3B % 2**32
+        return (x ^ (x >> 16)) % 100
+
+    assert selftest.whole((4, 5), 3, 100).flatten().tolist() == [one(x) for x in range(20)]
+    counts = selftest.whole((100_000,), 1, 5).long().bincount(minlength=5)
+    assert counts.min() > 19_000
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["portable", "hopper"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_gpus_kernels_pass(kernel, dtype):
+    if kernel == "hopper" and (torch.cuda.get_device_capability()[0] != 9 or dtype == torch.float32):
+        pytest.skip("needs a Hopper GPU and 16 bits")
+    for head_dim in (64, 96, 128):
+        for group in (1, 4):
+            for part in PARTS:
+                for bucket, copies in ((0, 48), (8192, 4)):
+                    implementation = f"triton-{kernel}"
+                    if part == "backward":
+                        implementation = flash.of_backward(implementation, head_dim)
+                    device = torch.device("cuda", 0)
+                    said = check(part, run(part, implementation), device, dtype, head_dim, group, bucket, copies)
+                    assert said is None, (implementation, part, head_dim, group, bucket)
+
+
+@pytest.mark.gpu
+def test_the_gpu_tests_itself_once(monkeypatch):
+    seen = []
+    original = selftest.check
+    monkeypatch.setattr(selftest, "_trusted", set())
+    monkeypatch.setattr(selftest, "check", lambda *args: seen.append(args[0]) or original(*args))
+    q = torch.randn(1, 300, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(2):
+        attention(q, q, q).sum().backward()
+    assert seen == ["forward", "backward"]
