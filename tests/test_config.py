@@ -222,7 +222,7 @@ def test_help_lists_every_key_and_preset() -> None:
 
 @pytest.mark.parametrize("schema", [TrainConfig, StrategyConfig, WandbConfig, DataConfig, MemoryConfig, RopeConfig])
 def test_every_key_has_a_meaning(schema: type) -> None:
-    nested = {"attention", "model", "data", "strategy", "wandb", "memory", "rope"}
+    nested = {"attention", "model", "data", "strategy", "wandb", "kernel", "memory", "rope"}
     said = config._comments(schema)
     assert {item.name for item in dataclasses.fields(schema)} - said.keys() - nested == set()
 

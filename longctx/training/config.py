@@ -49,9 +49,7 @@ class WandbConfig:
 class KernelConfig:
     """Whether a run holds on to its kernels; kernel.lock.json in its folder says which they are."""
 
-    lock: str = (
-        "auto"  # auto: record a new run's, strict on resume | record: take those that are there now | strict | off
-    )
+    lock: str = "auto"  # auto: record, on resume strict | record: take what is here now | strict: refuse others | off
 
 
 @dataclass
