@@ -7,12 +7,12 @@ with TAKES_TRAINING_KEYS is given the words of train.py too.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from longctx import config
+from longctx.options import help_lines, read
 
 if TYPE_CHECKING:
     from longctx.training.config import CompleteConfig
@@ -54,44 +54,10 @@ def help_text() -> str:
     for name, meaning in BENCHMARKS.items():
         lines.append(f"  python -m longctx.bench {name}    {meaning}")
         module = importlib.import_module(f"longctx.bench.{name}")
-        for field in dataclasses.fields(module.Options):
-            default = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
-            lines.append(f"      {f'{field.name}={default}':<62}{field.metadata['help']}")
+        lines += help_lines(module.Options)
         if getattr(module, "TAKES_TRAINING_KEYS", False):
             lines.append("      and the keys of python train.py --help")
     return "\n".join(lines)
-
-
-def read(options: type, words: list[str]) -> Any:
-    """`options` filled from key=value words; lists are separated by commas. ValueError names the word that is wrong."""
-    fields = {field.name: field for field in dataclasses.fields(options)}
-    values: dict[str, Any] = {}
-    for word in words:
-        key, equals, text = word.partition("=")
-        if not equals:
-            raise ValueError(f"{word}: not of the form key=value; see --help")
-        if key not in fields:
-            close = difflib.get_close_matches(key, fields, n=1)
-            raise ValueError(
-                f"{key} is not a key{f'; did you mean {close[0]}?' if close else ''} (keys: {', '.join(fields)})"
-            )
-        values[key] = _value(key, text, fields[key].default)
-    return options(**values)
-
-
-def _value(key: str, text: str, default: Any) -> Any:
-    if isinstance(default, tuple):
-        kind: type = type(default[0])
-        parts = [part for part in text.split(",") if part]
-    else:
-        kind, parts = type(default), [text]
-    try:
-        values = tuple(kind(part) for part in parts)
-    except ValueError:
-        raise ValueError(f"{key}={text}: not {'whole numbers' if kind is int else kind.__name__}") from None
-    if not values or any(isinstance(value, int) and value < 1 for value in values):
-        raise ValueError(f"{key}={text}: give at least one, above 0")
-    return values if isinstance(default, tuple) else values[0]
 
 
 def training_config(words: list[str], device: str) -> CompleteConfig:

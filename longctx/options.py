@@ -1,0 +1,51 @@
+"""key=value words into a dataclass of options, for the command lines of the benchmarks and of the kernels.
+
+The fields carry their meaning as `metadata`; the defaults tell the types.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any
+
+
+def read(options: type, words: list[str]) -> Any:
+    """`options` filled from key=value words; lists are separated by commas. ValueError names the word that is wrong."""
+    fields = {field.name: field for field in dataclasses.fields(options)}
+    values: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise ValueError(f"{word}: not of the form key=value; see --help")
+        if key not in fields:
+            close = difflib.get_close_matches(key, fields, n=1)
+            raise ValueError(
+                f"{key} is not a key{f'; did you mean {close[0]}?' if close else ''} (keys: {', '.join(fields)})"
+            )
+        values[key] = _value(key, text, fields[key].default)
+    return options(**values)
+
+
+def _value(key: str, text: str, default: Any) -> Any:
+    if isinstance(default, tuple):
+        kind: type = type(default[0])
+        parts = [part for part in text.split(",") if part]
+    else:
+        kind, parts = type(default), [text]
+    try:
+        values = tuple(kind(part) for part in parts)
+    except ValueError:
+        raise ValueError(f"{key}={text}: not {'whole numbers' if kind is int else kind.__name__}") from None
+    if not values or any(isinstance(value, int) and value < 1 for value in values):
+        raise ValueError(f"{key}={text}: give at least one, above 0")
+    return values if isinstance(default, tuple) else values[0]
+
+
+def help_lines(options: type) -> list[str]:
+    """Each key with its default and meaning."""
+    lines = []
+    for field in dataclasses.fields(options):
+        default = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+        lines.append(f"      {f'{field.name}={default}':<62}{field.metadata['help']}")
+    return lines
