@@ -5,11 +5,16 @@ dh = Wᵀ dz,  dW = Σ dz hᵀ.  All of it needs z, so the gradients are compute
 z is never computed twice (as in Liger Kernel, arXiv 2410.10989). Backward only multiplies them with the incoming
 gradient, a scalar. dW is accumulated in fp32 over the chunks; matmuls run in the dtype of the inputs, or in autocast's.
 
+On a GPU one kernel turns a chunk's z into dz in place (longctx.kernels.cross_entropy). There the logits that a gradient
+is taken of are rounded to 16 bits, as F.linear and F.cross_entropy would; those of an evaluation stay in fp32.
+
 Shapes: N tokens, C channels, V words.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from typing import Any
 
 import torch
@@ -17,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORED = -100
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def linear_cross_entropy(
@@ -62,6 +68,12 @@ class _SummedLoss(torch.autograd.Function):
         return dh, dw, None, None
 
 
+def fused(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel serves such logits: on a GPU, and on a CPU in Triton's interpreter."""
+    on = device.type != "cpu" or os.environ.get("TRITON_INTERPRET") == "1"
+    return on and dtype != torch.float64 and HAS_TRITON
+
+
 class _Chunks:
     """Losses, and with them the gradients of their sum if asked for: `dh` (N, C) and `dw` (V, C)."""
 
@@ -73,12 +85,18 @@ class _Chunks:
         self.dtype, self.accumulate = dtype, torch.promote_types(dtype, torch.float32)
         self.dh = torch.empty_like(hidden, dtype=dtype) if need_dh else None
         self.dw = torch.zeros_like(weight, dtype=self.accumulate) if need_dw else None
+        self.z: Tensor | None = None  # the logits of a chunk, in one place for all of them
 
     def losses(self, targets: Tensor, chunk: int) -> Tensor:
-        """(N,) loss of each token."""
+        """(N,) loss of each token, with the logits of at most `chunk` tokens at one time."""
         losses = torch.empty(targets.shape, dtype=self.accumulate, device=self.hidden.device)
-        for start in range(0, len(targets), chunk):
-            rows = slice(start, start + chunk)
+        pieces = max(1, -(-len(targets) // chunk))
+        size = min(chunk, -(-len(targets) // pieces // 128) * 128)  # none much smaller than the others
+        for start in range(0, len(targets), size):
+            rows = slice(start, start + size)
+            if fused(self.hidden.device, self.dtype):
+                self._fused(rows, targets[rows], losses[rows], size)
+                continue
             ignored = targets[rows, None] == IGNORED
             t = targets[rows, None].masked_fill(ignored, 0)
             h = self.hidden[rows].to(self.dtype).masked_fill(ignored, 0)  # (n, C); an ignored token adds nothing to dW
@@ -94,6 +112,24 @@ class _Chunks:
             if self.dw is not None:
                 self._add_to_dw(dz, h)
         return losses
+
+    def _fused(self, rows: slice, targets: Tensor, losses: Tensor, size: int) -> None:
+        """The same of the tokens `rows` by the kernel."""
+        from longctx.kernels.cross_entropy import cross_entropy_
+
+        gradient = self.dh is not None or self.dw is not None
+        h = self.hidden[rows].to(self.dtype).masked_fill((targets == IGNORED)[:, None], 0)
+        if not gradient:
+            cross_entropy_(self._logits(h), targets, losses, gradient=False)
+            return
+        if self.z is None:
+            self.z = torch.empty(size, self.weight.shape[0], dtype=self.dtype, device=h.device)
+        z = torch.mm(h, self.weight.t(), out=self.z[: len(h)])
+        cross_entropy_(z, targets, losses, gradient=True)
+        if self.dh is not None:
+            torch.mm(z, self.weight, out=self.dh[rows])
+        if self.dw is not None:
+            self._add_to_dw(z, h)
 
     def _logits(self, h: Tensor) -> Tensor:
         if h.is_cuda and self.dtype != self.accumulate:

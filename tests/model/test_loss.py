@@ -152,11 +152,11 @@ def test_bf16_on_a_cpu(autocast: bool, chunk: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("chunk", [1, 3, 100])
-def test_bf16_on_a_gpu_has_fp32_logits(autocast: bool, chunk: int) -> None:
+def test_bf16_on_a_gpu(autocast: bool, chunk: int) -> None:
     loss, dh, dw = sixteen_bit_errors("cuda", autocast, chunk)
-    assert loss < 1e-5
-    assert dh < 2e-2
-    assert dw < 2e-2
+    assert loss < 1e-2
+    assert dh < 5e-2
+    assert dw < 5e-2
 
 
 @pytest.mark.gpu
