@@ -6,7 +6,6 @@ copies it all the same, so that what runs on a GPU is tested there.
 
 from __future__ import annotations
 
-import math
 import weakref
 from typing import ClassVar
 

@@ -19,16 +19,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longctx.attention import Mask, attention, attention_backward
+from longctx.attention import Mask, attention, attention_backward, keeps_output
 from longctx.model.memory import MemoryConfig
 from longctx.model.offload import Host, Kept
 
 Tokens = tuple[Tensor, ...]  # each (1, B·T, ...): the tokens of all rows, one after another
 
 
-def through(blocks: Sequence[Any], x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, memory: MemoryConfig) -> Tensor:
-    """x (B, T, C) through `blocks`, each a `longctx.model.layers.Block`, with memory.recompute=block."""
-    tape = _Tape(blocks, x.shape, cos.flatten(0, 1)[None], sin.flatten(0, 1)[None], mask, memory)
+def through(
+    blocks: Sequence[Any], x: Tensor, cos: Tensor, sin: Tensor, masks: Sequence[Mask], memory: MemoryConfig
+) -> Tensor:
+    """x (B, T, C) through `blocks` (see `longctx.model.layers.Block`), each with its mask, by memory.recompute=block."""
+    tape = _Tape(blocks, x.shape, cos.flatten(0, 1)[None], sin.flatten(0, 1)[None], masks, memory)
     y = x.reshape(1, -1, x.shape[-1])
     for i, block in enumerate(blocks):
         y = _Block.apply(y, tape, i, *_trained(block))
@@ -50,7 +52,7 @@ class _Tape:
     shape: torch.Size  # B, T, C
     cos: Tensor  # (1, B·T, 1, D/2), as sin
     sin: Tensor
-    mask: Mask
+    masks: Sequence[Mask]
     memory: MemoryConfig
     kept: dict[int, Kept] = field(default_factory=dict)
     precision: _Precision = field(init=False)
@@ -69,9 +71,9 @@ class _Tape:
         """(1, B·T, H, D) → (B, T, H, D)"""
         return x.view(*self.shape[:2], *x.shape[2:])
 
-    def keep(self, i: int, x: Tensor, out: Tensor, lse: Tensor) -> None:
+    def keep(self, i: int, x: Tensor, out: Tensor, lse: Tensor | None) -> None:
         """Keep block i's input, if it is the turn of it, and its attention's output, here or on the host."""
-        tensors = {"out": out, "lse": lse}
+        tensors = {"out": out} if lse is None else {"out": out, "lse": lse}
         if i % (self.memory.keep_every or 1) == 0:
             tensors["x"] = x
         away = i < round((self.memory.offload or 0.0) * len(self.blocks))
@@ -90,9 +92,12 @@ class _Block(torch.autograd.Function):
         chosen = tape.blocks[i].attention
         with tape.precision.restored():
             q, k, v = (tape.rows(t) for t in tape.before(i, x))
-            out, lse = attention(q, k, v, tape.mask, chosen.backend, return_lse=True, **chosen.options)
+            if keeps_output(chosen.backend):
+                out, lse = attention(q, k, v, tape.masks[i], chosen.backend, return_lse=True, **chosen.options)
+            else:
+                out, lse = attention(q, k, v, tape.masks[i], chosen.backend, **chosen.options), None
             del q, k, v
-            out = out.view(1, -1, *out.shape[2:])
+            out = out.reshape(1, -1, *out.shape[2:])
             y = tape.after(i, x, out)
         tape.keep(i, x, out, lse)
         return y
@@ -116,7 +121,7 @@ def _through_attention(tape: _Tape, i: int, dy: Tensor, sums: _Sums) -> Tensor:
     """dx of block i, its weights' gradients into `sums`. In tiles dx takes dy's place: the next block made it for us."""
     x, block = tape.input(i), tape.blocks[i]
     kept = tape.kept[i].tensors()
-    out, lse = kept["out"], kept["lse"]
+    out, lse = kept["out"], kept.get("lse")
     whole = _one_tile(tape.tile, x)
     into = None if whole else [dy, torch.empty_like(out)]
     dx, do = gradients_in_tiles(block.after, tape.tile, (x, out), (), (dy,), sums, into)
@@ -127,7 +132,7 @@ def _through_attention(tape: _Tape, i: int, dy: Tensor, sums: _Sums) -> Tensor:
     chosen = block.attention
     q, k, v = (tape.rows(t.detach()) for t in qkv)
     dqkv: Tokens = attention_backward(
-        tape.rows(do), q, k, v, tape.rows(out), lse, tape.mask, chosen.backend, **chosen.options
+        tape.rows(do), q, k, v, tape.rows(out), lse, tape.masks[i], chosen.backend, **chosen.options
     )
     dqkv = tuple(t.reshape(1, -1, *t.shape[2:]) for t in dqkv)
     del do, q, k, v, out, lse, kept, into
