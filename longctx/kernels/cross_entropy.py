@@ -1,6 +1,6 @@
 """Cross-entropy of logits and its gradient, which takes the logits' place: two readings and one writing of them.
 
-For a row z of V logits and its target t:  lse = log Σ exp(z),  loss = lse - z[t],  dz = exp(z - lse) - onehot(t).
+For a row z of V logits and its target t:  lse = log Σ exp(z),  loss = lse - z[t],  dz = scale (exp(z - lse) - onehot(t)).
 One program per row: its first pass keeps a running maximum and sum (arXiv 1805.02867), its second, which finds the row
 in the L2 cache, writes dz over z. All arithmetic is fp32, whatever the logits are stored in. p[t] - 1 is formed as
 exp(-loss) - 1 without the rounding of p[t], so that a confident token keeps its gradient.
@@ -19,7 +19,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def cross_entropy_kernel(z, target, loss, stride_z, V, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
+def cross_entropy_kernel(z, target, loss, scale, stride_z, V, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
     """Row i = program: loss[i], and with GRADIENT dz over z[i]; zero both where the target is IGNORED."""
     i = tl.program_id(0).to(tl.int64)
     row = z + i * stride_z
@@ -46,24 +46,25 @@ def cross_entropy_kernel(z, target, loss, stride_z, V, GRADIENT: tl.constexpr, B
 
     if GRADIENT:
         lse = m + tl.log2(s)
+        by = tl.load(scale)
         y = below * LN2
         dz_t = tl.where(y > -1e-3, y + 0.5 * y * y, tl.exp2(below) - 1.0)
         for start in range(0, V, BLOCK):
             at = start + columns
             x = tl.load(row + at, mask=at < V, other=0.0).to(tl.float32) * LOG2E
-            dz = tl.where(at == t, dz_t, tl.exp2(x - lse))
+            dz = by * tl.where(at == t, dz_t, tl.exp2(x - lse))
             tl.store(row + at, dz.to(row.dtype.element_ty), mask=at < V)
 
 
-def cross_entropy_(z: Tensor, target: Tensor, loss: Tensor, gradient: bool) -> None:
+def cross_entropy_(z: Tensor, target: Tensor, loss: Tensor, scale: Tensor | None) -> None:
     """loss (n,) fp32 of the logits z (n, V), fp32 or 16 bits, against target (n,) int64, -100 where not scored.
 
-    With `gradient` dz, the gradient of the losses' sum, replaces z. Targets outside 0 .. V-1 are not checked.
+    Given `scale`, an fp32 scalar on the device, dz, the gradient of `scale` · Σ loss, replaces z. Targets outside 0 .. V-1 are not checked.
     """
     n, V = z.shape
     block, warps = launch(V)
     with torch.cuda.device_of(z):
-        cross_entropy_kernel[(n,)](z, target, loss, z.stride(0), V, gradient, block, num_warps=warps)
+        cross_entropy_kernel[(n,)](z, target, loss, scale, z.stride(0), V, scale is not None, block, num_warps=warps)
 
 
 def launch(V: int) -> tuple[int, int]:

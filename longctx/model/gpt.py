@@ -83,12 +83,18 @@ class GPT(nn.Module):
                 block.before, block.after = torch.compile(block.before), torch.compile(block.after)
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, mask: Mask | None = None, reduction: str = "mean"
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        mask: Mask | None = None,
+        reduction: str = "mean",
+        scale: Tensor | None = None,
     ) -> Tensor:
         """tokens (B, T) int64 → logits (B, T, V), or with targets (B, T), where -100 is not scored, their loss in fp32.
 
         `mask` defaults to `Mask.causal()`. `reduction` is "mean" over the scored tokens, "sum", or "none": losses (B,
-        T), 0 where not scored, without gradient. Raises ValueError where tokens, targets or mask do not fit together.
+        T), 0 where not scored, without gradient. `scale`, a scalar on the device, multiplies mean and sum. Raises
+        ValueError where tokens, targets or mask do not fit together.
         """
         if tokens.ndim != 2 or (targets is not None and targets.shape != tokens.shape):
             shapes = tuple(tokens.shape), None if targets is None else tuple(targets.shape)
@@ -107,7 +113,7 @@ class GPT(nn.Module):
         if targets is None:
             return F.linear(x, self.unembedding)
         chunk = self.memory.chunk(self.embed.num_embeddings, x.device.type)
-        return linear_cross_entropy(x, self.unembedding, targets, chunk, reduction)
+        return linear_cross_entropy(x, self.unembedding, targets, chunk, reduction, scale)
 
     def _through_blocks(self, x: Tensor, cos: Tensor, sin: Tensor, masks: list[Mask]) -> Tensor:
         again = self.memory.recompute if torch.is_grad_enabled() else "none"
