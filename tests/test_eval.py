@@ -55,7 +55,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     weights = {f"model.{name}": x for name, x in GPT(config.model).state_dict().items()}
     tokenizer.save(folder / "tokenizer.json")
     data = load(replace(config.data, tokenizer=str(folder)), config.seq_len)
-    content = {"state_dict": weights, "longctx": checkpoints.describe(config, data.fingerprint, 1)}
+    content = {"state_dict": weights, "longctx": checkpoints.describe(config, data.fingerprint, 1, None)}
     checkpoints.WholeFiles().save_checkpoint(content, checkpoints.path_of(folder, 3))
     runs.write_config(folder, config)
     return folder

@@ -9,13 +9,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from longctx.attention.mask import Mask as Mask
     from longctx.attention.registry import attention as attention
+    from longctx.attention.registry import attention_backward as attention_backward
     from longctx.attention.registry import backends as backends
     from longctx.attention.registry import check as check
+    from longctx.attention.registry import keeps_output as keeps_output
     from longctx.attention.registry import kernels_run as kernels_run
     from longctx.attention.registry import register as register
     from longctx.attention.registry import reproducible as reproducible
 
-__all__ = ["Mask", "attention", "backends", "check", "kernels_run", "register", "reproducible"]
+__all__ = [
+    *("Mask", "attention", "attention_backward", "backends", "check", "keeps_output", "kernels_run", "register"),
+    "reproducible",
+]
 
 
 def __getattr__(name: str) -> Any:

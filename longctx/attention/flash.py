@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longctx.attention.mask import Mask
 from longctx.attention.registry import Request, register
-from longctx.kernels.flash import HEAD_SIZES, HOPPER_HEAD_SIZES, flash_forward, implementation
+from longctx.kernels.flash import HEAD_SIZES, HOPPER_HEAD_SIZES, flash_backward, flash_forward, implementation
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -49,6 +49,23 @@ class Flash:
         chosen = implementation(q.device, "hopper" if kernel == "hopper" else "portable")
         out, lse = flash_forward(q, k, v, mask.first, mask.last, mask.qfirst, mask.qlast, scale, chosen)
         return out, lse, chosen
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Mask,
+        scale: float,
+        kernel: str = "auto",
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        chosen = implementation(q.device, "hopper" if kernel == "hopper" else "portable")
+        intervals = mask.first, mask.last, mask.qfirst, mask.qlast
+        dq, dk, dv = flash_backward(do, None, q, k, v, out, lse, *intervals, scale, chosen)
+        return dq, dk, dv
 
 
 def _not_hopper(request: Request) -> str | None:

@@ -30,7 +30,11 @@ class Request(NamedTuple):
 
 
 class Backend(Protocol):
-    """What `register` takes: one object per backend."""
+    """What `register` takes: one object per backend.
+
+    It may also have `backward` (do, q, k, v, out, lse, mask, scale, **options) → dq, dk, dv; then recomputation in
+    backward never runs its forward twice.
+    """
 
     options: dict[str, tuple[Any, ...]]  # option name → its allowed values, the default first
 
@@ -159,6 +163,43 @@ def attention(
 def reproducible(backend: str) -> dict[str, tuple[str, ...]]:
     """Kernel → the outputs that have the same bits in every run of it; empty where `backend` promises none."""
     return dict(getattr(_backends[backend], "reproducible", {}))
+
+
+def keeps_output(backend: str) -> bool:
+    """Whether `attention_backward` takes this backend's out and lse as they are."""
+    return hasattr(_backends[backend], "backward")
+
+
+def attention_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    mask: Mask,
+    backend: str,
+    scale: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv for the gradient `do` of `out`, where `attention` gave out and lse for these q, k, v some time before.
+
+    A backend that has no such backward (see `keeps_output`) computes its forward again and needs no lse.
+    """
+    if lse is None or not keeps_output(backend):
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            again = attention(leaves[0], leaves[1], leaves[2], mask, backend, scale, **options)
+        dq, dk, dv = torch.autograd.grad(again, leaves, do)
+        return dq, dk, dv
+    B, Tq, _, D = q.shape
+    bound = mask.bind(B, Tq, k.shape[1], q.device)
+    q16, k16, v16 = (x.to(out.dtype) for x in (q, k, v))
+    chosen: Any = _backends[backend]
+    with torch.autocast(q.device.type, enabled=False):
+        found = chosen.backward(do, q16, k16, v16, out, lse, bound, D**-0.5 if scale is None else scale, **options)
+    dq, dk, dv = (g.to(x.dtype) for g, x in zip(found, (q, k, v), strict=True))
+    return dq, dk, dv
 
 
 def kernels_run() -> dict[str, str]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from longctx.attention import Mask
 from longctx.attention.config import AttentionConfig
+from longctx.model import recompute
 from longctx.model.config import GPTConfig
 from longctx.model.layers import Block, RMSNorm
 from longctx.model.loss import linear_cross_entropy
@@ -39,11 +40,11 @@ class GPT(nn.Module):
         memory = MemoryConfig(memory) if isinstance(memory, str) else memory
         memory.validate()
         self.memory = memory.filled(memory.policy)
-        if self.memory.recompute == "mlp" or self.memory.keep_every != 1 or self.memory.offload or self.memory.mlp_tile:
-            raise ValueError("memory: only recompute=none and recompute=block run yet")
         self.embed = nn.Embedding(config.vocab_size, config.channels)
         self.rope = Rope(config.head_size, config.rope_theta, config.rope_scaling, config.context)
-        self.blocks = nn.ModuleList(Block(config, chosen, n not in config.nope_layers) for n in range(config.layers))
+        self.blocks: Any = nn.ModuleList(
+            Block(config, chosen, n not in config.nope_layers) for n in range(config.layers)
+        )
         self.norm = RMSNorm(config.channels, config.norm_eps)
         self.head = None if config.tied else nn.Linear(config.channels, config.vocab_size, bias=False)
         self.init_weights()
@@ -69,21 +70,31 @@ class GPT(nn.Module):
     def compile_blocks(self) -> None:
         """Compile every block in place with torch.compile; parameter names stay as they are.
 
-        All blocks share one compiled graph. A backend that torch.compile cannot trace splits it in two around
-        attention. Where torch would stop compiling and run on without a word, it raises instead.
+        All blocks share one compiled graph, or two, before and after attention, where backward runs them again. A
+        backend that torch.compile cannot trace splits it too. Where torch would stop compiling and run on without a
+        word, it raises instead.
         """
         torch._dynamo.config.recompile_limit = 64
         torch._dynamo.config.fail_on_recompile_limit_hit = True
         for block in self.blocks:
-            block.compile()
+            if self.memory.recompute == "none":
+                block.compile()
+            else:
+                block.before, block.after = torch.compile(block.before), torch.compile(block.after)
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, mask: Mask | None = None, reduction: str = "mean"
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        mask: Mask | None = None,
+        reduction: str = "mean",
+        scale: Tensor | None = None,
     ) -> Tensor:
         """tokens (B, T) int64 → logits (B, T, V), or with targets (B, T), where -100 is not scored, their loss in fp32.
 
         `mask` defaults to `Mask.causal()`. `reduction` is "mean" over the scored tokens, "sum", or "none": losses (B,
-        T), 0 where not scored, without gradient. Raises ValueError where tokens, targets or mask do not fit together.
+        T), 0 where not scored, without gradient. `scale`, a scalar on the device, multiplies mean and sum. Raises
+        ValueError where tokens, targets or mask do not fit together.
         """
         if tokens.ndim != 2 or (targets is not None and targets.shape != tokens.shape):
             shapes = tuple(tokens.shape), None if targets is None else tuple(targets.shape)
@@ -95,14 +106,23 @@ class GPT(nn.Module):
         if self.config.window is not None:
             masks[self.config.window] = mask.windowed(self.config.window)
         x = self.embed(tokens)
-        for n, block in enumerate(self.blocks):
-            mask = masks[self.config.window_of(n)]
-            if self.memory.recompute == "block" and torch.is_grad_enabled():
-                x = checkpoint(block, x, cos, sin, mask, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = block(x, cos, sin, mask)
-        x = self.norm(x)
+        if torch.is_autocast_enabled(x.device.type):  # the residual stream too is in 16 bits
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        in_turn = [masks[self.config.window_of(n)] for n in range(len(self.blocks))]
+        x = self.norm(self._through_blocks(x, cos, sin, in_turn))
         if targets is None:
             return F.linear(x, self.unembedding)
         chunk = self.memory.chunk(self.embed.num_embeddings, x.device.type)
-        return linear_cross_entropy(x, self.unembedding, targets, chunk, reduction)
+        return linear_cross_entropy(x, self.unembedding, targets, chunk, reduction, scale)
+
+    def _through_blocks(self, x: Tensor, cos: Tensor, sin: Tensor, masks: list[Mask]) -> Tensor:
+        again = self.memory.recompute if torch.is_grad_enabled() else "none"
+        if again == "block":
+            return recompute.through(self.blocks, x, cos, sin, masks, self.memory)
+        for block, mask in zip(self.blocks, masks, strict=True):
+            if again == "mlp":
+                out = block.attention(*block.before(x, cos, sin), mask)
+                x = recompute.after(block, x, out, self.memory.mlp_tile or 0)
+            else:
+                x = block(x, cos, sin, mask)
+        return x

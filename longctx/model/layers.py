@@ -8,6 +8,7 @@ a Llama checkpoint.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -21,7 +22,8 @@ class RMSNorm(nn.RMSNorm):
     """x / rms(x) · weight, computed in fp32 and returned in x's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        wide = torch.promote_types(x.dtype, self.weight.dtype)  # of a 16-bit stream and 32-bit weights: 32 bits
+        return F.rms_norm(x.to(wide), self.normalized_shape, self.weight.to(wide), self.eps).to(x.dtype)
 
 
 class SelfAttention(nn.Module):
@@ -37,15 +39,16 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
-        B, T, _ = x.shape
-        qkv = self.qkv(x).view(B, T, -1, self.head_dim)
-        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)  # (B, T, H or Hkv, D)
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, T, C) → q (B, T, H, D), k and v (B, T, Hkv, D), q and k turned by their positions if `rotary`."""
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
         q, k = self.q_norm(q), self.k_norm(k)
-        if self.rotary:
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        o = attention(q, k, v, mask=mask, backend=self.backend, **self.options)
-        return self.out(o.reshape(B, T, -1))
+        return (rotate(q, cos, sin), rotate(k, cos, sin), v) if self.rotary else (q, k, v)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        """What each token gathers, (B, T, H, D)."""
+        return attention(q, k, v, mask=mask, backend=self.backend, **self.options)
 
 
 class SwiGLU(nn.Module):
@@ -62,7 +65,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); x is (B, T, C)."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); x is (B, T, C). Only attention mixes tokens."""
 
     def __init__(self, config: GPTConfig, chosen: AttentionConfig, rotary: bool = True) -> None:
         super().__init__()
@@ -71,6 +74,14 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.channels, config.norm_eps)
         self.mlp = SwiGLU(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
+    def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v of the block's input; each token by itself."""
+        return self.attention.project(self.attention_norm(x), cos, sin)
+
+    def after(self, x: Tensor, out: Tensor) -> Tensor:
+        """The block's output from its input and attention's output (B, T, H, D); each token by itself."""
+        x = x + self.attention.out(out.flatten(2))
         return x + self.mlp(self.mlp_norm(x))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
+        return self.after(x, self.attention(*self.before(x, cos, sin), mask))

@@ -5,11 +5,16 @@ dh = Wᵀ dz,  dW = Σ dz hᵀ.  All of it needs z, so the gradients are compute
 z is never computed twice (as in Liger Kernel, arXiv 2410.10989). Backward only multiplies them with the incoming
 gradient, a scalar. dW is accumulated in fp32 over the chunks; matmuls run in the dtype of the inputs, or in autocast's.
 
+On a GPU one kernel turns a chunk's z into dz in place (longctx.kernels.cross_entropy). There the logits that a gradient
+is taken of are rounded to 16 bits, as F.linear and F.cross_entropy would; those of an evaluation stay in fp32.
+
 Shapes: N tokens, C channels, V words.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from typing import Any
 
 import torch
@@ -17,36 +22,40 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORED = -100
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, reduction: str = "mean"
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, reduction: str = "mean", scale: Tensor | None = None
 ) -> Tensor:
     """Loss of the logits hidden (..., C) @ weight (V, C)ᵀ against targets (...), where -100 is not scored.
 
     It is fp32, or fp64 for fp64 inputs. "mean" is over the scored tokens and "sum" over all; where no token is scored
     both are 0 with zero gradients. "none" gives a loss per token, 0 where not scored, and has no gradient: it is for
-    evaluation. Gradients can be taken once per loss. Raises ValueError for another `reduction`.
+    evaluation. With `scale`, a scalar on the device, a sum or mean is multiplied by it before anything is rounded to
+    16 bits. Gradients can be taken once per loss. Raises ValueError for another `reduction`.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r} must be 'mean', 'sum' or 'none'")
     flat, t = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    if reduction == "none" or not torch.is_grad_enabled():
+    if reduction == "none":
         with torch.no_grad():
-            losses = _Chunks(flat, weight).losses(t, chunk)
-        if reduction == "none":
-            return losses.view(targets.shape)
-        total = losses.sum()
-    else:
-        total = _SummedLoss.apply(flat, weight, t, chunk)
-    return total if reduction == "sum" else total / (t != IGNORED).sum().clamp(min=1)
+            return _Chunks(flat, weight).losses(t, chunk).view(targets.shape)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    scale = torch.ones((), dtype=wide, device=t.device) if scale is None else scale.to(wide)
+    if reduction == "mean":
+        scale = scale / (t != IGNORED).sum().clamp(min=1)
+    if torch.is_grad_enabled():
+        total: Tensor = _SummedLoss.apply(flat, weight, t, scale, chunk)
+        return total
+    return _Chunks(flat, weight).losses(t, chunk).sum() * scale
 
 
 class _SummedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-        chunks = _Chunks(hidden, weight, *ctx.needs_input_grad[:2])
-        total = chunks.losses(targets, chunk).sum()
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, chunk: int) -> Tensor:
+        chunks = _Chunks(hidden, weight, scale, *ctx.needs_input_grad[:2])
+        total = chunks.losses(targets, chunk).sum() * scale
         ctx.gradients = chunks.dh, chunks.dw
         ctx.dtypes = hidden.dtype, weight.dtype
         return total
@@ -59,26 +68,46 @@ class _SummedLoss(torch.autograd.Function):
         (dh, dw), ctx.gradients = ctx.gradients, None
         dh = None if dh is None else dh.to(ctx.dtypes[0]).mul_(grad)
         dw = None if dw is None else dw.mul_(grad).to(ctx.dtypes[1])
-        return dh, dw, None, None
+        return dh, dw, None, None, None
+
+
+def fused(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel serves such logits: on a GPU, and on a CPU in Triton's interpreter."""
+    on = device.type != "cpu" or os.environ.get("TRITON_INTERPRET") == "1"
+    return on and dtype != torch.float64 and HAS_TRITON
 
 
 class _Chunks:
-    """Losses, and with them the gradients of their sum if asked for: `dh` (N, C) and `dw` (V, C)."""
+    """Losses, and with them the gradients of `scale` · their sum if asked for: `dh` (N, C) and `dw` (V, C)."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, need_dh: bool = False, need_dw: bool = False) -> None:
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        scale: Tensor | None = None,
+        need_dh: bool = False,
+        need_dw: bool = False,
+    ) -> None:
         dtype = hidden.dtype
         if torch.is_autocast_enabled(hidden.device.type) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(hidden.device.type)
         self.hidden, self.weight = hidden, weight.to(dtype)
         self.dtype, self.accumulate = dtype, torch.promote_types(dtype, torch.float32)
+        self.scale = torch.ones((), device=hidden.device) if scale is None else scale
         self.dh = torch.empty_like(hidden, dtype=dtype) if need_dh else None
         self.dw = torch.zeros_like(weight, dtype=self.accumulate) if need_dw else None
+        self.z: Tensor | None = None  # the logits of a chunk, in one place for all of them
 
     def losses(self, targets: Tensor, chunk: int) -> Tensor:
-        """(N,) loss of each token."""
+        """(N,) loss of each token, with the logits of at most `chunk` tokens at one time."""
         losses = torch.empty(targets.shape, dtype=self.accumulate, device=self.hidden.device)
-        for start in range(0, len(targets), chunk):
-            rows = slice(start, start + chunk)
+        pieces = max(1, -(-len(targets) // chunk))
+        size = min(chunk, -(-len(targets) // pieces // 128) * 128)  # none much smaller than the others
+        for start in range(0, len(targets), size):
+            rows = slice(start, start + size)
+            if fused(self.hidden.device, self.dtype):
+                self._fused(rows, targets[rows], losses[rows], size)
+                continue
             ignored = targets[rows, None] == IGNORED
             t = targets[rows, None].masked_fill(ignored, 0)
             h = self.hidden[rows].to(self.dtype).masked_fill(ignored, 0)  # (n, C); an ignored token adds nothing to dW
@@ -87,13 +116,30 @@ class _Chunks:
             losses[rows] = loss.masked_fill(ignored, 0).squeeze(1)
             if self.dh is None and self.dw is None:
                 continue
-            dz = torch.exp(logp, out=logp if self.dtype == logp.dtype else torch.empty_like(logp, dtype=self.dtype))
-            dz.scatter_(1, t, torch.expm1(-loss).to(self.dtype))  # p[t] - 1; a 16-bit p[t] near 1 is 1
+            dz = logp.exp_().scatter_(1, t, torch.expm1(-loss)).mul_(self.scale).to(self.dtype)
             if self.dh is not None:
                 self.dh[rows] = (dz @ self.weight).masked_fill(ignored, 0)
             if self.dw is not None:
                 self._add_to_dw(dz, h)
         return losses
+
+    def _fused(self, rows: slice, targets: Tensor, losses: Tensor, size: int) -> None:
+        """The same of the tokens `rows` by the kernel."""
+        from longctx.kernels.cross_entropy import cross_entropy_
+
+        gradient = self.dh is not None or self.dw is not None
+        h = self.hidden[rows].to(self.dtype).masked_fill((targets == IGNORED)[:, None], 0)
+        if not gradient:
+            cross_entropy_(self._logits(h), targets, losses, scale=None)
+            return
+        if self.z is None:
+            self.z = torch.empty(size, self.weight.shape[0], dtype=self.dtype, device=h.device)
+        z = torch.mm(h, self.weight.t(), out=self.z[: len(h)])
+        cross_entropy_(z, targets, losses, self.scale)
+        if self.dh is not None:
+            torch.mm(z, self.weight, out=self.dh[rows])
+        if self.dw is not None:
+            self._add_to_dw(z, h)
 
     def _logits(self, h: Tensor) -> Tensor:
         if h.is_cuda and self.dtype != self.accumulate:

@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -13,6 +14,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from longctx.report import page
+from longctx.report.findings import lock_differences
 from longctx.report.runs import CURVES, NotARun, Run, finite, printable, read
 
 POINTS = 250_000  # in all curves of a page, which makes it 7 MB
@@ -35,7 +37,8 @@ def compare(paths: Sequence[Path], out: Path) -> None:
     """
     page.check(out)
     runs, notes = read_all(paths)
-    tables = [table for table in (differences(runs), results(runs), evaluations(runs)) if table.rows]
+    tables = [make(runs) for make in (differences, results, evaluations, passkeys, kernel_locks)]
+    tables = [table for table in tables if table.rows]
     page.write(out, runs, tables, notes)
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -44,7 +47,7 @@ def compare(paths: Sequence[Path], out: Path) -> None:
         console.print(rendered(table))
         console.print()
     for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+        print(note if note.startswith("warning: ") else f"note: {note}", file=sys.stderr)
     console.print(f"curves     {printable(str(out))}", markup=False, soft_wrap=True)
 
 
@@ -68,6 +71,7 @@ def read_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
             if run.label == label:
                 run.label = printable(str(run.folder))
     notes = [note for run in runs for note in run.notes]
+    notes += lock_differences((run.label, run.config, run.lock) for run in runs)
     return runs, [*notes, *(f"left out: {printable(str(problem))}" for problem in problems)]
 
 
@@ -119,6 +123,10 @@ def results(runs: list[Run]) -> Table:
             winners = [n for n, cell in shown.items() if cell == winner]
             if 2 * len(winners) <= len(shown):  # what most share is no distinction
                 made.best.update((n, len(made.headings) - 1) for n in winners)
+    if any(run.longest for run in runs):
+        made.headings.append("longest context")
+        for row, run in zip(made.rows, runs, strict=True):
+            row.append(f"{run.longest:,}" if run.longest else "")
     made.headings.append("ended")
     for row, run in zip(made.rows, runs, strict=True):
         row.append(run.ended)
@@ -130,12 +138,32 @@ def evaluations(runs: list[Run]) -> Table:
     rows = []
     for run in runs:
         for found in run.evaluations:
-            scores = [found["perplexity"], found["bits_per_byte"]]
+            scores = [found[key] for key in ("perplexity", "word_perplexity", "bits_per_byte")]
             counts = [f"{found[key]:,}" for key in ("context", "stride", "tokens")]
-            shown = ["" if x is None else f"{x:,.{digits}f}" for x, digits in zip(scores, (3, 4), strict=True)]
+            formats = ("{:,.3f}", "{:,.4g}", "{:.4f}")
+            shown = ["" if x is None else text.format(x) for x, text in zip(scores, formats, strict=True)]
             rows.append([run.label, found["file"], *counts, *shown])
-    headings = ["run", "evaluation", "context", "stride", "tokens", "perplexity", "bits per byte"]
+    headings = ["run", "evaluation", "context", "stride", "tokens", "perplexity", "word perplexity", "bits per byte"]
     return Table("evaluations", headings, rows, set())
+
+
+def passkeys(runs: list[Run]) -> Table:
+    """Facts found again: the share of right answers over all depths, for each length."""
+    lengths = sorted({length for run in runs for grid in run.passkeys for length in grid["lengths"]})
+    rows = []
+    for run in runs:
+        for grid in run.passkeys:
+            means = dict(zip(grid["lengths"], map(fmean, grid["accuracy"]), strict=True))
+            shares = [f"{means[length]:.0%}" if length in means else "" for length in lengths]
+            rows.append([run.label, grid["file"], grid["kind"], *shares])
+    return Table("facts found again", ["run", "evaluation", "kind", *(f"{n:,}" for n in lengths)], rows, set())
+
+
+def kernel_locks(runs: list[Run]) -> Table:
+    """What ran, side by side, of the runs that wrote it down."""
+    keys = list(dict.fromkeys(key for run in runs for key in run.lock))
+    rows = [[run.label, *(run.lock.get(key, "") for key in keys)] for run in runs if run.lock]
+    return Table("kernel locks", ["run", *keys], rows, set())
 
 
 def rendered(table: Table) -> RichTable:

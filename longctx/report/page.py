@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longctx.report.runs import CURVES, Run, memory
+from longctx.report.runs import CURVES, PARTS, Run, memory
 
 if TYPE_CHECKING:
     from longctx.report.compare import Table
@@ -65,7 +65,20 @@ def described(run: Run) -> dict[str, Any]:
         "tokens_per_second": run.figures.get("tokens_per_second"),
         "memory": memory(run.figures),
         "curves": run.curves,
+        "positions": run.positions or next((e["positions"] for e in run.evaluations if e["positions"]["x"]), None),
+        "contexts": next((e["contexts"] for e in run.evaluations if e["contexts"]["x"]), None),
+        "split": split(run),
+        "passkeys": run.passkeys,
     }
+
+
+def split(run: Run) -> dict[str, float]:
+    """Milliseconds of each part of a step, {} where the rows do not tell."""
+    parts = {key: run.figures[key] for key in PARTS if key in run.figures}
+    if "forward_ms" not in parts or "ms_per_step" not in run.figures:
+        return {}
+    parts["rest_ms"] = max(0.0, run.figures["ms_per_step"] - sum(parts.values()))
+    return {key.removesuffix("_ms").replace("_", " "): float(f"{value:.4g}") for key, value in parts.items()}
 
 
 def embedded(data: Any) -> str:

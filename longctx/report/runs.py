@@ -1,4 +1,4 @@
-"""A run as its folder shows it: config.yaml, metrics.jsonl, eval/*.json, and whether some process trains it now.
+"""A run as its folder shows it: config.yaml, metrics.jsonl, what `findings` reads, and whether some process trains it now.
 
 The files may be those of a run that still goes on or was killed, so each may end in the middle of a line.
 """
@@ -16,7 +16,8 @@ from typing import Any
 
 import yaml
 
-Row = dict[str, Any]
+from longctx.report.findings import Line, Row, evaluations, kernel_lock, printable
+
 # A curve: "t" tokens seen, "s" seconds of training, "y" values; where rows were joined, also "lo" and "hi" beside the mean "y".
 Curve = dict[str, list[float]]
 
@@ -29,6 +30,12 @@ CURVES = {
     "lr": "learning rate",
     "grad_norm": "gradient norm",
 }
+
+
+POSITIONS = "val_loss_by_position/"
+PARTS = ("forward_ms", "backward_ms", "optimizer_ms", "data_wait_ms")  # of a step; what is left of it is the rest
+
+TIMES = ("ms_per_step", *PARTS)
 
 
 class NotARun(ValueError):
@@ -47,6 +54,15 @@ class Run:
     evaluations: list[Row]
     ended: str
     notes: list[str] = field(default_factory=list)
+    passkeys: list[Row] = field(default_factory=list)
+    lock: dict[str, str] = field(default_factory=dict)
+    positions: Line = field(default_factory=dict)  # loss over tokens before, of the last validation
+
+    @property
+    def longest(self) -> int | None:
+        """The longest context that the run trained or was evaluated at."""
+        lengths = [self.config.get("seq_len"), *(found["context"] for found in self.evaluations)]
+        return max((length for length in lengths if isinstance(length, int)), default=None)
 
 
 def read(folder: Path, most: int) -> Run:
@@ -60,11 +76,13 @@ def read(folder: Path, most: int) -> Run:
     run.ended = ending(run.figures.get("step", 0), config.get("max_steps"), training)
     if skipped:
         run.notes.append(f"{printable(str(folder))}: {skipped} of metrics.jsonl is incomplete and left out")
-    for path in sorted((folder / "eval").glob("*.json")):
-        try:
-            run.evaluations.append(evaluation(path))
-        except (OSError, ValueError, KeyError, TypeError):
-            run.notes.append(f"{printable(str(path))}: not an evaluation's JSON, left out")
+    run.evaluations, run.passkeys, wrong = evaluations(folder)
+    run.notes += [f"{printable(str(path))}: not an evaluation's JSON, left out" for path in wrong]
+    try:
+        run.lock = kernel_lock(folder)
+    except (OSError, ValueError):
+        run.notes.append(f"{printable(str(folder))}: kernel.lock.json cannot be read, left out")
+    run.positions = positions(rows)
     return run
 
 
@@ -164,8 +182,9 @@ def figures(rows: list[Row]) -> Row:
     if steps:
         last, settled = steps[-1], steps[1:] or steps
         result |= {key: last[key] for key in ("step", "tokens_seen", "loss", "seconds") if key in last}
-        for key in ("tokens_per_second", "mfu"):
-            if found := finite(row.get(key) for row in settled):
+        some = settled[:: max(1, len(settled) // 1000)]
+        for key in ("tokens_per_second", "mfu", *TIMES):
+            if found := finite(row.get(key) for row in (some if key in TIMES else settled)):
                 result[key] = median(found)
         for key in ("memory_peak_gib", "process_peak_gib"):
             if found := finite(row[key] for row in steps if key in row):
@@ -173,6 +192,15 @@ def figures(rows: list[Row]) -> Row:
     if found := finite(row.get("val_perplexity") for row in rows):
         result["val_perplexity"] = found[-1]
     return result
+
+
+def positions(rows: list[Row]) -> Line:
+    """Loss over the number of tokens before, of the last validation that tells it."""
+    for row in reversed(rows):
+        found = {int(key.removeprefix(POSITIONS)): row[key] for key in row if key.startswith(POSITIONS)}
+        if found and all_finite(list(found.values())):
+            return {"x": list(found), "y": short(found.values())}
+    return {}
 
 
 def all_finite(values: list[Any]) -> bool:
@@ -237,22 +265,3 @@ def reduced(tokens: list[float], seconds: list[float], values: list[Any], most: 
 def short(values: Any) -> list[float]:
     """Numbers at the five digits that a drawing can show."""
     return [float(f"{value:.5g}") for value in values]
-
-
-def evaluation(path: Path) -> Row:
-    """What eval.py wrote, without the single documents."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    total = content["total"]
-    return {
-        "file": printable(path.name),
-        "context": int(content["context"]),
-        "stride": int(content["stride"]),
-        "tokens": int(total["tokens"]),
-        "perplexity": total["perplexity"] and float(total["perplexity"]),
-        "bits_per_byte": total["bits_per_byte"] and float(total["bits_per_byte"]),
-    }
-
-
-def printable(text: str) -> str:
-    """Text that moves no cursor and breaks no encoding: names of folders are anybody's."""
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)

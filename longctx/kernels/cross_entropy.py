@@ -1,0 +1,73 @@
+"""Cross-entropy of logits and its gradient, which takes the logits' place: two readings and one writing of them.
+
+For a row z of V logits and its target t:  lse = log Σ exp(z),  loss = lse - z[t],  dz = scale (exp(z - lse) - onehot(t)).
+One program per row: its first pass keeps a running maximum and sum (arXiv 1805.02867), its second, which finds the row
+in the L2 cache, writes dz over z. All arithmetic is fp32, whatever the logits are stored in. p[t] - 1 is formed as
+exp(-loss) - 1 without the rounding of p[t], so that a confident token keeps its gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+IGNORED = tl.constexpr(-100)
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def cross_entropy_kernel(z, target, loss, scale, stride_z, V, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
+    """Row i = program: loss[i], and with GRADIENT dz over z[i]; zero both where the target is IGNORED."""
+    i = tl.program_id(0).to(tl.int64)
+    row = z + i * stride_z
+    t = tl.load(target + i)
+    columns = tl.arange(0, BLOCK)
+    if t == IGNORED:
+        tl.store(loss + i, 0.0)
+        if GRADIENT:
+            for start in range(0, V, BLOCK):
+                at = start + columns
+                tl.store(row + at, tl.zeros([BLOCK], row.dtype.element_ty), mask=at < V)
+        return
+
+    m, s = -float("inf"), 0.0
+    for start in range(0, V, BLOCK):
+        at = start + columns
+        x = tl.load(row + at, mask=at < V, other=-float("inf")).to(tl.float32) * LOG2E
+        m_new = tl.maximum(m, tl.max(x, 0))
+        s = s * tl.exp2(m - m_new) + tl.sum(tl.exp2(x - m_new), 0)
+        m = m_new
+    x_t = tl.load(row + t).to(tl.float32) * LOG2E
+    below = x_t - m - tl.log2(s)  # log2 p[t]
+    tl.store(loss + i, -below * LN2)
+
+    if GRADIENT:
+        lse = m + tl.log2(s)
+        by = tl.load(scale)
+        y = below * LN2
+        dz_t = tl.where(y > -1e-3, y + 0.5 * y * y, tl.exp2(below) - 1.0)
+        for start in range(0, V, BLOCK):
+            at = start + columns
+            x = tl.load(row + at, mask=at < V, other=0.0).to(tl.float32) * LOG2E
+            dz = by * tl.where(at == t, dz_t, tl.exp2(x - lse))
+            tl.store(row + at, dz.to(row.dtype.element_ty), mask=at < V)
+
+
+def cross_entropy_(z: Tensor, target: Tensor, loss: Tensor, scale: Tensor | None) -> None:
+    """loss (n,) fp32 of the logits z (n, V), fp32 or 16 bits, against target (n,) int64, -100 where not scored.
+
+    Given `scale`, an fp32 scalar on the device, dz, the gradient of `scale` · Σ loss, replaces z. Targets outside 0 .. V-1 are not checked.
+    """
+    n, V = z.shape
+    block, warps = launch(V)
+    with torch.cuda.device_of(z):
+        cross_entropy_kernel[(n,)](z, target, loss, scale, z.stride(0), V, scale is not None, block, num_warps=warps)
+
+
+def launch(V: int) -> tuple[int, int]:
+    """Words per iteration and warps of a program."""
+    block = min(8192, max(128, triton.next_power_of_2(V)))
+    return block, max(1, block // 512)

@@ -1,0 +1,126 @@
+"""The kernel's loss and gradient against fp64, at odd sizes, strides and extremes; in Triton's interpreter, or on a GPU."""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longctx.kernels.cross_entropy import cross_entropy_
+from longctx.model.loss import linear_cross_entropy
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":
+        monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
+
+
+def exact(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss and gradient of the rows of z in fp64."""
+    z = z.double().requires_grad_()
+    loss = F.cross_entropy(z, target, reduction="none")
+    return loss.detach(), torch.autograd.grad(loss.sum(), z)[0]
+
+
+def run(z: Tensor, target: Tensor, gradient: bool = True) -> Tensor:
+    loss = torch.full(target.shape, float("nan"), device=z.device)
+    cross_entropy_(z, target, loss, torch.ones((), device=z.device) if gradient else None)
+    return loss
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("n", "V"), [(1, 2), (3, 127), (5, 128), (4, 129), (7, 1000), (2, 8192), (3, 8193), (2, 20011)]
+)
+def test_loss_and_gradient(n: int, V: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(V)
+    wide = torch.randn(n, V + 3, generator=generator).mul(4).to(DEVICE, dtype)
+    z, target = wide[:, :V], torch.randint(V, (n,), generator=generator).to(DEVICE)
+    target[0] = V - 1
+    beyond = wide[:, V:].clone()
+    want_loss, want = exact(z, target)
+    loss = run(z, target)
+    torch.testing.assert_close(loss.double(), want_loss, rtol=1e-5, atol=1e-5)
+    rounding = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[dtype]
+    torch.testing.assert_close(z.double(), want, rtol=rounding, atol=1e-6)
+    assert torch.equal(wide[:, V:], beyond)
+
+
+def test_without_gradient_logits_stay() -> None:
+    z = torch.randn(3, 130, device=DEVICE)
+    before, target = z.clone(), torch.tensor([5, -100, 129], device=DEVICE)
+    loss = run(z, target, gradient=False)
+    assert torch.equal(z, before)
+    assert loss[1] == 0
+    torch.testing.assert_close(loss, F.cross_entropy(before, target, reduction="none"))
+
+
+def test_an_ignored_row_is_zero_even_if_it_is_not_finite() -> None:
+    z = torch.full((2, 300), float("nan"), device=DEVICE)
+    z[1] = 0
+    loss = run(z, torch.tensor([-100, 7], device=DEVICE))
+    assert loss[0] == 0
+    assert (z[0] == 0).all()
+    assert z[1].isfinite().all()
+
+
+@pytest.mark.parametrize("confidence", [1e-1, 1e-3, 1e-4, 1e-8])
+def test_a_confident_token_keeps_its_gradient(confidence: float) -> None:
+    z = torch.zeros(1, 2, device=DEVICE)
+    z[0, 0] = -torch.tensor(confidence).log()
+    target = torch.tensor([0], device=DEVICE)
+    want = exact(z, target)[1]
+    run(z, target)
+    torch.testing.assert_close(z.double(), want, rtol=2e-4, atol=5e-8)  # fp32 sums
+
+
+def test_extreme_logits() -> None:
+    z = torch.tensor([[2e38, -2e38, 0.0], [-float("inf"), 1.0, 1.0], [-2e4, -2e4, -2e4]], device=DEVICE)
+    target = torch.tensor([0, 1, 2], device=DEVICE)
+    loss = run(z, target)
+    torch.testing.assert_close(loss, torch.tensor([0.0, 2.0, 3.0], device=DEVICE).clamp(min=1).log())
+    assert z.isfinite().all()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+def test_the_chunked_loss_by_the_kernel(chunk: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 12, generator=generator).to(DEVICE).requires_grad_() for n in (23, 41))
+    targets = torch.randint(41, (23,), generator=generator).to(DEVICE)
+    targets[::3] = -100
+    scale = torch.tensor(0.375, device=DEVICE)
+    loss = linear_cross_entropy(hidden, weight, targets, chunk, scale=scale)
+    want = 0.375 * F.cross_entropy(hidden.double() @ weight.double().t(), targets)
+    torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=0)
+    got, expected = (torch.autograd.grad(x, (hidden, weight), retain_graph=True) for x in (loss, want))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_bf16_gradients_are_no_further_from_fp32_than_untiled_ones() -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(3000, 256, generator=generator, device="cuda").bfloat16().requires_grad_()
+    weight = torch.randn(5003, 256, generator=generator, device="cuda").mul(0.1).bfloat16().requires_grad_()
+    targets = torch.randint(5003, (3000,), generator=generator, device="cuda")
+    leaves = [x.detach().float().requires_grad_() for x in (hidden, weight)]
+    want = torch.autograd.grad(F.cross_entropy(leaves[0] @ leaves[1].t(), targets), leaves)
+    untiled = torch.autograd.grad(F.cross_entropy((hidden @ weight.t()).float(), targets), (hidden, weight))
+    ours = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets, 640), (hidden, weight))
+    for a, b, exact in zip(ours, untiled, want, strict=True):
+        assert (a.float() - exact).norm() <= 1.02 * (b.float() - exact).norm()
+
+
+@pytest.mark.gpu
+def test_beyond_two_to_the_31_elements() -> None:
+    n, V = 4200, 2**19 + 1  # 2.2e9 logits
+    z = torch.zeros(n, V, dtype=torch.bfloat16, device="cuda")
+    z[-1, -1] = 10
+    target = torch.full((n,), V - 1, device="cuda")
+    loss = run(z, target)
+    torch.testing.assert_close(loss[0].item(), float(torch.tensor(V, dtype=torch.float64).log()), rtol=1e-5, atol=0)
+    assert z[-1, -1].item() == pytest.approx(22026.47 / (22026.47 + V - 1) - 1, rel=1e-2)
+    assert z[-1, 0].item() == pytest.approx(1 / (22026.47 + V - 1), rel=1e-2)

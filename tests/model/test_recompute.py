@@ -1,0 +1,163 @@
+"""Every way to keep less gives the gradients of keeping all, for any backend, mask, tile and share on the host."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from longctx.attention import Mask
+from longctx.model import GPT, GPTConfig
+from longctx.model.memory import POLICIES, MemoryConfig
+
+CONFIG = GPTConfig(vocab_size=67, layers=3, channels=32, heads=4, kv_heads=2, ffn=48, init_std=0.2, qk_norm=True)
+B, T = 2, 150
+WAYS = {
+    "balanced": MemoryConfig("balanced"),
+    "mlp": MemoryConfig("fast", recompute="mlp"),
+    "mlp in tiles": MemoryConfig("fast", recompute="mlp", mlp_tile=128),
+    "tiles": MemoryConfig("balanced", mlp_tile=128),
+    "every second": MemoryConfig("balanced", keep_every=2),
+    "the first alone": MemoryConfig("balanced", keep_every=9, mlp_tile=200),
+    "host": MemoryConfig("balanced", offload=1.0),
+    "long": MemoryConfig("long", mlp_tile=64),
+}
+
+
+def make(memory: MemoryConfig | str = "fast", config: GPTConfig = CONFIG, attention: str = "flash") -> GPT:
+    torch.manual_seed(0)
+    return GPT(config, attention, memory)
+
+
+def batch(device: str = "cpu") -> tuple[Tensor, Tensor, Mask]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randint(67, (B, T), generator=generator)
+    ids = torch.repeat_interleave(torch.arange(3), torch.tensor([100, 7, 43]))[None].expand(B, -1)
+    targets = x.roll(-1, 1)
+    targets[:, 106] = -100
+    return x.to(device), targets.to(device), Mask.documents(ids)
+
+
+def gradients(model: GPT, device: str = "cpu") -> list[Tensor]:
+    model(*batch(device)).backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.fixture(scope="module")
+def kept() -> dict[str, list[Tensor]]:
+    return {attention: gradients(make(attention=attention)) for attention in ("flash", "naive", "sdpa")}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("attention", ["flash", "naive", "sdpa"])
+def test_gradients_are_those_of_keeping_all(way: str, attention: str, kept: dict[str, list[Tensor]]) -> None:
+    got = gradients(make(WAYS[way], attention=attention))
+    torch.testing.assert_close(got, kept[attention], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_attention_runs_once(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from longctx.attention import flash
+
+    calls = []
+    forward = flash.flash_forward
+    monkeypatch.setattr(flash, "flash_forward", lambda *args: calls.append(1) or forward(*args))
+    gradients(make(WAYS[way]))
+    assert len(calls) == CONFIG.layers
+
+
+@pytest.mark.parametrize("way", ["balanced", "mlp in tiles", "long"])
+def test_under_autocast_every_weight_has_its_gradient(way: str) -> None:
+    """A weight that autocast cast while gradients were off must not be taken for the one that is trained."""
+    found = []
+    for memory in (MemoryConfig("fast"), WAYS[way]):
+        model = make(memory)
+        with torch.autocast("cpu", torch.bfloat16):
+            model(*batch()).backward()
+            model(*batch()).backward()
+        found.append([p.grad for p in model.parameters()])
+    for got, want in zip(*found, strict=True):
+        assert got.dtype == torch.float32
+        assert (got - want).norm() <= 2e-2 * want.norm()
+
+
+@pytest.mark.parametrize("way", ["balanced", "mlp", "long"])
+def test_weights_that_are_not_trained_get_no_gradient(way: str) -> None:
+    model, all_of_them = make(WAYS[way]), make()
+    for m in (model, all_of_them):
+        for name, p in m.named_parameters():
+            p.requires_grad_("qkv" in name)
+    for got, want in zip(gradients(model), gradients(all_of_them), strict=True):
+        assert (got is None) == (want is None)
+        if want is not None:
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_two_forwards_before_their_backwards_do_not_share_memory(kept: dict[str, list[Tensor]]) -> None:
+    model = make(WAYS["host"])
+    first, second = model(*batch()), model(*batch())
+    first.backward()
+    second.backward()
+    doubled = [2 * g for g in kept["flash"]]
+    torch.testing.assert_close([p.grad for p in model.parameters()], doubled, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_are_taken_once() -> None:
+    loss = make("balanced")(*batch())
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="already taken"):
+        loss.backward()
+
+
+def test_each_policy_keeps_less() -> None:
+    from longctx.model import recompute
+
+    sizes: dict[str, int] = {}
+    for policy in POLICIES:
+        total: list[int] = []
+        tapes: list[recompute._Tape] = []
+        model = make(MemoryConfig(policy, offload=0.0 if policy == "long" else None))
+        keep = recompute._Tape.keep
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(recompute._Tape, "keep", lambda self, *args: tapes.append(self) or keep(self, *args))  # noqa: B023
+            hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: total.append(x.numel()) or x, lambda x: x)  # noqa: B023
+            with hooks:
+                model(*batch())
+        held = [x.numel() for kept in (tapes[0].kept.values() if tapes else ()) for x in kept.tensors().values()]
+        sizes[policy] = sum(total) + sum(held)
+    assert sizes["long"] < sizes["balanced"] < sizes["fast"] / 2
+
+
+def test_compiled_parts_share_their_graphs() -> None:
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    model = make(MemoryConfig("balanced", mlp_tile=150), config=replace(CONFIG, layers=4))
+    torch.compiler.reset()
+    for block in model.blocks:
+        block.before = torch.compile(block.before, backend=count, fullgraph=True)
+        block.after = torch.compile(block.after, backend=count, fullgraph=True)
+    want = gradients(make(config=replace(CONFIG, layers=4)))
+    torch.testing.assert_close(gradients(model), want, rtol=1e-5, atol=1e-6)
+    assert len(graphs) <= 4  # before and after, each with and without gradient
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_on_a_gpu(way: str, compiled: bool) -> None:
+    config = replace(CONFIG, channels=64)
+    found = []
+    for memory in (MemoryConfig("fast"), WAYS[way]):
+        model = make(memory, config).cuda()
+        if compiled:
+            model.compile_blocks()
+        with torch.autocast("cuda", torch.bfloat16):
+            for _ in range(2):
+                model(*batch("cuda")).backward()
+        found.append([p.grad for p in model.parameters()])
+    for got, want in zip(*found, strict=True):
+        assert (got - want).norm() <= 3e-2 * want.norm()
