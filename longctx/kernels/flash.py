@@ -27,6 +27,11 @@ def implementation(device: torch.device, kernel: str) -> str:
     return "torch-tiled"
 
 
+def runs_hopper(device: torch.device, head_dim: int) -> bool:
+    """Whether the Hopper kernels run on `device` at all, and with heads of this size."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and head_dim in HOPPER_HEAD_SIZES
+
+
 @torch.library.custom_op("longctx::flash_forward", mutates_args=())
 def flash_forward(
     q: Tensor,

@@ -12,7 +12,7 @@ import importlib.metadata
 import re
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -86,10 +86,11 @@ def driver() -> str:
     return text.value.decode() if known else "unknown"
 
 
-def compiled() -> dict[str, list[str]]:
-    """What longctx's Triton and Gluon kernels were compiled to in this process: name with constants → sha256 of the machine code."""
+def compiled(files: Iterable[str]) -> dict[str, list[str]]:
+    """What the kernels in these files of ours were compiled to in this process: name with constants → sha256 of the machine code."""
     found: dict[str, set[str]] = {}
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith("longctx.kernels.")]
+    names = [f"longctx.kernels.{file.removesuffix('.py')}" for file in files]
+    modules = [sys.modules[name] for name in names if name in sys.modules]
     functions = {id(x): x for module in modules for x in list(vars(module).values()) if hasattr(x, "device_caches")}
     for function in functions.values():
         for cache in list(function.device_caches.values()):
@@ -100,7 +101,8 @@ def compiled() -> dict[str, list[str]]:
 
 
 def _described(kernel: Any) -> str:
-    """A compiled kernel's name and constants: forward_kernel BM=64 BN=64 D=128 ..."""
+    """A compiled kernel's name and constants: portable.forward_kernel BM=64 BN=64 D=128 ..."""
+    module = kernel.src.fn.__module__.rpartition(".")[2]
     names, constants = kernel.src.fn.arg_names, {}
     for path, value in kernel.src.constants.items():
         name = names[path[0]] if isinstance(path, tuple) else names[path] if isinstance(path, int) else path
@@ -108,7 +110,10 @@ def _described(kernel: Any) -> str:
             constants[name] = value
     options = {"warps": kernel.metadata.num_warps, "stages": getattr(kernel.metadata, "num_stages", 0)}
     return " ".join(
-        [kernel.src.fn.__name__, *(f"{k}={v}" for k, v in sorted(constants.items()) + list(options.items()))]
+        [
+            f"{module}.{kernel.src.fn.__name__}",
+            *(f"{k}={v}" for k, v in sorted(constants.items()) + list(options.items())),
+        ]
     )
 
 

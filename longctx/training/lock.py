@@ -62,7 +62,7 @@ def of_run(config: CompleteConfig, device_type: str) -> Lock | None:
     if missing := [name for name in ("out", "dq", "dk", "dv") if name not in printed]:
         found["not_reproducible"] = missing
     if sources := kernels.sources(ran):
-        found |= {"sources": sources, "compiled": kernels.compiled()}
+        found |= {"sources": sources, "compiled": kernels.compiled(sources)}
     if os.environ.get("TRITON_INTERPRET") == "1":
         found["interpreter"] = True
     return found

@@ -91,7 +91,7 @@ source = ASTSource(module.double, {"x": "*fp32", "N": "constexpr"}, {(1,): int(s
 kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32))
 module.double.device_caches[0][0]["key"] = kernel
 sys.modules["longctx.kernels.shared_kernel"] = module
-print(json.dumps([lock.compiled(), kernel.asm["cubin"].hex()]))
+print(json.dumps([lock.compiled(["shared_kernel.py"]), kernel.asm["cubin"].hex()]))
 """
 KERNEL = """
 import triton
@@ -123,7 +123,7 @@ def test_machine_code_is_hashed_without_the_folder_it_was_compiled_in(tmp_path, 
         assert done.returncode == 0, done.stderr[-1500:]
         found.append(json.loads(done.stdout))
     (one, binary), (elsewhere, other_binary), (larger, _) = found
-    assert list(one) == ["double N=128 warps=4 stages=3"]
+    assert list(one) == ["shared_kernel.double N=128 warps=4 stages=3"]
     assert one == elsewhere
     assert binary != other_binary, "the line tables name their folders"
     assert list(larger.values()) != list(one.values())
@@ -145,9 +145,9 @@ def test_lock_of_a_gpu(kernel):
     assert machine["ptxas"][0].isdigit()
     assert machine["triton"].startswith("3.")
     assert machine["driver"][0].isdigit()
-    compiled = lock.compiled()
-    wanted = {"portable": ("forward_kernel", "delta_kernel", "dkv_kernel", "dq_kernel")}
-    wanted["hopper"] = ("forward_kernel", "backward_kernel", "delta_kernel")
+    compiled = lock.compiled(lock.sources(f"triton-{kernel}"))
+    wanted = {"portable": [f"portable.{name}_kernel" for name in ("forward", "delta", "dkv", "dq")]}
+    wanted["hopper"] = ["hopper_forward.forward_kernel", "hopper_backward.backward_kernel", "portable.delta_kernel"]
     for name in wanted[kernel]:
         assert any(key.startswith(name) and "D=128" in key for key in compiled), (name, list(compiled))
     assert all(len(code) == 64 for codes in compiled.values() for code in codes)

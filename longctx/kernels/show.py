@@ -1,0 +1,83 @@
+"""What attention=flash runs here: implementation, launch configs, self-test, and the kernel lock that a run would get."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longctx.kernels import flash, launch, lock
+from longctx.kernels.selftest import SelfTestFailed
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to ask for."""
+
+    kernel: str = field(default="portable", metadata={"help": "portable | hopper; a CPU has one of its own"})
+    head_size: int = field(default=64, metadata={"help": "head size"})
+    seq_len: int = field(default=4096, metadata={"help": "tokens in a row"})
+    dtype: str = field(default="auto", metadata={"help": "auto: bf16 on a GPU, fp32 on a CPU | " + " | ".join(DTYPES)})
+
+
+def run(options: Options, command: str) -> None:
+    """Print it as JSON; ValueError for what cannot run here, and for kernels that fail their self-test."""
+    if options.kernel not in ("portable", "hopper"):
+        raise ValueError(f"kernel={options.kernel}: choose from portable, hopper")
+    if options.dtype not in ("auto", *DTYPES):
+        raise ValueError(f"dtype={options.dtype}: choose from auto, {', '.join(DTYPES)}")
+    if options.head_size not in flash.HEAD_SIZES:
+        raise ValueError(f"head_size={options.head_size}: from {flash.HEAD_SIZES[0]} to {flash.HEAD_SIZES[-1]}")
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    dtype = DTYPES[{"cuda": "bf16", "cpu": "fp32"}[device.type] if options.dtype == "auto" else options.dtype]
+    if options.kernel == "hopper" and device.type == "cpu":
+        raise ValueError("kernel=hopper needs a Hopper GPU, and there is no CUDA GPU here")
+    if options.kernel == "hopper" and not (flash.runs_hopper(device, options.head_size) and dtype.itemsize == 2):
+        raise ValueError(
+            "kernel=hopper needs a Hopper GPU, 16 bits and a head size of 64, 72 .. 128; use kernel=portable"
+        )
+    print(json.dumps(described(options, device, dtype), indent=1))
+
+
+def described(options: Options, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """The lock, with the launch configs and the seconds that self-test and first run took."""
+    implementation = flash.implementation(device, options.kernel)
+    like = torch.empty(0, 0, 0, options.head_size, dtype=dtype, device=device)
+    kernels = [name for names in launch.KERNELS.values() for name in names]
+    started, bucket = time.perf_counter(), 0
+    configs: dict[str, Any] = {}
+    if implementation.startswith("triton"):
+        bucket = max(launch.bucket(name, like, options.seq_len) for name in kernels)
+        configs = {name: launch.launch_config(name, like, options.seq_len)._asdict() for name in kernels}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> tuple[Tensor, Sequence[str]]:
+        last = torch.arange(q.shape[1], dtype=torch.int32)[None]
+        first = torch.searchsorted(ids, ids).int()
+        qlast = (torch.searchsorted(ids, ids, right=True) - 1).int()
+        intervals = (x.to(device) for x in (first, last, last, qlast))
+        out, _ = flash.flash_forward(q, k, v, *intervals, q.shape[3] ** -0.5, implementation)
+        return out, ("out", "dk", "dv") if implementation == "triton-hopper" else ("out", "dq", "dk", "dv")
+
+    try:
+        printed = lock.fingerprint(attend, device, dtype, options.head_size, 1, bucket)
+    except SelfTestFailed as error:
+        raise ValueError(str(error)) from error
+    sources = lock.sources(implementation)
+    return {
+        "backend": "flash",
+        "kernel": implementation,
+        "self_test": "passed" if implementation.startswith("triton") and device.type != "cpu" else "not needed",
+        "seconds": round(time.perf_counter() - started, 3),
+        "launch": configs,
+        "machine": lock.machine(device),
+        "fingerprint": printed,
+        "sources": sources,
+        "compiled": lock.compiled(sources),
+    }

@@ -1,0 +1,305 @@
+"""Measure launch configs on the GPU at hand and write the table of the best: `python -m longctx.kernels tune`.
+
+Candidates must compile, fit, pass the exact self-test, and then win against the config in use by GAIN, timed in turn with it.
+The portable kernels' candidates are tiles, warps and stages; a Hopper module's are its CANDIDATES (head size → configs like those of
+its CONFIGS) or, where it has none, its CONFIGS with each switch turned and each ring one stage shorter or longer. Training reads
+the table and never times anything; see launch.py for where it looks.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import json
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longctx.kernels import flash, launch, selftest
+from longctx.kernels.launch import Launch
+from longctx.kernels.timing import medians
+
+PORTABLE = {"forward": "forward", "dkv": "backward", "dq": "backward"}  # kernel → the part of flash that runs it
+HOPPER = {"hopper_forward": "forward", "hopper_backward": "backward"}  # module → the part
+GAIN = 1.02
+FINALISTS = 4
+HANGS = 180  # seconds after which a candidate is taken for one that never ends
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure."""
+
+    kernels: tuple[str, ...] = field(
+        default=("portable", "hopper"), metadata={"help": "portable | hopper, where it runs"}
+    )
+    head_sizes: tuple[int, ...] = field(
+        default=(64, 128), metadata={"help": "head sizes; a table serves up to the next power of two"}
+    )
+    lengths: tuple[int, ...] = field(
+        default=(4096, 16384),
+        metadata={"help": "tokens in a row; a config serves from halfway (geometrically) to the length before"},
+    )
+    dtype: str = field(default="bf16", metadata={"help": "bf16 | fp16; the table serves both"})
+    channels: int = field(default=2048, metadata={"help": "query heads × head size"})
+    row_tokens: int = field(default=16384, metadata={"help": "batch × length, up to that length"})
+    out: str = field(default="", metadata={"help": "the table; empty: where training looks, see launch.py"})
+
+
+def run(options: Options, command: str) -> None:
+    """Measure and write; ValueError, one line, where there is no GPU or a value makes no sense."""
+    for name, values, known in (
+        ("kernels", options.kernels, ("portable", "hopper")),
+        ("dtype", (options.dtype,), ("bf16", "fp16")),
+    ):
+        if unknown := [x for x in values if x not in known]:
+            raise ValueError(f"{name}={unknown[0]}: choose from {', '.join(known)}")
+    if wrong := [d for d in options.head_sizes if d not in flash.HEAD_SIZES]:
+        raise ValueError(f"head_sizes={wrong[0]}: from {flash.HEAD_SIZES[0]} to {flash.HEAD_SIZES[-1]}")
+    out = Path(options.out) if options.out else launch.measured_file()
+    if out is None:
+        raise ValueError(
+            "out=: LONGCTX_LAUNCH is set and empty, so training looks nowhere; name a file, such as out=launch.json"
+        )
+    if not torch.cuda.is_available():
+        raise ValueError("tune measures GPU kernels and there is no CUDA GPU here")
+    device = torch.device("cuda", torch.cuda.current_device())
+    before, looked_up = read(out), out == launch.measured_file()
+    if looked_up and not out.exists():
+        os.environ["LONGCTX_LAUNCH"] = ""  # a file that this run is to make has nothing to say yet
+    found: dict[str, Any] = {}
+    for head_dim, length in itertools.product(options.head_sizes, sorted(options.lengths)):
+        tensors = inputs(options, head_dim, length, device)
+        if "portable" in options.kernels:
+            for kernel in PORTABLE:
+                best = best_portable(kernel, tensors)
+                add(found, kernel, head_dim, length, sorted(options.lengths), list(best))
+        if "hopper" in options.kernels and flash.runs_hopper(device, head_dim) and length == max(options.lengths):
+            for kernel in HOPPER:
+                if (chosen := best_hopper(kernel, tensors)) is not None:
+                    found.setdefault(kernel, {})[str(max(64, int(_padded(head_dim))))] = {"0": list(chosen)}
+    gpu = torch.cuda.get_device_name(device)
+    from longctx.kernels.lock import machine
+
+    about = {"date": date.today().isoformat(), "command": command} | machine(device)
+    write(out, before, gpu, found, about)
+    print(f"wrote {out}; training on this GPU uses it" + ("" if looked_up else f" with LONGCTX_LAUNCH={out}"))
+
+
+def inputs(options: Options, head_dim: int, length: int, device: torch.device) -> dict[str, Any]:
+    """Arguments of `flash.run_forward` and `run_backward` for causal rows of `length` tokens, by name."""
+    B, H = max(1, options.row_tokens // length), max(1, options.channels // head_dim)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype]
+    q, k, v, do = (torch.randn(B, length, H, head_dim, device=device, dtype=dtype) for _ in range(4))
+    i = torch.arange(length, dtype=torch.int32, device=device)[None]
+    intervals = {"first": torch.zeros_like(i), "last": i, "qfirst": i, "qlast": torch.full_like(i, length - 1)}
+    found = {"q": q, "k": k, "v": v, "do": do, **intervals}
+    found["out"], found["lse"] = flash.run_forward("triton-portable", q, k, v, intervals["first"], i, head_dim**-0.5)
+    return found
+
+
+def call(part: str, implementation: str, x: dict[str, Any]) -> Callable[[], Any]:
+    """The forward or backward of `implementation` on what `inputs` made."""
+    scale = x["q"].shape[3] ** -0.5
+    names: tuple[str, ...] = ("q", "k", "v", "first", "last")
+    kernel: Callable[..., Any] = functools.partial(flash.run_forward, implementation)
+    if part == "backward":
+        names = ("q", "k", "v", "out", "lse", "first", "last", "qfirst", "qlast")
+        kernel = functools.partial(flash.run_backward, implementation, x["do"], None)
+    return functools.partial(kernel, *(x[name] for name in names), scale)
+
+
+def best_portable(kernel: str, x: dict[str, Any]) -> Launch:
+    """The fastest config of a portable kernel, the one in use where no other is faster by GAIN."""
+    q = x["q"]
+    now = launch.launch_config(kernel, q, q.shape[1])
+    part = PORTABLE[kernel]
+
+    @contextmanager
+    def using(config: Launch) -> Iterator[None]:
+        launch.on_trial[kernel] = config
+        try:
+            yield
+        finally:
+            del launch.on_trial[kernel]
+
+    return race(
+        f"{kernel}, head size {q.shape[3]}, {q.shape[1]:,} tokens",
+        portable_candidates(kernel),
+        now,
+        using,
+        part,
+        "triton-portable",
+        x,
+    )
+
+
+def portable_candidates(kernel: str) -> list[Launch]:
+    """Tiles that tile, with as many warps as their products can feed."""
+    found = []
+    for BM, BN, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3)):
+        own = BN if kernel == "dkv" else BM  # rows of the accumulators
+        if own // warps >= 8 and not (BM * BN >= 128 * 128 and warps == 4):
+            found.append(Launch(BM, BN, warps, stages))
+    return found
+
+
+def best_hopper(kernel: str, x: dict[str, Any]) -> Any:
+    """The fastest config of a Hopper module for the head size of x; None where it has nothing to choose."""
+    module = importlib.import_module(f"longctx.kernels.{kernel}")
+    size = max(64, int(_padded(x["q"].shape[3])))
+    configs: dict[int, Any] = getattr(module, "CONFIGS", {})
+    part = HOPPER[kernel]
+    implementation = "triton-hopper" if part == "forward" else flash.of_backward("triton-hopper", x["q"].shape[3])
+    if size not in configs or implementation != "triton-hopper":
+        print(f"{kernel}, head size {x['q'].shape[3]}: nothing to choose")
+        return None
+    launch.configure(module, kernel, x["q"].device)
+    now = configs[size]
+    others = getattr(module, "CANDIDATES", {}).get(size) or list(variations(now))
+
+    @contextmanager
+    def using(config: Any) -> Iterator[None]:
+        kept = configs[size]
+        configs[size] = config
+        try:
+            yield
+        finally:
+            configs[size] = kept
+
+    return race(
+        f"{kernel}, head size {x['q'].shape[3]}, {x['q'].shape[1]:,} tokens",
+        others,
+        now,
+        using,
+        part,
+        implementation,
+        x,
+    )
+
+
+def variations(config: Any) -> Iterator[Any]:
+    """A named tuple with its switches in all positions and its stages one fewer, as they are, and one more."""
+    fields = config._asdict()
+    switches = [name for name, value in fields.items() if isinstance(value, bool)]
+    rings = [name for name in fields if "stages" in name]
+    for turned in itertools.product((False, True), repeat=len(switches)):
+        for change in itertools.product((-1, 0, 1), repeat=len(rings)):
+            sizes = {name: fields[name] + more for name, more in zip(rings, change, strict=True)}
+            if all(n >= 2 for n in sizes.values()):
+                yield config._replace(**dict(zip(switches, turned, strict=True)), **sizes)
+
+
+def race(
+    title: str,
+    candidates: Iterable[Any],
+    now: Any,
+    using: Callable[[Any], Any],
+    part: str,
+    implementation: str,
+    x: dict[str, Any],
+) -> Any:
+    """The fastest of `candidates` and `now`, which stays where none beats it by GAIN; says what it finds."""
+    timed: dict[Any, float] = {}
+    tried = [now, *(config for config in dict.fromkeys(candidates) if config != now)]
+    for config in tried:
+        with using(config), watched(f"{title}: {config}"):
+            problem = refuses(part, implementation, x["q"])
+            if problem is None:
+                timed[config] = medians({config: call(part, implementation, x)}, 5, 0.2)[config]
+            elif config == now:
+                raise ValueError(f"{title}: {config}, which is in use, cannot be measured: {problem}")
+    finalists = sorted(timed, key=timed.__getitem__)[:FINALISTS]
+
+    def within(config: Any) -> Callable[[], None]:
+        def one() -> None:
+            with using(config):
+                call(part, implementation, x)()
+
+        return one
+
+    final = medians({config: within(config) for config in dict.fromkeys([now, *finalists])}, 40, 3.0)
+    best = min(final, key=final.__getitem__)
+    chosen = best if final[best] * GAIN <= final[now] else now
+    gain = f"{final[now] / final[chosen]:.2f}× as fast as {describe(now)}" if chosen != now else "no other is faster"
+    print(
+        f"{title}: {describe(chosen)}, {final[chosen]:.3f} ms for the {part}, {gain} ({len(timed)} of {len(tried)} run)"
+    )
+    return chosen
+
+
+def refuses(part: str, implementation: str, q: Tensor) -> str | None:
+    """Why the config on trial is out of the question: it does not compile or fit, or is wrong."""
+    kernel = functools.partial(flash.run_forward if part == "forward" else flash.run_backward, implementation)
+    try:
+        return selftest.check(part, kernel, q.device, q.dtype, q.shape[3], copies=8)
+    except Exception as error:  # Triton has many for what does not fit
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+@contextmanager
+def watched(what: str) -> Iterator[None]:
+    """End the process where a kernel never ends: there is no other way to stop one."""
+
+    def stop() -> None:
+        print(f"error: {what} does not end; nothing is written", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(HANGS, stop)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def describe(config: Any) -> str:
+    """A named tuple in the words of its fields."""
+    return " ".join(f"{name}={value}" for name, value in config._asdict().items())
+
+
+def add(found: dict[str, Any], kernel: str, head_dim: int, length: int, lengths: list[int], config: list[int]) -> None:
+    """Enter a config into a table: it serves from halfway to the length below, the shortest from 0."""
+    rows = found.setdefault(kernel, {}).setdefault(_padded(head_dim), {})
+    below = lengths.index(length)
+    start = 0 if not rows else round(math.sqrt(lengths[below - 1] * length))
+    if not rows or list(rows.values())[-1] != config:
+        rows[str(start)] = config
+
+
+def _padded(head_dim: int) -> str:
+    return str(max(16, 1 << (head_dim - 1).bit_length()))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The tables of a file, by GPU; ValueError where it is something else."""
+    try:
+        found = json.loads(path.read_text()) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"out={path}: cannot be read as JSON ({error}); choose another file") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"out={path}: not a table of launch configs; choose another file")
+    return found
+
+
+def write(path: Path, before: dict[str, Any], gpu: str, found: dict[str, Any], about: dict[str, str]) -> None:
+    """Put what was found for `gpu` into the file, whole or not at all; other GPUs, kernels and head sizes in it stay."""
+    table = {kernel: dict(sizes) for kernel, sizes in before.get(gpu, {}).items() if kernel != "measured"}
+    for kernel, sizes in found.items():
+        table[kernel] = table.get(kernel, {}) | sizes
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(before | {gpu: {"measured": about} | table}, indent=1) + "\n")
+    os.replace(temporary, path)

@@ -1,0 +1,216 @@
+"""Tuning: who may win, what is written, and that training reads it; measured itself on a GPU only."""
+
+import json
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from longctx.kernels import launch, tune
+from longctx.kernels.launch import Launch, launch_config, measured, measured_file
+from longctx.kernels.words import main
+
+CPU = torch.device("cpu")
+
+
+class Config(NamedTuple):
+    BN: int
+    stages: int
+    turns: bool
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """A CPU tensor that the table of launch configs takes for one of the GPU "Test", and the file of measured tables."""
+    path = tmp_path / "deep" / "launch.json"
+    monkeypatch.setenv("LONGCTX_LAUNCH", str(path))
+    for function in (measured, launch.configure):
+        function.cache_clear()
+
+    class Like(NamedTuple):
+        shape: tuple = (1, 100, 2, 64)
+        device: torch.device = CPU
+        is_cuda: bool = True
+
+        def element_size(self):
+            return 2
+
+    monkeypatch.setattr(launch, "_name", lambda _: "Test")
+    yield Like(), path
+    for function in (measured, launch.configure):
+        function.cache_clear()
+
+
+def race(times, wrong=(), now="now"):
+    """`tune.race` among configs named as in `times`, milliseconds; those in `wrong` fail the self-test."""
+    on_trial = []
+
+    class Named(NamedTuple):
+        name: str
+
+    @contextmanager
+    def using(config):
+        on_trial.append(config.name)
+        yield
+        on_trial.pop()
+
+    def medians(calls, *_):
+        return {config: times[config.name] for config in calls}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tune, "medians", medians)
+        patch.setattr(tune, "call", lambda *_: lambda: None)
+        patch.setattr(tune, "refuses", lambda *_: "wrong" if on_trial[-1] in wrong else None)
+        x = {"q": torch.zeros(1, 8, 1, 16)}
+        return tune.race("t", map(Named, times), Named(now), using, "forward", "torch-tiled", x).name
+
+
+def test_the_fastest_right_config_wins_and_by_enough():
+    assert race({"now": 1.0, "a": 0.9, "b": 0.8}) == "b"
+    assert race({"now": 1.0, "a": 0.9, "b": 0.8}, wrong=("b",)) == "a"
+    assert race({"now": 1.0, "a": 0.99}) == "now", "noise does not change a table"
+    assert race({"now": 1.0, "a": 2.0}) == "now"
+    with pytest.raises(ValueError, match="in use, cannot be measured: wrong"):
+        race({"now": 1.0, "a": 2.0}, wrong=("now",))
+
+
+@pytest.mark.parametrize("kernel", list(tune.PORTABLE))
+def test_candidates_are_tiles(kernel):
+    candidates = tune.portable_candidates(kernel)
+    assert 10 < len(candidates) < 30
+    assert all(launch._makes_sense(kernel, list(config)) for config in candidates)
+
+
+def test_variations_of_a_hopper_config():
+    found = set(tune.variations(Config(128, 2, True)))
+    assert found == {Config(128, n, turns) for n in (2, 3) for turns in (True, False)}
+
+
+def test_trial_lasts_while_it_is_tried(monkeypatch):
+    q = torch.zeros(1, 8, 1, 16)
+    tried = []
+
+    def race(title, candidates, now, using, *_):
+        with using(Launch(16, 32, 4, 1)):
+            tried.append(launch_config("dkv", q, 8))
+        tried.append(launch_config("dkv", q, 8))
+        assert now == tried[1]
+        return now
+
+    monkeypatch.setattr(tune, "race", race)
+    tune.best_portable("dkv", {"q": q})
+    assert tried[0] == Launch(16, 32, 4, 1) != tried[1]
+
+
+def test_training_reads_what_was_written(gpu):
+    q, path = gpu
+    found = {}
+    for length, config in ((1024, [64, 32, 4, 3]), (4096, [64, 32, 4, 3]), (16384, [128, 32, 8, 2])):
+        tune.add(found, "forward", 50, length, [1024, 4096, 16384], config)
+    assert found == {"forward": {"64": {"0": [64, 32, 4, 3], "8192": [128, 32, 8, 2]}}}
+    before = {"Other": {"dq": {}}, "Test": {"measured": {}, "dq": {"64": {"0": [64, 32, 4, 1]}}}}
+    tune.write(path, before, "Test", found, {"date": "2026-01-01"})
+    assert tune.read(path)["Other"] == {"dq": {}}
+    assert tune.read(path)["Test"]["measured"] == {"date": "2026-01-01"}
+    measured.cache_clear()
+    assert launch_config("forward", q, 5000) == Launch(64, 32, 4, 3)
+    assert launch_config("forward", q, 8192) == Launch(128, 32, 8, 2)
+    assert launch.bucket("forward", q, 9000) == 8192
+    assert launch_config("dq", q, 5000) == Launch(64, 32, 4, 1)
+    assert launch_config("dkv", q, 5000) == launch.table_entry("any", "dkv", 64, 5000)
+    assert launch_config("forward", torch.zeros(1, 8, 1, 64), 100) == launch.table_entry("any-fp32", "forward", 64, 100)
+
+
+@pytest.mark.parametrize("row", [[100, 64, 4, 3], [256, 64, 4, 3], [64, 64, 5, 3], [64, 64, 4], "x", [64, 64, 4, 0]])
+def test_a_table_that_makes_no_sense_is_refused(gpu, row):
+    q, path = gpu
+    path.parent.mkdir()
+    path.write_text(json.dumps({"Test": {"forward": {"64": {"0": row}}}}))
+    with pytest.raises(ValueError, match=r"launch.json: not a table of launch configs .* run tune again"):
+        launch_config("forward", q, 100)
+
+
+def test_where_tables_are_looked_up(monkeypatch, tmp_path, gpu):
+    q, path = gpu
+    monkeypatch.setenv("LONGCTX_LAUNCH", "")
+    assert measured_file() is None
+    assert measured("Test") == {}
+    monkeypatch.delenv("LONGCTX_LAUNCH")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert measured_file() == tmp_path / "longctx" / "launch.json"
+    measured.cache_clear()
+    assert measured("Test") == {}, "that one need not be there"
+    measured.cache_clear()
+    monkeypatch.setenv("LONGCTX_LAUNCH", str(path))
+    with pytest.raises(ValueError, match="no such file"):
+        launch_config("forward", q, 100)
+
+
+def test_a_hopper_module_gets_its_config_once(gpu):
+    _, path = gpu
+    module = type(launch)("module")
+    module.CONFIGS = {64: Config(128, 2, True), 128: Config(64, 2, True)}
+    tune.write(path, {}, "Test", {"hopper_forward": {"64": {"0": [128, 3, False]}}}, {})
+    launch.configure(module, "hopper_forward", CPU)
+    assert module.CONFIGS == {64: Config(128, 3, False), 128: Config(64, 2, True)}
+    tune.write(path, {}, "Test", {"hopper_forward": {"64": {"0": [1, 2, 3, 4, 5]}}}, {})
+    measured.cache_clear()
+    launch.configure.cache_clear()
+    with pytest.raises(ValueError, match="another version of longctx; run tune again"):
+        launch.configure(module, "hopper_forward", CPU)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["tune", "kernels=fast"], "kernels=fast: choose from portable, hopper"),
+        (["tune", "head_sizes=8"], "head_sizes=8: from 16 to 256"),
+        (["tune", "dtype=fp32"], "dtype=fp32: choose from bf16, fp16"),
+        (["tune", "length=4"], "length is not a key; did you mean lengths?"),
+        (["show", "kernel=auto"], "kernel=auto: choose from portable, hopper"),
+        (["show", "dtype=fp8"], "dtype=fp8: choose from auto, bf16"),
+        (["lock"], "lock is not a command; choose show or tune"),
+        *([] if torch.cuda.is_available() else [(["tune"], "no CUDA GPU"), (["show", "kernel=hopper"], "no CUDA GPU")]),
+    ],
+)
+def test_mistakes_are_one_line(argv, message, capsys):
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_show_is_json(capsys):
+    assert main(["show", "head_size=32"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["kernel"] in ("torch-tiled", "triton-portable")
+    assert len(found["fingerprint"]["dq"]) == 64
+
+
+def test_help_names_every_key(capsys):
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"{name}=" in said for name in ("kernel", "head_size", "kernels", "head_sizes", "lengths", "out"))
+
+
+@pytest.mark.gpu
+def test_tune_on_a_gpu(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "launch.json"
+    few = {name: tune.portable_candidates(name)[:2] for name in tune.PORTABLE}
+    monkeypatch.setattr(tune, "portable_candidates", few.__getitem__)
+    monkeypatch.setenv("LONGCTX_LAUNCH", str(out))
+    out.write_text("{}")
+    for function in (measured, launch.configure):
+        function.cache_clear()
+    assert main(["tune", "head_sizes=64", "lengths=1024", f"out={out}"]) == 0
+    found = json.loads(out.read_text())[torch.cuda.get_device_name()]
+    assert found["measured"].keys() >= {"date", "torch", "triton", "ptxas", "driver", "device"}
+    assert {"forward", "dkv", "dq"} <= found.keys()
+    assert (torch.cuda.get_device_capability()[0] == 9) == ("hopper_forward" in found)
+    measured.cache_clear()
+    q = torch.zeros(1, 8, 1, 64, device="cuda", dtype=torch.bfloat16)
+    assert list(launch_config("forward", q, 1024)) == found["forward"]["64"]["0"]
+    for function in (measured, launch.configure):
+        function.cache_clear()
