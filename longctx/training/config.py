@@ -138,6 +138,11 @@ class TrainConfig:
             raise ValueError(f"runs={self.runs!r}: the path of a folder")
         self.model.validate()
         self.memory.validate()
+        if self.memory.optimizer == "bf16" and self.betas[1] > 0.98:
+            raise ValueError(
+                f"memory.optimizer=bf16 with betas[1]={self.betas[1]}: a change of less than 1/256 is lost in 16 bits and "
+                "the average stands still; use betas[1] up to 0.98, or memory.optimizer=fp32 or host"
+            )
         self.rope.validate()
         if self.rope.type != "keep" and self.init is None:
             raise ValueError(f"rope={self.rope.type}: stretches trained weights, and init= names none; leave rope out")
