@@ -11,7 +11,7 @@ MAY_IMPORT = {
     "attention": {"kernels"},
     "model": {"attention", "kernels"},
     "data": set(),
-    "training": {"model", "attention", "kernels", "data"},
+    "training": {"model", "attention", "kernels", "data", "evaluation"},  # it validates with it
     "evaluation": {"model", "attention", "kernels", "data"},
     "report": set(),
     "bench": {"model", "attention", "kernels", "data", "training", "evaluation", "config", "options"},
