@@ -21,7 +21,8 @@ ONLY_IN = {
     "lightning": ("longctx/training/",),
     "datasets": ("longctx/data/",),
     "tokenizers": ("longctx/data/",),
-    "wandb": ("longctx/training/tracking.py",),
+    "wandb": ("longctx/training/tracking.py", "longctx/report/dashboard.py"),
+    "wandb_workspaces": ("longctx/report/dashboard.py",),
     "hydra": ("longctx/config.py", "train.py", "eval.py"),
     "omegaconf": ("longctx/config.py",),
 }
