@@ -71,6 +71,9 @@ def evaluate(asked: EvalConfig, other_data: bool, words: list[str]) -> None:
         print(f"seq_len={context:,} is longer than the {subject.seq_len:,} tokens per row that {by}")
     if precision == "bf16":
         round_matrices(model, dtype)
+    if asked.passkey.enabled:
+        probe(asked, subject, other_data, context, dtype if precision == "bf16" else None)
+        return
 
     started = time.perf_counter()
     with processes.others(__file__, words, 1 if part else asked.devices) as others:
@@ -126,6 +129,43 @@ def to_wandb(asked: EvalConfig, subject: Subject, found: dict[str, Any], picture
         print(f"wandb is off: {' '.join(str(error).split())}", file=sys.stderr)
 
 
+def probe(asked: EvalConfig, subject: Subject, other_data: bool, context: int, dtype: "torch.dtype | None") -> None:
+    """Hide facts in documents, ask for them, print the tables, write JSON and picture."""
+    from longctx.attention import kernels_run
+    from longctx.evaluation import documents, heatmap, report
+    from longctx.evaluation.passkey import DEPTHS, filler_of, recall
+
+    lengths, tokenizer = asked.passkey.lengths or doubling(context) or [context], subject.tokenizer
+    own = subject.run is not None and not other_data
+    found = documents_of(subject, asked, other_data, 0) if own else documents.of_source(asked.data, tokenizer)
+    started = time.perf_counter()
+    cells = recall(
+        subject.model,
+        tokenizer,
+        filler_of(found, tokenizer, 4 * max(lengths)),
+        lengths,
+        asked.passkey.depths or DEPTHS,
+        asked.passkey.samples,
+        asked.passkey.kinds,
+        dtype,
+    )
+    about = {
+        "checkpoint": str(subject.file),
+        "filler": f"{asked.split} split of the run's data" if own else asdict(asked.data),
+        "trained_seq_len": subject.seq_len,
+        "attention": asked.attention.backend,
+        "kernel": kernels_run()[asked.attention.backend],
+        "seconds": round(time.perf_counter() - started, 3),
+    }
+    name = subject.file.stem if subject.run else subject.file.name
+    path = subject.folder / "eval" / f"passkey-{name}-{max(lengths)}-{asked.attention.backend}.json"
+    content = heatmap.content(cells, about)
+    heatmap.show(cells)
+    report.write(content, path)
+    heatmap.draw(content, path.with_suffix(".png"))
+    print(path)
+
+
 def placed(asked: EvalConfig, number: int) -> "torch.device":
     """The device of process `number`, chosen and its share of the cores taken; ValueError where there is none."""
     import torch
@@ -169,7 +209,7 @@ def opened(asked: EvalConfig, device: "torch.device", other_data: bool) -> Subje
 
     given = Path(asked.checkpoint or "")
     if huggingface.is_folder(given):
-        if not other_data:
+        if not other_data and not asked.passkey.enabled:
             raise ValueError(
                 f"checkpoint={given}: a Hugging Face folder has no documents of its own; add data=text data.path=..."
             )

@@ -245,6 +245,8 @@ def _checked_word(script: str, word: str) -> str:
         for name in value.split(","):
             if name.strip() not in names:
                 raise ValueError(f"{bare}={name}: not one of {', '.join(sorted(names))}{_closest(name, names)}")
+    elif f"{bare}.enabled" in keys and value.lower() in ("true", "false"):
+        return f"{bare}.enabled={value}"
     elif any(other.startswith(bare + ".") for other in keys):
         inner = next(key for key in keys if key.startswith(bare + "."))
         raise ValueError(f"{word}: {bare} has keys of its own, such as {inner}")

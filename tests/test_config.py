@@ -10,6 +10,7 @@ import yaml
 
 from longctx import config
 from longctx.data.config import DataConfig
+from longctx.evaluation.config import PasskeyConfig
 from longctx.model.extension import RopeConfig
 from longctx.model.memory import MemoryConfig
 from longctx.training import runs
@@ -25,7 +26,8 @@ def compose(*words: str, gpu: bool = False) -> config.Composed:
 
 @pytest.mark.parametrize(("group", "name"), PRESETS)
 def test_every_preset_composes(group: str, name: str) -> None:
-    path = ["data.path=somewhere"] if group == "data" and name != "embedded" else []
+    path = ["data.path=somewhere"] if name in ("text", "hub") else []
+    path += ["data.mix.code.source=embedded"] if name == "mix" else []
     path += ["init=somewhere"] if group == "rope" else []
     path += ["rope.theta=5000000"] if name == "abf" else []
     composed = compose(f"{group}={name}", *path)
@@ -36,6 +38,7 @@ def test_every_preset_composes(group: str, name: str) -> None:
 @pytest.mark.parametrize(("group", "name"), [preset for preset in PRESETS if preset[0] in ("attention", "data")])
 def test_every_preset_composes_for_evaluation(group: str, name: str) -> None:
     path = ["data.path=somewhere"] if name in ("text", "hub") else []
+    path += ["data.mix.code.source=embedded"] if name == "mix" else []
     words = config.read_words("eval", ["checkpoint=runs/x", f"{group}={name}", *path]).overrides
     assert config.compose("eval", words).choices[group] == name
 
@@ -110,6 +113,12 @@ def test_model_auto_follows_the_device_and_keeps_what_was_said_about_it() -> Non
         ("=3", "=3: not of the form key=value"),
         ("resume=", "resume= names no run"),
         ("rope=yarn", "rope=yarn: stretches trained weights, and init= names none"),
+        ("passkey=yes", "passkey has keys of its own, such as passkey.enabled"),
+        ("passkey.depths=[2]", "passkey.depths=[2.0]: shares from 0 to 1"),
+        ("passkey.lengths=[64]", "passkey.lengths=[64]: lengths from 128 tokens up"),
+        ("passkey.kinds=[thread]", "passkey.kinds=['thread']: of passkey, needle"),
+        ("passkey.samples=0", "passkey.samples=0: a number from 1 up"),
+        ("data=mix", "data.mix is not set"),
         ("rope=yern", "did you mean yarn?"),
         ("rope.theta=5e6", "rope.theta goes with rope=abf"),
         ("rope.factor=2", "rope.factor=2.0: not used by rope=keep"),
@@ -220,9 +229,11 @@ def test_help_lists_every_key_and_preset() -> None:
     assert all(len(line) <= 120 for line in text.splitlines())
 
 
-@pytest.mark.parametrize("schema", [TrainConfig, StrategyConfig, WandbConfig, DataConfig, MemoryConfig, RopeConfig])
+@pytest.mark.parametrize(
+    "schema", [TrainConfig, StrategyConfig, WandbConfig, DataConfig, MemoryConfig, RopeConfig, PasskeyConfig]
+)
 def test_every_key_has_a_meaning(schema: type) -> None:
-    nested = {"attention", "model", "data", "strategy", "wandb", "kernel", "memory", "rope"}
+    nested = {"attention", "model", "data", "strategy", "wandb", "kernel", "memory", "rope", "passkey"}
     said = config._comments(schema)
     assert {item.name for item in dataclasses.fields(schema)} - said.keys() - nested == set()
 

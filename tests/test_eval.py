@@ -18,6 +18,7 @@ from longctx.attention.config import AttentionConfig
 from longctx.data import DataConfig, load
 from longctx.data.tokenizer import train
 from longctx.model import GPT, GPTConfig
+from longctx.model.__main__ import main as export
 from longctx.training import checkpoints, runs
 from longctx.training.config import TrainConfig
 
@@ -211,3 +212,26 @@ def test_the_script_runs_from_any_folder(run: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "perplexity" in done.stdout
     assert not done.stderr
+
+
+def test_passkeys_of_a_run_and_of_its_export(
+    script: ModuleType, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["passkey=true", "passkey.samples=2", "passkey.depths=[0,0.5,1]", "device=cpu"]
+    assert script.main([f"checkpoint={run}", *words, "passkey.lengths=[600,500]"]) == 0
+    [file] = (run / "eval").glob("passkey-*.json")
+    assert file.name == "passkey-step-00000003-600-flash.json"
+    assert file.with_suffix(".png").exists()
+    found = json.loads(file.read_text())
+    assert found["filler"] == "val split of the run's data"
+    assert found["kinds"]["needle"]["lengths"] == [500, 600]
+    assert "passkey: right answers, by depth and tokens" in capsys.readouterr().out
+
+    assert export(["export", str(run), str(tmp_path / "out")]) == 0
+    said = ["passkey.lengths=[600]", "data=text", f"data.path={SCRIPT.parent / 'README.md'}"]
+    assert script.main([f"checkpoint={tmp_path / 'out'}", *words, *said]) == 0
+    assert (tmp_path / "out" / "eval" / "passkey-out-600-flash.json").exists()
+    assert script.main([f"checkpoint={run}", *words, "passkey.lengths=[128000]"]) == 2
+    assert "too few to fill 128,000" in capsys.readouterr().err
+    assert script.main([f"checkpoint={run}", *words, "devices=2"]) == 2
+    assert "passkey=true runs on one device" in capsys.readouterr().err

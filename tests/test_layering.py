@@ -11,7 +11,7 @@ MAY_IMPORT = {
     "attention": {"kernels"},
     "model": {"attention", "kernels"},
     "data": set(),
-    "training": {"model", "attention", "kernels", "data"},
+    "training": {"model", "attention", "kernels", "data", "evaluation"},  # it validates with it
     "evaluation": {"model", "attention", "kernels", "data"},
     "report": set(),
     "bench": {"model", "attention", "kernels", "data", "training", "evaluation", "config", "options"},
@@ -21,7 +21,8 @@ ONLY_IN = {
     "lightning": ("longctx/training/",),
     "datasets": ("longctx/data/",),
     "tokenizers": ("longctx/data/",),
-    "wandb": ("longctx/training/tracking.py",),
+    "wandb": ("longctx/training/tracking.py", "longctx/report/dashboard.py"),
+    "wandb_workspaces": ("longctx/report/dashboard.py",),
     "hydra": ("longctx/config.py", "train.py", "eval.py"),
     "omegaconf": ("longctx/config.py",),
 }

@@ -21,6 +21,7 @@ BENCHMARKS = {
     "attention": "forward and backward of every backend, in TFLOP/s and as ratios",
     "traffic": "bytes that attention moves through HBM, in closed form and as the hardware counts them",
     "step": "where a training step's time goes, and what flash can gain at each length",
+    "extension": "a small GPT pretrained at a short length, extended with YaRN, and what it finds before and after",
 }
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from longctx.data.corpora import read_documents as read_documents
     from longctx.data.dataset import Data as Data
     from longctx.data.dataset import load as load
+    from longctx.data.mix import Mixture as Mixture
     from longctx.data.sampler import SampleStream as SampleStream
     from longctx.data.tokenizer import Tokenizer as Tokenizer
 
@@ -23,6 +24,7 @@ _HOME = {
     "read_documents": "corpora",
     "Data": "dataset",
     "load": "dataset",
+    "Mixture": "mix",
     "SampleStream": "sampler",
     "Tokenizer": "tokenizer",
 }

@@ -6,20 +6,21 @@ No import of torch, datasets or tokenizers here: the command line reads this fil
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-SOURCES = ("embedded", "text", "hub")
+SOURCES = ("embedded", "text", "hub", "needles", "mix")
+OF_ALL = ("mix", "tokenizer", "vocab_size", "cache")  # keys that a mix has once, not for each source
 
 
 @dataclass
 class DataConfig:
     """Everything that decides the documents and their tokens; the row length is given to `load`."""
 
-    source: str = "embedded"  # embedded | text | hub
-    path: Any = None  # text: file, folder, glob, or a list [a,b]; hub: OWNER/NAME, or a builder such as json
+    source: str = "embedded"  # embedded | text | hub | needles | mix
+    path: Any = None  # text, and what needles lie in: file, folder, glob, list [a,b]; hub: OWNER/NAME, or a builder
     text_column: str = "text"  # field of .jsonl and .parquet files and of hub data sets
     errors: str = "strict"  # text: bytes that are not UTF-8 stop it (strict) or are replaced (replace)
     name: str | None = None  # hub: configuration of a data set that has several
@@ -27,6 +28,8 @@ class DataConfig:
     files: Any = None  # hub: the files to read, with a builder: data.path=json data.files=a.jsonl
     revision: str | None = None  # hub: commit, tag or branch; null: the newest
     documents: int | None = None  # read the first so many documents; null: all
+    length: int = 8192  # needles: characters of a document
+    mix: dict[str, Any] = field(default_factory=dict)  # mix: data.mix.NAME.KEY=..., any key of data, and weight
     tokenizer: str | None = None  # tokenizer.json or Hugging Face folder; null: a BPE trained on the documents
     vocab_size: int = 16384  # of the tokenizer trained here
     val_fraction: float = 0.02  # share of documents that validate, chosen by their hash; 0: none
@@ -36,13 +39,15 @@ class DataConfig:
         """Raise ValueError naming the first key that cannot be right, before anything is read."""
         if self.source not in SOURCES:
             raise ValueError(f"data.source={self.source}: not a source; use one of {', '.join(SOURCES)}")
-        if self.source != "embedded" and not self.paths():
+        if self.source in ("text", "hub") and not self.paths():
             what = "a file, folder or glob" if self.source == "text" else "a data set's name"
             raise ValueError(f"data.path is not set: data={self.source} needs {what}, data.path=...")
-        if self.source == "embedded" and self.paths():
+        if self.source in ("embedded", "mix") and self.paths():
             raise ValueError(
-                f"data.path={self.path}: the embedded documents have no path; add data=text to read your own"
+                f"data.path={self.path}: data={self.source} has no path; add data=text to read your own documents"
             )
+        if self.mix or self.source == "mix":
+            self.sources()
         if self.source != "hub" and self.data_files():
             raise ValueError(f"data.files={self.files}: only data=hub has files; data={self.source} reads data.path")
         if self.source == "hub" and len(self.paths()) != 1:
@@ -53,8 +58,44 @@ class DataConfig:
             raise ValueError(f"data.documents={self.documents}: use a number of documents from 1 up, or null for all")
         if not 0 <= self.val_fraction < 1:
             raise ValueError(f"data.val_fraction={self.val_fraction}: use a share from 0 (no validation) to below 1")
+        if not 256 <= self.length <= 2**30:
+            raise ValueError(f"data.length={self.length}: use a number of characters from 256 up")
         if self.tokenizer is None and self.vocab_size < 257:
             raise ValueError(f"data.vocab_size={self.vocab_size}: a byte-level vocabulary has at least 257 tokens")
+
+    def sources(self) -> dict[str, tuple[float, DataConfig]]:
+        """Name → weight and configuration of each source of a mix, checked; what a source does not say, the mix says."""
+        if self.source != "mix":
+            raise ValueError(f"data.mix={self.mix}: data={self.source} is one source; say data=mix")
+        if not self.mix:
+            raise ValueError(
+                "data.mix is not set: give sources, such as data.mix.long.source=text data.mix.long.path=docs/"
+            )
+        allowed = {item.name for item in fields(DataConfig)} - set(OF_ALL)
+        found = {}
+        for name, keys in self.mix.items():
+            if not isinstance(keys, Mapping):
+                raise ValueError(f"data.mix.{name}={keys}: give its keys, such as data.mix.{name}.path=docs/")
+            for key in keys:
+                if key not in allowed and key != "weight":
+                    raise ValueError(
+                        f"data.mix.{name}.{key}: not a key of a source; there are weight, {', '.join(sorted(allowed))}"
+                    )
+            weight = keys.get("weight", 1.0)
+            if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight < float("inf"):
+                raise ValueError(f"data.mix.{name}.weight={weight}: a number above 0")
+            said = {"source": "text" if keys.get("path") else "embedded"} | {
+                k: v for k, v in keys.items() if k != "weight"
+            }
+            one = replace(self, mix={}, **said)
+            try:
+                if one.source == "mix":
+                    raise ValueError("data.source=mix: a source of a mix is no mix")
+                one.validate()
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"data.mix.{name}: {error}") from error
+            found[name] = float(weight), one
+        return found
 
     def paths(self) -> list[str]:
         """`path` as a list of strings, whichever way it was written."""

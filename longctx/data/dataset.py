@@ -23,6 +23,9 @@ from longctx.data.store import Store, build
 from longctx.data.tokenizer import Tokenizer, train
 
 if TYPE_CHECKING:
+    from torch.utils.data import Sampler
+
+    from longctx.data.mix import Mixture
     from longctx.data.rows import Rows
 
 _VERSION = 1  # of what is in the cache; raised when the same documents would become other tokens or rows
@@ -59,6 +62,12 @@ class Data:
     @property
     def val(self) -> Rows:
         return self._rows("val")
+
+    def order(self, seed: int, rank: int, world_size: int, consumed: int) -> Sampler[int]:
+        """The endless order of the rows of `train`."""
+        from longctx.data.sampler import SampleStream
+
+        return SampleStream(len(self.train), seed, rank, world_size, consumed)
 
     def documents(self, split: str = "val") -> Iterator[EncodedDocument]:
         """Whole documents of `train` or `val`, uncut, in their fixed order."""
@@ -102,11 +111,16 @@ class Data:
         return {split: Packing.load(folder / f"{split}.npz") for split in SPLITS}
 
 
-def load(config: DataConfig, seq_len: int) -> Data:
-    """Open a data set in rows of `seq_len` tokens, building what the cache lacks.
+def load(config: DataConfig, seq_len: int) -> Data | Mixture:
+    """Open a data set, or a mix of several, in rows of `seq_len` tokens, building what the cache lacks.
 
     Raises ValueError or OSError with one line that names the key or file, whatever is wrong with the documents.
     """
+    config.validate()
+    if config.source == "mix":
+        from longctx.data.mix import Mixture
+
+        return Mixture(config, seq_len)
     return Data(config, seq_len)
 
 

@@ -7,7 +7,7 @@ a version of numpy or torch. The mixing is SplitMix64 (Steele, Lea & Flood 2014)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -15,10 +15,16 @@ from torch.utils.data import Sampler
 
 def permutation(rows: int, seed: int, epoch: int) -> np.ndarray:
     """The order of `rows` rows in `epoch`, (rows,) int64: rows sorted by a hash of (seed, epoch, row)."""
+    return np.argsort(mixed([seed, epoch], np.arange(rows, dtype=np.uint64)), kind="stable")
+
+
+def mixed(words: Sequence[int], numbers: np.ndarray) -> np.ndarray:
+    """(n,) uint64 hashes of (*words, number) for every number (n,) uint64."""
     with np.errstate(over="ignore"):
-        key = _mix(_mix(np.uint64(seed % 2**64)) + np.uint64(epoch))
-        keys = _mix(key + np.arange(rows, dtype=np.uint64))
-    return np.argsort(keys, kind="stable")
+        key: np.ndarray | np.uint64 = np.uint64(0)
+        for word in words:
+            key = _mix(key + np.uint64(word % 2**64))
+        return _mix(key + numbers)
 
 
 def _mix(x: np.ndarray | np.uint64) -> np.ndarray:

@@ -6,8 +6,32 @@ from dataclasses import dataclass, field
 
 from longctx.attention.config import AttentionConfig
 from longctx.data.config import DataConfig
+from longctx.data.needles import KINDS
 
+SHORTEST = 128  # tokens of a text with facts
 TOKENS_PER_BATCH = {"cuda": 65536, "cpu": 4096}
+
+
+@dataclass
+class PasskeyConfig:
+    """Facts hidden in long texts and asked for at the end: passkey=true."""
+
+    enabled: bool = False  # set by passkey=true
+    lengths: list[int] | None = None  # tokens of a text; null: 1,024, 2,048 … seq_len; in training seq_len alone
+    depths: list[float] | None = None  # places of the fact, 0 the beginning, 1 the end; null: 11, in training 5
+    samples: int = 10  # texts for each length, depth and kind
+    kinds: list[str] = field(default_factory=lambda: list(KINDS))  # passkey: one number | needle: one among others
+
+    def validate(self) -> None:
+        """Raise ValueError naming the first key whose value makes no sense."""
+        if self.lengths is not None and (not self.lengths or min(self.lengths) < SHORTEST):
+            raise ValueError(f"passkey.lengths={self.lengths}: lengths from {SHORTEST} tokens up, such as [4096,16384]")
+        if self.depths is not None and (not self.depths or not all(0 <= depth <= 1 for depth in self.depths)):
+            raise ValueError(f"passkey.depths={self.depths}: shares from 0 to 1, such as [0,0.5,1]")
+        if not 1 <= self.samples <= 10**6:
+            raise ValueError(f"passkey.samples={self.samples}: a number from 1 up")
+        if not self.kinds or set(self.kinds) - set(KINDS):
+            raise ValueError(f"passkey.kinds={self.kinds}: of {', '.join(KINDS)}")
 
 
 @dataclass
@@ -26,6 +50,7 @@ class EvalConfig:
     precision: str = "auto"  # auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp32
     wandb: str = "disabled"  # send the result there too: disabled | auto | online | offline
     attention: AttentionConfig = field(default_factory=AttentionConfig)
+    passkey: PasskeyConfig = field(default_factory=PasskeyConfig)
     data: DataConfig = field(default_factory=DataConfig)  # the run's own documents unless data= is given
 
     def validate(self) -> None:
@@ -49,6 +74,9 @@ class EvalConfig:
         ):
             if getattr(self, key) not in allowed:
                 raise ValueError(f"{key}={getattr(self, key)}: one of {', '.join(allowed)}")
+        self.passkey.validate()
+        if self.passkey.enabled and self.devices > 1:
+            raise ValueError(f"devices={self.devices}: passkey=true runs on one device; leave devices out")
         self.data.validate()
 
 

@@ -89,12 +89,14 @@ class GPT(nn.Module):
         mask: Mask | None = None,
         reduction: str = "mean",
         scale: Tensor | None = None,
+        at: Tensor | None = None,
     ) -> Tensor:
         """tokens (B, T) int64 → logits (B, T, V), or with targets (B, T), where -100 is not scored, their loss in fp32.
 
         `mask` defaults to `Mask.causal()`. `reduction` is "mean" over the scored tokens, "sum", or "none": losses (B,
-        T), 0 where not scored, without gradient. `scale`, a scalar on the device, multiplies mean and sum. Raises
-        ValueError where tokens, targets or mask do not fit together.
+        T), 0 where not scored, without gradient. `scale`, a scalar on the device, multiplies mean and sum. `at` (B, n) int64
+        gives logits for these places in the rows alone, (B, n, V). Raises ValueError where tokens, targets or mask do not
+        fit together.
         """
         if tokens.ndim != 2 or (targets is not None and targets.shape != tokens.shape):
             shapes = tuple(tokens.shape), None if targets is None else tuple(targets.shape)
@@ -111,6 +113,7 @@ class GPT(nn.Module):
         in_turn = [masks[self.config.window_of(n)] for n in range(len(self.blocks))]
         x = self.norm(self._through_blocks(x, cos, sin, in_turn))
         if targets is None:
+            x = x if at is None else x.gather(1, at[..., None].expand(-1, -1, x.shape[-1]))
             return F.linear(x, self.unembedding)
         chunk = self.memory.chunk(self.embed.num_embeddings, x.device.type)
         return linear_cross_entropy(x, self.unembedding, targets, chunk, reduction, scale)

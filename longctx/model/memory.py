@@ -27,7 +27,7 @@ class MemoryConfig:
     mlp_tile: int | None = None  # with recompute: tokens that pass through projections and MLP at one time; 0: all
     offload: float | None = None  # with recompute=block: the share of what is kept that lies in pinned host memory
     loss_chunk: int | None = None  # tokens whose logits exist at one time; null: 1 GiB of logits, 256 MiB in long
-    optimizer: str | None = None  # AdamW's averages: fp32 | bf16 | host: in the CPU's memory, as the update itself
+    optimizer: str | None = None  # AdamW's averages: fp32 | bf16 | host: fp32 in pinned host memory
 
     def validate(self) -> None:
         """Raise ValueError naming `memory.<key>` for values that make no sense, or not together."""

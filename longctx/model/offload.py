@@ -6,6 +6,7 @@ copies it all the same, so that what runs on a GPU is tested there.
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from typing import ClassVar
 
@@ -93,13 +94,16 @@ class Kept:
 
 
 def pinned(numel: int, dtype: torch.dtype) -> Tensor:
-    """Page-locked memory of this size, where torch's own allocator would round it up to a power of two."""
-    made = torch.empty(max(1, numel), dtype=dtype)
-    code = torch.cuda.cudart().cudaHostRegister(made.data_ptr(), made.nbytes, 0)
-    if int(code) != 0:
-        raise MemoryError(f"{made.nbytes / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {int(code)})")
-    weakref.finalize(made.untyped_storage(), torch.cuda.cudart().cudaHostUnregister, made.data_ptr())
-    return made
+    """Page-locked memory of whole pages, where torch's own allocator would round its size up to a power of two."""
+    nbytes = numel * dtype.itemsize
+    pages = mmap.mmap(-1, max(1, nbytes))
+    made = torch.frombuffer(pages, dtype=torch.uint8)
+    made.zero_()  # several threads touch the pages, where pinning would with one
+    code = int(torch.cuda.cudart().cudaHostRegister(made.data_ptr(), made.nbytes, 0))
+    if code != 0:
+        raise MemoryError(f"{nbytes / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {code})")
+    weakref.finalize(pages, torch.cuda.cudart().cudaHostUnregister, made.data_ptr())
+    return made[:nbytes].view(dtype)
 
 
 def _free(host: Host) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `compare PATH... [out=FILE]` and `watch PATH`."""
+"""The command line: `compare PATH... [out=FILE]`, `watch PATH` and `dashboard --project NAME`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import os
 import sys
 from pathlib import Path
 
-HELP = """See what runs show, without an account and without a network.
+HELP = """See what runs show: compare and watch without an account and without a network.
 
   python -m longctx.report compare PATH... [out=compare.html]
       Prints what differs between the runs and what came out, and writes a page with their curves to out.
       PATH: folders of runs, such as runs/*; also of runs that still train or were killed.
   python -m longctx.report watch PATH
-      Follows the run in the folder PATH, which another process trains, until it ends or Ctrl-C."""
+      Follows the run in the folder PATH, which another process trains, until it ends or Ctrl-C.
+  python -m longctx.report dashboard --project NAME [--entity NAME] [--name NAME] [--dry-run]
+      Makes a workspace at wandb for the runs of a project: context extension, throughput, memory, loss, evaluation.
+      Without an API key, or with --dry-run, prints what it would show. Also as project=NAME ... dry_run=true."""
+
+DASHBOARD = ("project", "entity", "name", "dry_run")
 
 
 def main(argv: list[str]) -> int:
@@ -35,6 +40,14 @@ def main(argv: list[str]) -> int:
 
 def run(command: str, *words: str) -> None:
     """Do what the words say; raises ValueError or OSError, one line, for what is wrong with them."""
+    if command == "dashboard":
+        from longctx.report.dashboard import dashboard
+
+        options = dashboard_options(words)
+        dry = options.pop("dry_run", "false")
+        if dry not in ("true", "false"):
+            raise ValueError(f"dry_run={dry}: true or false")
+        return dashboard(**options, dry_run=dry == "true")
     for word in words:
         if word.startswith("-"):
             raise ValueError(f"{word}: there is no such option; see --help")
@@ -58,4 +71,28 @@ def run(command: str, *words: str) -> None:
 
         watch(Path(words[0]))
     else:
-        raise ValueError(f"{command}: not a command; choose compare or watch")
+        raise ValueError(f"{command}: not a command; choose compare, watch or dashboard")
+
+
+def dashboard_options(words: tuple[str, ...]) -> dict[str, str]:
+    """`--project NAME`, `--project=NAME` and project=NAME alike; ValueError for what is none of the options."""
+    found: dict[str, str] = {}
+    waiting = list(words)
+    while waiting:
+        word = waiting.pop(0)
+        key, equals, value = word.removeprefix("--").partition("=")
+        key = key.replace("-", "_")
+        if key not in DASHBOARD or not (equals or word.startswith("--")):
+            raise ValueError(f"{word}: not an option of dashboard; there are --project, --entity, --name and --dry-run")
+        if key in found:
+            raise ValueError(f"{word}: {key} is given twice")
+        if not equals and key == "dry_run":
+            value = "true"
+        elif not equals:
+            value = waiting.pop(0) if waiting and not waiting[0].startswith("--") else ""
+        if not value:
+            raise ValueError(f"{word}: needs a value, such as --{key} longctx")
+        found[key] = value
+    if "project" not in found:
+        raise ValueError("dashboard: give the project at wandb, such as --project longctx")
+    return found

@@ -13,6 +13,7 @@ from typing import Any
 
 from longctx.attention.config import AttentionConfig
 from longctx.data.config import DataConfig
+from longctx.evaluation.config import PasskeyConfig
 from longctx.model.config import GPTConfig
 from longctx.model.extension import RopeConfig
 from longctx.model.memory import MemoryConfig
@@ -88,6 +89,7 @@ class TrainConfig:
     model: GPTConfig = field(default_factory=GPTConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     rope: RopeConfig = field(default_factory=RopeConfig)
+    passkey: PasskeyConfig = field(default_factory=PasskeyConfig)  # at every validation
     data: DataConfig = field(default_factory=DataConfig)
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
@@ -138,7 +140,13 @@ class TrainConfig:
             raise ValueError(f"runs={self.runs!r}: the path of a folder")
         self.model.validate()
         self.memory.validate()
+        if self.memory.optimizer == "bf16" and self.betas[1] > 0.98:
+            raise ValueError(
+                f"memory.optimizer=bf16 with betas[1]={self.betas[1]}: a change of less than 1/256 is lost in 16 bits and "
+                "the average stands still; use betas[1] up to 0.98, or memory.optimizer=fp32 or host"
+            )
         self.rope.validate()
+        self.passkey.validate()
         if self.rope.type != "keep" and self.init is None:
             raise ValueError(f"rope={self.rope.type}: stretches trained weights, and init= names none; leave rope out")
         self.data.validate()

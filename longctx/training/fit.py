@@ -23,7 +23,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
 from longctx import attention
-from longctx.data import Data, DataConfig, SampleStream, load
+from longctx.data import Data, DataConfig, Mixture, load
 from longctx.kernels.selftest import SelfTestFailed
 from longctx.training import checkpoints, lock, runs
 from longctx.training.batches import train_loader
@@ -102,7 +102,7 @@ def data_of(config: CompleteConfig) -> DataConfig:
     return replace(config.data, tokenizer=config.resume)
 
 
-def fit_vocabulary(config: CompleteConfig, data: Data) -> CompleteConfig:
+def fit_vocabulary(config: CompleteConfig, data: Data | Mixture) -> CompleteConfig:
     """`model.vocab_size` from the tokenizer, a multiple of 64, where it is not set; ValueError if too small."""
     need, have = data.tokenizer.vocab_size, config.model.vocab_size
     if have is not None and have < need:
@@ -112,7 +112,7 @@ def fit_vocabulary(config: CompleteConfig, data: Data) -> CompleteConfig:
     return replace(config, model=replace(config.model, vocab_size=have or -(-need // 64) * 64))
 
 
-def claim_folder(config: CompleteConfig, beginning: str, data: Data) -> Path:
+def claim_folder(config: CompleteConfig, beginning: str, data: Data | Mixture) -> Path:
     """Make the folder of a new run; the first rank does, the others are told."""
     if not len(data.train):
         raise ValueError(
@@ -121,7 +121,7 @@ def claim_folder(config: CompleteConfig, beginning: str, data: Data) -> Path:
     return runs.create(Path(config.runs), config.name, beginning) if rank() == 0 else Path(os.environ[RUN_VARIABLE])
 
 
-def fill_folder(config: CompleteConfig, folder: Path, data: Data, kernels: lock.Lock | None) -> None:
+def fill_folder(config: CompleteConfig, folder: Path, data: Data | Mixture, kernels: lock.Lock | None) -> None:
     """Write what a run's folder begins with; the folder goes again if that fails."""
     if rank():
         return
@@ -137,7 +137,7 @@ def fill_folder(config: CompleteConfig, folder: Path, data: Data, kernels: lock.
     announce(folder, config.devices)
 
 
-def continue_from(config: CompleteConfig, data: Data, device: str) -> Path:
+def continue_from(config: CompleteConfig, data: Data | Mixture, device: str) -> Path:
     """The newest checkpoint of the run `config.resume`, after checking that it and the kernels fit; metrics past it are dropped."""
     folder = Path(config.resume or "")
     path = runs.checkpoints(folder)[-1]
@@ -159,7 +159,9 @@ def continue_from(config: CompleteConfig, data: Data, device: str) -> Path:
     return path
 
 
-def run(config: CompleteConfig, folder: Path, start: Path | None, data: Data, device: str, preset: str) -> int:
+def run(
+    config: CompleteConfig, folder: Path, start: Path | None, data: Data | Mixture, device: str, preset: str
+) -> int:
     """Train in `folder`, from the checkpoint `start` or from the beginning."""
     done = 0 if start is None else int(checkpoints.read(start)["steps_done"])
     consumed = done * config.rows_per_step
@@ -181,7 +183,7 @@ def run(config: CompleteConfig, folder: Path, start: Path | None, data: Data, de
 
     recorder = Recorder(config, folder, data, tracker, display, facts)
     module = TrainingModule(config, Path(config.init) if config.init is not None and start is None else None)
-    order = SampleStream(len(data.train), config.seed, rank(), config.devices, consumed)
+    order = data.order(config.seed, rank(), config.devices, consumed)
     loader = train_loader(
         data.train,
         order,
@@ -244,7 +246,9 @@ def lightning_trainer(config: CompleteConfig, device: str, steps: int, callbacks
     )
 
 
-def opening(config: CompleteConfig, folder: Path, data: Data, device: str, preset: str, done: int) -> list[str]:
+def opening(
+    config: CompleteConfig, folder: Path, data: Data | Mixture, device: str, preset: str, done: int
+) -> list[str]:
     """The block that a run begins with."""
     where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     rows = config.rows_per_step

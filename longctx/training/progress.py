@@ -69,7 +69,9 @@ class Display:
 def brief(row: Row) -> str:
     """A row of metrics.jsonl in one line."""
     if "val_perplexity" in row:
-        return f"validation  loss {row['val_loss']:.4f}  perplexity {row['val_perplexity']:,.1f}"
+        found = {key.split("/", 1)[1]: share for key, share in row.items() if key.startswith("facts_found/")}
+        facts = "".join(f"  {key.replace('/', ' at ')} {share:.0%}" for key, share in found.items())
+        return f"validation  loss {row['val_loss']:.4f}  perplexity {row['val_perplexity']:,.1f}{facts}"
     speed = f"{row['tokens_per_second']:,.0f} tokens/s  {row['ms_per_step']:,.0f} ms/step"
     parts = [f"loss {row['loss']:.4f}", speed]
     if "mfu" in row:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from longctx.attention import kernels_run
-from longctx.data import Data
+from longctx.data import Data, Mixture
 from longctx.training import checkpoints
 from longctx.training.batches import StepBatch
 from longctx.training.config import CompleteConfig
@@ -24,7 +24,7 @@ from longctx.training.progress import Display
 from longctx.training.split import StepSplit
 from longctx.training.throughput import Meter
 from longctx.training.tracking import Tracker
-from longctx.training.validation import validate
+from longctx.training.validation import facts_found, validate
 
 
 class Recorder(pl.Callback):
@@ -39,7 +39,7 @@ class Recorder(pl.Callback):
         self,
         config: CompleteConfig,
         folder: Path,
-        data: Data,
+        data: Data | Mixture,
         tracker: Tracker | None,
         display: Display,
         facts: dict[str, Any],
@@ -152,8 +152,11 @@ class Recorder(pl.Callback):
 
     def _validate(self, module: TrainingModule) -> None:
         if len(self.data.val):
-            row = {"step": module.steps_done, "tokens_seen": self.meter.tokens_seen}
-            self._record(row | validate(module, self.data, self.config))
+            row: dict[str, Any] = {"step": module.steps_done, "tokens_seen": self.meter.tokens_seen}
+            row |= validate(module, self.data, self.config)
+            if self.config.passkey.enabled:
+                row |= facts_found(module, self.data, self.config)
+            self._record(row)
 
     def _record(self, row: dict[str, Any]) -> None:
         if self.tracker is not None:

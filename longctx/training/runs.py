@@ -24,6 +24,7 @@ import yaml
 RESUMABLE = {
     *("max_steps", "max_tokens", "val_every", "val_rows", "checkpoint_every", "keep_checkpoints", "log_every"),
     *("workers", "device", "compile", "kernel.lock"),
+    *(f"passkey.{key}" for key in ("enabled", "lengths", "depths", "samples", "kinds")),
     *(f"wandb.{key}" for key in ("project", "entity", "mode", "group", "job_type", "tags", "notes", "artifacts")),
 }
 NOT_IN_NAMES = {"model", "attention", "seq_len", "data", "strategy", "name", "runs", "device", "init", *RESUMABLE}

@@ -20,6 +20,7 @@ from longctx.training import runs
 from longctx.training.config import WandbConfig
 
 POSITIONS = "val_loss_by_position/"  # keys that go into one table and plot
+HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")  # under which `wandb login` has kept keys
 BEST = {"min": ("loss", "val_loss", "val_perplexity"), "max": ("tokens_per_second", "mfu", "memory_peak_gib")}
 
 
@@ -212,9 +213,10 @@ def wandb_mode(config: WandbConfig) -> str:
 def _has_key() -> bool:
     if os.environ.get("WANDB_API_KEY"):
         return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    named = urlparse(os.environ.get("WANDB_BASE_URL", "")).hostname
     file = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
     try:
-        return netrc.netrc(file).authenticators(host) is not None
+        known = netrc.netrc(file)
     except (OSError, netrc.NetrcParseError):
         return False
+    return any(known.authenticators(host) is not None for host in ([named] if named else HOSTS))

@@ -8,25 +8,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longctx.data import Data
+from longctx.data import Data, Mixture
 from longctx.data.rows import IGNORED
+from longctx.evaluation.passkey import filler_of, recall
+from longctx.evaluation.windows import Document
 from longctx.training.batches import MicroBatch, StepBatch, validation_batches
 from longctx.training.config import CompleteConfig
 from longctx.training.module import TrainingModule
 
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+FOUND = "facts_found"  # key/kind/length in a row of metrics.jsonl
+T = TypeVar("T")
 BY_POSITION = "val_loss_by_position"  # key/2^b in a row of metrics.jsonl
 FEWEST = 8  # pieces that the longest bucket should have
 MOST = 32  # buckets; rows are shorter than 2^32 tokens
 
 
-def validate(module: TrainingModule, data: Data, config: CompleteConfig) -> dict[str, float]:
+def validate(module: TrainingModule, data: Data | Mixture, config: CompleteConfig) -> dict[str, float]:
     """Loss, perplexity and loss by position over `val_rows` rows, each scored token once over all ranks.
 
     Without torch.compile, which would compile everything a second time for it.
@@ -51,6 +56,21 @@ def validate(module: TrainingModule, data: Data, config: CompleteConfig) -> dict
     loss = total / max(scored, 1.0)
     row = {"val_loss": loss, "val_perplexity": math.exp(min(loss, 700.0))}
     return row | by_position(nats.view(MOST, MOST).tolist(), pieces.tolist())
+
+
+def facts_found(module: TrainingModule, data: Data | Mixture, config: CompleteConfig) -> dict[str, float]:
+    """The share of hidden facts that the model finds, for each kind and length; every rank asks for all of them."""
+    asked, split = config.passkey, "val" if len(data.split["val"]) else "train"
+    lengths = asked.lengths or [config.seq_len]
+    unseen = (Document(*document) for document in data.documents(split))
+    filler = filler_of(unseen, data.tokenizer, 4 * max(lengths))
+    dtype = torch.bfloat16 if config.precision == "bf16" else None
+    depths = asked.depths or DEPTHS
+    cells = _eager(recall, module.model, data.tokenizer, filler, lengths, depths, asked.samples, asked.kinds, dtype)
+    groups = {(cell.kind, cell.length): 0 for cell in cells}
+    for cell in cells:
+        groups[cell.kind, cell.length] += cell.right
+    return {f"{FOUND}/{kind}/{n}": right / (len(depths) * asked.samples) for (kind, n), right in groups.items()}
 
 
 def places(micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,6 +105,6 @@ def _exponent(counts: Any) -> Any:
     return np.frexp(counts.astype(np.float64))[1] - 1
 
 
-def _eager(function: Callable[..., Tensor], *args: Any) -> Tensor:
+def _eager(function: Callable[..., T], *args: Any) -> T:
     with torch.compiler.set_stance("force_eager"):
         return function(*args)

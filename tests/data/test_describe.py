@@ -67,7 +67,7 @@ def test_it_prints_and_draws(corpus, tmp_path, capsys) -> None:
         (["path=x"], r"path is not a key; did you mean data\.path\?"),
         (["seq_len=abc"], r"seq_len=abc: must be a whole number"),
         (["data.val_fraction=much"], r"data\.val_fraction=much: must be a number"),
-        (["data=books"], r"data=books: not one of embedded, hub, text"),
+        (["data=books"], r"data=books: not one of embedded, hub, mix, needles, text"),
         (["out="], r"out= names no picture"),
         (["seq_len"], r"seq_len: not of the form key=value"),
         (["data=text"], r"data\.path is not set"),

@@ -196,7 +196,7 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path, capsys):
         (["watch", empty], "no metrics yet"),
         (["watch", tmp_path / "none"], "no such folder"),
         (["watch"], "one run"),
-        (["look", run], "choose compare or watch"),
+        (["look", run], "choose compare, watch or dashboard"),
     ]:
         assert main([str(word) for word in words]) == 2, words
         error = capsys.readouterr().err

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 import train
-from longctx.data import Data, DataConfig, load
+from longctx.data import Data, DataConfig, SampleStream, load
 from longctx.training import checkpoints, runs
 from longctx.training.batches import micro_batch
 from longctx.training.checkpoints import load_model
@@ -94,6 +94,9 @@ class Uneven:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.data, name)
+
+    def order(self, *where: int) -> SampleStream:
+        return SampleStream(len(self.train), *where)
 
     @staticmethod
     def _cut(row: dict[str, torch.Tensor], scored: int) -> dict[str, torch.Tensor]:
@@ -304,3 +307,26 @@ def test_a_checkpoint_that_cannot_be_finished_leaves_the_last_one(tmp_path: Path
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert target.read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == [target.name]
+
+
+def test_a_mix_resumes_exactly_and_facts_are_asked_for_at_every_validation(
+    words: Words, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {
+        **{"data": "mix", "data__path": None, "data__mix__prose__path": corpus, "data__mix__prose__weight": 2},
+        **{"data__mix__recall__source": "needles", "data__mix__recall__path": corpus},
+        **{"data__mix__recall__documents": 12, "data__mix__recall__length": 400, "val_every": 2},
+        **{"passkey": "true", "passkey__lengths": "[600]", "passkey__samples": 1, "passkey__depths": "[0,1]"},
+    }
+    assert train.main(words(name="whole", max_steps=4, **changes)) == 0
+    assert "passkey at 600 0%  needle at 600 0%" in capsys.readouterr().out
+    whole = tmp_path / "runs" / "whole"
+    found = [row for row in runs.read_metrics(whole) if "val_loss" in row]
+    assert [row["facts_found/passkey/600"] for row in found] == [0, 0, 0]
+    assert train.main(words(name="cut", max_steps=4, checkpoint_every=2, keep_checkpoints=9, **changes)) == 0
+    cut = tmp_path / "runs" / "cut"
+    (cut / "checkpoints" / "step-00000004.ckpt").unlink()
+    assert train.main([f"resume={cut}", "passkey=false"]) == 0
+    a, b = (torch.load(runs.checkpoints(x)[-1], weights_only=True)["state_dict"] for x in (whole, cut))
+    for name in a:
+        assert torch.equal(a[name], b[name]), name

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from longctx.model import GPT, GPTConfig
+from longctx.model.memory import MemoryConfig
 from longctx.training.config import TrainConfig, complete
 from longctx.training.optimizer import adamw, clip_gradients, learning_rate
 
@@ -51,3 +52,66 @@ def test_clipping_returns_the_norm_before_it() -> None:
     assert float(clip_gradients(layer, 1.0)) == pytest.approx(before)
     after = torch.cat([p.grad.flatten() for p in layer.parameters()]).norm()  # type: ignore[union-attr]
     assert float(after) == pytest.approx(1.0, rel=1e-4)
+
+
+def trained(stored: str, steps: int = 12, betas: tuple[float, float] = (0.9, 0.95), load_at: int | None = None):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(7, 33), torch.nn.Tanh(), torch.nn.Linear(33, 1))
+    settings = config(memory=MemoryConfig("fast", optimizer=stored), betas=betas)
+    optimizer = adamw(model, settings)
+    x = torch.randn(50, 7)
+    for step in range(steps):
+        if step == load_at:
+            saved, optimizer = optimizer.state_dict(), adamw(model, settings)
+            optimizer.load_state_dict(saved)
+        optimizer.zero_grad()
+        (model(x) - x.sum(dim=1, keepdim=True).sin()).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("slice_of", [64, 2**26])
+def test_averages_on_the_host_change_no_bit(slice_of: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longctx.training.optimizer.SLICE", slice_of)
+    for a, b in zip(trained("host")[0].parameters(), trained("fp32")[0].parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_averages_in_bf16_take_half_and_stay_near() -> None:
+    model, optimizer = trained("bf16")
+    assert {s["exp_avg"].dtype for s in optimizer.state.values()} == {torch.bfloat16}
+    start = trained("fp32", steps=0)[0]
+    for a, b, before in zip(model.parameters(), trained("fp32")[0].parameters(), start.parameters(), strict=True):
+        assert (a - b).norm() < 0.02 * (b - before).norm()
+
+
+@pytest.mark.parametrize("stored", ["fp32", "bf16", "host"])
+def test_state_survives_saving_and_loading(stored: str) -> None:
+    whole, again = trained(stored), trained(stored, load_at=5)
+    for a, b in zip(whole[0].parameters(), again[0].parameters(), strict=True):
+        assert torch.equal(a, b)
+    kept = {s["exp_avg_sq"].dtype for s in again[1].state.values()}
+    assert kept == {torch.bfloat16 if stored == "bf16" else torch.float32}
+
+
+def test_an_average_that_would_stand_still_in_bf16_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"memory\.optimizer=bf16 with betas\[1\]=0\.999"):
+        TrainConfig(memory=MemoryConfig("fast", optimizer="bf16"), betas=(0.9, 0.999)).validate()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stored", ["bf16", "host"])
+def test_stored_averages_on_a_gpu(stored: str) -> None:
+    found = {}
+    for how in ("fp32", stored):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(700, 300).cuda()
+        optimizer = adamw(model, config(memory=MemoryConfig("fast", optimizer=how)))
+        x = torch.randn(50, 700, device="cuda")
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        found[how] = [p.detach() for p in model.parameters()]
+    for a, b in zip(found[stored], found["fp32"], strict=True):
+        assert torch.equal(a, b) if stored == "host" else (a - b).abs().max() < 1e-4

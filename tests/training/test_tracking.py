@@ -30,6 +30,8 @@ def test_a_key_decides_between_online_and_offline(monkeypatch: pytest.MonkeyPatc
     assert wandb_mode(WandbConfig()) == "offline"
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
     assert wandb_mode(WandbConfig()) == "online"
+    (tmp_path / "netrc").write_text("machine api.forge.coreweave.com login user password secret\n")
+    assert wandb_mode(WandbConfig()) == "online"
     (tmp_path / "netrc").write_text("machine elsewhere login user password secret\n")
     assert wandb_mode(WandbConfig()) == "offline"
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)

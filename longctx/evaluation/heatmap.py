@@ -1,0 +1,86 @@
+"""Recall over length and depth as a table for people, JSON for programs, and a picture."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from longctx.evaluation.passkey import Cell
+
+
+def show(cells: Sequence[Cell]) -> None:
+    """Print a table of each kind: depths down, lengths across, the share of right answers."""
+    console = Console(highlight=False)
+    for kind, (lengths, depths, found) in _grids(cells).items():
+        console.print(f"{kind}: right answers, by depth and tokens")
+        view = Table()
+        view.add_column("depth", justify="right")
+        for length in lengths:
+            view.add_column(f"{length:,}", justify="right")
+        for depth in depths:
+            view.add_row(f"{depth:.0%}", *(f"{found[length, depth].accuracy:.0%}" for length in lengths))
+        view.add_section()
+        means = [[found[length, depth].accuracy for depth in depths] for length in lengths]
+        view.add_row("mean", *(f"{sum(each) / len(each):.0%}" for each in means), style="bold")
+        console.print(view)
+
+
+def content(cells: Sequence[Cell], about: dict[str, Any]) -> dict[str, Any]:
+    """What goes into the JSON: `about`, and for each kind lengths, depths, and accuracy and logprob as [length][depth]."""
+    kinds = {}
+    for kind, (lengths, depths, found) in _grids(cells).items():
+        kinds[kind] = {
+            "lengths": lengths,
+            "depths": depths,
+            "accuracy": [[round(found[length, depth].accuracy, 6) for depth in depths] for length in lengths],
+            "logprob": [[round(found[length, depth].logprob, 6) for depth in depths] for length in lengths],
+        }
+    return {**about, "samples": cells[0].samples, "kinds": kinds}
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Write a PNG with a heat map of each kind of `content`."""
+    from matplotlib.figure import Figure
+
+    kinds = found["kinds"]
+    widest = max(len(grid["lengths"]) for grid in kinds.values())
+    figure = Figure(figsize=((2.5 + 0.7 * widest) * len(kinds), 4), layout="constrained")
+    for number, (kind, grid) in enumerate(kinds.items(), start=1):
+        image = panel(figure.add_subplot(1, len(kinds), number), grid, kind)
+    figure.colorbar(image, ax=figure.axes, label="right answers")
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.png")
+    try:
+        figure.savefig(temporary, dpi=120)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def panel(axes: Any, grid: dict[str, Any], title: str) -> Any:
+    """Draw one kind's grid on `axes`: lengths across, depths down, each cell with its share."""
+    lengths, depths = grid["lengths"], grid["depths"]
+    image = axes.imshow(list(zip(*grid["accuracy"], strict=True)), cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+    for x, row in enumerate(grid["accuracy"]):
+        for y, share in enumerate(row):
+            axes.text(x, y, f"{100 * share:.0f}", ha="center", va="center", fontsize=7)
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45)
+    axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+    axes.set(xlabel="tokens", ylabel="depth of the fact", title=title)
+    return image
+
+
+def _grids(
+    cells: Sequence[Cell],
+) -> dict[str, tuple[list[int], list[float], dict[tuple[int, float], Cell]]]:
+    """Kind → lengths, depths, and the cell of each pair."""
+    result = {}
+    for kind in dict.fromkeys(cell.kind for cell in cells):
+        mine = [cell for cell in cells if cell.kind == kind]
+        lengths, depths = sorted({cell.length for cell in mine}), sorted({cell.depth for cell in mine})
+        result[kind] = lengths, depths, {(cell.length, cell.depth): cell for cell in mine}
+    return result

@@ -1,0 +1,161 @@
+"""Whether a model uses its context: facts hidden at every depth of texts of every length, asked for at the end.
+
+A text is `length` tokens: filler with the fact after `depth` of it, the question, the answer. The model is shown all but
+the answer's last token, and is right if each token of the answer is the most likely one (teacher-forced: in greedy
+decoding it would say the same). Logits exist for the answer's tokens alone. Tasks: `longctx.data.needles`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from longctx.data import Tokenizer
+from longctx.data.needles import KINDS, Task, task
+from longctx.evaluation.windows import Document
+from longctx.model import GPT
+
+DEPTHS = tuple(n / 10 for n in range(11))
+TOKENS_TOGETHER = {"cuda": 65536, "cpu": 8192}
+
+
+@dataclass
+class Cell:
+    """The texts of one kind, length and depth: how many were answered right, and Σ ln p of their answers."""
+
+    kind: str
+    length: int
+    depth: float
+    samples: int = 0
+    right: int = 0
+    nats: float = 0.0
+
+    @property
+    def accuracy(self) -> float:
+        return self.right / self.samples
+
+    @property
+    def logprob(self) -> float:
+        """Mean ln p of a whole answer."""
+        return self.nats / self.samples
+
+
+class Text(NamedTuple):
+    """Tokens (length,) int64, the last `answer` of which are to be found."""
+
+    cell: Cell
+    ids: np.ndarray
+    answer: int
+
+
+def recall(
+    model: GPT,
+    tokenizer: Tokenizer,
+    filler: np.ndarray,
+    lengths: Sequence[int],
+    depths: Sequence[float] = DEPTHS,
+    samples: int = 10,
+    kinds: Sequence[str] = KINDS,
+    dtype: torch.dtype | None = None,
+) -> list[Cell]:
+    """Score `samples` texts of each of `kinds`, `lengths` and `depths`; `filler` (tokens,) is what they are made of.
+
+    The same arguments give the same texts. `dtype` is autocast's. Raises ValueError where `filler` is shorter than a
+    quarter of a text, which would then be repeated too often to be a text.
+    """
+    if 4 * len(filler) < max(lengths):
+        raise ValueError(
+            f"passkey: the documents have {len(filler):,} tokens, too few to fill {max(lengths):,}; "
+            "give longer ones with data=text data.path=..., or shorter passkey.lengths"
+        )
+    cells = [Cell(kind, length, depth) for kind in kinds for length in lengths for depth in depths]
+    device = next(model.parameters()).device
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), torch.autocast(device.type, dtype) if dtype is not None else nullcontext():
+            for batch in _batches(_texts(cells, tokenizer, filler, samples), TOKENS_TOGETHER[device.type]):
+                _score(model, batch, device)
+    finally:
+        model.train(training)
+    return cells
+
+
+def filler_of(documents: Iterable[Document], tokenizer: Tokenizer, tokens: int) -> np.ndarray:
+    """At least `tokens` tokens of `documents`, one after the other without their beginnings and ends, if there are so many."""
+    special = [x for x in (tokenizer.bos_id, tokenizer.eos_id) if x is not None]
+    parts, found = [], 0
+    for document in documents:
+        parts.append(document.ids[~np.isin(document.ids, special)])
+        found += len(parts[-1])
+        if found >= tokens:
+            break
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+def text(
+    made: Task, tokenizer: Tokenizer, filler: np.ndarray, length: int, depth: float, others: Sequence[float]
+) -> tuple[np.ndarray, int]:
+    """(length,) tokens with the fact of `made` after `depth` of the filler, its other facts after `others`, and the number
+    of tokens at the end that are the answer.
+    """
+    question = tokenizer.encode(made.question)
+    whole = tokenizer.encode(made.question + made.answer)
+    same = next((n for n, (a, b) in enumerate(zip(question, whole, strict=False)) if a != b), len(question))
+    facts = sorted(zip((depth, *others), map(tokenizer.encode, (made.fact, *made.others)), strict=True))
+    head = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    room = length - len(head) - len(whole) - sum(len(fact) for _, fact in facts)
+    if room < 0:
+        raise ValueError(f"passkey.lengths: {length} tokens do not hold a fact and its question; use more")
+    body, at = list(head), 0
+    for place, fact in facts:
+        end = round(place * room)
+        body += [*filler[at:end].tolist(), *fact]
+        at = end
+    body += [*filler[at:room].tolist(), *whole]
+    return np.asarray(body, dtype=np.int64), len(whole) - same
+
+
+def _texts(cells: Sequence[Cell], tokenizer: Tokenizer, filler: np.ndarray, samples: int) -> Iterator[Text]:
+    for cell in cells:
+        for n in range(samples):
+            rng = random.Random(f"measure {cell.kind} {cell.length} {n}")  # the same texts at every depth
+            made = task(cell.kind, rng)
+            first = rng.randrange(len(filler))
+            turned = np.concatenate([filler[first:], filler[:first]])
+            while len(turned) < cell.length:
+                turned = np.concatenate([turned, turned])
+            others = [rng.random() for _ in made.others]
+            yield Text(cell, *text(made, tokenizer, turned, cell.length, cell.depth, others))
+
+
+def _batches(texts: Iterable[Text], tokens: int) -> Iterator[list[Text]]:
+    batch: list[Text] = []
+    for one in texts:
+        if batch and (len(one.ids) != len(batch[0].ids) or len(batch) * len(one.ids) >= tokens):
+            yield batch
+            batch = []
+        batch.append(one)
+    if batch:
+        yield batch
+
+
+def _score(model: GPT, batch: Sequence[Text], device: torch.device) -> None:
+    ids = torch.from_numpy(np.stack([one.ids for one in batch])).to(device)  # (B, T)
+    most = max(one.answer for one in batch)
+    length = ids.shape[1]
+    at = torch.arange(length - 1 - most, length - 1, device=device).expand(len(batch), most)
+    logp = model(ids[:, :-1], at=at).double().log_softmax(dim=-1)  # (B, most, V)
+    wanted = ids[:, length - most :]
+    right = (logp.argmax(dim=-1) == wanted).tolist()
+    nats = logp.gather(2, wanted[..., None])[..., 0].tolist()
+    for one, hits, each in zip(batch, right, nats, strict=True):
+        one.cell.samples += 1
+        one.cell.right += all(hits[-one.answer :])
+        one.cell.nats += sum(each[-one.answer :])

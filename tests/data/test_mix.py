@@ -1,0 +1,119 @@
+"""Mixes: shares of rows as asked for, an order that resumes exactly on any number of ranks, and mistakes named by key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from longctx.data import DataConfig, load
+from longctx.data.mix import Joined, MixStream, Mixture
+
+Make = Callable[..., DataConfig]
+
+
+@pytest.fixture
+def config(text_config: Make, corpus: Path) -> DataConfig:
+    mix = {
+        "long": {"path": str(corpus), "weight": 3, "documents": 12},
+        "recall": {"source": "needles", "path": str(corpus), "documents": 9, "length": 600, "val_fraction": 0.0},
+    }
+    return text_config(source="mix", path=None, mix=mix)
+
+
+def interleaved(world_size: int, consumed: int, count: int) -> list[int]:
+    streams = [iter(MixStream([5, 13], [1.0, 2.5], 9, rank, world_size, consumed)) for rank in range(world_size)]
+    return [next(streams[sample % world_size]) for sample in range(count)]
+
+
+@pytest.mark.parametrize("consumed", [0, 1, 30, 1000, 70_000])
+@pytest.mark.parametrize("world_size", [1, 3, 8])
+def test_resumed_equals_uninterrupted_also_on_other_ranks(consumed: int, world_size: int) -> None:
+    whole = list(islice(MixStream([5, 13], [1.0, 2.5], 9), consumed + 120))
+    assert interleaved(world_size, consumed, 120) == whole[consumed:]
+
+
+def test_weights_are_shares_of_rows_and_every_source_shows_all_its_rows() -> None:
+    rows = np.array(list(islice(MixStream([5, 13, 400], [1.0, 2.5, 6.5], 0), 20_000)))
+    shares = np.bincount(np.searchsorted([5, 18], rows, side="right")) / len(rows)
+    assert shares == pytest.approx([0.1, 0.25, 0.65], abs=0.01)
+    of_first = rows[rows < 5]
+    epochs = of_first[: len(of_first) // 5 * 5].reshape(-1, 5)
+    assert all(sorted(epoch) == list(range(5)) for epoch in epochs)
+    assert set(rows.tolist()) == set(range(418))
+    assert list(islice(MixStream([5, 13, 400], [1.0, 2.5, 6.5], 1), 50)) != rows[:50].tolist()
+
+
+def test_one_source_alone_is_drawn_always() -> None:
+    assert sorted(islice(MixStream([7], [0.3], 4), 7)) == list(range(7))
+
+
+def test_a_mix_is_its_sources_one_after_the_other(config: DataConfig) -> None:
+    data = load(config, 64)
+    assert isinstance(data, Mixture)
+    long, recall = data.parts.values()
+    assert data.tokenizer.fingerprint == long.tokenizer.fingerprint == recall.tokenizer.fingerprint
+    assert len(data.train) == len(long.train) + len(recall.train)
+    for row, part, inner in ((0, long, 0), (len(long.train), recall, 0), (len(data.train) - 1, recall, -1)):
+        inner = inner % len(part.train)
+        for key, tensor in data.train[row].items():
+            assert torch.equal(tensor, part.train[inner][key])
+    with pytest.raises(IndexError):
+        data.train[len(data.train)]
+    names = [document.name.split("/")[0] for document in data.documents("train")]
+    assert len(names) == len(data.split["train"]) == data.summary()["train_documents"]
+    assert set(names) == {"long", "recall"}
+    assert len(data.val) == len(long.val)
+    summary = data.summary()
+    assert summary["documents"] == sum(part["documents"] for part in summary["mix"].values()) == 21
+    assert summary["mix"]["long"]["weight"] == 3
+    assert 0 < summary["train_efficiency"] <= 1
+    assert next(iter(data.order(1, 0, 1, 0))) in range(len(data.train))
+
+
+def test_what_is_mixed_is_in_the_fingerprint(config: DataConfig) -> None:
+    first = load(config, 64)
+    assert load(config, 32).fingerprint == first.fingerprint
+    other = {name: dict(keys) for name, keys in config.mix.items()}
+    other["long"]["weight"] = 4
+    tokenizer = str(config.cache_folder() / "tokenizers")
+    assert load(replace(config, mix=other), 64).fingerprint != first.fingerprint
+    assert Path(tokenizer).is_dir()
+
+
+def test_no_rows_join_to_no_rows() -> None:
+    assert len(Joined([[], []])) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mix": {}}, "data.mix is not set: give sources"),
+        ({"mix": {"a": 3}}, r"data.mix.a=3: give its keys, such as data.mix.a.path=docs/"),
+        ({"mix": {"a": {"pth": "x"}}}, "data.mix.a.pth: not a key of a source; there are weight, documents"),
+        ({"mix": {"a": {"tokenizer": "x"}}}, "data.mix.a.tokenizer: not a key of a source"),
+        ({"mix": {"a": {"weight": 0}}}, "data.mix.a.weight=0: a number above 0"),
+        ({"mix": {"a": {"weight": True}}}, "data.mix.a.weight=True: a number above 0"),
+        ({"mix": {"a": {"source": "text"}}}, "data.mix.a: data.path is not set"),
+        ({"mix": {"a": {"source": "books"}}}, "data.mix.a: data.source=books: not a source"),
+        ({"mix": {"a": {"source": "mix"}}}, "data.mix.a: data.source=mix: a source of a mix is no mix"),
+        ({"source": "embedded", "mix": {"a": {}}}, "data=embedded is one source; say data=mix"),
+        ({"path": "x", "mix": {"a": {}}}, "data.path=x: data=mix has no path"),
+    ],
+)
+def test_a_mistake_is_one_line(text_config: Make, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        load(text_config(**{"source": "mix", "path": None} | changes), 64)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_source_that_has_nothing_to_train_on_is_named(config: DataConfig) -> None:
+    config.mix["recall"] |= {"documents": 1, "val_fraction": 0.999999}
+    with pytest.raises(ValueError, match=r"data\.mix\.recall: data\.val_fraction=0\.999999: cannot split"):
+        load(config, 64)

@@ -1,0 +1,128 @@
+"""Recall: facts where they should be, answers scored as a model that knows them would be, eval.py and validation with it."""
+
+import json
+import math
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from longctx.data.needles import KINDS, task
+from longctx.data.tokenizer import Tokenizer, train
+from longctx.evaluation import heatmap
+from longctx.evaluation.passkey import Cell, filler_of, recall, text
+from longctx.evaluation.windows import Document
+from longctx.model import GPT, GPTConfig
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train(["a long walk home with the old dog\n" * 40, "The pass key is 12345. The secret number of 67890"], 400)
+
+
+@pytest.fixture(scope="module")
+def filler(tokenizer: Tokenizer) -> np.ndarray:
+    return np.asarray(tokenizer.encode("a long walk home\nwith the old dog\n" * 80), dtype=np.int64)
+
+
+class Oracle(GPT):
+    """A model that finds what followed the question's words when they first stood in the row; blind beyond `sight` tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, sight: int = 10**9) -> None:
+        super().__init__(GPTConfig(vocab_size=512, layers=1, channels=16, heads=2, ffn=16), "naive")
+        self.tokenizer, self.sight = tokenizer, sight
+
+    def forward(self, tokens: torch.Tensor, *args: Any, at: torch.Tensor | None = None, **keys: Any) -> torch.Tensor:
+        assert at is not None
+        logits = torch.zeros(*at.shape, 512)
+        for b, row in enumerate(tokens.tolist()):
+            for n, place in enumerate(at[b].tolist()):
+                seen = row[: place + 1]
+                asked = (
+                    w for w in range(1, 40) if any(x in self.tokenizer.decode(seen[-w:]) for x in (" key is", " of "))
+                )
+                width = next(asked, 40)
+                begins = range(max(0, place - self.sight), place + 1 - width)
+                found = [i for i in begins if row[i : i + width] == seen[-width:]]
+                logits[b, n, row[found[0] + width] if found else 0] = 20.0
+        return logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("depth", [0.0, 0.37, 1.0])
+def test_a_text_has_its_length_and_its_fact_at_its_depth(
+    tokenizer: Tokenizer, filler: np.ndarray, kind: str, depth: float
+) -> None:
+    made = task(kind, Random(3))
+    others = [0.1, 0.5, 0.9][: len(made.others)]
+    ids, answer = text(made, tokenizer, filler, 400, depth, others)
+    assert len(ids) == 400
+    assert tokenizer.decode(ids[-answer:]) == made.answer
+    whole = tokenizer.decode(ids)
+    assert whole.endswith(made.question + made.answer)
+    before = whole.index(made.fact)
+    facts = len(made.fact) + len(made.question) + sum(map(len, made.others))
+    assert before / (len(whole) - facts) == pytest.approx(depth, abs=0.15)
+    assert all(other in whole for other in made.others)
+
+
+def test_a_model_that_finds_facts_is_right_and_one_with_short_sight_where_it_sees(
+    tokenizer: Tokenizer, filler: np.ndarray
+) -> None:
+    cells = recall(Oracle(tokenizer), tokenizer, filler, [256, 300], [0.0, 0.5, 1.0], samples=3)
+    assert len(cells) == 2 * 2 * 3
+    assert all(cell.accuracy == 1 and cell.samples == 3 for cell in cells)
+    assert all(-0.1 < cell.logprob <= 0 for cell in cells)
+    blind = recall(Oracle(tokenizer, sight=150), tokenizer, filler, [400], [0.0, 0.95], samples=3, kinds=["passkey"])
+    assert [cell.accuracy for cell in blind] == [0, 1]
+    assert blind[0].logprob < -10
+
+
+def test_a_model_is_scored_by_its_own_logits(tokenizer: Tokenizer, filler: np.ndarray) -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=448, layers=1, channels=16, heads=2, ffn=16)).train()
+    [cell] = recall(model, tokenizer, filler, [150], [0.5], samples=1, kinds=["passkey"])
+    assert model.training
+    rng = Random("measure passkey 150 0")
+    made = task("passkey", rng)
+    first = rng.randrange(len(filler))
+    ids, answer = text(made, tokenizer, np.roll(filler, -first), 150, 0.5, [])
+    logp = model(torch.from_numpy(ids[None, :-1])).log_softmax(-1)[0, -answer:]
+    expected = logp.gather(1, torch.from_numpy(ids[-answer:, None])).sum().item()
+    assert cell.logprob == pytest.approx(expected, rel=1e-5)
+    assert cell.logprob == pytest.approx(-answer * math.log(448), rel=0.2)
+    assert cell.right == int((logp.argmax(-1) == torch.from_numpy(ids[-answer:])).all())
+
+
+def test_filler_is_text_alone(tokenizer: Tokenizer) -> None:
+    documents = [Document("a", np.array([5, 6, 7, tokenizer.eos_id]), 3), Document("b", np.array([8, 9]), 2)]
+    assert filler_of(documents, tokenizer, 3).tolist() == [5, 6, 7]
+    assert filler_of(documents, tokenizer, 10).tolist() == [5, 6, 7, 8, 9]
+    assert len(filler_of([], tokenizer, 10)) == 0
+
+
+def test_mistakes(tokenizer: Tokenizer, filler: np.ndarray) -> None:
+    model = Oracle(tokenizer)
+    with pytest.raises(ValueError, match="the documents have 10 tokens, too few to fill 256"):
+        recall(model, tokenizer, filler[:10], [256])
+    with pytest.raises(ValueError, match="40 tokens do not hold a fact and its question"):
+        recall(model, tokenizer, filler, [40])
+
+
+def test_tables_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cells = [Cell(kind, n, d, 4, int(4 * d), -2.0) for kind in KINDS for n in (256, 1024) for d in (0.0, 0.5, 1.0)]
+    heatmap.show(cells)
+    shown = capsys.readouterr().out
+    assert "1,024" in shown
+    assert "100%" in shown
+    content = heatmap.content(cells, {"about": "x"})
+    json.dumps(content, allow_nan=False)
+    assert content["samples"] == 4
+    assert content["kinds"]["needle"]["accuracy"] == [[0.0, 0.5, 1.0]] * 2
+    assert content["kinds"]["passkey"]["logprob"][0] == [-0.5] * 3
+    heatmap.draw(content, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list(tmp_path.iterdir())) == 1
