@@ -148,9 +148,10 @@ def fingerprint(
     """
     T = bucket + TOKENS
     shapes = [(1, T, heads, head_dim) for heads in (group, 1, 1, group)]
-    given = [((whole(shape, n + 50, 256) - 127.5) / 64).to(device, dtype) for n, shape in enumerate(shapes)]
+    with torch.device("cpu"):  # whatever the default device is
+        given = [((whole(shape, n + 50, 256) - 127.5) / 64).to(device, dtype) for n, shape in enumerate(shapes)]
+        ids = torch.tensor([n for n, size in zip(range(T), cycle(DOCUMENTS), strict=False) for _ in range(size)])[:T]
     q, k, v = (x.requires_grad_() for x in given[:3])
-    ids = torch.tensor([n for n, size in zip(range(T), cycle(DOCUMENTS), strict=False) for _ in range(size)])[:T]
     with torch.enable_grad():
         out, names = run(q, k, v, ids[None])
     results = {"out": out}

@@ -85,14 +85,15 @@ def check(
     copies: int = 1,
 ) -> str | None:
     """What is wrong with `run`, or None: forward(q, k, v, first, last, scale) or backward(do, None, q, .., scale) as in flash.py."""
-    x = problem(head_dim, group, bucket)
+    with torch.device("cpu"):  # whatever the default device is
+        x = problem(head_dim, group, bucket)
     inputs = (x.q, x.k, x.v, x.do, x.given_out)
     q, k, v, do, out = (t.to(device, dtype).repeat(copies, 1, 1, 1) for t in inputs)
     first, last = x.first.to(device), x.last.to(device)
     if part == "forward":
         results = zip(("out", "lse"), run(q, k, v, first, last, SCALE), (x.out, x.lse), strict=True)
     else:
-        keys = torch.arange(k.shape[1], dtype=torch.int32)[None]
+        keys = torch.arange(k.shape[1], dtype=torch.int32, device="cpu")[None]
         qfirst = torch.searchsorted(x.last, keys, out_int32=True).to(device)
         qlast = (torch.searchsorted(x.first, keys, right=True, out_int32=True) - 1).to(device)
         lse = x.given_lse.to(device).repeat(copies, 1, 1)

@@ -243,7 +243,7 @@ def refuses(part: str, implementation: str, q: Tensor) -> str | None:
     """Why the config on trial is out of the question: it does not compile or fit, or is wrong."""
     kernel = functools.partial(flash.run_forward if part == "forward" else flash.run_backward, implementation)
     try:
-        return selftest.check(part, kernel, q.device, q.dtype, q.shape[3], copies=8)
+        return selftest.check(part, kernel, q.device, q.dtype, q.shape[3], copies=selftest.COPIES)
     except Exception as error:  # Triton has many for what does not fit
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 

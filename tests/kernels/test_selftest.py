@@ -150,6 +150,15 @@ def test_whole_numbers_are_the_same_everywhere():
     assert counts.min() > 19_000
 
 
+def test_another_default_device_does_not_matter():
+    def forward(*args):
+        with CPU:
+            return run("forward")(*args)
+
+    with torch.device("meta"):
+        assert check("forward", forward, CPU, torch.float32, 32) is None
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["portable", "hopper"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

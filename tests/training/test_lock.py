@@ -102,6 +102,13 @@ def test_a_run_without_one_gets_it(words, tmp_path: Path, capsys) -> None:
     assert lock_of(folder) == checkpoint_lock(folder)
 
 
+def test_wandb_is_told(words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict] = []
+    monkeypatch.setattr("longctx.training.tracking.Tracker.start_wandb", lambda self, facts: told.append(facts))
+    assert train.main(words(name="r", max_steps=1)) == 0
+    assert told[0]["kernel_lock"] == lock_of(tmp_path / "runs" / "r")
+
+
 @pytest.mark.parametrize("backend", ["naive", "sdpa"])
 def test_other_backends(words, tmp_path: Path, backend: str) -> None:
     assert train.main(words(name="r", max_steps=1, attention=backend)) == 0
