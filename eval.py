@@ -107,6 +107,7 @@ def evaluate(asked: EvalConfig, other_data: bool, words: list[str]) -> None:
         "devices": asked.devices,
         "seconds": round(time.perf_counter() - started, 3),
         "tokens_per_second": result.speed.tokens_per_second,
+        "memory_peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
     }
     what = asked.data.source if other_data else asked.split
     name = subject.file.stem if run else subject.file.name
