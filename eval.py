@@ -74,6 +74,9 @@ def evaluate(asked: EvalConfig, other_data: bool, words: list[str]) -> None:
     if asked.passkey.enabled:
         probe(asked, subject, other_data, context, dtype if precision == "bf16" else None)
         return
+    if asked.tasks:
+        run_tasks(asked, subject, context, dtype if precision == "bf16" else None)
+        return
 
     started = time.perf_counter()
     with processes.others(__file__, words, 1 if part else asked.devices) as others:
@@ -104,6 +107,7 @@ def evaluate(asked: EvalConfig, other_data: bool, words: list[str]) -> None:
         "devices": asked.devices,
         "seconds": round(time.perf_counter() - started, 3),
         "tokens_per_second": result.speed.tokens_per_second,
+        "memory_peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
     }
     what = asked.data.source if other_data else asked.split
     name = subject.file.stem if run else subject.file.name
@@ -112,13 +116,14 @@ def evaluate(asked: EvalConfig, other_data: bool, words: list[str]) -> None:
     report.show(result, subject.tokenizer.decode)
     report.write(found, path)
     plots.draw(found, path.with_suffix(".png"))
-    if asked.wandb != "disabled":
-        to_wandb(asked, subject, found, path.with_suffix(".png"))
+    to_wandb(asked, subject, found, path.with_suffix(".png"))
     print(path)
 
 
-def to_wandb(asked: EvalConfig, subject: Subject, found: dict[str, Any], picture: Path) -> None:
-    """Send the result to the project and the group that the run is in; a failure is said and ends nothing."""
+def to_wandb(asked: EvalConfig, subject: Subject, found: dict[str, Any], picture: Path | None) -> None:
+    """Send the result, if asked, to the project and group that the run is in; a failure is said and ends nothing."""
+    if asked.wandb == "disabled":
+        return
     from longctx.training.config import WandbConfig
     from longctx.training.tracking import log_evaluation
 
@@ -163,6 +168,39 @@ def probe(asked: EvalConfig, subject: Subject, other_data: bool, context: int, d
     heatmap.show(cells)
     report.write(content, path)
     heatmap.draw(content, path.with_suffix(".png"))
+    to_wandb(asked, subject, content, path.with_suffix(".png"))
+    print(path)
+
+
+def run_tasks(asked: EvalConfig, subject: Subject, context: int, dtype: "torch.dtype | None") -> None:
+    """Run tasks of lm-evaluation-harness, print the table, write the JSON."""
+    from longctx.attention import kernels_run
+    from longctx.evaluation import report
+    from longctx.evaluation.harness import Harness, evaluate_tasks, scores
+
+    stride = max(1, context // 2) if asked.stride is None else asked.stride
+    if stride > context:
+        raise ValueError(f"stride={stride}: from 1 to seq_len={context}")
+    rows = asked.batch_size or max(1, TOKENS_PER_BATCH[next(subject.model.parameters()).device.type] // context)
+    lm = Harness(subject.model, subject.tokenizer, context, stride, rows, dtype)
+    folder = None if asked.tasks_path is None else Path(asked.tasks_path)
+    started = time.perf_counter()
+    found = evaluate_tasks(lm, asked.tasks, subject.folder, folder, asked.documents, asked.fewshot)
+    about = {
+        "checkpoint": str(subject.file),
+        "trained_seq_len": subject.seq_len,
+        "context": context,
+        "stride": stride,
+        "attention": asked.attention.backend,
+        "kernel": kernels_run()[asked.attention.backend],
+        "documents": asked.documents,
+        "seconds": round(time.perf_counter() - started, 3),
+    }
+    name = subject.file.stem if subject.run else subject.file.name
+    path = subject.folder / "eval" / f"tasks-{'-'.join(asked.tasks)[:80]}-{name}-{context}.json"
+    report.show_tasks(scores(found["results"]))
+    report.write(about | found, path)
+    to_wandb(asked, subject, about | found, None)
     print(path)
 
 
@@ -209,7 +247,7 @@ def opened(asked: EvalConfig, device: "torch.device", other_data: bool) -> Subje
 
     given = Path(asked.checkpoint or "")
     if huggingface.is_folder(given):
-        if not other_data and not asked.passkey.enabled:
+        if not other_data and not asked.passkey.enabled and not asked.tasks:
             raise ValueError(
                 f"checkpoint={given}: a Hugging Face folder has no documents of its own; add data=text data.path=..."
             )

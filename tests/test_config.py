@@ -11,6 +11,7 @@ import yaml
 from longctx import config
 from longctx.data.config import DataConfig
 from longctx.evaluation.config import PasskeyConfig
+from longctx.model.config import LoraConfig
 from longctx.model.extension import RopeConfig
 from longctx.model.memory import MemoryConfig
 from longctx.training import runs
@@ -119,6 +120,8 @@ def test_model_auto_follows_the_device_and_keeps_what_was_said_about_it() -> Non
         ("passkey.kinds=[thread]", "passkey.kinds=['thread']: of passkey, needle"),
         ("passkey.samples=0", "passkey.samples=0: a number from 1 up"),
         ("data=mix", "data.mix is not set"),
+        ("lora.rank=8", "lora.rank=8: adds to trained weights, and init= names none"),
+        ("lora.targets=[q]", "lora.targets=['q']: of qkv"),
         ("rope=yern", "did you mean yarn?"),
         ("rope.theta=5e6", "rope.theta goes with rope=abf"),
         ("rope.factor=2", "rope.factor=2.0: not used by rope=keep"),
@@ -230,10 +233,11 @@ def test_help_lists_every_key_and_preset() -> None:
 
 
 @pytest.mark.parametrize(
-    "schema", [TrainConfig, StrategyConfig, WandbConfig, DataConfig, MemoryConfig, RopeConfig, PasskeyConfig]
+    "schema",
+    [TrainConfig, StrategyConfig, WandbConfig, DataConfig, MemoryConfig, RopeConfig, PasskeyConfig, LoraConfig],
 )
 def test_every_key_has_a_meaning(schema: type) -> None:
-    nested = {"attention", "model", "data", "strategy", "wandb", "kernel", "memory", "rope", "passkey"}
+    nested = {"attention", "model", "data", "strategy", "wandb", "kernel", "memory", "rope", "passkey", "lora"}
     said = config._comments(schema)
     assert {item.name for item in dataclasses.fields(schema)} - said.keys() - nested == set()
 

@@ -155,6 +155,10 @@ def test_what_goes_wrong_in_another_process_is_said(
         (["checkpoint={run}", "contexts=[16,65]"], "contexts=[16, 65]: lengths from 1 to seq_len=64"),
         (["checkpoint={run}", "contexts=[1]"], "contexts=[1]: lengths from 2 up"),
         (["checkpoint={run}", "devices=0"], "devices=0: a number from 1"),
+        (["checkpoint={run}", "fewshot=2"], "fewshot=2: name the tasks too"),
+        (["checkpoint={run}", "tasks_path=x"], "tasks_path=x: name the tasks too"),
+        (["checkpoint={run}", "tasks=[a]", "devices=2"], "devices=2: tasks run on one device"),
+        (["checkpoint={run}", "tasks=[a]", "passkey=true"], "two evaluations"),
         (["checkpoint={run}", "sequence=4"], "sequence is not a key"),
         (["checkpoint={run}", "split=test"], "split=test: one of val, train"),
         (["checkpoint={run}", "attention=best"], "attention=best: not one of"),
@@ -177,6 +181,40 @@ def test_a_mistake_is_one_line_and_writes_nothing(
     assert captured.err.count("\n") == 1
     assert message in captured.err
     assert sorted(run.rglob("*")) == before
+
+
+def test_tasks_without_the_harness_say_what_to_install(
+    script: ModuleType, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("longctx.evaluation.config.find_spec", lambda name: None)
+    assert script.main([f"checkpoint={run}", "tasks=[wikitext,lambada]"]) == 2
+    error = capsys.readouterr().err
+    assert "tasks=[wikitext,lambada]: lm-evaluation-harness is not installed; pip install 'longctx[lm-eval]'" in error
+
+
+def test_tasks_run_from_the_command_line(
+    script: ModuleType,
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'longctx[lm-eval]'")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:3]))
+    (tmp_path / "mine.yaml").write_text(
+        f"task: mine\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/data.jsonl}}}}\n"
+        "test_split: test\noutput_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{text}}'\n"
+        "metric_list: [{metric: bits_per_byte}]\n"
+    )
+    words = [f"checkpoint={run}", "device=cpu", "tasks=[mine]", f"tasks_path={tmp_path}"]
+    assert script.main([*words, "documents=2"]) == 0
+    out = capsys.readouterr().out
+    found = result(run, out)
+    assert 0 < found["results"]["mine"]["bits_per_byte,none"] < 20
+    assert "bits_per_byte" in out and found["documents"] == 2
+    assert script.main([*words[:2], f"tasks_path={tmp_path}/none", "tasks=[mine]"]) == 2
+    assert "no such folder" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

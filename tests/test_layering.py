@@ -23,6 +23,7 @@ ONLY_IN = {
     "tokenizers": ("longctx/data/",),
     "wandb": ("longctx/training/tracking.py", "longctx/report/dashboard.py"),
     "wandb_workspaces": ("longctx/report/dashboard.py",),
+    "lm_eval": ("longctx/evaluation/harness.py",),
     "hydra": ("longctx/config.py", "train.py", "eval.py"),
     "omegaconf": ("longctx/config.py",),
 }

@@ -36,7 +36,7 @@ class Options:
     vocab: int = field(default=16384, metadata={"help": "tokens of the vocabulary trained on the documents"})
     steps: int = field(default=3000, metadata={"help": "of pretraining"})
     tune_steps: int = field(default=600, metadata={"help": "of fine-tuning"})
-    tokens: int = field(default=32768, metadata={"help": "of a step, and of a micro-batch where they fit"})
+    tokens: int = field(default=32768, metadata={"help": "of a step"})
     documents: int = field(
         default=12000, metadata={"help": "generated documents of the short length; of the long, an eighth"}
     )
@@ -85,7 +85,13 @@ def commands(options: Options, out: Path) -> Iterator[tuple[str, list[str]]]:
     common = [
         *(f"device={options.device}", f"seed={options.seed}", f"runs={out}/runs", "wandb.mode=disabled"),
         *(f"attention.options.kernel={options.kernel}", "data=mix", *text, "data.mix.recall.source=needles", *filler),
-        *("data.val_fraction=0.05", "checkpoint_every=100000", "workers=4" if options.device != "cpu" else "workers=0"),
+        *(
+            "passkey=true",
+            "passkey.samples=4",
+            "data.val_fraction=0.05",
+            "checkpoint_every=100000",
+            "workers=4" if options.device != "cpu" else "workers=0",
+        ),
     ]
     heads = max(1, options.channels // 64)
     model = [
@@ -102,10 +108,10 @@ def commands(options: Options, out: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def _rows(options: Options, length: int, documents: int) -> list[str]:
-    rows = max(1, options.tokens // length)
+    rows = max(1, options.tokens // length)  # in a micro-batch, of which a step has one
     per_token = 0.4 * math.log2(options.vocab) - 2  # bytes, a little less than there are, so that documents fit a row
     return [
-        *(f"seq_len={length}", f"batch_size={rows}", f"accumulate={max(1, options.tokens // (rows * length))}"),
+        *(f"seq_len={length}", f"batch_size={rows}", "accumulate=1"),
         *(f"data.mix.recall.length={int(per_token * length)}", f"data.mix.recall.documents={documents}"),
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 from longctx.attention.config import AttentionConfig
 from longctx.data.config import DataConfig
@@ -49,6 +50,11 @@ class EvalConfig:
     devices: int = 1  # GPUs, or processes on a CPU; each scores its own documents
     precision: str = "auto"  # auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp32
     wandb: str = "disabled"  # send the result there too: disabled | auto | online | offline
+    tasks: list[str] = field(
+        default_factory=list
+    )  # run these of lm-evaluation-harness instead, such as [wikitext,lambada]
+    tasks_path: str | None = None  # folder with the YAML files of further tasks
+    fewshot: int | None = None  # solved examples before each question of a task; null: as the task says
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     passkey: PasskeyConfig = field(default_factory=PasskeyConfig)
     data: DataConfig = field(default_factory=DataConfig)  # the run's own documents unless data= is given
@@ -77,7 +83,25 @@ class EvalConfig:
         self.passkey.validate()
         if self.passkey.enabled and self.devices > 1:
             raise ValueError(f"devices={self.devices}: passkey=true runs on one device; leave devices out")
+        self._validate_tasks()
         self.data.validate()
+
+    def _validate_tasks(self) -> None:
+        if not self.tasks:
+            for key in ("tasks_path", "fewshot"):
+                if getattr(self, key) is not None:
+                    raise ValueError(f"{key}={getattr(self, key)}: name the tasks too, such as tasks=[wikitext]")
+            return
+        if self.fewshot is not None and self.fewshot < 0:
+            raise ValueError(f"fewshot={self.fewshot}: a number from 0 up")
+        if self.passkey.enabled:
+            raise ValueError("tasks and passkey=true are two evaluations; call eval.py once for each")
+        if self.devices > 1:
+            raise ValueError(f"devices={self.devices}: tasks run on one device; leave devices out")
+        if find_spec("lm_eval") is None:
+            raise ValueError(
+                f"tasks=[{','.join(self.tasks)}]: lm-evaluation-harness is not installed; pip install 'longctx[lm-eval]'"
+            )
 
 
 def names_data(changed: dict[str, str]) -> bool:

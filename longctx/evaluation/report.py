@@ -108,6 +108,19 @@ def show(result: Perplexity, decode: Decode) -> None:
         console.print(view)
 
 
+def show_tasks(scores: Sequence[tuple[str, str, float, float | None]]) -> None:
+    """Print (task, metric, value, standard error or None) as a table."""
+    view = Table(title="lm-evaluation-harness", title_justify="left")
+    for heading in ("task", "metric", "value", "± standard error"):
+        view.add_column(heading, justify="left" if heading in ("task", "metric") else "right", overflow="fold")
+    for task, metric, value, error in scores:
+        view.add_row(Text(task), Text(metric), f"{value:,.4f}", "" if error is None else f"{error:,.4f}")
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 160
+    console.print(view)
+
+
 def content(result: Perplexity, about: dict[str, Any], decode: Decode) -> dict[str, Any]:
     """What goes into the JSON: `about`, the totals, every document, position, context and gain."""
     return {

@@ -13,7 +13,8 @@ runs/NAME    a run, of which the newest checkpoint is taken, or a file in runs/N
 out/         a new folder, or an empty one
 
   dtype=fp32        of the weights: fp32, as they are trained, or bf16, fp16: half the size
-  shard_gb=5        the largest size of one file of weights, in 10^9 bytes"""
+  shard_gb=5        the largest size of one file of weights, in 10^9 bytes
+  adapter=false     true: of a run with LoRA only what was trained, as an adapter that peft reads; else it is merged"""
 
 
 def main(argv: list[str]) -> int:
@@ -38,10 +39,12 @@ def read_words(argv: list[str]) -> tuple[Path, Path, dict[str, str]]:
     options = dict(word.split("=", 1) for word in argv[1:] if "=" in word)
     for word in paths:
         if word.startswith("-"):
-            raise ValueError(f"{word}: not an option; there are --help, dtype= and shard_gb=")
+            raise ValueError(f"{word}: not an option; there are --help, dtype=, shard_gb= and adapter=")
     for key, value in options.items():
-        if key not in ("dtype", "shard_gb"):
-            raise ValueError(f"{key}={value}: not a key; there are dtype= and shard_gb=")
+        if key not in ("dtype", "shard_gb", "adapter"):
+            raise ValueError(f"{key}={value}: not a key; there are dtype=, shard_gb= and adapter=")
+    if options.get("adapter", "false") not in ("true", "false"):
+        raise ValueError(f"adapter={options['adapter']}: true or false")
     if len(paths) != 2:
         raise ValueError(f"export {' '.join(paths)}: give the run and the new folder, as in export runs/NAME out/")
     return Path(paths[0]), Path(paths[1]), options
@@ -63,10 +66,28 @@ def run(source: Path, out: Path, options: dict[str, str]) -> None:
     check_out(out)
     file = newest(source)
     checkpoint = read(file)
-    model, seq_len = build(file, checkpoint)
+    model, seq_len, added = build(file, checkpoint)
+    if options.get("adapter") == "true":
+        run_adapter(model, file, checkpoint, added, out)
+        return
+    if added.rank is not None:
+        from longctx.model import lora
+
+        model = lora.merge(model.float())
     context = max(seq_len, model.config.context or 0)
     export(model, file.resolve().parent.parent, out, context, SHORT_NAMES[dtype], shard_bytes)
     print(f"{out}: {model.config.parameters():,} parameters of {file}, {dtype}, for {context:,} tokens")
+
+
+def run_adapter(model: Any, file: Path, checkpoint: dict[str, Any], added: Any, out: Path) -> None:
+    """Write what LoRA trained, and say where."""
+    from longctx.model import lora
+
+    if added.rank is None:
+        raise ValueError(f"adapter=true: {file} was trained without lora.rank; leave adapter out")
+    base = str(checkpoint["longctx"]["config"].get("init"))
+    lora.export_adapter(model, added, base, out)
+    print(f"{out}: {added.parameters(model.config):,} parameters of {file}, an adapter of {base}")
 
 
 def newest(source: Path) -> Path:
@@ -92,19 +113,22 @@ def read(file: Path) -> dict[str, Any]:
     return checkpoint
 
 
-def build(file: Path, checkpoint: dict[str, Any]) -> tuple[Any, int]:
-    """The model of a checkpoint and the length of the rows that it was trained on; ValueError if they do not fit."""
+def build(file: Path, checkpoint: dict[str, Any]) -> tuple[Any, int, Any]:
+    """The model of a checkpoint, the length of the rows that it was trained on, and its LoRA; ValueError if they do not fit."""
     import torch
 
-    from longctx.model import GPT, GPTConfig
+    from longctx.model import GPT, GPTConfig, lora
+    from longctx.model.config import LoraConfig
 
     try:
         config = checkpoint["longctx"]["config"]
+        added = LoraConfig(**config.get("lora", {}))
         with torch.device("meta"):
             model = GPT(GPTConfig.of_saved(config["model"]), "naive")
+            model = model if added.rank is None else lora.add(model, added)
         weights = {name.removeprefix("model."): x for name, x in checkpoint["state_dict"].items()}
         model.load_state_dict(weights, assign=True)
-        return model, int(config["seq_len"])
+        return model, int(config["seq_len"]), added
     except (RuntimeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file}: its weights are not those of its model: {error}") from error
 

@@ -7,6 +7,37 @@ from typing import Any
 
 from longctx.model.extension import check_scaling
 
+LORA_TARGETS = ("qkv", "out", "gate_up", "down")
+
+
+@dataclass
+class LoraConfig:
+    """Training of low-rank additions to frozen weights: lora.rank=16."""
+
+    rank: int | None = None  # of the additions; null: no LoRA, all weights are trained
+    scaling: float = 2.0  # factor of the additions: what others call alpha / rank
+    targets: list[str] = field(default_factory=lambda: list(LORA_TARGETS))  # layers: of qkv, out, gate_up, down
+
+    def validate(self) -> None:
+        """Raise ValueError naming the first key whose value makes no sense."""
+        if self.rank is not None and not 1 <= self.rank <= 4096:
+            raise ValueError(f"lora.rank={self.rank}: a number from 1 up, or null for none")
+        if not 0 < self.scaling < float("inf"):
+            raise ValueError(f"lora.scaling={self.scaling}: a number above 0")
+        if not self.targets or set(self.targets) - set(LORA_TARGETS) or len(set(self.targets)) < len(self.targets):
+            raise ValueError(f"lora.targets={self.targets}: of {', '.join(LORA_TARGETS)}, each once")
+
+    def parameters(self, model: GPTConfig) -> int:
+        """Trained parameters beside those of `model`, which rest; 0 without LoRA."""
+        C, D, F = model.channels, model.head_size, model.ffn
+        sizes = {
+            "qkv": C + (model.heads + 2 * model.kv_heads) * D,
+            "out": model.heads * D + C,
+            "gate_up": C + 2 * F,
+            "down": F + C,
+        }
+        return model.layers * (self.rank or 0) * sum(sizes[name] for name in self.targets)
+
 
 @dataclass
 class GPTConfig:
@@ -107,14 +138,16 @@ class GPTConfig:
         block += 2 * D if self.qk_norm else 0
         return V * C * (1 if self.tied else 2) + self.layers * block + C
 
-    def flops_per_token(self, pairs_per_token: float) -> float:
+    def flops_per_token(self, pairs_per_token: float, adapters: int = 0) -> float:
         """FLOPs of forward and backward for one token that sees `pairs_per_token` keys on average (forward alone: a
         third).
 
         6 per matmul weight (PaLM, arXiv 2204.02311, appendix B) and 12 per visible pair, head and channel: pairs that a
-        mask hides are not work, nor is recomputation.
+        mask hides are not work, nor is recomputation. With `adapters` weights of LoRA, 6 per one of them, and 4 per other
+        weight, which is not trained.
         """
-        return 6 * self.matmul_parameters() + 12 * pairs_per_token * self.heads * self.head_size * self.layers
+        weights = (4 if adapters else 6) * self.matmul_parameters() + 6 * adapters
+        return weights + 12 * pairs_per_token * self.heads * self.head_size * self.layers
 
     def _block_matmul_parameters(self) -> int:
         C, D = self.channels, self.head_size

@@ -37,7 +37,7 @@ def compare(paths: Sequence[Path], out: Path) -> None:
     """
     page.check(out)
     runs, notes = read_all(paths)
-    tables = [make(runs) for make in (differences, results, evaluations, passkeys, kernel_locks)]
+    tables = [make(runs) for make in (differences, results, evaluations, tasks, passkeys, kernel_locks)]
     tables = [table for table in tables if table.rows]
     page.write(out, runs, tables, notes)
     console = Console(highlight=False)
@@ -145,6 +145,18 @@ def evaluations(runs: list[Run]) -> Table:
             rows.append([run.label, found["file"], *counts, *shown])
     headings = ["run", "evaluation", "context", "stride", "tokens", "perplexity", "word perplexity", "bits per byte"]
     return Table("evaluations", headings, rows, set())
+
+
+def tasks(runs: list[Run]) -> Table:
+    """Scores of lm-evaluation-harness, a column for each task and metric."""
+    names = list(dict.fromkeys(found["name"] for run in runs for found in run.tasks))
+    rows = []
+    for run in runs:
+        for context in dict.fromkeys(found["context"] for found in run.tasks):
+            values = {found["name"]: found["value"] for found in run.tasks if found["context"] == context}
+            shown = [f"{values[name]:,.4f}" if name in values else "" for name in names]
+            rows.append([run.label, f"{context:,}", *shown])
+    return Table("tasks", ["run", "context", *names], rows, set())
 
 
 def passkeys(runs: list[Run]) -> Table:

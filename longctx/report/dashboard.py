@@ -34,6 +34,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
             "table", "The same tokens over context", ("eval/loss_by_context_table", "tokens of context", "loss", "run")
         ),
         Panel("lines", "Loss at each position", ("val_loss_by_position/.*",)),
+        Panel("lines", "Facts found again", ("facts_found/.*",)),
     ),
     "Throughput": (
         Panel("lines", "Tokens per second", ("tokens_per_second",)),
@@ -127,19 +128,17 @@ def _panel(panel: Panel) -> Any:
     import wandb_workspaces.reports.v2 as wr
 
     if panel.kind in ("lines", "shares"):
-        stacked = {"plot_type": "stacked-area"} if panel.kind == "shares" else {}
-        pattern = {"metric_regex": panel.y[0]} if "*" in panel.y[0] else {"y": list(panel.y)}
-        return wr.LinePlot(title=panel.title, x=panel.x, log_y=panel.log, **pattern, **stacked)
+        more: dict[str, Any] = {"plot_type": "stacked-area"} if panel.kind == "shares" else {}
+        more |= {"metric_regex": panel.y[0]} if "*" in panel.y[0] else {"y": list(panel.y)}
+        return wr.LinePlot(title=panel.title, x=panel.x, log_y=panel.log, **more)
     if panel.kind == "points":
-        x, y = wr.Config(panel.x), wr.SummaryMetric(panel.y[0])
-        return wr.ScatterPlot(title=panel.title, x=x, y=y, log_x=True, log_y=panel.log)
+        axes: dict[str, Any] = {"x": wr.Config(panel.x), "y": wr.SummaryMetric(panel.y[0])}
+        return wr.ScatterPlot(title=panel.title, **axes, log_x=True, log_y=panel.log)
     if panel.kind == "bars":
         return wr.BarPlot(title=panel.title, metrics=[wr.SummaryMetric(key) for key in panel.y])
     if panel.kind == "table":
-        table, x, y, stroke = panel.y
-        made = wr.CustomChart.from_table(
-            table, chart_fields={"x": x, "y": y, "stroke": stroke}, chart_strings={"title": panel.title}
-        )
+        fields = dict(zip(("x", "y", "stroke"), panel.y[1:], strict=True))
+        made = wr.CustomChart.from_table(panel.y[0], chart_fields=fields, chart_strings={"title": panel.title})
         made.chart_name = "wandb/line/v0"
         return made
     return wr.MediaBrowser(title=panel.title, media_keys=list(panel.y))

@@ -14,9 +14,9 @@ Row = dict[str, Any]
 Line = dict[str, list[float]]
 
 
-def evaluations(folder: Path) -> tuple[list[Row], list[Row], list[Path]]:
-    """What eval.py left in `folder`: perplexities, passkey maps, and the files that are neither."""
-    scores, maps, wrong = [], [], []
+def evaluations(folder: Path) -> tuple[list[Row], list[Row], list[Row], list[Path]]:
+    """What eval.py left in `folder`: perplexities, passkey maps, scores of tasks, and the files that are none of them."""
+    scores, maps, done, wrong = [], [], [], []
     for path in (*sorted((folder / "eval").glob("*.json")), folder / "passkey.json"):
         if path.name == "passkey.json" and not path.is_file():
             continue
@@ -24,11 +24,13 @@ def evaluations(folder: Path) -> tuple[list[Row], list[Row], list[Path]]:
             content = json.loads(path.read_text(encoding="utf-8"), parse_float=number, parse_constant=number)
             if "kinds" in content or "accuracy" in content:
                 maps += passkeys(content, path.name)
-            elif "results" not in content:  # that of lm-evaluation-harness has its own table
+            elif "results" in content:
+                done += tasks(content)
+            else:
                 scores.append(evaluation(content, path.name))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
             wrong.append(path)
-    return scores, maps, wrong
+    return scores, maps, done, wrong
 
 
 def evaluation(content: Row, name: str) -> Row:
@@ -65,6 +67,21 @@ def passkeys(content: Row, name: str) -> list[Row]:
             raise ValueError(f"{name}: accuracy is not [length][depth]")
         found.append({"file": printable(name), "kind": printable(kind), "lengths": lengths, "depths": depths})
         found[-1]["accuracy"] = accuracy
+    return found
+
+
+def tasks(content: Row) -> list[Row]:
+    """The scores of lm-evaluation-harness, one for each task and metric."""
+    found = []
+    for task, values in content["results"].items():
+        for key, value in values.items():
+            metric, comma, filtered = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            if metric.isdigit() and value == -1:  # RULER's word for a length that was not asked
+                continue
+            name = f"{task} {metric}" if filtered == "none" else f"{task} {metric} ({filtered})"
+            found.append({"name": printable(name), "value": float(value), "context": int(content["context"])})
     return found
 
 

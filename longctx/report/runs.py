@@ -55,6 +55,7 @@ class Run:
     ended: str
     notes: list[str] = field(default_factory=list)
     passkeys: list[Row] = field(default_factory=list)
+    tasks: list[Row] = field(default_factory=list)
     lock: dict[str, str] = field(default_factory=dict)
     positions: Line = field(default_factory=dict)  # loss over tokens before, of the last validation
 
@@ -76,7 +77,7 @@ def read(folder: Path, most: int) -> Run:
     run.ended = ending(run.figures.get("step", 0), config.get("max_steps"), training)
     if skipped:
         run.notes.append(f"{printable(str(folder))}: {skipped} of metrics.jsonl is incomplete and left out")
-    run.evaluations, run.passkeys, wrong = evaluations(folder)
+    run.evaluations, run.passkeys, run.tasks, wrong = evaluations(folder)
     run.notes += [f"{printable(str(path))}: not an evaluation's JSON, left out" for path in wrong]
     try:
         run.lock = kernel_lock(folder)

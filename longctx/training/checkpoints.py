@@ -19,7 +19,8 @@ from lightning.fabric.plugins import TorchCheckpointIO
 
 from longctx.attention.config import AttentionConfig
 from longctx.data import Tokenizer
-from longctx.model import GPT, GPTConfig
+from longctx.model import GPT, GPTConfig, lora
+from longctx.model.config import LoraConfig
 from longctx.training import runs
 
 FORMAT = 2
@@ -134,14 +135,19 @@ def load_model(
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(f"checkpoint={given}: {folder} has no tokenizer.json; leave checkpoints in the run's folder")
     backend = AttentionConfig(**config["attention"]) if attention is None else attention
-    model = mapped_model(given, checkpoint, GPTConfig.of_saved(config["model"]), backend)
+    added = LoraConfig(**config.get("lora", {}))
+    model = mapped_model(given, checkpoint, GPTConfig.of_saved(config["model"]), backend, added)
+    model = model if added.rank is None else lora.merge(model.float())
     return model.to(device).eval(), Tokenizer.load(folder), config
 
 
-def mapped_model(path: Path, checkpoint: dict[str, Any], config: GPTConfig, backend: AttentionConfig | str) -> GPT:
+def mapped_model(
+    path: Path, checkpoint: dict[str, Any], config: GPTConfig, backend: AttentionConfig | str, added: LoraConfig
+) -> GPT:
     """The model of `config` with the checkpoint's weights, still where they lie on disk; ValueError if they are not its own."""
     with torch.device("meta"):
         model = GPT(config, backend)
+        model = model if added.rank is None else lora.add(model, added)
     weights = {name.removeprefix("model."): x for name, x in checkpoint["state_dict"].items()}
     try:
         model.load_state_dict(weights, assign=True)

@@ -14,7 +14,7 @@ from typing import Any
 from longctx.attention.config import AttentionConfig
 from longctx.data.config import DataConfig
 from longctx.evaluation.config import PasskeyConfig
-from longctx.model.config import GPTConfig
+from longctx.model.config import GPTConfig, LoraConfig
 from longctx.model.extension import RopeConfig
 from longctx.model.memory import MemoryConfig
 
@@ -62,7 +62,7 @@ class TrainConfig:
     accumulate: int | None = None  # micro-batches per step; null: 65,536 tokens a step on a GPU, 4,096 on a CPU
     max_steps: int | None = None  # optimizer steps; null: from max_tokens, else 300 on a GPU and 60 on a CPU
     max_tokens: int | None = None  # stop after about so many tokens, padding included, instead of max_steps
-    lr: float | None = None  # peak learning rate of AdamW; null: 0.5 / model.channels, near GPT-3's table of sizes
+    lr: float | None = None  # peak rate of AdamW; null: 0.5 / model.channels, with init 2e-5, with lora 2e-4
     min_lr: float = 0.1  # the cosine ends at this share of lr
     warmup_steps: int | None = None  # linear warm-up; null: a tenth of the steps, at most 200
     weight_decay: float = 0.1  # on matrices, embeddings among them; never on norms and biases
@@ -88,6 +88,7 @@ class TrainConfig:
     kernel: KernelConfig = field(default_factory=KernelConfig)
     model: GPTConfig = field(default_factory=GPTConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     rope: RopeConfig = field(default_factory=RopeConfig)
     passkey: PasskeyConfig = field(default_factory=PasskeyConfig)  # at every validation
     data: DataConfig = field(default_factory=DataConfig)
@@ -149,6 +150,11 @@ class TrainConfig:
         self.passkey.validate()
         if self.rope.type != "keep" and self.init is None:
             raise ValueError(f"rope={self.rope.type}: stretches trained weights, and init= names none; leave rope out")
+        self.lora.validate()
+        if self.lora.rank is not None and self.init is None:
+            raise ValueError(
+                f"lora.rank={self.lora.rank}: adds to trained weights, and init= names none; leave lora out"
+            )
         self.data.validate()
 
 
@@ -193,7 +199,7 @@ def complete(config: TrainConfig, device: str) -> CompleteConfig:
         "accumulate": accumulate,
         "max_steps": steps,
         "max_tokens": None,
-        "lr": 0.5 / config.model.channels if config.lr is None else config.lr,
+        "lr": default_rate(config) if config.lr is None else config.lr,
         "warmup_steps": warmup,
         "val_every": config.val_every or max(20, math.ceil(steps / 5)),
         "val_rows": max(1, TOKENS_PER_VALIDATION[device] // config.seq_len)
@@ -204,6 +210,15 @@ def complete(config: TrainConfig, device: str) -> CompleteConfig:
         "compile": str(device == "cuda").lower() if config.compile.lower() == "auto" else config.compile.lower(),
     }
     return CompleteConfig(**(vars(config) | decided))
+
+
+def default_rate(config: TrainConfig) -> float:
+    """The peak rate: near GPT-3's table of sizes from random weights; for trained ones what those who stretch them take
+    (YaRN, arXiv 2309.00071), and ten times that for LoRA, whose additions begin at zero (arXiv 2405.09673).
+    """
+    if config.lora.rank is not None:
+        return 2e-4
+    return 2e-5 if config.init is not None else 0.5 / config.model.channels
 
 
 def upgraded(saved: dict[str, Any]) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def continue_from(config: CompleteConfig, data: Data | Mixture, device: str) -> 
         raise ValueError(f"resume={folder}: the documents or the tokenizer are no longer those that the run began with")
     if done >= config.max_steps:
         raise ValueError(f"resume={folder}: the run has done its {done:,} steps; to go on, give a larger max_steps=")
-    checkpoints.mapped_model(path, checkpoint, config.model, config.attention)
+    checkpoints.mapped_model(path, checkpoint, config.model, config.attention, config.lora)
     if rank() == 0:
         kernels, note = lock.held(config, lock.of_run(config, device), said.get("kernel_lock"), done)
         if note:
@@ -169,6 +169,7 @@ def run(
         "backend": config.attention.backend,
         "data_fingerprint": data.fingerprint,
         "parameters": config.model.parameters(),
+        "trained_parameters": config.lora.parameters(config.model) or config.model.parameters(),
         "data_summary": data.summary(),
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "torch": torch.__version__,
@@ -254,10 +255,12 @@ def opening(
     rows = config.rows_per_step
     compiled = ", torch.compile" if config.compile == "true" else ""
     summary = data.summary()
+    added = config.lora.parameters(config.model)
+    lora = f", which rest; LoRA of rank {config.lora.rank} trains {added:,} beside them" if added else ""
     return [
         f"run        {folder}" + (f", continued after step {done:,}" if done else ""),
         f"device     {f'{config.devices} × ' if config.devices > 1 else ''}{where}, {config.precision}{compiled}",
-        f"model      {preset}{', ' if preset else ''}{config.model.parameters():,} parameters",
+        f"model      {preset}{', ' if preset else ''}{config.model.parameters():,} parameters{lora}",
         f"attention  {config.attention.backend}"
         + "".join(f", {key}={value}" for key, value in config.attention.options.items()),
         f"data       {config.data.source}, {summary['documents']:,} documents, {summary['tokens']:,} tokens, "

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from longctx.model import GPT
+from longctx.model import GPT, lora
 from longctx.model.huggingface import load_weights
 from longctx.training.batches import MicroBatch, StepBatch
 from longctx.training.config import CompleteConfig
@@ -44,11 +44,25 @@ class TrainingModule(pl.LightningModule):
         if hasattr(self, "model"):
             return
         torch.manual_seed(self.config.seed)
-        self.model = GPT(self.config.model, self.config.attention, self.config.memory)
+        if self.config.lora.rank is None:
+            self.model = GPT(self.config.model, self.config.attention, self.config.memory)
+        else:
+            self.model = self._frozen_with_lora()
         if self.weights is not None:
             load_weights(self.model, self.weights)
         if self.config.compile == "true":
             self.model.compile_blocks()
+
+    def _frozen_with_lora(self) -> GPT:
+        """A model whose own weights rest, in 16 bits where they are used in 16 bits anyway, and are yet to be loaded."""
+        device = torch.get_default_device()
+        with torch.device("meta"):
+            model = GPT(self.config.model, self.config.attention, self.config.memory)
+        dtype = torch.bfloat16 if self.config.precision == "bf16" else torch.float32
+        model = lora.in_precision(model, dtype).to_empty(device=device)
+        if (self.config.model.vocab_size or 0) > 0:
+            torch.nn.init.normal_(model.embed.weight, std=self.config.model.init_std)  # rows that no folder has
+        return lora.add(model, self.config.lora)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return adamw(self.model, self.config)

@@ -53,7 +53,9 @@ class Recorder(pl.Callback):
         self._idle_since = 0.0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self.meter = Meter(self.config.model, trainer.strategy.root_device)
+        self.meter = Meter(
+            self.config.model, trainer.strategy.root_device, self.config.lora.parameters(self.config.model)
+        )
         self.split = StepSplit(trainer.strategy.root_device)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

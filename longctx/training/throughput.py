@@ -57,6 +57,7 @@ class Meter:
 
     model: GPTConfig
     device: torch.device
+    adapters: int = 0  # trained weights of LoRA, where the model's own rest
     tokens_seen: int = 0  # over all ranks, since the beginning of the run, padding left out
     seconds: float = 0.0  # training time before this process, where the run was resumed
     waited: float = 0.0
@@ -122,7 +123,7 @@ class Meter:
 
     def flops(self, tokens: float, pairs: float) -> float:
         """FLOPs of forward and backward for `tokens` that see `pairs` in all."""
-        return tokens * self.model.flops_per_token(pairs / max(tokens, 1.0))
+        return tokens * self.model.flops_per_token(pairs / max(tokens, 1.0), self.adapters)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold so that the rows after it are those of the uninterrupted run; every rank calls it."""

@@ -13,6 +13,7 @@ import secrets
 import subprocess
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 from urllib.parse import urlparse
 
@@ -169,7 +170,7 @@ def plot(columns: tuple[str, str, str], rows: list[list[Any]], title: str) -> An
     return wandb.plot.line(table, columns[1], columns[2], stroke=columns[0], title=title)
 
 
-def log_evaluation(config: WandbConfig, folder: Path, found: dict[str, Any], picture: Path) -> str:
+def log_evaluation(config: WandbConfig, folder: Path, found: dict[str, Any], picture: Path | None) -> str:
     """Send what eval.py found about `folder` (its JSON, its PNG) to wandb as a run of job type eval, in the group of the
     run; returns the mode that it went in.
     """
@@ -177,20 +178,35 @@ def log_evaluation(config: WandbConfig, folder: Path, found: dict[str, Any], pic
 
     mode = wandb_mode(config)
     about = {key: value for key, value in found.items() if isinstance(value, str | int | float | None)}
-    name = f"{folder.name}-eval-{found['context']}"
+    name = f"{folder.name}-eval"
     run = init(config, folder, mode, config=about, name=name, group=config.group or folder.name, job_type="eval")
-    total = {f"eval/{key}": value for key, value in found["total"].items() if isinstance(value, int | float)}
-    media: dict[str, Any] = {"eval/picture": wandb.Image(str(picture))}
-    for key, x, rows in (("position", "first", found["by_position"]), ("context", "context", found["by_context"])):
-        if rows:
+    media: dict[str, Any] = {} if picture is None else {"eval/picture": wandb.Image(str(picture))}
+    for key, x in (("position", "first"), ("context", "context")):
+        if rows := found.get(f"by_{key}"):
             lines = [[folder.name, row[x], row["loss"]] for row in rows]
             media[f"eval/loss_by_{key}"] = plot(("run", f"tokens of {key}", "loss"), lines, f"loss by {key}")
     for key in ("gains", "documents"):
-        if rows := found[key][:1000]:
+        if isinstance(found.get(key), list) and (rows := found[key][:1000]):
             media[f"eval/{key}"] = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
-    run.log(total | media)
+    run.log(evaluated(found) | media)
     run.finish()
     return mode
+
+
+def evaluated(found: dict[str, Any]) -> dict[str, float]:
+    """The numbers of an evaluation's JSON: of a perplexity, of facts found again, of lm-eval's tasks."""
+    total = {f"eval/{key}": value for key, value in found.get("total", {}).items()}
+    facts = {
+        f"eval/{kind}/{length}": fmean(shares)
+        for kind, grid in found.get("kinds", {}).items()
+        for length, shares in zip(grid["lengths"], grid["accuracy"], strict=True)
+    }
+    tasks = {
+        f"eval/{task}/{key.removesuffix(',none')}": value
+        for task, values in found.get("results", {}).items()
+        for key, value in values.items()
+    }
+    return {key: x for key, x in (total | facts | tasks).items() if isinstance(x, int | float)}
 
 
 def commit() -> str | None:

@@ -49,8 +49,8 @@ def test_passkey_maps_in_either_place_and_form(tmp_path):
     folder = make(tmp_path / "a")
     (folder / "passkey.json").write_text(json.dumps(GRID))
     (folder / "eval" / "passkey-x.json").write_text(json.dumps({"kinds": {"needle": GRID, "passkey": GRID}}))
-    scores, maps, wrong = evaluations(folder)
-    assert (scores, wrong) == ([], [])
+    scores, maps, done, wrong = evaluations(folder)
+    assert (scores, done, wrong) == ([], [], [])
     assert [found["kind"] for found in maps] == ["needle", "passkey", "passkey"]
     assert maps[0]["accuracy"] == GRID["accuracy"]
 
@@ -87,6 +87,18 @@ def test_curves_of_an_evaluation_reach_the_page(tmp_path, capsys):
     assert run.longest == 256
     assert main(["compare", str(folder), f"out={tmp_path}/x.html"]) == 0
     assert "77.25" in capsys.readouterr().out
+
+
+def test_scores_of_tasks_are_a_table(tmp_path, capsys):
+    folder = make(tmp_path / "a")
+    values = {"alias": "x", "acc,none": 0.25, "acc_stderr,none": 0.1, "em,strict": 0.5, "4096,none": -1}
+    (folder / "eval" / "tasks.json").write_text(json.dumps({"context": 2048, "results": {"arc": values}}))
+    assert [(found["name"], found["value"]) for found in read(folder, 9).tasks] == [
+        ("arc acc", 0.25),
+        ("arc em (strict)", 0.5),
+    ]
+    assert main(["compare", str(folder), f"out={tmp_path}/x.html"]) == 0
+    assert "arc em (strict)" in capsys.readouterr().out
 
 
 def test_a_lock_is_told_by_short_hashes_and_versions(tmp_path):

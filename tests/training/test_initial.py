@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -16,8 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 import train
 from longctx.data import tokenizer as bpe
 from longctx.model.__main__ import main as export
+from longctx.model.config import LoraConfig
 from longctx.training import runs
 from longctx.training.checkpoints import load_model
+from longctx.training.config import TrainConfig, complete
 
 Words = Callable[..., list[str]]
 
@@ -129,6 +132,50 @@ def test_what_was_trained_opens_in_transformers(start: Words, folder: Path, tmp_
 
     assert train.main(start(name="again", init=out, max_steps=1, lr=0.0)) == 0
     torch.testing.assert_close(load_model(tmp_path / "runs" / "again")[0](tokens), expected)
+
+
+def test_lora_from_start_to_export(
+    start: Words, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuned = {"lora__rank": 4, "lr": 0.05, "max_steps": 4, "checkpoint_every": 2, "keep_checkpoints": 9}
+    assert train.main(start(name="r", seq_len=192, rope="yarn", **tuned)) == 0
+    assert "which rest; LoRA of rank 4 trains" in capsys.readouterr().out
+    run, out = tmp_path / "runs" / "r", tmp_path / "out"
+    saved = torch.load(runs.checkpoints(run)[-1], weights_only=True)
+    theirs = LlamaForCausalLM.from_pretrained(folder)
+    assert torch.equal(saved["state_dict"]["model.embed.weight"], theirs.get_input_embeddings().weight)
+    assert len(saved["optimizer_states"][0]["state"]) == 2 * 4 * 2
+
+    assert train.main(start(name="cut", seq_len=192, rope="yarn", **tuned)) == 0
+    cut = tmp_path / "runs" / "cut"
+    (cut / "checkpoints" / "step-00000004.ckpt").unlink()
+    assert train.main([f"resume={cut}"]) == 0
+    again = torch.load(runs.checkpoints(cut)[-1], weights_only=True)["state_dict"]
+    for name, weights in saved["state_dict"].items():
+        assert torch.equal(again[name], weights), name
+
+    model, _, _ = load_model(run)
+    tokens = torch.randint(320, (1, 150))
+    expected = model(tokens)
+    assert export(["export", str(run), str(out)]) == 0
+    opened = AutoModelForCausalLM.from_pretrained(out).eval()
+    assert (opened(tokens).logits - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert (theirs(tokens).logits - expected).abs().max() > 1e-2 * expected.abs().max()
+    assert export(["export", str(run), str(tmp_path / "adapter"), "adapter=true"]) == 0
+    described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (described["r"], described["lora_alpha"], described["base_model_name_or_path"]) == (4, 8.0, str(folder))
+    assert export(["export", str(run), str(tmp_path / "no"), "adapter=yes"]) == 2
+    assert train.main(start(name="full", max_steps=1)) == 0
+    assert export(["export", str(tmp_path / "runs" / "full"), str(tmp_path / "no"), "adapter=true"]) == 2
+    assert "was trained without lora.rank" in capsys.readouterr().err
+
+
+def test_rates_of_trained_weights_are_smaller() -> None:
+    plain, tuned = TrainConfig(), TrainConfig(init="folder")
+    assert complete(plain, "cpu").lr == 0.5 / plain.model.channels
+    assert complete(tuned, "cpu").lr == 2e-5
+    assert complete(replace(tuned, lora=LoraConfig(rank=8)), "cpu").lr == 2e-4
+    assert complete(replace(tuned, lr=0.1), "cpu").lr == 0.1
 
 
 def test_evaluation_of_a_folder(

@@ -14,7 +14,7 @@ import yaml
 from longctx import config
 from longctx.training import runs
 from longctx.training.config import WandbConfig
-from longctx.training.tracking import POSITIONS, Tracker, log_evaluation, wandb_mode
+from longctx.training.tracking import POSITIONS, Tracker, evaluated, log_evaluation, wandb_mode
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -190,6 +190,12 @@ def test_an_evaluation_is_a_run_of_its_own_kind_with_tables_and_plots(tmp_path: 
     }
     run = next(record["run"] for record in _records(file) if record["type"] == "run")
     assert (run["job_type"], run["run_group"]) == ("eval", tmp_path.name)
+
+
+def test_numbers_of_every_kind_of_evaluation_go_to_wandb() -> None:
+    grid = {"lengths": [64, 128], "depths": [0, 1], "accuracy": [[1.0, 1.0], [0.5, 0.0]]}
+    assert evaluated({"kinds": {"needle": grid}}) == {"eval/needle/64": 1.0, "eval/needle/128": 0.25}
+    assert evaluated({"results": {"arc": {"acc,none": 0.5, "alias": "x"}}}) == {"eval/arc/acc": 0.5}
 
 
 def test_a_sweep_file_gives_train_its_words() -> None:

@@ -1,0 +1,231 @@
+"""lm-evaluation-harness on a GPT: its requests in our windows. Imported only where tasks are asked for; needs lm-eval.
+
+A request is scored with the last `context` tokens before it, long texts in rolling windows (see `windows`). Generation is
+greedy and computes the whole context again for every token: fit for the short answers of retrieval tasks such as RULER's.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.tasks import TaskManager
+from torch import Tensor
+
+from longctx.data import Tokenizer
+from longctx.evaluation.scoring import losses
+from longctx.evaluation.windows import sliding
+from longctx.model import GPT
+
+PLACES = 4096  # places of which logits exist at one time
+MOST_GENERATED = 256  # tokens, where a task does not say
+
+
+class Piece(NamedTuple):
+    """Of request number `owner`: tokens (n + 1,), the last `scored` of which are to be predicted."""
+
+    owner: int
+    ids: np.ndarray
+    scored: int
+
+
+class Harness(TemplateLM):
+    """A GPT in eval mode, as lm-eval asks it."""
+
+    def __init__(
+        self, model: GPT, tokenizer: Tokenizer, context: int, stride: int, rows: int, dtype: torch.dtype | None
+    ) -> None:
+        super().__init__()
+        self.model, self.words, self.context, self.stride = model, tokenizer, context, stride
+        self.rows, self.dtype = rows, dtype
+        self.place = next(model.parameters()).device
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.words.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self.words.eos_id if self.words.bos_id is None else self.words.bos_id
+
+    @property
+    def max_length(self) -> int:
+        return self.context
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        return self.words.encode(string)
+
+    def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
+        """(ln p of the continuation, whether each of its tokens is the most likely one) for each request."""
+        sums, greedy = [0.0] * len(requests), [True] * len(requests)
+        pieces = [piece for n, (_, before, after) in enumerate(requests) for piece in self._pieces(n, before, after)]
+        for batch in self._batches(sorted(pieces, key=lambda piece: -len(piece.ids))):
+            most = max(piece.scored for piece in batch)
+            ends = [len(piece.ids) - 1 for piece in batch]
+            at = torch.tensor([[max(0, end - most + k) for k in range(most)] for end in ends])
+            logp = self._logits([piece.ids[:-1] for piece in batch], at).log_softmax(dim=-1)
+            for piece, each in zip(batch, logp, strict=True):
+                wanted = torch.from_numpy(piece.ids[-piece.scored :].astype(np.int64)).to(self.place)
+                each = each[most - piece.scored :]
+                sums[piece.owner] += float(each.gather(1, wanted[:, None]).double().sum())
+                greedy[piece.owner] &= bool((each.argmax(dim=-1) == wanted).all())
+        return list(zip(sums, greedy, strict=True))
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """ln p of whole texts, every token scored once."""
+        texts = [np.array([self.prefix_token_id, *self.tok_encode(r.args[0])], dtype=np.int64) for r in requests]
+        sums = [0.0] * len(texts)
+        windows = (window for n, ids in enumerate(texts) for window in sliding(n, ids, self.context, self.stride))
+        for window, nats in losses(self.model, windows, self.context, self.rows, self.dtype):
+            sums[window.owner] -= float(nats.sum())
+        return sums
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Greedy answers, each up to the first of its stop words or the end of the text."""
+        answers = [""] * len(requests)
+        for n, request in enumerate(requests):
+            prompt, settings = request.args
+            if settings.get("do_sample") and settings.get("temperature", 1.0) > 0:
+                raise ValueError("a task asks for sampling; generation is greedy here")
+            until = settings.get("until") or []
+            until = [until] if isinstance(until, str) else until
+            most = int(settings.get("max_gen_toks", settings.get("max_tokens", MOST_GENERATED)))
+            answers[n] = self._continue(self.tok_encode(prompt) or [self.prefix_token_id], until, most)
+        return answers
+
+    def _continue(self, prompt: list[int], until: Sequence[str], most: int) -> str:
+        said: list[int] = []
+        text = ""
+        while len(said) < most:
+            shown = np.array((prompt + said)[-self.context :], dtype=np.int64)
+            token = int(self._logits([shown], torch.tensor([[len(shown) - 1]])).argmax())
+            if token == self.eot_token_id:
+                break
+            said.append(token)
+            text = self.words.decode(said)
+            found = [place for stop in until if stop and (place := text.find(stop)) >= 0]
+            if found:
+                return text[: min(found)]
+        return text
+
+    def _pieces(self, owner: int, before: list[int], after: list[int]) -> Iterator[Piece]:
+        """A continuation in one piece, or where it is longer than the context in pieces of `stride` tokens."""
+        whole = np.array([*before, *after], dtype=np.int64)
+        first, step = len(before), len(after) if len(after) <= self.context else self.stride
+        while first < len(whole):
+            end = min(first + step, len(whole))
+            yield Piece(owner, whole[max(0, end - 1 - self.context) : end], end - first)
+            first = end
+
+    def _batches(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+        """Pieces of falling length, as many as the rows and the places of logits allow."""
+        batch: list[Piece] = []
+        for piece in pieces:
+            most = max(piece.scored, *(other.scored for other in batch)) if batch else piece.scored
+            longest = len(batch[0].ids) - 1 if batch else 1
+            if batch and ((len(batch) + 1) * longest > self.rows * self.context or (len(batch) + 1) * most > PLACES):
+                yield batch
+                batch = []
+            batch.append(piece)
+        if batch:
+            yield batch
+
+    def _logits(self, ids: Sequence[np.ndarray], at: Tensor) -> Tensor:
+        """(rows, n, V) fp32 logits at the places `at` (rows, n) of texts, which stand at the beginning of padded rows."""
+        shown = np.zeros((len(ids), max(map(len, ids))), dtype=np.int64)
+        for row, text in zip(shown, ids, strict=True):
+            row[: len(text)] = text
+        kind = self.place.type
+        with torch.inference_mode(), torch.autocast(kind, self.dtype) if self.dtype is not None else nullcontext():
+            return self.model(torch.from_numpy(shown).to(self.place), at=at.to(self.place)).float()
+
+
+def evaluate_tasks(
+    lm: Harness,
+    tasks: Sequence[str],
+    tokenizer_folder: Path,
+    task_folder: Path | None = None,
+    limit: int | None = None,
+    fewshot: int | None = None,
+) -> dict[str, Any]:
+    """lm-eval's results of `tasks`, found in `task_folder` or among its own; `limit` documents of each.
+
+    Raises ValueError, one line, for a task that does not exist or whose data cannot be had.
+    """
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    # For tasks that are made for a length, such as RULER's, and count it in tokens.
+    metadata = {"tokenizer": str(tokenizer_folder), "max_seq_lengths": [lm.context]}
+    manager = _manager(tasks, task_folder, metadata)
+    try:
+        found = simple_evaluate(
+            model=lm,
+            tasks=list(tasks),
+            task_manager=manager,
+            limit=limit,
+            num_fewshot=fewshot,
+            log_samples=False,
+            bootstrap_iters=1000,
+            metadata=metadata,
+        )
+    except Exception as error:  # whatever the code of a task, its data set or the network raises
+        raise ValueError(f"tasks=[{','.join(tasks)}]: {type(error).__name__}: {error}") from error
+    assert found is not None
+    return {key: _plain(found[key]) for key in ("results", "groups", "versions", "n-shot") if key in found}
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON can hold it; what is no number becomes null."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, str | bool | int | None):
+        return value
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return str(value)
+    return number if math.isfinite(number) else None
+
+
+def scores(results: dict[str, Any]) -> list[tuple[str, str, float, float | None]]:
+    """(task, metric, value, standard error or None) of lm-eval's results, in their order."""
+    rows = []
+    for task, values in results.items():
+        for key, value in values.items():
+            metric, _, filtered = key.partition(",")
+            if not isinstance(value, int | float) or metric.endswith("_stderr") or metric == "sample_len":
+                continue
+            if metric.isdigit() and value == -1:  # RULER's word for a length that was not asked
+                continue
+            error = values.get(f"{metric}_stderr,{filtered}")
+            name = metric if filtered in ("", "none") else f"{metric} ({filtered})"
+            rows.append((task, name, float(value), float(error) if isinstance(error, int | float) else None))
+    return rows
+
+
+def _manager(tasks: Sequence[str], folder: Path | None, metadata: dict[str, Any]) -> Any:
+    """lm-eval's index of tasks; its own 14,000, which take seconds to read, only where one is not in `folder`."""
+    if folder is not None and not folder.is_dir():
+        raise ValueError(f"tasks_path={folder}: no such folder; give one with the YAML files of tasks")
+    make: Callable[..., Any] = TaskManager
+    if folder is not None:
+        manager = make(include_path=str(folder), include_defaults=False, metadata=metadata)
+        if set(tasks) <= set(manager.all_tasks):
+            return manager
+    manager = make(include_path=None if folder is None else str(folder), metadata=metadata)
+    for task in tasks:
+        if task not in manager.all_tasks:
+            close = get_close_matches(task, manager.all_tasks, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"tasks={task}: not a task of lm-evaluation-harness{hint}")
+    return manager

@@ -1,0 +1,110 @@
+"""LoRA (Hu et al., arXiv 2106.09685): frozen weights W, and beside each a low-rank product that is trained.
+
+y = W x + (alpha / rank) · B (A x), A (rank, in) random, B (out, rank) zero at first. The projections of q, k, v, and of
+gate and up, are one matrix here, so they share A: the same as adapters of their own with equal A, which is how an
+adapter is written for peft. Merged, W + (alpha / rank) · B A, nothing of it is left to see.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from longctx.model.config import LoraConfig
+from longctx.model.gpt import GPT
+from longctx.model.huggingface import pieces
+from longctx.model.layers import RMSNorm
+
+OF_BLOCK = {"qkv": "attention", "out": "attention", "gate_up": "mlp", "down": "mlp"}
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer whose own weights rest, with a product of two thin matrices, in fp32, that is trained."""
+
+    def __init__(self, frozen: nn.Linear, rank: int, alpha: float) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = frozen.in_features, frozen.out_features
+        self.weight, self.bias = frozen.weight, frozen.bias
+        self.scale = alpha / rank
+        device = frozen.weight.device
+        self.lora_a = nn.Parameter(torch.empty(rank, self.in_features, dtype=torch.float32, device=device))
+        self.lora_b = nn.Parameter(torch.zeros(self.out_features, rank, dtype=torch.float32, device=device))
+        nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = F.linear(x, self.lora_a.to(x.dtype)) * self.scale
+        return F.linear(x, self.weight, self.bias) + F.linear(low, self.lora_b.to(low.dtype))
+
+    def merged(self) -> nn.Linear:
+        """A plain layer that computes the same, its sum formed in fp32."""
+        plain = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        added = self.weight.float() + self.scale * (self.lora_b @ self.lora_a)
+        plain.weight = nn.Parameter(added.to(self.weight.dtype))
+        plain.bias = self.bias
+        return plain
+
+
+def in_precision(model: GPT, dtype: torch.dtype) -> GPT:
+    """`model` with its matrices and biases in `dtype` and its norms in fp32."""
+    model.to(dtype)
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.float()
+    return model
+
+
+def add(model: GPT, config: LoraConfig) -> GPT:
+    """Freeze `model` and give the layers of `config.targets` something to train."""
+    assert config.rank is not None
+    model.requires_grad_(False)
+    for block in model.blocks:
+        for name in config.targets:
+            part = getattr(block, OF_BLOCK[name])
+            setattr(part, name, LoraLinear(getattr(part, name), config.rank, config.scaling * config.rank))
+    return model
+
+
+@torch.no_grad()
+def merge(model: GPT) -> GPT:
+    """Put every trained product into the weight beside it; `model` is a plain GPT then, and trainable as a whole."""
+    for block in model.blocks:
+        for name, part in OF_BLOCK.items():
+            layer = getattr(getattr(block, part), name)
+            if isinstance(layer, LoraLinear):
+                setattr(getattr(block, part), name, layer.merged())
+    return model.requires_grad_(True)
+
+
+def export_adapter(model: GPT, config: LoraConfig, base: str, out: Path) -> None:
+    """Write the adapter of `model` to the new folder `out` as peft reads it; `base` names the model that it belongs to."""
+    tensors: dict[str, Tensor] = {}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+    for piece in pieces(model.config):
+        layer = layers.get(piece.ours.removesuffix(".weight"))
+        if layer is not None and piece.ours.endswith(".weight"):
+            place = f"base_model.model.{piece.theirs.removesuffix('.weight')}"
+            rows = slice(piece.first, piece.first + piece.shape[0])
+            tensors[f"{place}.lora_A.weight"] = layer.lora_a.detach().clone()
+            tensors[f"{place}.lora_B.weight"] = layer.lora_b.detach()[rows].clone()
+    described: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.rank,
+        "lora_alpha": config.scaling * (config.rank or 1),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
+    (out / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")

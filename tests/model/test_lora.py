@@ -1,0 +1,111 @@
+"""LoRA: nothing changes at first, only the additions learn, merged they are a plain model, and peft reads the adapter."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from longctx.model import GPT, GPTConfig, lora
+from longctx.model.config import LORA_TARGETS, LoraConfig
+from longctx.model.huggingface import pretrained
+
+SIZES: dict[str, Any] = {"vocab_size": 61, "layers": 2, "channels": 24, "heads": 6, "kv_heads": 2, "ffn": 40}
+TOKENS = torch.arange(60).view(2, 30) % 61
+
+
+def made(config: LoraConfig, memory: str = "fast", trained: bool = True) -> GPT:
+    torch.manual_seed(0)
+    model = lora.add(GPT(GPTConfig(**SIZES, qkv_bias=True), "flash", memory), config)
+    for name, p in model.named_parameters():
+        if trained and name.endswith("lora_b"):
+            torch.nn.init.normal_(p, std=0.1)
+    return model
+
+
+def test_nothing_changes_before_training() -> None:
+    torch.manual_seed(0)
+    plain = GPT(GPTConfig(**SIZES, qkv_bias=True))
+    torch.testing.assert_close(made(LoraConfig(rank=3), trained=False)(TOKENS), plain(TOKENS))
+
+
+@pytest.mark.parametrize("memory", ["fast", "balanced"])
+@pytest.mark.parametrize("targets", [list(LORA_TARGETS), ["qkv", "down"], ["gate_up"]])
+def test_only_the_additions_learn_and_their_gradients_are_those_of_the_sum(targets: list[str], memory: str) -> None:
+    config = LoraConfig(rank=3, scaling=1.5, targets=targets)
+    model = made(config, memory)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert all(name.endswith(("lora_a", "lora_b")) for name in trained)
+    assert sum(p.numel() for p in trained.values()) == config.parameters(model.config)
+    model(TOKENS, TOKENS.roll(-1, 1)).backward()
+    assert all(p.grad is None for name, p in model.named_parameters() if name not in trained)
+
+    twin = lora.merge(made(config))
+    twin(TOKENS, TOKENS.roll(-1, 1)).backward()
+    for name, p in trained.items():
+        layer = name.rpartition(".")[0]
+        dw, of = twin.get_submodule(layer).weight.grad, model.get_submodule(layer)
+        expected = config.scaling * (of.lora_b.T @ dw if name.endswith("a") else dw @ of.lora_a.T)
+        torch.testing.assert_close(p.grad, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_merged_it_is_a_plain_model_that_computes_the_same() -> None:
+    model = made(LoraConfig(rank=4))
+    expected = model(TOKENS)
+    merged = lora.merge(model)
+    torch.testing.assert_close(merged(TOKENS), expected, rtol=1e-4, atol=1e-5)
+    assert merged.state_dict().keys() == GPT(GPTConfig(**SIZES, qkv_bias=True)).state_dict().keys()
+    assert all(p.requires_grad for p in merged.parameters())
+
+
+def test_frozen_weights_may_be_16_bits_wide() -> None:
+    torch.manual_seed(0)
+    model = lora.add(lora.in_precision(GPT(GPTConfig(**SIZES)), torch.bfloat16), LoraConfig(rank=2))
+    dtypes = {name.split(".")[-1]: p.dtype for name, p in model.named_parameters() if "norm" not in name}
+    assert dtypes == {"weight": torch.bfloat16, "lora_a": torch.float32, "lora_b": torch.float32}
+    assert model.norm.weight.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        model(TOKENS, TOKENS.roll(-1, 1)).backward()
+    grads = [p.grad for name, p in model.named_parameters() if name.endswith("lora_b")]
+    assert all(g is not None and g.dtype == torch.float32 and g.abs().sum() > 0 for g in grads)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rank": 0}, "lora.rank=0: a number from 1 up"),
+        ({"scaling": 0.0}, "lora.scaling=0.0: a number above 0"),
+        ({"targets": ["q"]}, r"lora.targets=\['q'\]: of qkv, out, gate_up, down"),
+        ({"targets": []}, r"lora.targets=\[\]: of"),
+        ({"targets": ["qkv", "qkv"]}, "each once"),
+    ],
+)
+def test_mistakes(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LoraConfig(**{"rank": 2} | changes).validate()
+
+
+def test_flops_of_weights_that_rest() -> None:
+    model = GPTConfig(**SIZES)
+    added = LoraConfig(rank=2).parameters(model)
+    assert model.flops_per_token(0.0, added) == 4 * model.matmul_parameters() + 6 * added
+
+
+def test_peft_reads_the_adapter(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2}
+    AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=61, intermediate_size=80, **sizes)).save_pretrained(
+        tmp_path / "base"
+    )
+    config = LoraConfig(rank=3)
+    model = lora.add(pretrained(tmp_path / "base"), config)
+    for name, p in model.named_parameters():
+        if name.endswith("lora_b"):
+            torch.nn.init.normal_(p, std=0.1)
+    lora.export_adapter(model, config, str(tmp_path / "base"), tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    opened = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    expected = model(TOKENS)
+    assert (opened(TOKENS).logits - expected).abs().max() < 1e-5 * expected.abs().max()
