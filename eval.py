@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from longctx import config
-from longctx.evaluation.config import TOKENS_PER_BATCH, EvalConfig, doubling, names_data
+from longctx.evaluation.config import SHORTEST, TOKENS_PER_BATCH, EvalConfig, doubling, names_data
 
 if TYPE_CHECKING:
     import torch
@@ -140,7 +140,8 @@ def probe(asked: EvalConfig, subject: Subject, other_data: bool, context: int, d
     from longctx.evaluation import documents, heatmap, report
     from longctx.evaluation.passkey import DEPTHS, filler_of, recall
 
-    lengths, tokenizer = asked.passkey.lengths or doubling(context) or [context], subject.tokenizer
+    usual = [length for length in doubling(context) if length >= SHORTEST] or [context]
+    lengths, tokenizer = asked.passkey.lengths or usual, subject.tokenizer
     own = subject.run is not None and not other_data
     found = documents_of(subject, asked, other_data, 0) if own else documents.of_source(asked.data, tokenizer)
     started = time.perf_counter()

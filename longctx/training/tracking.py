@@ -172,14 +172,14 @@ def plot(columns: tuple[str, str, str], rows: list[list[Any]], title: str) -> An
 
 def log_evaluation(config: WandbConfig, folder: Path, found: dict[str, Any], picture: Path | None) -> str:
     """Send what eval.py found about `folder` (its JSON, its PNG) to wandb as a run of job type eval, in the group of the
-    run; returns the mode that it went in.
+    run; its files lie in eval/. Returns the mode that it went in.
     """
     import wandb
 
     mode = wandb_mode(config)
     about = {key: value for key, value in found.items() if isinstance(value, str | int | float | None)}
     name = f"{folder.name}-eval"
-    run = init(config, folder, mode, config=about, name=name, group=config.group or folder.name, job_type="eval")
+    run = init(config, folder / "eval", mode, config=about, name=name, group=config.group or folder.name, job_type="eval")
     media: dict[str, Any] = {} if picture is None else {"eval/picture": wandb.Image(str(picture))}
     for key, x in (("position", "first"), ("context", "context")):
         if rows := found.get(f"by_{key}"):

@@ -175,6 +175,7 @@ def test_checkpoints_are_uploaded_only_when_asked(tmp_path: Path, monkeypatch: p
 def test_an_evaluation_is_a_run_of_its_own_kind_with_tables_and_plots(tmp_path: Path) -> None:
     from matplotlib.figure import Figure
 
+    (tmp_path / "eval").mkdir()
     Figure().savefig(tmp_path / "x.png")
     rows = [{"first": 2**b, "last": 2 ** (b + 1) - 1, "loss": 3.0 - b, "context": 2**b} for b in range(3)]
     found = {
@@ -182,7 +183,7 @@ def test_an_evaluation_is_a_run_of_its_own_kind_with_tables_and_plots(tmp_path: 
         **{"by_position": rows, "by_context": [], "gains": [], "documents": [{"name": "a", "tokens": 3}]},
     }
     assert log_evaluation(WandbConfig(mode="offline"), tmp_path, found, tmp_path / "x.png") == "offline"
-    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    (file,) = tmp_path.glob("eval/wandb/offline-run-*/run-*.wandb")
     (row,) = [record["history"]["item"] for record in _records(file) if record["type"] == "history"]
     assert row["eval/perplexity"] == 7.5
     assert {key.split(".")[0].removesuffix("_table") for key in row if key.startswith("eval/")} == {
