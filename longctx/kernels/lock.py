@@ -61,11 +61,18 @@ def compilers() -> dict[str, str]:
     except importlib.metadata.PackageNotFoundError:
         return {"Triton": "none"}
     if torch.version.cuda is not None and torch.cuda.is_available():
-        from triton import knobs
-
-        blackwell = torch.cuda.get_device_capability()[0] >= 10
-        found["ptxas"] = str((knobs.nvidia.ptxas_blackwell if blackwell else knobs.nvidia.ptxas).version)
+        major, minor = torch.cuda.get_device_capability()
+        found["ptxas"] = ptxas(10 * major + minor)
     return found
+
+
+def ptxas(arch: int) -> str:
+    """The version of the ptxas that Triton calls for sm_`arch`, such as 12.8.93."""
+    from triton.backends.nvidia.compiler import get_ptxas_version
+
+    said = get_ptxas_version(arch)
+    match = re.search(r"\bV(\d[\d.]*)", said)
+    return match[1] if match else said.strip()
 
 
 def driver() -> str:

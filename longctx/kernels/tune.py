@@ -67,6 +67,11 @@ def run(options: Options, command: str) -> None:
             raise ValueError(f"{name}={unknown[0]}: choose from {', '.join(known)}")
     if wrong := [d for d in options.head_sizes if d not in flash.HEAD_SIZES]:
         raise ValueError(f"head_sizes={wrong[0]}: from {flash.HEAD_SIZES[0]} to {flash.HEAD_SIZES[-1]}")
+    if len({_padded(d) for d in options.head_sizes}) < len(options.head_sizes):
+        sizes = ",".join(map(str, options.head_sizes))
+        raise ValueError(
+            f"head_sizes={sizes}: sizes up to one power of two share an entry of the table; give one of them"
+        )
     out = Path(options.out) if options.out else launch.measured_file()
     if out is None:
         raise ValueError(
@@ -75,6 +80,9 @@ def run(options: Options, command: str) -> None:
     if not torch.cuda.is_available():
         raise ValueError("tune measures GPU kernels and there is no CUDA GPU here")
     device = torch.device("cuda", torch.cuda.current_device())
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(out.parent, os.W_OK):
+        raise ValueError(f"out={out}: no permission to write in {out.parent}; choose another place")
     before, looked_up = read(out), out == launch.measured_file()
     if looked_up and not out.exists():
         os.environ["LONGCTX_LAUNCH"] = ""  # a file that this run is to make has nothing to say yet

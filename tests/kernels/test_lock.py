@@ -75,6 +75,10 @@ def test_differences_name_field_before_and_now():
     assert ("compiled.h", "4", "none") in lock.differences(new, old), "what the run used must still be compiled"
 
 
+def test_ptxas_says_its_version():
+    assert [len(lock.ptxas(arch).split(".")) for arch in (90, 100)] == [3, 3]
+
+
 def test_machine_of_a_cpu():
     assert lock.machine(CPU) == {"torch": torch.__version__, "device": "cpu"}
 

@@ -166,6 +166,7 @@ def test_a_hopper_module_gets_its_config_once(gpu):
     [
         (["tune", "kernels=fast"], "kernels=fast: choose from portable, hopper"),
         (["tune", "head_sizes=8"], "head_sizes=8: from 16 to 256"),
+        (["tune", "head_sizes=96,128"], "head_sizes=96,128: sizes up to one power of two share an entry"),
         (["tune", "dtype=fp32"], "dtype=fp32: choose from bf16, fp16"),
         (["tune", "length=4"], "length is not a key; did you mean lengths?"),
         (["show", "kernel=auto"], "kernel=auto: choose from portable, hopper"),
