@@ -179,7 +179,9 @@ def log_evaluation(config: WandbConfig, folder: Path, found: dict[str, Any], pic
     mode = wandb_mode(config)
     about = {key: value for key, value in found.items() if isinstance(value, str | int | float | None)}
     name = f"{folder.name}-eval"
-    run = init(config, folder / "eval", mode, config=about, name=name, group=config.group or folder.name, job_type="eval")
+    run = init(
+        config, folder / "eval", mode, config=about, name=name, group=config.group or folder.name, job_type="eval"
+    )
     media: dict[str, Any] = {} if picture is None else {"eval/picture": wandb.Image(str(picture))}
     for key, x in (("position", "first"), ("context", "context")):
         if rows := found.get(f"by_{key}"):
