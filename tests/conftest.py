@@ -8,7 +8,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     import longctx.kernels.cross_entropy
-    import longctx.kernels.portable  # noqa: F401
+    import longctx.kernels.portable
+    import longctx.kernels.swiglu  # noqa: F401
 
     del os.environ["TRITON_INTERPRET"]
 

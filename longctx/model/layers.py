@@ -8,6 +8,9 @@ a Llama checkpoint.
 
 from __future__ import annotations
 
+import importlib.util
+import os
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,6 +19,15 @@ from longctx.attention import Mask, attention
 from longctx.attention.config import AttentionConfig
 from longctx.model.config import GPTConfig
 from longctx.model.rope import rotate
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def fused(x: Tensor) -> bool:
+    """Whether our own kernel serves x: 16 bits on a GPU, and any but fp64 in Triton's interpreter."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return x.dtype != torch.float64
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and HAS_TRITON
 
 
 class RMSNorm(nn.RMSNorm):
@@ -60,7 +72,13 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(config.ffn, config.channels, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        gate_up = self.gate_up(x)
+        if fused(gate_up) and type(self.down) is nn.Linear:
+            from longctx.kernels.swiglu import gated_down
+
+            weight, bias = self.down.weight, self.down.bias
+            return gated_down(gate_up, weight.to(gate_up.dtype), None if bias is None else bias.to(gate_up.dtype))
+        gate, up = gate_up.chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
 
 

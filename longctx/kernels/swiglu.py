@@ -1,0 +1,102 @@
+"""SwiGLU's inner half and its backward (arXiv 2002.05202): one pass over the gate and up projections each way.
+
+    act = silu(gate) · up,   s = sigmoid(gate),   dup = dact · gate · s,   dgate = dact · up · s (1 + gate (1 - s))
+
+gate and up lie side by side in one tensor (N, 2F), and so do their gradients: every element is read once, where the
+concatenation that torch.compile generates reads it for both halves. Backward makes act again beside the gradients, for
+the gradient of the down projection, so that act (N, F) is not kept. Arithmetic is fp32, whatever is stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def swiglu_kernel(gate_up, act, width, BLOCK: tl.constexpr):
+    row, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    g = tl.load(gate_up + row * 2 * width + c, mask=c < width, other=0.0).to(tl.float32)
+    u = tl.load(gate_up + row * 2 * width + width + c, mask=c < width, other=0.0).to(tl.float32)
+    tl.store(act + row * width + c, (g * tl.sigmoid(g) * u).to(act.dtype.element_ty), mask=c < width)
+
+
+@triton.jit
+def swiglu_backward_kernel(gate_up, dact, dgate_up, act, width, BLOCK: tl.constexpr):
+    row, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    g = tl.load(gate_up + row * 2 * width + c, mask=c < width, other=0.0).to(tl.float32)
+    u = tl.load(gate_up + row * 2 * width + width + c, mask=c < width, other=0.0).to(tl.float32)
+    d = tl.load(dact + row * width + c, mask=c < width, other=0.0).to(tl.float32)
+    s = tl.sigmoid(g)
+    silu = g * s
+    dg = d * u * (s + silu * (1.0 - s))
+    to = dgate_up.dtype.element_ty
+    tl.store(dgate_up + row * 2 * width + c, dg.to(to), mask=c < width)
+    tl.store(dgate_up + row * 2 * width + width + c, (d * silu).to(to), mask=c < width)
+    tl.store(act + row * width + c, (silu * u).to(to), mask=c < width)
+
+
+@torch.library.custom_op("longctx::swiglu", mutates_args=())
+def swiglu(gate_up: Tensor) -> Tensor:
+    """act (N, F) of gate_up (N, 2F), contiguous."""
+    N, width = gate_up.shape[0], gate_up.shape[1] // 2
+    act = gate_up.new_empty(N, width)
+    grid, block = _grid(N, width)
+    with torch.cuda.device_of(gate_up):
+        swiglu_kernel[grid](gate_up, act, width, block)
+    return act
+
+
+@torch.library.custom_op("longctx::swiglu_backward", mutates_args=())
+def swiglu_backward(gate_up: Tensor, dact: Tensor) -> tuple[Tensor, Tensor]:
+    """dgate_up (N, 2F) for the gradient dact (N, F), and act (N, F) once more; both inputs contiguous."""
+    N, width = dact.shape
+    dgate_up, act = torch.empty_like(gate_up), torch.empty_like(dact)
+    grid, block = _grid(N, width)
+    with torch.cuda.device_of(gate_up):
+        swiglu_backward_kernel[grid](gate_up, dact, dgate_up, act, width, block)
+    return dgate_up, act
+
+
+@swiglu.register_fake
+def _(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+
+
+@swiglu_backward.register_fake
+def _(gate_up: Tensor, dact: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(gate_up), torch.empty_like(dact)
+
+
+def _grid(N: int, width: int) -> tuple[tuple[int, int], int]:
+    block = min(2048, triton.next_power_of_2(width))
+    return (N, triton.cdiv(width, block)), block
+
+
+class _GatedDown(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gate_up, weight)
+        return F.linear(swiglu(gate_up), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        gate_up, weight = ctx.saved_tensors
+        dgate_up, act = swiglu_backward(gate_up, dy @ weight)
+        dweight = dy.t() @ act if ctx.needs_input_grad[1] else None
+        dbias = dy.sum(0) if ctx.needs_input_grad[2] else None
+        return dgate_up, dweight, dbias
+
+
+def gated_down(gate_up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """silu(gate) · up through the down projection: gate_up (..., 2F), weight (C, F), all of one dtype → (..., C).
+
+    Only gate_up is kept for backward.
+    """
+    y: Tensor = _GatedDown.apply(gate_up.reshape(-1, gate_up.shape[-1]).contiguous(), weight, bias)
+    return y.view(*gate_up.shape[:-1], -1)
