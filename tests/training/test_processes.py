@@ -110,6 +110,24 @@ def test_two_processes_equal_one(words: Words, tmp_path: Path) -> None:
     assert losses(folders[1]) == before
 
 
+def test_two_processes_that_keep_little_equal_one_that_keeps_all(words: Words, tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"max_steps": 4, "val_rows": 2, "checkpoint_every": 2, "model__layers": 3}
+    assert train.main(words(name="one", memory="fast", batch_size=2, accumulate=2, **shape)) == 0
+    little = {"memory": "long", "memory__mlp_tile": 48}
+    two = start(words(name="two", batch_size=1, accumulate=2, devices=2, **shape, **little), tmp_path)
+    _, err = two.communicate(timeout=180)
+    assert two.returncode == 0, err
+    assert err == ""
+    folders = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
+    one, both = (losses(folder) for folder in folders)
+    assert [row[:2] for row in both.values()] == [pytest.approx(row[:2], rel=1e-5) for row in one.values()]
+    runs.checkpoints(folders[1])[-1].unlink()
+    again = start([f"resume={folders[1]}"], tmp_path)
+    _, err = again.communicate(timeout=180)
+    assert again.returncode == 0, err
+    assert losses(folders[1]) == both
+
+
 def test_two_processes_stop_together(words: Words, tmp_path: Path) -> None:
     process = start(words(name="r", max_steps=100_000, devices=2, accumulate=1), tmp_path)
     folder = tmp_path / "runs" / "r"

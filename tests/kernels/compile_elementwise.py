@@ -1,0 +1,54 @@
+"""Compile the kernels between the matmuls for sm_90a and sm_80, and print the bytes that each spills as JSON."""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from longctx.kernels import cross_entropy, swiglu
+
+POINTERS = {"target": "*i64", "loss": "*fp32", "scale": "*fp32"}
+PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+
+
+def compiled(kernel, capability, warps, dtype, **constants):
+    def kind(name):
+        if name in constants:
+            return "constexpr"
+        return POINTERS.get(name) or ("i32" if name in ("V", "width", "stride_z") else f"*{dtype}")
+
+    signature = {name: kind(name) for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constants)
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
+        ptx.write(made.asm["ptx"])
+        ptx.flush()
+        target = f"sm_{capability}{'a' if capability == 90 else ''}"
+        command = [PTXAS, "-v", f"--gpu-name={target}", ptx.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return sum(int(n) for n in re.findall(r"(\d+) bytes spill", said))
+
+
+if __name__ == "__main__":
+    spilled = {}
+    for capability in (80, 90):
+        for dtype in ("bf16", "fp32"):
+            for V in (300, 50304, 128256):
+                block, warps = cross_entropy.launch(V)
+                made = compiled(
+                    cross_entropy.cross_entropy_kernel, capability, warps, dtype, GRADIENT=True, BLOCK=block
+                )
+                spilled[f"cross entropy {capability} {dtype} {V}"] = made
+        for kernel in (swiglu.swiglu_kernel, swiglu.swiglu_backward_kernel):
+            for width in (384, 8192):
+                (_, _), block = swiglu._grid(1, width)
+                spilled[f"{kernel.__name__} {capability} {width}"] = compiled(
+                    kernel, capability, 4, "bf16", BLOCK=block
+                )
+    json.dump(spilled, sys.stdout)
