@@ -15,7 +15,6 @@ from torch import Tensor
 
 IGNORED = tl.constexpr(-100)
 LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -33,26 +32,25 @@ def cross_entropy_kernel(z, target, loss, scale, stride_z, V, GRADIENT: tl.const
                 tl.store(row + at, tl.zeros([BLOCK], row.dtype.element_ty), mask=at < V)
         return
 
+    x_t = tl.load(row + t).to(tl.float32)  # here, while nobody has written to the row
     m, s = -float("inf"), 0.0
     for start in range(0, V, BLOCK):
         at = start + columns
-        x = tl.load(row + at, mask=at < V, other=-float("inf")).to(tl.float32) * LOG2E
+        x = tl.load(row + at, mask=at < V, other=-float("inf")).to(tl.float32)
         m_new = tl.maximum(m, tl.max(x, 0))
-        s = s * tl.exp2(m - m_new) + tl.sum(tl.exp2(x - m_new), 0)
+        s = s * tl.exp2((m - m_new) * LOG2E) + tl.sum(tl.exp2((x - m_new) * LOG2E), 0)
         m = m_new
-    x_t = tl.load(row + t).to(tl.float32) * LOG2E
-    below = x_t - m - tl.log2(s)  # log2 p[t]
-    tl.store(loss + i, -below * LN2)
+    below = (x_t - m) - tl.log(s)  # log p[t]; x - m comes first, so that no rounding of m is left in it
+    tl.store(loss + i, -below)
 
     if GRADIENT:
-        lse = m + tl.log2(s)
         by = tl.load(scale)
-        y = below * LN2
-        dz_t = tl.where(y > -1e-3, y + 0.5 * y * y, tl.exp2(below) - 1.0)
+        share = by / s
+        dz_t = by * tl.where(below > -1e-3, below + 0.5 * below * below, tl.exp2(below * LOG2E) - 1.0)
         for start in range(0, V, BLOCK):
             at = start + columns
-            x = tl.load(row + at, mask=at < V, other=0.0).to(tl.float32) * LOG2E
-            dz = by * tl.where(at == t, dz_t, tl.exp2(x - lse))
+            x = tl.load(row + at, mask=at < V, other=0.0).to(tl.float32)
+            dz = tl.where(at == t, dz_t, share * tl.exp2((x - m) * LOG2E))
             tl.store(row + at, dz.to(row.dtype.element_ty), mask=at < V)
 
 

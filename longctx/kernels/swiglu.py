@@ -80,9 +80,13 @@ def _grid(N: int, width: int) -> tuple[tuple[int, int], int]:
 
 class _GatedDown(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, bias: Tensor | None, valued: bool) -> Tensor:
         ctx.save_for_backward(gate_up, weight)
-        return F.linear(swiglu(gate_up), weight, bias)
+        return (
+            F.linear(swiglu(gate_up), weight, bias)
+            if valued
+            else gate_up.new_zeros(1).expand(len(gate_up), len(weight))
+        )
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -90,13 +94,14 @@ class _GatedDown(torch.autograd.Function):
         dgate_up, act = swiglu_backward(gate_up, dy @ weight)
         dweight = dy.t() @ act if ctx.needs_input_grad[1] else None
         dbias = dy.sum(0) if ctx.needs_input_grad[2] else None
-        return dgate_up, dweight, dbias
+        return dgate_up, dweight, dbias, None
 
 
-def gated_down(gate_up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def gated_down(gate_up: Tensor, weight: Tensor, bias: Tensor | None, valued: bool = True) -> Tensor:
     """silu(gate) · up through the down projection: gate_up (..., 2F), weight (C, F), all of one dtype → (..., C).
 
-    Only gate_up is kept for backward.
+    Only gate_up is kept for backward. Unless `valued` the result is 0, and only its gradients are right: all that a
+    recomputation in backward wants, without a third of the MLP's products.
     """
-    y: Tensor = _GatedDown.apply(gate_up.reshape(-1, gate_up.shape[-1]).contiguous(), weight, bias)
+    y: Tensor = _GatedDown.apply(gate_up.reshape(-1, gate_up.shape[-1]).contiguous(), weight, bias, valued)
     return y.view(*gate_up.shape[:-1], -1)

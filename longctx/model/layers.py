@@ -71,13 +71,16 @@ class SwiGLU(nn.Module):
         self.gate_up = nn.Linear(config.channels, 2 * config.ffn, bias=config.mlp_bias)
         self.down = nn.Linear(config.ffn, config.channels, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, valued: bool = True) -> Tensor:
+        """Unless `valued` the result may be 0, and only its gradients are right."""
         gate_up = self.gate_up(x)
         if fused(gate_up) and type(self.down) is nn.Linear:
             from longctx.kernels.swiglu import gated_down
 
             weight, bias = self.down.weight, self.down.bias
-            return gated_down(gate_up, weight.to(gate_up.dtype), None if bias is None else bias.to(gate_up.dtype))
+            return gated_down(
+                gate_up, weight.to(gate_up.dtype), None if bias is None else bias.to(gate_up.dtype), valued
+            )
         gate, up = gate_up.chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
 
@@ -96,10 +99,13 @@ class Block(nn.Module):
         """q, k, v of the block's input; each token by itself."""
         return self.attention.project(self.attention_norm(x), cos, sin)
 
-    def after(self, x: Tensor, out: Tensor) -> Tensor:
-        """The block's output from its input and attention's output (B, T, H, D); each token by itself."""
+    def after(self, x: Tensor, out: Tensor, valued: bool = True) -> Tensor:
+        """The block's output from its input and attention's output (B, T, H, D); each token by itself.
+
+        Unless `valued`, only its gradients are right: for those who know the output and want its graph again.
+        """
         x = x + self.attention.out(out.flatten(2))
-        return x + self.mlp(self.mlp_norm(x))
+        return x + self.mlp(self.mlp_norm(x), valued)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
         return self.after(x, self.attention(*self.before(x, cos, sin), mask))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,7 +125,7 @@ def _through_attention(tape: _Tape, i: int, dy: Tensor, sums: _Sums) -> Tensor:
     out, lse = kept["out"], kept.get("lse")
     whole = _one_tile(tape.tile, x)
     into = None if whole else [dy, torch.empty_like(out)]
-    dx, do = gradients_in_tiles(block.after, tape.tile, (x, out), (), (dy,), sums, into)
+    dx, do = gradients_in_tiles(partial(block.after, valued=False), tape.tile, (x, out), (), (dy,), sums, into)
 
     leaf = x.detach().requires_grad_(whole)
     with torch.set_grad_enabled(whole):  # all at once q, k and v are computed once, and their graph serves below
@@ -159,7 +160,9 @@ class _After(torch.autograd.Function):
         sums, (x, out) = _Sums(ctx.weights), ctx.saved_tensors
         into = None if _one_tile(ctx.tile, x) else [torch.empty_like(x), torch.empty_like(out)]
         with ctx.precision.restored():
-            dx, do = gradients_in_tiles(ctx.block.after, ctx.tile, (x, out), (), (dy,), sums, into)
+            dx, do = gradients_in_tiles(
+                partial(ctx.block.after, valued=False), ctx.tile, (x, out), (), (dy,), sums, into
+            )
         return dx, do, None, None, *sums.gradients()
 
 

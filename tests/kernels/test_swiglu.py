@@ -43,14 +43,15 @@ def test_forward_and_backward(N: int, width: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(dgate_up.double(), dwant, **close)
 
 
+@pytest.mark.parametrize("valued", [True, False])
 @pytest.mark.parametrize("bias", [False, True])
-def test_with_the_down_projection(bias: bool) -> None:
+def test_with_the_down_projection(bias: bool, valued: bool) -> None:
     leaves = [inputs(2, 9, 26), inputs(6, 13, seed=1), inputs(6, seed=2)][: 3 if bias else 2]
     leaves = [x.requires_grad_() for x in leaves]
     exact = [x.detach().double().requires_grad_() for x in leaves]
-    got = gated_down(leaves[0], leaves[1], leaves[2] if bias else None)
+    got = gated_down(leaves[0], leaves[1], leaves[2] if bias else None, valued)
     want = F.linear(gated(exact[0]), exact[1], exact[2] if bias else None)
-    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got.double(), want if valued else 0 * want, rtol=1e-4, atol=1e-4)
     dy = inputs(2, 9, 6, seed=3)
     grads = zip(torch.autograd.grad(got, leaves, dy), torch.autograd.grad(want, exact, dy.double()), strict=True)
     for a, b in grads:

@@ -114,4 +114,4 @@ def test_stored_averages_on_a_gpu(stored: str) -> None:
             optimizer.step()
         found[how] = [p.detach() for p in model.parameters()]
     for a, b in zip(found[stored], found["fp32"], strict=True):
-        assert torch.equal(a, b) if stored == "host" else (a - b).abs().max() < 1e-4
+        assert torch.equal(a, b) if stored == "host" else (a - b).norm() < 0.02 * b.norm()
