@@ -49,9 +49,12 @@ def run(script: str, argv: list[str], do: Callable[[Words], int]) -> int:
     try:
         words = read_words(script, argv)
         if words.help:
-            print(help_text(script))
+            print(help_text(script), flush=True)
             return 0
         return do(words)
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError) as error:
         if os.environ.get("LONGCTX_TRACEBACK"):
             traceback.print_exception(error)

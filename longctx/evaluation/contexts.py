@@ -81,6 +81,8 @@ class Contexts:
     def _gains(self, window: Window, end: int, short: np.ndarray, long: np.ndarray) -> None:
         n = len(short)
         for place in np.argsort(long - short, kind="stable")[:KEPT_OF_ONE].tolist():
+            if short[place] <= long[place]:
+                break
             at = len(window.ids) - n + place  # of the target, in the ids that this window shows
             first = max(0, at - BEFORE)
             self.gains.append(

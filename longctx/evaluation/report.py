@@ -106,6 +106,11 @@ def show(result: Perplexity, decode: Decode) -> None:
         console.width = 160
     for view in tables(result, decode):
         console.print(view)
+    if result.contexts.contexts and not result.contexts.tokens:
+        limit = result.contexts.contexts[-1]
+        console.print(
+            f"no document has more than {limit:,} tokens, so no tokens to compare contexts on; try a smaller seq_len="
+        )
 
 
 def show_tasks(scores: Sequence[tuple[str, str, float, float | None]]) -> None:

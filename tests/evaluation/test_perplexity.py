@@ -231,6 +231,7 @@ def test_the_same_tokens_are_scored_at_every_context(model: GPT) -> None:
     assert rows[-1]["gain"] == pytest.approx(np.subtract(losses[8], losses[32]).mean(), abs=1e-5)
     assert result.total.nats == pytest.approx(perplexity(model, given, context=32).total.nats, rel=1e-6)
     best = result.contexts.gains[0]
+    assert all(gain.short > gain.long for gain in result.contexts.gains)
     assert best.nats == pytest.approx(max(np.subtract(losses[8], losses[32])), abs=1e-4)
     document = given[best.owner]
     assert best.ids[best.at] == document.ids[best.position]
