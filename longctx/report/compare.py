@@ -108,6 +108,7 @@ def results(runs: list[Run]) -> Table:
         ("tokens_per_second", "tokens/s", "{:,.0f}".format, max),
         ("mfu", "MFU", "{:.1%}".format, max),
         ("memory_peak_gib", "peak GiB", "{:.2f}".format, min),
+        ("memory_predicted_gib", "predicted GiB", "{:.2f}".format, None),
         ("process_peak_gib", "peak GiB of the process", "{:.2f}".format, min),
     ]
     for key, heading, text, best in columns:
@@ -160,14 +161,18 @@ def tasks(runs: list[Run]) -> Table:
 
 
 def passkeys(runs: list[Run]) -> Table:
-    """Facts found again: the share of right answers over all depths, for each length."""
-    lengths = sorted({length for run in runs for grid in run.passkeys for length in grid["lengths"]})
-    rows = []
+    """Facts found again, by the last validation and by eval.py: the share over all depths, for each length."""
+    found: list[tuple[str, str, str, dict[int, float]]] = []
     for run in runs:
+        found += [(run.label, "last validation", kind, shares) for kind, shares in run.facts.items()]
         for grid in run.passkeys:
             means = dict(zip(grid["lengths"], map(fmean, grid["accuracy"]), strict=True))
-            shares = [f"{means[length]:.0%}" if length in means else "" for length in lengths]
-            rows.append([run.label, grid["file"], grid["kind"], *shares])
+            found.append((run.label, grid["file"], grid["kind"], means))
+    lengths = sorted({length for *_, shares in found for length in shares})
+    rows = [
+        [*names, *(f"{shares[length]:.0%}" if length in shares else "" for length in lengths)]
+        for *names, shares in found
+    ]
     return Table("facts found again", ["run", "evaluation", "kind", *(f"{n:,}" for n in lengths)], rows, set())
 
 

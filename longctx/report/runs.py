@@ -33,6 +33,7 @@ CURVES = {
 
 
 POSITIONS = "val_loss_by_position/"
+FACTS = "facts_found/"
 PARTS = ("forward_ms", "backward_ms", "optimizer_ms", "data_wait_ms")  # of a step; what is left of it is the rest
 
 TIMES = ("ms_per_step", *PARTS)
@@ -58,6 +59,9 @@ class Run:
     tasks: list[Row] = field(default_factory=list)
     lock: dict[str, str] = field(default_factory=dict)
     positions: Line = field(default_factory=dict)  # loss over tokens before, of the last validation
+    facts: dict[str, dict[int, float]] = field(
+        default_factory=dict
+    )  # kind → length → share found, of the last validation
 
     @property
     def longest(self) -> int | None:
@@ -84,6 +88,7 @@ def read(folder: Path, most: int) -> Run:
     except (OSError, ValueError):
         run.notes.append(f"{printable(str(folder))}: kernel.lock.json cannot be read, left out")
     run.positions = positions(rows)
+    run.facts = facts(rows)
     return run
 
 
@@ -187,7 +192,7 @@ def figures(rows: list[Row]) -> Row:
         for key in ("tokens_per_second", "mfu", *TIMES):
             if found := finite(row.get(key) for row in (some if key in TIMES else settled)):
                 result[key] = median(found)
-        for key in ("memory_peak_gib", "process_peak_gib"):
+        for key in ("memory_peak_gib", "process_peak_gib", "memory_predicted_gib"):
             if found := finite(row[key] for row in steps if key in row):
                 result[key] = max(found)
     if found := finite(row.get("val_perplexity") for row in rows):
@@ -202,6 +207,19 @@ def positions(rows: list[Row]) -> Line:
         if found and all_finite(list(found.values())):
             return {"x": list(found), "y": short(found.values())}
     return {}
+
+
+def facts(rows: list[Row]) -> dict[str, dict[int, float]]:
+    """The share of hidden facts that the last validation found, by kind and length."""
+    found: dict[str, dict[int, float]] = {}
+    for row in reversed(rows):
+        for key in (key for key in row if key.startswith(FACTS)):
+            kind, _, length = key.removeprefix(FACTS).rpartition("/")
+            if length.isdigit() and finite([row[key]]):
+                found.setdefault(printable(kind), {})[int(length)] = row[key]
+        if found:
+            break
+    return found
 
 
 def all_finite(values: list[Any]) -> bool:

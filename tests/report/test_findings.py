@@ -32,7 +32,8 @@ def make(folder: Path, lock: dict | None = None, seq_len: int = 64, backend: str
         for n in (1, 2, 3)
     ]
     positions = {f"val_loss_by_position/{2**b}": 5.0 - b for b in range(4)}
-    rows.append({"step": 3, "tokens_seen": 192, "val_loss": 2.0, "val_perplexity": 7.4, **positions})
+    found = {"facts_found/needle/64": 0.25, "facts_found/needle/128": 0.5}
+    rows.append({"step": 3, "tokens_seen": 192, "val_loss": 2.0, "val_perplexity": 7.4, **positions, **found})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if lock:
         (folder / "kernel.lock.json").write_text(json.dumps(lock))
@@ -43,6 +44,12 @@ def test_positions_and_the_parts_of_a_step_come_from_the_rows(tmp_path):
     run = described(read(make(tmp_path / "a"), 100))
     assert run["positions"] == {"x": [1, 2, 4, 8], "y": [5.0, 4.0, 3.0, 2.0]}
     assert run["split"] == {"forward": 3.0, "backward": 5.0, "optimizer": 1.0, "data wait": 0.5, "rest": 0.5}
+
+
+def test_facts_that_validation_found_are_told(tmp_path, capsys):
+    assert main(["compare", str(make(tmp_path / "a")), f"out={tmp_path}/x.html"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "last validation" in line)
+    assert line.split() == ["a", "last", "validation", "needle", "25%", "50%"]
 
 
 def test_passkey_maps_in_either_place_and_form(tmp_path):
