@@ -88,6 +88,8 @@ def compose(script: str, overrides: list[str], gpu: bool = False) -> Composed:
 
     ConfigStore.instance().store(name=f"{script}_schema", node=_schema(script))
     _parse(overrides)
+    spelled = getattr(importlib.import_module(_schema(script).__module__), "SPELLED", {})
+    overrides = [spelled.get(word, word) for word in overrides]
     changed = dict(_key_and_value(word) for word in overrides)
     if "model" in _groups(script) and changed.get("model", "auto") == "auto":
         overrides = [word for word in overrides if not word.startswith("model=")] + [f"model={AUTO_MODEL[gpu]}"]

@@ -22,6 +22,8 @@ BENCHMARKS = {
     "traffic": "bytes that attention moves through HBM, in closed form and as the hardware counts them",
     "step": "where a training step's time goes, and what flash can gain at each length",
     "extension": "a small GPT pretrained at a short length, extended with YaRN, and what it finds before and after",
+    "plan": "memory and time of a configuration, and the longest context that fits, predicted without a GPU",
+    "memory": "predicted peak memory beside the measured, over many configurations",
 }
 
 
@@ -62,12 +64,14 @@ def help_text() -> str:
 
 
 def training_config(words: list[str], device: str) -> CompleteConfig:
-    """The configuration of a run with the `words` of train.py on "cuda" or "cpu", nothing left open but memory=auto.
+    """The configuration of a run with the `words` of train.py on "cuda" or "cpu", nothing left open but memory=auto on a GPU.
 
     Without a corpus there is no tokenizer: where the vocabulary is open, it is what data.vocab_size asks for.
     """
     from longctx.training.config import complete
 
-    made = complete(config.compose("train", words, gpu=device == "cuda").config, device)
+    asked = config.compose("train", words, gpu=device == "cuda").config
+    made = complete(asked, device)
     made.model.vocab_size = made.model.vocab_size or -(-made.data.vocab_size // 64) * 64
+    made.memory = asked.memory if device == "cuda" else made.memory
     return made

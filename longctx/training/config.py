@@ -19,6 +19,8 @@ from longctx.model.extension import RopeConfig
 from longctx.model.memory import MemoryConfig
 
 LONGEST_ROW = 2**24
+LONGEST = -(2**62)  # what seq_len=max is in a configuration, until a run has found the length
+SPELLED = {"seq_len=max": f"seq_len={LONGEST}"}  # words of the command line → what the schema can hold
 TOKENS_PER_MICRO_BATCH = {"cuda": 16384, "cpu": 4096}
 TOKENS_PER_STEP = {"cuda": 65536, "cpu": 4096}
 TOKENS_PER_VALIDATION = {"cuda": 262144, "cpu": 32768}
@@ -57,7 +59,7 @@ class KernelConfig:
 class TrainConfig:
     """One training run."""
 
-    seq_len: int = 4096  # tokens per row: the context that the model trains at
+    seq_len: int = 4096  # tokens per row: the context that the model trains at; max: the longest that fits the GPU
     batch_size: int | None = None  # rows per device and micro-batch; null: 16,384 tokens on a GPU, 4,096 on a CPU
     accumulate: int | None = None  # micro-batches per step; null: 65,536 tokens a step on a GPU, 4,096 on a CPU
     max_steps: int | None = None  # optimizer steps; null: from max_tokens, else 300 on a GPU and 60 on a CPU
@@ -97,7 +99,8 @@ class TrainConfig:
 
     def validate(self) -> None:
         """Raise ValueError naming the first key whose value makes no sense on any machine, with any data."""
-        _in_range("seq_len", self.seq_len, 2, LONGEST_ROW)
+        if self.seq_len != LONGEST:
+            _in_range("seq_len", self.seq_len, 2, LONGEST_ROW)
         for key in ("batch_size", "accumulate", "max_steps", "val_every"):
             if getattr(self, key) is not None:
                 _in_range(key, getattr(self, key), 1, 10**9)
@@ -185,7 +188,12 @@ def check_name(name: str) -> None:
 
 
 def complete(config: TrainConfig, device: str) -> CompleteConfig:
-    """The configuration with every null that depends on `device` ("cuda" or "cpu") filled in; pure."""
+    """The configuration with every null that depends on `device` ("cuda" or "cpu") filled in; pure.
+
+    ValueError for seq_len=max, which depends on more than that.
+    """
+    if config.seq_len == LONGEST:
+        raise ValueError("seq_len=max: a run finds that on its GPU; here give a number of tokens")
     batch_size = config.batch_size or max(1, TOKENS_PER_MICRO_BATCH[device] // config.seq_len)
     micro_batch = batch_size * config.seq_len * config.devices
     accumulate = config.accumulate or max(1, TOKENS_PER_STEP[device] // micro_batch)

@@ -25,16 +25,19 @@ from lightning.pytorch.strategies import DDPStrategy
 from longctx import attention
 from longctx.data import Data, DataConfig, Mixture, load
 from longctx.kernels.selftest import SelfTestFailed
-from longctx.training import checkpoints, lock, runs
+from longctx.training import checkpoints, chips, lock, plan, runs
 from longctx.training.batches import train_loader
-from longctx.training.config import CompleteConfig, TrainConfig, complete
+from longctx.training.chips import GIB
+from longctx.training.config import LONGEST, CompleteConfig, TrainConfig, complete
 from longctx.training.initial import choices_of_folder, keep_for_export, model_of_folder
+from longctx.training.inventory import predict
 from longctx.training.module import TrainingModule
 from longctx.training.progress import Display, closing_table
 from longctx.training.recorder import Recorder
 from longctx.training.sweep import RESULT_VARIABLE
 from longctx.training.tracking import Tracker
 
+SOME_ROW = 4096  # tokens of a row while those of seq_len=max are not known
 RUN_VARIABLE = "LONGCTX_RUN"  # the folder, for the other ranks of a run
 
 
@@ -50,26 +53,23 @@ def train(request: TrainConfig, choices: dict[str, str], changed: dict[str, str]
         )
     quiet_lightning()
     device = pick_device(request)
+    asked, asked_choices = request, choices
+    if request.seq_len == LONGEST:
+        request = replace(request, seq_len=SOME_ROW)
     preset = choices.get("model", "") + (" (model=auto)" if changed.get("model", "auto") == "auto" else "")
     if request.init is not None and request.resume is None:
         preset, request = model_of_folder(request, changed)
         choices = choices_of_folder(request, choices)
-    config = complete(request, device)
-    if config.resume is None:
-        runs.check_root(Path(config.runs))
+    if request.resume is None:
+        runs.check_root(Path(request.runs))
         if rank() == 0:
-            runs.check_free(Path(config.runs), config.name)
-    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    attention.check(
-        config.attention.backend,
-        device=device,
-        dtype=dtype,
-        head_dim=config.model.head_size,
-        options=config.attention.options,
-        deterministic=config.deterministic,
-    )
+            runs.check_free(Path(request.runs), request.name)
+    config = complete(request, device)
+    check_attention(config, device)
+    if asked.seq_len == LONGEST:
+        return train(replace(asked, seq_len=longest_rows(request, config, device)), asked_choices, changed)
     data = load(data_of(config), config.seq_len)
-    config = fit_vocabulary(config, data)
+    config = decide_memory(fit_vocabulary(config, data), request, device)
     if config.resume is not None:
         folder = Path(config.resume)
         with runs.locked(folder) if rank() == 0 else nullcontext():
@@ -80,6 +80,42 @@ def train(request: TrainConfig, choices: dict[str, str], changed: dict[str, str]
     with runs.locked(folder) if rank() == 0 else nullcontext():
         fill_folder(config, folder, data, kernels)
         return run(config, folder, None, data, device, preset)
+
+
+def check_attention(config: CompleteConfig, device: str) -> None:
+    """Raise ValueError, saying what to use instead, where the backend cannot run as asked."""
+    attention.check(
+        config.attention.backend,
+        device=device,
+        dtype=torch.bfloat16 if config.precision == "bf16" else torch.float32,
+        head_dim=config.model.head_size,
+        options=config.attention.options,
+        deterministic=config.deterministic,
+    )
+
+
+def longest_rows(request: TrainConfig, config: CompleteConfig, device: str) -> int:
+    """Tokens per row for seq_len=max; ValueError on a CPU, whose memory others use too."""
+    if device != "cuda":
+        raise ValueError("seq_len=max: finds what fits a GPU, and this run is on a CPU; give a number of tokens")
+    from longctx.training import longest  # a child of it imports this file
+
+    known = fit_vocabulary(config, load(data_of(config), config.seq_len)).model
+    say = Display(1, 0, silent=rank() > 0).say
+    return longest.find(replace(request, model=known), gpu(), say)
+
+
+def decide_memory(config: CompleteConfig, request: TrainConfig, device: str) -> CompleteConfig:
+    """`config` with the fastest policy that is predicted to fit the GPU, where `request` says memory=auto."""
+    if device != "cuda" or request.memory.policy != "auto":
+        return config
+    return plan.decide(replace(config, memory=request.memory), gpu(), chips.host_memory())
+
+
+def gpu() -> chips.Chip:
+    """The GPU that this process trains on."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return chips.chip(properties.name, float(properties.total_memory))
 
 
 def pick_device(config: TrainConfig) -> str:
@@ -297,24 +333,21 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(config: CompleteConfig, device: str, steps_done: int) -> str:
-    """What ran out, and the smallest change that saves most."""
-    if config.attention.backend == "naive":
-        advice = "attention=flash, which keeps no seq_len × seq_len scores"
-    elif config.batch_size > 1:
-        advice = f"batch_size={config.batch_size // 2} accumulate={config.accumulate * 2}, the same step in pieces"
-    elif config.memory.policy == "fast":
-        advice = "memory=balanced, which keeps two activations per block"
-    elif config.memory.policy == "balanced":
-        advice = "memory=long, which keeps most of them in the CPU's memory"
-    else:
-        advice = f"seq_len={config.seq_len // 2}, or a smaller model="
+    """What ran out, predicted and measured, which term takes most, and the smallest change that fits."""
+    predicted = predict(config, device)
     if device == "cuda":
-        size = torch.cuda.get_device_properties(0).total_memory / 2**30
-        peak = torch.cuda.max_memory_allocated() / 2**30
-        what = f"out of GPU memory in step {steps_done + 1} ({peak:.1f} GiB used of {size:.1f})"
+        room, peak = gpu().usable, float(torch.cuda.max_memory_allocated())
+        have = f"{peak / GIB:.1f} GiB used of {gpu().memory / GIB:.1f}"
+        what = f"out of GPU memory in step {steps_done + 1} ({have}; {predicted.peak / GIB:.1f} predicted)"
     else:
-        what = f"out of memory in step {steps_done + 1}"
-    return f"{what} at seq_len={config.seq_len}, batch_size={config.batch_size}; try {advice}"
+        room, have = 0.9 * machine_memory(), f"{machine_memory() / GIB:.1f} GiB in all"
+        what = f"out of memory in step {steps_done + 1} ({have}; {predicted.peak / GIB:.1f} predicted)"
+    # It did not fit, whatever the prediction was: what fits must be predicted to take clearly less.
+    advice = plan.smallest_change(config, min(room, 0.9 * predicted.peak), chips.host_memory())
+    return (
+        f"{what} at seq_len={config.seq_len}, batch_size={config.batch_size}, memory={config.memory.policy}: "
+        f"{predicted.largest} take {predicted.gpu[predicted.largest] / GIB:.1f} GiB of it; try {advice}"
+    )
 
 
 def rank() -> int:

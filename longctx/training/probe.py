@@ -42,7 +42,7 @@ class Measured:
 
     ms: list[float]  # of each step
     tokens: int = 0  # of one step
-    pairs: int = 0  # visible (query, key) pairs of one step and head
+    pairs: float = 0  # visible (query, key) pairs of one step and head, the mean over the layers
     memory: dict[str, float] = dataclasses.field(default_factory=dict)  # as in metrics.jsonl
     kernels: dict[str, str] = dataclasses.field(default_factory=dict)
     failed: str | None = None
@@ -123,7 +123,13 @@ def rehearse(
         torch.cuda.reset_peak_memory_stats()
     try:
         loader = train_loader(
-            rows, Endless(), config.batch_size, config.accumulate, min(config.workers, 1), pin=device == "cuda"
+            rows,
+            Endless(),
+            config.batch_size,
+            config.accumulate,
+            min(config.workers, 1),
+            pin=device == "cuda",
+            windows=config.model.windows(),
         )
         trainer = lightning_trainer(config, device, steps, [watch])
         with within_memory(device):

@@ -98,12 +98,19 @@ def summarize(rows: list[Row]) -> Row:
         summary["memory"] = gib(
             max(steps, key=lambda row: float(row.get("memory_peak_gib") or row.get("process_peak_gib") or 0.0))
         )
+        if "memory_predicted_gib" in steps[-1]:
+            summary["memory_predicted_gib"] = steps[-1]["memory_predicted_gib"]
         if mfu := [row["mfu"] for row in settled if "mfu" in row]:
             summary["mfu"] = median(mfu)
     if validations:
         summary["validations"] = len(validations)
         summary["val_perplexity"] = (validations[0]["val_perplexity"], validations[-1]["val_perplexity"])
     return summary
+
+
+def predicted(summary: Row) -> str:
+    """What the plan expected, beside a summary's peak."""
+    return f" ({summary['memory_predicted_gib']:.1f} predicted)" if "memory_predicted_gib" in summary else ""
 
 
 def closing_table(folder: Path, kernels: dict[str, str], finished: bool) -> Table:
@@ -124,7 +131,7 @@ def closing_table(folder: Path, kernels: dict[str, str], finished: bool) -> Tabl
     if "mfu" in summary:
         table.add_row("MFU", f"{summary['mfu']:.1%} (median)")
     if "memory" in summary:
-        table.add_row("peak memory", summary["memory"])
+        table.add_row("peak memory", summary["memory"] + predicted(summary))
     ran = ", ".join(f"{backend}: {kernel}" for backend, kernel in kernels.items())
     table.add_row("attention", ran or "did not run")
     table.add_row("run", str(folder))

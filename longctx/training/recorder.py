@@ -17,12 +17,14 @@ from longctx.attention import kernels_run
 from longctx.data import Data, Mixture
 from longctx.training import checkpoints
 from longctx.training.batches import StepBatch
+from longctx.training.chips import GIB
 from longctx.training.config import CompleteConfig
+from longctx.training.inventory import PARAMETERS, predict
 from longctx.training.module import TrainingModule
 from longctx.training.optimizer import learning_rate
 from longctx.training.progress import Display
 from longctx.training.split import StepSplit
-from longctx.training.throughput import Meter
+from longctx.training.throughput import Meter, resident
 from longctx.training.tracking import Tracker
 from longctx.training.validation import facts_found, validate
 
@@ -51,6 +53,7 @@ class Recorder(pl.Callback):
         self.split: StepSplit
         self._handlers: dict[int, Any] = {}
         self._idle_since = 0.0
+        self._predicted = 0.0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self.meter = Meter(
@@ -62,6 +65,7 @@ class Recorder(pl.Callback):
         assert isinstance(pl_module, TrainingModule)
         for number in (signal.SIGINT, signal.SIGTERM):
             self._handlers[number] = signal.signal(number, self._on_signal)
+        self._predicted = self._predicted_peak()
         self.display.start()
         if pl_module.steps_done == 0:
             self._validate(pl_module)
@@ -134,6 +138,7 @@ class Recorder(pl.Callback):
     def _log_step(self, module: TrainingModule) -> None:
         step = module.steps_done
         row = {"step": step} | self.meter.row(module.grad_norm) | self.split.row()
+        row["memory_predicted_gib"] = self._predicted
         row["lr"] = learning_rate(step - 1, self.config)
         row["epoch"] = step * self.config.rows_per_step / len(self.data.train)
         self._record(row)
@@ -143,6 +148,13 @@ class Recorder(pl.Callback):
         """Whether there is a row after `step`; one is before each validation and at the end."""
         config = self.config
         return step in (1, config.max_steps) or not (step % config.log_every and step % config.val_every)
+
+    def _predicted_peak(self) -> float:
+        """GiB that `longctx.training.inventory` expects: of a GPU, or of this process, whose model is there already."""
+        predicted = predict(self.config, self.meter.device.type)
+        if self.meter.device.type == "cuda":
+            return predicted.peak / GIB
+        return (resident() + predicted.peak - predicted.gpu[PARAMETERS]) / GIB
 
     def _require_finite(self, name: str, value: float, step: int) -> None:
         """Raise FloatingPointError otherwise, so that no checkpoint holds weights that are no numbers."""

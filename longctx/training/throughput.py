@@ -21,31 +21,7 @@ from torch import Tensor
 
 from longctx.model import GPTConfig
 from longctx.training.batches import StepBatch
-
-# Dense bf16 FLOP/s by what torch calls the device, the most specific name first; from NVIDIA's data sheets.
-PEAK_FLOPS = {
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-}
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of the GPU that torch calls `device_name`; None where it is not known."""
-    words = device_name.upper().replace("-", " ").split()
-    if "MIG" in words:  # a part of the chip
-        return None
-    for name, peak in PEAK_FLOPS.items():
-        if all(word in words for word in name.upper().split()):
-            return peak
-    return None
+from longctx.training.chips import peak_flops
 
 
 @dataclass
@@ -169,3 +145,12 @@ def memory(device: torch.device) -> dict[str, float]:
         }
     unit = 1 if sys.platform == "darwin" else 1024
     return {"process_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
+
+
+def resident() -> float:
+    """Bytes of memory that this process has now; where that cannot be read, the most that it ever had."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return float(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return memory(torch.device("cpu"))["process_peak_gib"] * 2**30

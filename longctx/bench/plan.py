@@ -1,0 +1,135 @@
+"""What a configuration takes of memory and time, per policy and backend, and the longest context that fits: predicted.
+
+Nothing is run and torch is not imported, so the answer comes in a moment on any machine, for any GPU:
+`python -m longctx.bench plan model=1b seq_len=262144 gpu_memory=80`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from longctx.bench.report import grid
+from longctx.bench.words import training_config
+from longctx.training import chips, plan
+from longctx.training.chips import GIB, Chip
+from longctx.training.config import CompleteConfig
+from longctx.training.inventory import ATTENTION, KEPT, MLP, TERMS, Memory, predict
+
+TAKES_TRAINING_KEYS = True
+BACKENDS = ("naive", "sdpa", "flash")
+SHORT = {KEPT: "kept", ATTENTION: "attention", MLP: "MLP"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """For which machine; every key of train.py may follow."""
+
+    gpu: str = field(default="auto", metadata={"help": "such as H100; auto: the one here, else an H200"})
+    gpu_memory: str = field(default="auto", metadata={"help": "GiB of it, such as 80; auto: the GPU's"})
+    host_memory: str = field(default="auto", metadata={"help": "GiB of host memory; auto: this machine's"})
+    backends: tuple[str, ...] = field(default=BACKENDS, metadata={"help": "attention backends"})
+
+
+def run(options: Options, command: str, words: list[str]) -> None:
+    """Print memory by term and time by policy, and the longest context, for every backend."""
+    chip, host = machine(options)
+    chosen = next((word.partition("=")[2] for word in words if word.startswith("attention=")), None)
+    configs = {
+        backend: planned([*words, f"attention={backend}"]) for backend in ((chosen,) if chosen else options.backends)
+    }
+    first = next(iter(configs.values()))
+    print(
+        f"{first.model.parameters() / 1e6:,.0f} million parameters, {first.batch_size} × {first.seq_len:,} tokens, "
+        f"{first.accumulate} micro-batches a step, {first.precision}"
+    )
+    print(
+        f"{chip.name}, {chip.memory / GIB:.1f} GiB, {chip.usable / GIB:.1f} of them for tensors; host {host / GIB:.0f} GiB\n"
+    )
+    rows = [
+        row(backend, policy, config, chip, host)
+        for backend, asked in configs.items()
+        for policy, config in each_policy(asked)
+    ]
+    columns = (
+        "backend",
+        "memory",
+        *(SHORT.get(term, term) for term in TERMS),
+        "GPU GiB",
+        "host GiB",
+        "fits",
+        "s/step",
+        "tokens/s",
+        "MFU",
+    )
+    grid("Predicted peak by term, GiB", columns, rows)
+    grid("The longest row that fits", ("backend", "memory", "tokens", "GPU GiB", "host GiB", "s/step", "tokens/s", "MFU"), [
+        longest(backend, policy, config, chip, host)
+        for backend, asked in configs.items()
+        for policy, config in each_policy(asked)
+    ])  # fmt: skip
+
+
+def planned(words: list[str]) -> CompleteConfig:
+    """The configuration of a GPU run with `words` of train.py, memory=auto left to be decided."""
+    return training_config(words, "cuda")
+
+
+def each_policy(config: CompleteConfig) -> list[tuple[str, CompleteConfig]]:
+    """memory= as it was asked for, or each policy where that is auto."""
+    return [(chosen.memory.policy, chosen) for chosen in plan.policies(config)]
+
+
+def machine(options: Options) -> tuple[Chip, float]:
+    """The GPU and the bytes of host memory to plan for."""
+    there = chips.here()
+    if options.gpu != "auto":
+        if chips.known(options.gpu) is None:
+            raise ValueError(f"gpu={options.gpu}: not a known GPU; one of {', '.join(chips.CHIPS)}")
+        if options.gpu_memory == "auto":
+            raise ValueError(f"gpu={options.gpu}: say how much memory it has, such as gpu_memory=80")
+    assumed = chips.chip(chips.ASSUMED[0], chips.ASSUMED[1] * GIB)
+    base = (there or assumed) if options.gpu == "auto" else chips.chip(options.gpu, 0)
+    memory = base.memory if options.gpu_memory == "auto" else gib("gpu_memory", options.gpu_memory)
+    host = chips.host_memory() if options.host_memory == "auto" else gib("host_memory", options.host_memory)
+    return replace(base, memory=memory), host
+
+
+def gib(key: str, text: str) -> float:
+    """Bytes of a number of GiB, written 80 or 139.8GiB."""
+    try:
+        size = float(text.removesuffix("GiB"))
+    except ValueError:
+        size = 0.0
+    if not 0 < size < 2**20:
+        raise ValueError(f"{key}={text}: a number of GiB above 0, such as 80 or 139.8GiB")
+    return size * GIB
+
+
+def row(backend: str, policy: str, config: CompleteConfig, chip: Chip, host: float) -> dict[str, Any]:
+    """One line of the table of terms."""
+    memory = predict(config)
+    fit = "yes" if plan.fits(config, chip.usable, host) else "no"
+    terms = {SHORT.get(term, term): f"{memory.gpu[term] / GIB:.2f}" for term in TERMS}
+    return {"backend": backend, "memory": policy, **terms, "fits": fit} | _sizes(memory) | _speed(config, chip)
+
+
+def longest(backend: str, policy: str, config: CompleteConfig, chip: Chip, host: float) -> dict[str, Any]:
+    """One line of the table of longest contexts."""
+    found = plan.longest(plan.one_row(config), chip.usable, host)
+    if found is None:
+        return {"backend": backend, "memory": policy, "tokens": "none"}
+    return (
+        {"backend": backend, "memory": policy, "tokens": found.seq_len} | _sizes(predict(found)) | _speed(found, chip)
+    )
+
+
+def _sizes(memory: Memory) -> dict[str, str]:
+    return {"GPU GiB": f"{memory.peak / GIB:.1f}", "host GiB": f"{sum(memory.host.values()) / GIB:.1f}"}
+
+
+def _speed(config: CompleteConfig, chip: Chip) -> dict[str, str]:
+    time = plan.seconds(config, chip)
+    if time is None:
+        return {}
+    return {"s/step": f"{time.total:,.2f}", "tokens/s": f"{time.tokens / time.total:,.0f}", "MFU": f"{time.mfu:.1%}"}

@@ -1,0 +1,232 @@
+"""Peak memory of a training step, predicted: the tensors alive at each moment at which many are. Free of torch.
+
+The largest moment is the peak, as `torch.cuda.max_memory_allocated` counts it. What a block keeps is what torch.compile's
+partitioner saves of it (recompute=none) or what longctx.model.recompute does; tests compare both with the real thing.
+
+Letters: N tokens of a micro-batch in B rows of T; C channels, F ffn, H and Hkv heads of D, L layers, V words; e bytes of an
+activation. "Kept" is what forward leaves for backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from longctx.training.config import CompleteConfig
+
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
+KEPT, ATTENTION, MLP, LOSS, BATCH = "kept activations", "attention workspace", "MLP workspace", "loss", "batch"
+TERMS = (PARAMETERS, GRADIENTS, OPTIMIZER, KEPT, ATTENTION, MLP, LOSS, BATCH)
+Terms = dict[str, float]
+CUBLAS = 65 * 2**20  # its workspaces on Hopper, of forward's thread and of backward's, allocated through torch
+FP32 = 4
+SLICE = 2**26  # parameters that a stored optimizer updates at one time, see longctx.training.optimizer
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by term at the moment of a step that takes most of the GPU, and on the host."""
+
+    moment: str
+    gpu: Terms
+    host: Terms = field(default_factory=dict)
+
+    @property
+    def peak(self) -> float:
+        """Bytes of the GPU at that moment."""
+        return sum(self.gpu.values())
+
+    @property
+    def largest(self) -> str:
+        """The term that takes most."""
+        return max(self.gpu, key=lambda term: self.gpu[term])
+
+
+def predict(config: CompleteConfig, device: str = "cuda") -> Memory:
+    """Peak memory of a run on one of its devices, "cuda" or "cpu"; ValueError where memory=auto is undecided."""
+    step = _Step(config, device)
+    moment, gpu = max(step.moments(), key=lambda found: sum(found[1].values()))
+    return Memory(moment, {term: gpu.get(term, 0.0) for term in TERMS}, step.host())
+
+
+class _Step:
+    """The inventory of one training step."""
+
+    def __init__(self, config: CompleteConfig, device: str) -> None:
+        m = config.model
+        self.config, self.model, self.memory = config, m, config.memory.filled(config.memory.policy)
+        self.device, self.libraries = device, CUBLAS if device == "cuda" else 0
+        self.B, self.T = config.batch_size, config.seq_len
+        self.N = self.B * self.T
+        self.C, self.F, self.L, self.V = m.channels, m.ffn, m.layers, int(m.vocab_size or 0)
+        self.H, self.q, self.kv = m.heads, m.heads * m.head_size, m.kv_heads * m.head_size  # q, kv: channels
+        self.e = 2 if config.precision == "bf16" else FP32
+        self.compiled = config.compile == "true"
+        self.backend, self.options = config.attention.backend, config.attention.options
+        self.before_weights = self.C * (self.q + 2 * self.kv)  # of a block's products, before and after attention
+        self.after_weights = self.q * self.C + 3 * self.C * self.F
+        self.tile = min(self.memory.mlp_tile or self.N, self.N)
+
+    def moments(self) -> Iterator[tuple[str, Terms]]:
+        """Every moment that can be the peak, with its bytes by term."""
+        always = self.always()
+        gradients, embedding = FP32 * self.model.parameters(), FP32 * self.V * self.C
+        block = FP32 * (self.before_weights + self.after_weights)
+        tied = self.model.tied
+        full = self.config.accumulate > 1  # from the second micro-batch on every gradient is there all the time
+        before = gradients if full else 0.0
+        yield "loss", _sum(always, {GRADIENTS: before}, self.kept(self.L), self.loss())
+        # The head's gradient is there at once; a tied one waits beside the sum for that of the embedding.
+        head = embedding if tied or not full else 0.0
+        for layer in range(self.L, 0, -1):
+            held = _sum(
+                always, {GRADIENTS: before + head + (0.0 if full else block * (self.L - layer))}, self.kept(layer)
+            )
+            for name, work in (("MLP", self.mlp_backward(layer)), ("attention", self.attention_backward(layer))):
+                yield f"backward of block {layer}, {name}", _sum(held, work)
+        last = (gradients if full else gradients - embedding) + (embedding if tied else 0.0)
+        tokens = {GRADIENTS: last + embedding, KEPT: (FP32 + self.e) * self.C * self.N}
+        yield "backward of the embedding", _sum(always, tokens)
+        yield "optimizer", _sum(always, {GRADIENTS: gradients, OPTIMIZER: self.update()})
+        if self.config.val_rows:
+            yield "validation", _sum(always, self.validation())
+
+    def always(self) -> Terms:
+        """Parameters, optimizer state, and what every layer of a micro-batch reads."""
+        per_parameter = {"fp32": 8, "bf16": 4, "host": 0}[self.memory.optimizer or "fp32"]
+        batch = 24 * self.N * self.config.accumulate  # tokens, targets, doc_ids, int64
+        mask = (16 + 8) * self.N  # first, last of queries and of keys; positions
+        rope = FP32 * self.N * self.model.head_size  # cos and sin
+        n = self.model.parameters()
+        return {PARAMETERS: FP32 * n, OPTIMIZER: per_parameter * n, BATCH: batch + mask + rope + self.libraries}
+
+    def update(self) -> float:
+        """What the optimizer takes besides its state: a slice of its averages in fp32."""
+        largest = max(self.V * self.C, 2 * self.C * self.F)
+        return 2.0 * FP32 * min(SLICE, largest) if self.memory.optimizer in ("bf16", "host") else 0.0
+
+    def host(self) -> Terms:
+        """Bytes of host memory that grow with the run: the optimizer's, and kept activations in pinned memory."""
+        n = self.model.parameters()
+        optimizer = {"host": 2 * FP32 * n}.get(self.memory.optimizer or "fp32", 0)
+        away = [self.kept_by(layer) for layer in range(self.away())]
+        return {OPTIMIZER: float(optimizer), KEPT: float(sum(away))}
+
+    def away(self) -> int:
+        """Layers whose kept activations lie on the host: the first so many."""
+        return round((self.memory.offload or 0.0) * self.L)
+
+    def kept_by(self, layer: int) -> float:
+        """Bytes that block `layer`, from 0, keeps."""
+        N, C, F, e = self.N, self.C, self.F, self.e
+        if self.memory.recompute == "block":
+            x = float(e * C * N) if layer % (self.memory.keep_every or 1) == 0 else 0.0
+            return x + e * self.q * N + FP32 * self.H * N  # x, attention's output and lse
+        attention: float = e * self.q * N + FP32 * self.H * N  # its output and lse
+        attention += e * (self.q + self.kv) * N  # q and k, turned
+        if self.backend == "naive":
+            attention += e * self.kv * N + self.scores_kept() * self.H * self.N * self.T
+        else:
+            attention += e * (self.q + 2 * self.kv) * N  # v is a part of the projection's output
+        norm = e * C * N + FP32 * N  # its output, and 1 / rms
+        weights = e * self.before_weights if e < FP32 else 0  # in 16 bits, for backward
+        kept = e * C * N + norm + attention + weights  # with the block's input
+        if self.memory.recompute == "mlp":
+            return kept
+        weights = e * self.after_weights if e < FP32 else 0
+        return kept + e * C * N + norm + e * 3 * F * N + weights  # attention's projection, gate and up, their product
+
+    def kept(self, layers: int) -> Terms:
+        """What the first `layers` blocks keep on the GPU."""
+        return {KEPT: sum(self.kept_by(layer) for layer in range(self.away(), layers))}
+
+    def scores_kept(self) -> float:
+        """Bytes per score that naive attention leaves for backward."""
+        if self.compiled and self.memory.recompute == "none":
+            return 2 * self.e  # raw scores and probabilities; the compiler computes the rest again
+        return 2 * FP32 + self.e  # masked scores, exp of them, probabilities
+
+    def logits(self, bytes_each: int) -> float:
+        """The logits of a chunk: all chunks of the loss are about equal, none larger than memory.loss_chunk."""
+        chunk = self.memory.chunk(self.V, self.device)
+        pieces = max(1, -(-self.N // chunk))
+        return float(bytes_each * self.V * min(chunk, -(-self.N // pieces // 128) * 128))
+
+    def loss(self) -> Terms:
+        """The last norm's input in fp32 and its output, logits of a chunk, and the gradients computed with them."""
+        weight = self.e * self.V * self.C if self.e < FP32 else 0
+        hidden = (FP32 + 2 * self.e) * self.C * self.N
+        return {LOSS: FP32 * self.V * self.C + weight + hidden + self.logits(self.e) + FP32 * self.N}
+
+    def mlp_backward(self, layer: int) -> Terms:
+        """Backward of the part after attention, when the gradients of gate and up have just been computed.
+
+        By then their product is gone, its gradient is not, and the down projection has its weight's gradient.
+        """
+        N, C, F, e = self.N, self.C, self.F, self.e
+        incoming = e * C * N
+        weights = FP32 * C * F
+        if self.memory.recompute == "none":
+            return {MLP: incoming + e * 2 * F * N + weights}
+        n = self.tile
+        work = e * (3 * C + 2 * F) * n + e * 3 * F * n  # projection, norm, output, gate and up; three gradients
+        if e < FP32:
+            weights += e * (self.after_weights - C * F)
+        if n < N:  # attention's output has its gradient for all tokens, weights a sum over tiles
+            work += e * self.q * N
+            weights += FP32 * self.after_weights
+        return {MLP: incoming + work + weights, KEPT: self.again(layer)}
+
+    def again(self, layer: int) -> float:
+        """What is brought or computed back before a block's backward: an input not kept, what lay on the host."""
+        if self.memory.recompute != "block":
+            return 0.0
+        missing = (layer - 1) % (self.memory.keep_every or 1)  # blocks to go back to the last input that was kept
+        needed = range(layer - 1 - max(1, missing), layer)
+        brought = sum(self.kept_by(i) for i in needed if 0 <= i < self.away())
+        return brought + min(missing, 2) * self.e * self.C * self.N
+
+    def attention_backward(self, layer: int) -> Terms:
+        """Backward of attention, with what comes before it computed again where it was not kept."""
+        N, C, e, q, kv = self.N, self.C, self.e, self.q, self.kv
+        work = e * C * N + e * (2 * q + 2 * kv) * N + self.kernel_workspace()  # residual; do, dq, dk, dv
+        if self.memory.recompute == "none":
+            gone = e * (3 * self.F + C) * N + (e * (self.after_weights - q * C) if e < FP32 else 0)
+            return {ATTENTION: work + FP32 * self.after_weights, KEPT: -gone}
+        sums = FP32 * self.after_weights
+        if self.memory.recompute == "mlp":
+            return {ATTENTION: work + sums}
+        whole = self.tile == N
+        qkv = e * (q + 2 * kv) * N + (e * (C + q + kv) * N if whole else 0)  # whole: norm and q, k before rope too
+        return {ATTENTION: work + qkv + sums, KEPT: self.again(layer)}
+
+    def kernel_workspace(self) -> float:
+        """What the backend's backward takes besides its inputs and outputs."""
+        N, q, kv, e = self.N, self.q, self.kv, self.e
+        if self.backend == "naive":
+            scores = self.H * N * self.T
+            if self.memory.recompute == "block":
+                return (self.scores_kept() + e + 2 * FP32) * scores
+            return (FP32 if self.compiled else 2 * FP32 + e) * scores  # probabilities make room for a part
+        rows = 2 * FP32 * self.H * N  # lse and delta
+        if self.backend == "flash":
+            return rows + (FP32 * q * N if self.options.get("kernel") == "hopper" else 0)
+        again = e * q * N if self.memory.recompute == "block" else 0
+        repeated = 2 * e * q * N if q != kv else 0  # dk and dv of every query head, before they are summed
+        return rows + FP32 * q * N + repeated + again
+
+    def validation(self) -> Terms:
+        """A batch without gradient: blocks run uncompiled."""
+        N, C, F, e = self.N, self.C, self.F, self.e
+        scores = (e + 2 * FP32) * self.H * N * self.T if self.backend == "naive" else 0
+        mlp = e * (2 * C + 4 * F) * N
+        logits = self.logits(FP32) + (e * self.V * C if e < FP32 else 0) + e * C * N
+        return {MLP: mlp, ATTENTION: scores} if mlp + scores > logits else {LOSS: logits}
+
+
+def _sum(*parts: Terms) -> Terms:
+    total: Terms = {}
+    for part in parts:
+        for term, size in part.items():
+            total[term] = total.get(term, 0.0) + size
+    return total
