@@ -14,11 +14,18 @@ from longctx.bench.words import training_config
 from longctx.training import chips, plan
 from longctx.training.chips import GIB, Chip
 from longctx.training.config import CompleteConfig
-from longctx.training.inventory import ATTENTION, KEPT, MLP, TERMS, Memory, predict
+from longctx.training.inventory import ATTENTION, GRADIENTS, KEPT, MLP, OPTIMIZER, PARAMETERS, TERMS, Memory, predict
 
 TAKES_TRAINING_KEYS = True
 BACKENDS = ("naive", "sdpa", "flash")
-SHORT = {KEPT: "kept", ATTENTION: "attention", MLP: "MLP"}
+SHORT = {
+    PARAMETERS: "weights",
+    GRADIENTS: "grads",
+    OPTIMIZER: "AdamW",
+    KEPT: "kept",
+    ATTENTION: "attention",
+    MLP: "MLP",
+}
 
 
 @dataclass(frozen=True)

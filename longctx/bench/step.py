@@ -38,6 +38,8 @@ def run(options: Options, command: str, words: list[str]) -> None:
     """Measure every length with every backend, print tables, write `out`.json and `out`.png."""
     import torch
 
+    from longctx.training.fit import decide_memory
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     configs = {
         (n, backend): training_config([*words, f"seq_len={n}", f"attention={backend}"], device)
@@ -45,7 +47,8 @@ def run(options: Options, command: str, words: list[str]) -> None:
         for backend in options.backends
     }
     rows = []
-    for (length, backend), config in configs.items():
+    for (length, backend), asked in configs.items():
+        config = decide_memory(asked, asked, device)
         rows.append({"tokens": length, "backend": backend} | profiled(config, device, options.steps))
         print_row(rows[-1])
     config = next(iter(configs.values()))

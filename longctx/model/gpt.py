@@ -126,6 +126,8 @@ class GPT(nn.Module):
             if again == "mlp":
                 out = block.attention(*block.before(x, cos, sin), mask)
                 x = recompute.after(block, x, out, self.memory.mlp_tile or 0)
+            elif self.memory.mlp_tile and not torch.is_grad_enabled():
+                x = recompute.without_gradient(block, x, cos, sin, mask, self.memory.mlp_tile)
             else:
                 x = block(x, cos, sin, mask)
         return x

@@ -65,13 +65,17 @@ class _Step:
         self.backend, self.options = config.attention.backend, config.attention.options
         self.before_weights = self.C * (self.q + 2 * self.kv)  # of a block's products, before and after attention
         self.after_weights = self.q * self.C + 3 * self.C * self.F
+        self.added = config.lora.parameters(m)  # LoRA: these are trained, in fp32, and the model's own weights rest
+        self.trained = self.added or m.parameters()
+        self.gradient = 0 if self.added else FP32  # bytes of the gradient of one of the model's own weights
+        self.copy = self.e if self.e < FP32 and not self.added else 0  # and of its copy in 16 bits
         self.tile = min(self.memory.mlp_tile or self.N, self.N)
 
     def moments(self) -> Iterator[tuple[str, Terms]]:
         """Every moment that can be the peak, with its bytes by term."""
         always = self.always()
-        gradients, embedding = FP32 * self.model.parameters(), FP32 * self.V * self.C
-        block = FP32 * (self.before_weights + self.after_weights)
+        gradients, embedding = FP32 * self.trained, self.gradient * self.V * self.C
+        block = self.gradient * (self.before_weights + self.after_weights) + FP32 * self.added / self.L
         tied = self.model.tied
         full = self.config.accumulate > 1  # from the second micro-batch on every gradient is there all the time
         before = gradients if full else 0.0
@@ -97,18 +101,17 @@ class _Step:
         batch = 24 * self.N * self.config.accumulate  # tokens, targets, doc_ids, int64
         mask = (16 + 8) * self.N  # first, last of queries and of keys; positions
         rope = FP32 * self.N * self.model.head_size  # cos and sin
-        n = self.model.parameters()
-        return {PARAMETERS: FP32 * n, OPTIMIZER: per_parameter * n, BATCH: batch + mask + rope + self.libraries}
+        own = (self.e if self.added else FP32) * self.model.parameters() + FP32 * self.added
+        return {PARAMETERS: own, OPTIMIZER: per_parameter * self.trained, BATCH: batch + mask + rope + self.libraries}
 
     def update(self) -> float:
         """What the optimizer takes besides its state: a slice of its averages in fp32."""
-        largest = max(self.V * self.C, 2 * self.C * self.F)
+        largest = self.added / self.L if self.added else max(self.V * self.C, 2 * self.C * self.F)
         return 2.0 * FP32 * min(SLICE, largest) if self.memory.optimizer in ("bf16", "host") else 0.0
 
     def host(self) -> Terms:
         """Bytes of host memory that grow with the run: the optimizer's, and kept activations in pinned memory."""
-        n = self.model.parameters()
-        optimizer = {"host": 2 * FP32 * n}.get(self.memory.optimizer or "fp32", 0)
+        optimizer = {"host": 2 * FP32 * self.trained}.get(self.memory.optimizer or "fp32", 0)
         away = [self.kept_by(layer) for layer in range(self.away())]
         return {OPTIMIZER: float(optimizer), KEPT: float(sum(away))}
 
@@ -129,11 +132,11 @@ class _Step:
         else:
             attention += e * (self.q + 2 * self.kv) * N  # v is a part of the projection's output
         norm = e * C * N + FP32 * N  # its output, and 1 / rms
-        weights = e * self.before_weights if e < FP32 else 0  # in 16 bits, for backward
+        weights = self.copy * self.before_weights  # in 16 bits, for backward
         kept = e * C * N + norm + attention + weights  # with the block's input
         if self.memory.recompute == "mlp":
             return kept
-        weights = e * self.after_weights if e < FP32 else 0
+        weights = self.copy * self.after_weights
         return kept + e * C * N + norm + e * 3 * F * N + weights  # attention's projection, gate and up, their product
 
     def kept(self, layers: int) -> Terms:
@@ -154,9 +157,9 @@ class _Step:
 
     def loss(self) -> Terms:
         """The last norm's input in fp32 and its output, logits of a chunk, and the gradients computed with them."""
-        weight = self.e * self.V * self.C if self.e < FP32 else 0
+        weight = (self.copy + self.gradient) * self.V * self.C
         hidden = (FP32 + 2 * self.e) * self.C * self.N
-        return {LOSS: FP32 * self.V * self.C + weight + hidden + self.logits(self.e) + FP32 * self.N}
+        return {LOSS: weight + hidden + self.logits(self.e) + FP32 * self.N}
 
     def mlp_backward(self, layer: int) -> Terms:
         """Backward of the part after attention, when the gradients of gate and up have just been computed.
@@ -165,16 +168,15 @@ class _Step:
         """
         N, C, F, e = self.N, self.C, self.F, self.e
         incoming = e * C * N
-        weights = FP32 * C * F
+        weights = float(self.gradient * C * F)
         if self.memory.recompute == "none":
             return {MLP: incoming + e * 2 * F * N + weights}
         n = self.tile
         work = e * (3 * C + 2 * F) * n + e * 3 * F * n  # projection, norm, output, gate and up; three gradients
-        if e < FP32:
-            weights += e * (self.after_weights - C * F)
+        weights += self.copy * (self.after_weights - C * F)
         if n < N:  # attention's output has its gradient for all tokens, weights a sum over tiles
             work += e * self.q * N
-            weights += FP32 * self.after_weights
+            weights += self.gradient * self.after_weights
         return {MLP: incoming + work + weights, KEPT: self.again(layer)}
 
     def again(self, layer: int) -> float:
@@ -191,9 +193,9 @@ class _Step:
         N, C, e, q, kv = self.N, self.C, self.e, self.q, self.kv
         work = e * C * N + e * (2 * q + 2 * kv) * N + self.kernel_workspace()  # residual; do, dq, dk, dv
         if self.memory.recompute == "none":
-            gone = e * (3 * self.F + C) * N + (e * (self.after_weights - q * C) if e < FP32 else 0)
-            return {ATTENTION: work + FP32 * self.after_weights, KEPT: -gone}
-        sums = FP32 * self.after_weights
+            gone = e * (3 * self.F + C) * N + self.copy * (self.after_weights - q * C)
+            return {ATTENTION: work + self.gradient * self.after_weights, KEPT: -gone}
+        sums = self.gradient * self.after_weights
         if self.memory.recompute == "mlp":
             return {ATTENTION: work + sums}
         whole = self.tile == N
@@ -219,8 +221,8 @@ class _Step:
         """A batch without gradient: blocks run uncompiled."""
         N, C, F, e = self.N, self.C, self.F, self.e
         scores = (e + 2 * FP32) * self.H * N * self.T if self.backend == "naive" else 0
-        mlp = e * (2 * C + 4 * F) * N
-        logits = self.logits(FP32) + (e * self.V * C if e < FP32 else 0) + e * C * N
+        mlp = e * (2 * C + self.q) * N + e * (2 * C + 4 * F) * min(self.memory.mlp_tile or N, N)
+        logits = self.logits(FP32) + self.copy * self.V * C + e * C * N
         return {MLP: mlp, ATTENTION: scores} if mlp + scores > logits else {LOSS: logits}
 
 

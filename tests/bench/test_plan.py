@@ -1,0 +1,52 @@
+"""bench plan: any GPU by name and size, every policy and backend, mistakes in one line, and no GPU or torch needed."""
+
+import pytest
+
+from longctx.bench import plan
+from longctx.bench.words import main
+from longctx.training.chips import GIB
+
+
+def test_a_plan_for_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["gpu=H100", "gpu_memory=80", "host_memory=512", "model=1b", "seq_len=262144"]
+    assert main(["plan", *words]) == 0
+    out = capsys.readouterr().out
+    assert "H100, 80.0 GiB" in out
+    for word in (
+        "naive",
+        "sdpa",
+        "flash",
+        "fast",
+        "balanced",
+        "long",
+        "weights",
+        "grads",
+        "kept",
+        "loss",
+        "MFU",
+    ):
+        assert word in out
+    assert main(["plan", "attention=flash", "memory=long", *words]) == 0
+    assert "naive" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("gpu=Voodoo", "gpu=Voodoo: not a known GPU; one of H200 NVL, H200"),
+        ("gpu=H100", "say how much memory it has"),
+        ("gpu_memory=lots", "gpu_memory=lots: a number of GiB above 0"),
+        ("gpu_memory=-1", "gpu_memory=-1: a number of GiB above 0"),
+        ("seq_len=max", "a run finds that on its GPU"),
+        ("modl=1b", "modl is not a key; did you mean model?"),
+    ],
+)
+def test_mistakes_are_one_line(word: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", word]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_gib_with_and_without_its_name() -> None:
+    assert plan.gib("gpu_memory", "139.8GiB") == 139.8 * GIB == plan.gib("gpu_memory", "139.8")

@@ -1,0 +1,77 @@
+"""seq_len=max against a GPU that is made up: three probes at most, always a length that a probe confirmed, near the limit."""
+
+from dataclasses import replace
+
+import pytest
+
+import train
+from longctx import config as command_line
+from longctx.training import chips, longest
+from longctx.training.chips import GIB
+from longctx.training.config import LONGEST, CompleteConfig, TrainConfig
+from longctx.training.inventory import predict
+from longctx.training.probe import OUT_OF_MEMORY, Measured
+
+CHIP = chips.chip("NVIDIA H200", 139.8 * GIB)
+
+
+def request(*words: str) -> TrainConfig:
+    config: TrainConfig = command_line.compose("train", ["model=1b", "seq_len=max", *words]).config
+    assert config.seq_len == LONGEST
+    return config
+
+
+class Card:
+    """A GPU on which a run takes `factor` times what is predicted."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor, self.probed = factor, list[int]()
+
+    def __call__(self, config: CompleteConfig) -> Measured:
+        self.probed.append(config.seq_len)
+        peak = self.factor * predict(config).peak
+        if peak > CHIP.usable:
+            return Measured([], failed=OUT_OF_MEMORY)
+        return Measured([1.0], memory={"memory_peak_gib": peak / GIB})
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.97, 1.02, 0.9, 1.05, 1.1])
+def test_the_length_found_is_confirmed_and_near_the_limit(factor: float) -> None:
+    card, said = Card(factor), list[str]()
+    found = longest.find(request("memory=balanced"), CHIP, said.append, card)
+    limit = longest.longest(request("memory=balanced"), CHIP.usable / factor, 128 * GIB)
+    assert limit is not None
+    assert found in card.probed
+    assert len(card.probed) <= 3
+    assert len(said) == len(card.probed)
+    assert 0.9 * limit.seq_len <= found <= limit.seq_len
+    if 0.97 <= factor <= 1.02:  # what the plan promises
+        assert found >= 0.95 * limit.seq_len
+
+
+def test_where_nothing_fits_that_is_said() -> None:
+    with pytest.raises(ValueError, match="seq_len=max: no length fits"):
+        longest.find(request(), replace(CHIP, memory=2 * GIB), print, Card(1.0))
+    with pytest.raises(ValueError, match="no length fits"):
+        longest.find(request(), CHIP, print, Card(100.0))
+
+
+def test_another_failure_of_a_probe_is_not_taken_for_memory() -> None:
+    with pytest.raises(ValueError, match=r"the probe of .* tokens failed: no driver"):
+        longest.find(request(), CHIP, print, lambda config: Measured([], failed="no driver"))
+
+
+def test_other_ranks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(longest.VARIABLE, "12288")
+    assert longest.find(request("devices=2"), CHIP, print, Card(1.0)) == 12288
+
+
+def test_on_a_cpu_it_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: object) -> None:
+    assert train.main(["seq_len=max", "device=cpu", f"runs={tmp_path}"]) == 2
+    assert "seq_len=max: finds what fits a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["seq_len=maximum", "seq_len=0", "seq_len=-1"])
+def test_other_words_are_mistakes(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main([word]) == 2
+    assert word.partition("=")[0] in capsys.readouterr().err

@@ -1,0 +1,152 @@
+"""The plan: what compiled blocks really keep is what it says, measured peaks are near, and its answers hang together."""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from longctx import config as command_line
+from longctx.model.memory import MemoryConfig
+from longctx.training import chips, plan
+from longctx.training.chips import GIB
+from longctx.training.config import CompleteConfig, complete
+from longctx.training.inventory import KEPT, OPTIMIZER, TERMS, predict
+
+H200 = chips.chip("NVIDIA H200", 139.8 * GIB)
+ROOT = Path(__file__).parents[2]
+
+
+def made(*words: str) -> CompleteConfig:
+    asked = command_line.compose("train", [*words]).config
+    return replace(complete(asked, "cuda"), memory=asked.memory)
+
+
+def one_b(*words: str) -> CompleteConfig:
+    return made("model=1b", *words)
+
+
+def test_what_a_policy_keeps_per_layer_grows_as_stated() -> None:
+    per_token = {}
+    for policy in ("fast", "balanced", "long"):
+        kept = [predict(one_b(f"memory={policy}", f"seq_len={n}", "batch_size=1")) for n in (65536, 131072)]
+        per_token[policy] = (sum(k.gpu[KEPT] for k in kept[1:]) - kept[0].gpu[KEPT]) / 65536
+    # x, norm, projection of 2,048 channels, q k v before and after rope, gate and up: far more than x and attention's output
+    assert per_token["fast"] > 6 * per_token["balanced"] > 6 * per_token["long"]
+    assert per_token["balanced"] == pytest.approx(16 * (2 * 2048 + 2 * 2048 + 4 * 32), rel=0.05)
+
+
+def test_the_policy_long_keeps_the_rest_on_the_host() -> None:
+    memory = predict(one_b("memory=long", "seq_len=262144"))
+    assert memory.host[OPTIMIZER] == 8 * one_b().model.parameters()
+    assert memory.host[KEPT] > 262144 * 9 * (2 * 2048 + 4 * 32)
+    assert set(memory.gpu) == set(TERMS)
+    assert memory.peak == sum(memory.gpu.values())
+
+
+def test_peaks_measured_on_a_gpu_are_within_three_percent() -> None:
+    measured = json.loads((ROOT / "results" / "memory.json").read_text())["rows"]
+    points = [row for row in measured if not row["failed"]]
+    assert len(points) >= 36
+    off = {}
+    for row in points:
+        backend, _, kernel = row["backend"].partition(":")
+        words = [f"model={row['model']}", f"model.layers={row['layers']}", f"memory={row['memory']}"]
+        words += [f"attention={backend}", f"seq_len={row['tokens']}", "batch_size=1", f"accumulate={row['accumulate']}"]
+        words += [f"++attention.options.kernel={kernel}"] if kernel else []
+        error = predict(replace(made(*words), val_rows=1)).peak / GIB / row["measured_gib"] - 1
+        if abs(error) > 0.03:
+            off[tuple(words)] = error
+    assert off == {}
+
+
+def test_longer_rows_more_rows_and_more_layers_take_more() -> None:
+    for policy in ("fast", "balanced", "long"):
+        base = one_b(f"memory={policy}", "seq_len=8192", "batch_size=2", "accumulate=1")
+        more = [replace(base, seq_len=16384), replace(base, batch_size=4)]
+        more.append(replace(base, model=replace(base.model, layers=17)))
+        more.append(replace(base, precision="fp32"))
+        assert all(predict(other).peak > predict(base).peak for other in more)
+
+
+def test_naive_attention_grows_with_the_square() -> None:
+    peaks = [
+        predict(one_b("attention=naive", "memory=fast", f"seq_len={n}", "batch_size=1")).peak for n in (8192, 16384)
+    ]
+    assert peaks[1] > 3 * peaks[0]
+
+
+def test_lora_needs_no_gradients_and_averages_of_resting_weights() -> None:
+    full = one_b("memory=fast", "seq_len=4096")
+    thin = replace(full, lora=replace(full.lora, rank=8))
+    assert predict(thin).gpu[OPTIMIZER] == 8 * thin.lora.parameters(thin.model)
+    assert predict(thin).peak < 0.6 * predict(full).peak
+
+
+def test_auto_takes_the_first_policy_that_fits() -> None:
+    def decided(seq_len: int) -> str:
+        return plan.decide(one_b(f"seq_len={seq_len}", "batch_size=1"), H200, 128 * GIB).memory.policy
+
+    assert [decided(n) for n in (16384, 131072, 786432)] == ["fast", "balanced", "long"]
+    assert decided(2**24) == "long"  # nothing fits: what takes least
+    given = one_b("seq_len=16384", "memory.optimizer=bf16")
+    assert plan.decide(given, H200, 128 * GIB).memory.optimizer == "bf16"
+
+
+def test_the_longest_row_fits_and_the_next_does_not() -> None:
+    for backend in ("naive", "flash"):
+        config = one_b(f"attention={backend}")
+        found = plan.longest(plan.one_row(config), H200.usable, 128 * GIB)
+        assert found is not None
+        assert plan.fits(found, H200.usable, 128 * GIB)
+        longer = plan.one_row(config)(found.seq_len + 128)
+        assert plan.first_that_fits(longer, H200.usable, 128 * GIB) is None
+    assert plan.longest(plan.one_row(config), GIB, GIB) is None
+
+
+def test_the_smallest_change_fits() -> None:
+    config = plan.with_policy(one_b("seq_len=65536", "batch_size=4", "accumulate=1"), "fast")
+    assert plan.smallest_change(config, H200.usable, 128 * GIB) == "batch_size=1 accumulate=4, the same step in pieces"
+    one = replace(config, batch_size=1, seq_len=131072)
+    assert plan.smallest_change(one, H200.usable, 128 * GIB) == "memory=balanced"
+    last = plan.with_policy(one_b("seq_len=8000000", "batch_size=1"), "long")
+    words = plan.smallest_change(last, H200.usable, 128 * GIB)
+    assert words.startswith("seq_len=")
+    assert "attention=flash" in plan.smallest_change(
+        replace(config, attention=one_b("attention=naive").attention), GIB, GIB
+    )
+
+
+def test_seconds_add_up_and_follow_the_work() -> None:
+    config = plan.with_policy(one_b("seq_len=65536", "batch_size=1", "accumulate=1"), "balanced")
+    short, long = (plan.seconds(replace(config, seq_len=n), H200) for n in (65536, 131072))
+    assert short is not None
+    assert long is not None
+    assert short.total == pytest.approx(sum(short.parts.values()))
+    assert long.parts["attention"] == pytest.approx(4 * short.parts["attention"], rel=0.01)
+    assert 0.2 < short.mfu < 0.7
+    assert plan.seconds(config, chips.chip("Unknown", 8 * GIB)) is None
+
+
+def test_planning_needs_no_torch() -> None:
+    code = "import sys, longctx.training.plan, longctx.bench.plan; sys.exit('torch' in sys.modules)"
+    start = time.perf_counter()
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+    assert time.perf_counter() - start < 10
+
+
+def test_a_gpu_is_known_by_its_name() -> None:
+    assert chips.known("NVIDIA H200 NVL") == (835e12, 4.8e12)
+    assert chips.known("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
+    assert chips.chip("Toaster", GIB).flops is None
+    assert chips.host_memory() > GIB
+
+
+def test_a_memory_key_that_a_policy_cannot_have_is_passed_over() -> None:
+    config = one_b("memory.recompute=none")
+    assert "long" not in [chosen.memory.policy for chosen in plan.policies(config)]
+    with pytest.raises(ValueError, match=r"memory\.offload"):
+        plan.policies(replace(config, memory=MemoryConfig("fast", offload=0.5)))
