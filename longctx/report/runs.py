@@ -9,6 +9,7 @@ import fcntl
 import json
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -202,17 +203,22 @@ def figures(rows: list[Row]) -> Row:
 
 def positions(rows: list[Row]) -> Line:
     """Loss over the number of tokens before, of the last validation that tells it."""
-    for row in reversed(rows):
+    for row in validations_last_first(rows):
         found = {int(key.removeprefix(POSITIONS)): row[key] for key in row if key.startswith(POSITIONS)}
         if found and all_finite(list(found.values())):
             return {"x": list(found), "y": short(found.values())}
     return {}
 
 
+def validations_last_first(rows: list[Row]) -> Iterator[Row]:
+    """The rows of validations, the newest first."""
+    return (row for row in reversed(rows) if "val_perplexity" in row)
+
+
 def facts(rows: list[Row]) -> dict[str, dict[int, float]]:
     """The share of hidden facts that the last validation found, by kind and length."""
     found: dict[str, dict[int, float]] = {}
-    for row in reversed(rows):
+    for row in validations_last_first(rows):
         for key in (key for key in row if key.startswith(FACTS)):
             kind, _, length = key.removeprefix(FACTS).rpartition("/")
             if length.isdigit() and finite([row[key]]):
