@@ -45,7 +45,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("lines", "Padding", ("padding_share",)),
     ),
     "Memory": (
-        Panel("lines", "Peak memory (GiB)", ("memory_peak_gib", "memory_reserved_gib")),
+        Panel("lines", "Peak memory (GiB)", ("memory_peak_gib", "memory_reserved_gib", "memory_predicted_gib")),
         Panel("points", "Peak memory over context", ("memory_peak_gib",), "seq_len"),
         Panel("lines", "Peak memory of the process (GiB)", ("process_peak_gib",)),
     ),

@@ -210,6 +210,7 @@ def run(
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "torch": torch.__version__,
         "kernel_lock": lock.read(folder),
+        "memory_predicted_gib": predict(config, device).peak / GIB,
     }
     display = Display(config.max_steps, done, silent=rank() > 0)
     tracker = Tracker(folder, config.wandb) if rank() == 0 else None
