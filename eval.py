@@ -71,6 +71,8 @@ def evaluate(asked: EvalConfig, other_data: bool, words: list[str]) -> None:
         print(f"seq_len={context:,} is longer than the {subject.seq_len:,} tokens per row that {by}")
     if precision == "bf16":
         round_matrices(model, dtype)
+    if asked.compile:
+        model.compile_blocks()
     if asked.passkey.enabled:
         probe(asked, subject, other_data, context, dtype if precision == "bf16" else None)
         return
@@ -114,6 +116,7 @@ def evaluate(asked: EvalConfig, other_data: bool, words: list[str]) -> None:
     path = results / f"{what}-{name}-{context}-{result.stride}-{backend}.json"
     found = report.content(result, about, subject.tokenizer.decode)
     report.show(result, subject.tokenizer.decode)
+    print(report.speed(found))
     report.write(found, path)
     plots.draw(found, path.with_suffix(".png"))
     to_wandb(asked, subject, found, path.with_suffix(".png"))

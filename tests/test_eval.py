@@ -81,6 +81,7 @@ def test_a_run_is_scored_on_its_validation_documents(
     # Random weights: close to a uniform guess among 320 words.
     assert content["total"]["perplexity"] == pytest.approx(320, rel=0.2)
     assert f"{content['total']['perplexity']:,.3f}" in out
+    assert " tokens/s through the model" in out
     assert [row["context"] for row in content["by_context"]] == [8, 16, 32, 64]
     assert content["by_position"][0]["first"] == 1
     assert len(content["gains"]) > 0

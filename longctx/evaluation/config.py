@@ -49,6 +49,7 @@ class EvalConfig:
     device: str = "auto"  # auto: a GPU if there is one | cpu | cuda
     devices: int = 1  # GPUs, or processes on a CPU; each scores its own documents
     precision: str = "auto"  # auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp32
+    compile: bool = False  # torch.compile of each block: takes seconds, then a third faster; for millions of tokens
     wandb: str = "disabled"  # send the result there too: disabled | auto | online | offline
     tasks: list[str] = field(
         default_factory=list

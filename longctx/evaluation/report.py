@@ -113,6 +113,16 @@ def show(result: Perplexity, decode: Decode) -> None:
         )
 
 
+def speed(found: dict[str, Any]) -> str:
+    """How fast it went and what it took, in one line, from the content of the JSON."""
+    said = f"{found['seconds']:,.1f} s"
+    if found["tokens_per_second"]:
+        said += f", {found['tokens_per_second']:,.0f} tokens/s through the model after the first batch"
+    if found["memory_peak_gib"]:
+        said += f", {found['memory_peak_gib']:.1f} GiB"
+    return said
+
+
 def show_tasks(scores: Sequence[tuple[str, str, float, float | None]]) -> None:
     """Print (task, metric, value, standard error or None) as a table."""
     view = Table(title="lm-evaluation-harness", title_justify="left")

@@ -41,4 +41,4 @@ def test_memory_does_not_grow_with_words_times_tokens() -> None:
     before = torch.cuda.memory_allocated()
     perplexity(gpu, [Document("x", ids, 9)], 65_536, 65_536, dtype=torch.bfloat16)
     used = torch.cuda.max_memory_allocated() - before
-    assert used < 65_536 * 50_000 * 2 / 6  # the logits alone in bf16 are 6.5 GB
+    assert used < 65_536 * 50_000 * 4 / 6  # all logits would be 13 GB in fp32, in which the loss reads them
