@@ -30,11 +30,14 @@ Tokens = tuple[Tensor, ...]  # each (1, B·T, ...): the tokens of all rows, one 
 def through(
     blocks: Sequence[Any], x: Tensor, cos: Tensor, sin: Tensor, masks: Sequence[Mask], memory: MemoryConfig
 ) -> Tensor:
-    """x (B, T, C) through `blocks` (see `longctx.model.layers.Block`), each with its mask, by memory.recompute=block."""
+    """x (B, T, C) through `blocks` (see `longctx.model.layers.Block`), each with its mask, by memory.recompute=block.
+
+    Without gradients nothing is kept, and the tiles stay.
+    """
     tape = _Tape(blocks, x.shape, cos.flatten(0, 1)[None], sin.flatten(0, 1)[None], masks, memory)
     y = x.reshape(1, -1, x.shape[-1])
     for i, block in enumerate(blocks):
-        y = _Block.apply(y, tape, i, *_trained(block))
+        y = _Block.apply(y, tape, i, *_trained(block)) if torch.is_grad_enabled() else tape.run(i, y)[0]
     return y.view(x.shape)
 
 
@@ -77,6 +80,19 @@ class _Tape:
     def after(self, i: int, x: Tensor, out: Tensor) -> Tensor:
         return in_tiles(self.blocks[i].after, self.tile, (x, out))[0]
 
+    def run(self, i: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Block i of x: its output, what its attention gave, and its lse where the backend's backward takes it."""
+        chosen = self.blocks[i].attention
+        with self.precision.restored():
+            q, k, v = (self.rows(t) for t in self.before(i, x))
+            if keeps_output(chosen.backend):
+                out, lse = attention(q, k, v, self.masks[i], chosen.backend, return_lse=True, **chosen.options)
+            else:
+                out, lse = attention(q, k, v, self.masks[i], chosen.backend, **chosen.options), None
+            del q, k, v
+            out = out.reshape(1, -1, *out.shape[2:])
+            return self.after(i, x, out), out, lse
+
     def rows(self, x: Tensor) -> Tensor:
         """(1, B·T, H, D) → (B, T, H, D)"""
         return x.view(*self.shape[:2], *x.shape[2:])
@@ -99,16 +115,7 @@ class _Block(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tape: _Tape, i: int, *weights: Tensor) -> Tensor:
         ctx.tape, ctx.i, ctx.weights = tape, i, weights
-        chosen = tape.blocks[i].attention
-        with tape.precision.restored():
-            q, k, v = (tape.rows(t) for t in tape.before(i, x))
-            if keeps_output(chosen.backend):
-                out, lse = attention(q, k, v, tape.masks[i], chosen.backend, return_lse=True, **chosen.options)
-            else:
-                out, lse = attention(q, k, v, tape.masks[i], chosen.backend, **chosen.options), None
-            del q, k, v
-            out = out.reshape(1, -1, *out.shape[2:])
-            y = tape.after(i, x, out)
+        y, out, lse = tape.run(i, x)
         tape.keep(i, x, out, lse)
         return y
 

@@ -73,7 +73,7 @@ class TrainConfig:
     seed: int = 1  # of the initial weights and of the order of the rows
     device: str = "auto"  # auto: a GPU if there is one | cpu | cuda
     devices: int = 1  # GPUs, or processes on a CPU
-    precision: str = "auto"  # auto: bf16 on a GPU, fp32 on a CPU | bf16: fp32 weights, autocast | fp32
+    precision: str = "auto"  # auto: bf16 on a GPU, fp32 on a CPU | bf16: fp32 weights, the rest in bf16 | fp32
     compile: str = "auto"  # auto: on a GPU | true | false: torch.compile of each transformer block
     deterministic: bool = False  # only algorithms that give the same bits in every run; slower
     name: str | None = None  # of the run's folder; null: made of what differs from the defaults, and a counter

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from longctx.attention import Mask
 from longctx.model import GPT, GPTConfig
+from longctx.model.layers import Block
 from longctx.model.memory import POLICIES, MemoryConfig
 
 CONFIG = GPTConfig(vocab_size=67, layers=3, channels=32, heads=4, kv_heads=2, ffn=48, init_std=0.2, qk_norm=True)
@@ -91,6 +92,16 @@ def test_weights_that_are_not_trained_get_no_gradient(way: str) -> None:
         assert (got is None) == (want is None)
         if want is not None:
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["balanced", "long"])
+def test_without_gradient_it_is_the_same_model_in_tiles(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, longest = make(WAYS[way]), []
+    after = Block.after
+    monkeypatch.setattr(Block, "after", lambda self, x, *a, **k: longest.append(x.shape[1]) or after(self, x, *a, **k))
+    with torch.no_grad():
+        torch.testing.assert_close(model(*batch()), make()(*batch()))
+    assert max(longest[: CONFIG.layers]) <= (model.memory.mlp_tile or B * T) + 128
 
 
 def test_two_forwards_before_their_backwards_do_not_share_memory(kept: dict[str, list[Tensor]]) -> None:
