@@ -119,10 +119,11 @@ class GPT(nn.Module):
         return linear_cross_entropy(x, self.unembedding, targets, chunk, reduction, scale)
 
     def _through_blocks(self, x: Tensor, cos: Tensor, sin: Tensor, masks: list[Mask]) -> Tensor:
-        if self.memory.recompute == "block":
+        again = self.memory.recompute if torch.is_grad_enabled() else "none"
+        if again == "block":
             return recompute.through(self.blocks, x, cos, sin, masks, self.memory)
         for block, mask in zip(self.blocks, masks, strict=True):
-            if self.memory.recompute == "mlp" and torch.is_grad_enabled():
+            if again == "mlp":
                 out = block.attention(*block.before(x, cos, sin), mask)
                 x = recompute.after(block, x, out, self.memory.mlp_tile or 0)
             elif self.memory.mlp_tile and not torch.is_grad_enabled():

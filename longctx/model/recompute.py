@@ -30,14 +30,11 @@ Tokens = tuple[Tensor, ...]  # each (1, B·T, ...): the tokens of all rows, one 
 def through(
     blocks: Sequence[Any], x: Tensor, cos: Tensor, sin: Tensor, masks: Sequence[Mask], memory: MemoryConfig
 ) -> Tensor:
-    """x (B, T, C) through `blocks` (see `longctx.model.layers.Block`), each with its mask, by memory.recompute=block.
-
-    Without gradients nothing is kept, and the tiles stay.
-    """
+    """x (B, T, C) through `blocks` (see `longctx.model.layers.Block`), each with its mask, by memory.recompute=block."""
     tape = _Tape(blocks, x.shape, cos.flatten(0, 1)[None], sin.flatten(0, 1)[None], masks, memory)
     y = x.reshape(1, -1, x.shape[-1])
     for i, block in enumerate(blocks):
-        y = _Block.apply(y, tape, i, *_trained(block)) if torch.is_grad_enabled() else tape.run(i, y)[0]
+        y = _Block.apply(y, tape, i, *_trained(block))
     return y.view(x.shape)
 
 
