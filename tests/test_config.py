@@ -143,6 +143,9 @@ def test_parts_of_memory_fit_together() -> None:
     with pytest.raises(ValueError, match=r"memory\.mlp_tile=64 needs memory\.recompute=mlp or block, not none"):
         compose("memory=fast", "memory.mlp_tile=64")
     assert compose("memory=long", "memory.offload=0.25").config.memory.filled("long").offload == 0.25
+    assert str(compose("memory=fast").config.memory) == "fast"
+    said = str(compose("memory=balanced", "memory.loss_chunk=512").config.memory)
+    assert said == "balanced, recompute=block, loss_chunk=512"
 
 
 def test_two_lengths_of_one_run_are_a_mistake() -> None:

@@ -50,6 +50,12 @@ class MemoryConfig:
         if whole.recompute == "none" and whole.mlp_tile:
             raise ValueError(f"memory.mlp_tile={whole.mlp_tile} needs memory.recompute=mlp or block, not none")
 
+    def __str__(self) -> str:
+        """The policy, and where it is not plain fast its parts: what a run says at its beginning."""
+        plain = POLICIES["fast"] | {"loss_chunk": None}
+        parts = [f"{key}={getattr(self, key)}" for key in plain if getattr(self, key) not in (None, plain[key])]
+        return ", ".join([self.policy, *parts])
+
     def filled(self, policy: str) -> MemoryConfig:
         """Every null but `loss_chunk` filled in as `policy`, fast, balanced or long, says; what is given stands."""
         if policy not in POLICIES:

@@ -300,6 +300,7 @@ def opening(
         f"model      {preset}{', ' if preset else ''}{config.model.parameters():,} parameters{lora}",
         f"attention  {config.attention.backend}"
         + "".join(f", {key}={value}" for key, value in config.attention.options.items()),
+        f"memory     {config.memory}",
         f"data       {config.data.source}, {summary['documents']:,} documents, {summary['tokens']:,} tokens, "
         f"{len(data.train):,} rows of {config.seq_len:,}",
         f"step       {rows * config.seq_len:,} tokens = {config.batch_size} rows × {config.accumulate} micro-batches"
