@@ -69,6 +69,8 @@ class _Step:
         self.trained = self.added or m.parameters()
         self.gradient = 0 if self.added else FP32  # bytes of the gradient of one of the model's own weights
         self.copy = self.e if self.e < FP32 and not self.added else 0  # and of its copy in 16 bits
+        # One kernel makes the product of gate and up again in backward, see longctx.kernels.swiglu.
+        self.fused = device == "cuda" and self.e < FP32 and not (self.added and "down" in config.lora.targets)
         self.tile = min(self.memory.mlp_tile or self.N, self.N)
 
     def moments(self) -> Iterator[tuple[str, Terms]]:
@@ -137,7 +139,8 @@ class _Step:
         if self.memory.recompute == "mlp":
             return kept
         weights = self.copy * self.after_weights
-        return kept + e * C * N + norm + e * 3 * F * N + weights  # attention's projection, gate and up, their product
+        inner = 2 * F if self.fused else 3 * F  # gate and up, and their product
+        return kept + e * C * N + norm + e * inner * N + weights  # with attention's projection
 
     def kept(self, layers: int) -> Terms:
         """What the first `layers` blocks keep on the GPU."""
@@ -164,16 +167,18 @@ class _Step:
     def mlp_backward(self, layer: int) -> Terms:
         """Backward of the part after attention, when the gradients of gate and up have just been computed.
 
-        By then their product is gone, its gradient is not, and the down projection has its weight's gradient.
+        The gradient of their product is still there then. Fused, the product itself is too, and the down projection has
+        no gradient yet but has given up its copy in 16 bits; else the other way round.
         """
         N, C, F, e = self.N, self.C, self.F, self.e
         incoming = e * C * N
-        weights = float(self.gradient * C * F)
+        down = float(-self.copy if self.fused else self.gradient) * C * F
         if self.memory.recompute == "none":
-            return {MLP: incoming + e * 2 * F * N + weights}
+            return {MLP: incoming + e * (4 if self.fused else 2) * F * N + down}
         n = self.tile
-        work = e * (3 * C + 2 * F) * n + e * 3 * F * n  # projection, norm, output, gate and up; three gradients
-        weights += self.copy * (self.after_weights - C * F)
+        work = e * (3 * C + 2 * F) * n  # projection, norm, output; gate and up
+        work += e * (4 if self.fused else 3) * F * n
+        weights = self.copy * self.after_weights + (down if self.fused else down - self.copy * C * F)
         if n < N:  # attention's output has its gradient for all tokens, weights a sum over tiles
             work += e * self.q * N
             weights += self.gradient * self.after_weights
@@ -193,7 +198,7 @@ class _Step:
         N, C, e, q, kv = self.N, self.C, self.e, self.q, self.kv
         work = e * C * N + e * (2 * q + 2 * kv) * N + self.kernel_workspace()  # residual; do, dq, dk, dv
         if self.memory.recompute == "none":
-            gone = e * (3 * self.F + C) * N + self.copy * (self.after_weights - q * C)
+            gone = e * ((2 if self.fused else 3) * self.F + C) * N + self.copy * (self.after_weights - q * C)
             return {ATTENTION: work + self.gradient * self.after_weights, KEPT: -gone}
         sums = self.gradient * self.after_weights
         if self.memory.recompute == "mlp":
@@ -221,7 +226,7 @@ class _Step:
         """A batch without gradient: blocks run uncompiled."""
         N, C, F, e = self.N, self.C, self.F, self.e
         scores = (e + 2 * FP32) * self.H * N * self.T if self.backend == "naive" else 0
-        mlp = e * (2 * C + self.q) * N + e * (2 * C + 4 * F) * min(self.memory.mlp_tile or N, N)
+        mlp = e * (2 * C + self.q) * N + e * (2 * C + (3 if self.fused else 4) * F) * min(self.memory.mlp_tile or N, N)
         logits = self.logits(FP32) + self.copy * self.V * C + e * C * N
         return {MLP: mlp, ATTENTION: scores} if mlp + scores > logits else {LOSS: logits}
 
