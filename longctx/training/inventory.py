@@ -71,7 +71,7 @@ class _Step:
         self.copy = self.e if self.e < FP32 and not self.added else 0  # and of its copy in 16 bits
         # One kernel makes the product of gate and up again in backward, see longctx.kernels.swiglu.
         self.fused = device == "cuda" and self.e < FP32 and not (self.added and "down" in config.lora.targets)
-        self.tile = min(self.memory.mlp_tile or self.N, self.N)
+        self.tile = self.tile_of(self.memory.mlp_tile or self.N)
 
     def moments(self) -> Iterator[tuple[str, Terms]]:
         """Every moment that can be the peak, with its bytes by term."""
@@ -96,6 +96,11 @@ class _Step:
         yield "optimizer", _sum(always, {GRADIENTS: gradients, OPTIMIZER: self.update()})
         if self.config.val_rows:
             yield "validation", _sum(always, self.validation())
+
+    def tile_of(self, most: int) -> int:
+        """Tokens of a tile of at most so many: all tiles are about equal, see `longctx.model.recompute`."""
+        pieces = -(-self.N // most)
+        return self.N if pieces == 1 else min(most, -(-self.N // pieces // 128) * 128)
 
     def always(self) -> Terms:
         """Parameters, optimizer state, and what every layer of a micro-batch reads."""
@@ -155,8 +160,7 @@ class _Step:
     def logits(self, bytes_each: int) -> float:
         """The logits of a chunk: all chunks of the loss are about equal, none larger than memory.loss_chunk."""
         chunk = self.memory.chunk(self.V, self.device)
-        pieces = max(1, -(-self.N // chunk))
-        return float(bytes_each * self.V * min(chunk, -(-self.N // pieces // 128) * 128))
+        return float(bytes_each * self.V * self.tile_of(chunk))
 
     def loss(self) -> Terms:
         """The last norm's input in fp32 and its output, logits of a chunk, and the gradients computed with them."""
@@ -179,8 +183,8 @@ class _Step:
         work = e * (3 * C + 2 * F) * n  # projection, norm, output; gate and up
         work += e * (4 if self.fused else 3) * F * n
         weights = self.copy * self.after_weights + (down if self.fused else down - self.copy * C * F)
-        if n < N:  # attention's output has its gradient for all tokens, weights a sum over tiles
-            work += e * self.q * N
+        if n < N:  # attention's output has its gradient for all tokens, the last tile's is there too; weights, a sum
+            work += e * self.q * N + e * (C + self.q) * n
             weights += self.gradient * self.after_weights
         return {MLP: incoming + work + weights, KEPT: self.again(layer)}
 
