@@ -84,6 +84,9 @@ class _Step:
         yield "loss", _sum(always, {GRADIENTS: before}, self.kept(self.L), self.loss())
         # The head's gradient is there at once; a tied one waits beside the sum for that of the embedding.
         head = embedding if tied or not full else 0.0
+        # The norm's input and both its gradients in fp32, and the loss's gradient as it came.
+        norm = (3 * FP32 + self.e) * self.C * self.N
+        yield "backward of the last norm", _sum(always, {GRADIENTS: before + head, LOSS: norm}, self.kept(self.L))
         for layer in range(self.L, 0, -1):
             held = _sum(
                 always, {GRADIENTS: before + head + (0.0 if full else block * (self.L - layer))}, self.kept(layer)
@@ -131,7 +134,8 @@ class _Step:
         N, C, F, e = self.N, self.C, self.F, self.e
         if self.memory.recompute == "block":
             x = float(e * C * N) if layer % (self.memory.keep_every or 1) == 0 else 0.0
-            return x + e * self.q * N + FP32 * self.H * N  # x, attention's output and lse
+            lse = FP32 * self.H * N if self.backend == "flash" else 0  # the others run forward again
+            return x + e * self.q * N + lse  # with attention's output
         attention: float = e * self.q * N + FP32 * self.H * N  # its output and lse
         attention += e * (self.q + self.kv) * N  # q and k, turned
         if self.backend == "naive":
@@ -221,7 +225,7 @@ class _Step:
             return (FP32 if self.compiled else 2 * FP32 + e) * scores  # probabilities make room for a part
         rows = 2 * FP32 * self.H * N  # lse and delta
         if self.backend == "flash":
-            return rows + (FP32 * q * N if self.options.get("kernel") == "hopper" else 0)
+            return rows + (FP32 * q * N if self.options.get("kernel") == "hopper" and self.model.head_size > 64 else 0)
         again = e * q * N if self.memory.recompute == "block" else 0
         repeated = 2 * e * q * N if q != kv else 0  # dk and dv of every query head, before they are summed
         return rows + FP32 * q * N + repeated + again
