@@ -45,6 +45,15 @@ def after(block: Any, x: Tensor, out: Tensor, tile: int) -> Tensor:
     return y.view(x.shape)
 
 
+def without_gradient(block: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, tile: int) -> Tensor:
+    """block(x, cos, sin, mask) where no gradient is wanted: outside attention `tile` tokens at one time."""
+    rows, flat = x.shape[:2], x.reshape(1, -1, x.shape[-1])
+    angles = (t.flatten(0, 1)[None] for t in (cos, sin))
+    qkv = (t.view(*rows, *t.shape[2:]) for t in in_tiles(block.before, tile, (flat, *angles)))
+    out = block.attention(*qkv, mask)
+    return in_tiles(block.after, tile, (flat, out.reshape(1, -1, *out.shape[2:])))[0].view(x.shape)
+
+
 @dataclass
 class _Tape:
     """What the blocks of one forward pass share, and keep until its backward."""

@@ -113,7 +113,7 @@ def test_two_forwards_before_their_backwards_do_not_share_memory(kept: dict[str,
     torch.testing.assert_close([p.grad for p in model.parameters()], doubled, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", ["mlp in tiles"])
+@pytest.mark.parametrize("way", ["tiles", "long"])
 def test_without_gradients_tiles_give_the_same_losses(way: str) -> None:
     tokens, targets, mask = batch()
     with torch.no_grad():

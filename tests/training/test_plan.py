@@ -83,7 +83,7 @@ def test_lora_needs_no_gradients_and_averages_of_resting_weights() -> None:
     full = one_b("memory=fast", "seq_len=4096")
     thin = replace(full, lora=replace(full.lora, rank=8))
     assert predict(thin).gpu[OPTIMIZER] == 8 * thin.lora.parameters(thin.model)
-    assert predict(thin).peak < 0.6 * predict(full).peak
+    assert predict(full).peak - predict(thin).peak > 12 * full.model.parameters()
 
 
 def test_auto_takes_the_first_policy_that_fits() -> None:
