@@ -47,5 +47,5 @@ def help_lines(options: type) -> list[str]:
     lines = []
     for field in dataclasses.fields(options):
         default = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
-        lines.append(f"      {f'{field.name}={default}':<62}{field.metadata['help']}")
+        lines.append(f"      {f'{field.name}={default}':<60}  {field.metadata['help']}")
     return lines

@@ -67,7 +67,6 @@ def flash_backward(
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv for the gradient `do` of out and `dlse` (or None) of lse. It has no derivative of its own."""
-    implementation = of_backward(implementation, q.shape[3])
     if _needs_trust(q, implementation):
         trust("backward", implementation, q, k, functools.partial(run_backward, implementation))
     return run_backward(implementation, do, dlse, q, k, v, out, lse, first, last, qfirst, qlast, scale)
@@ -119,11 +118,6 @@ def run_backward(
     from longctx.kernels import portable
 
     return portable.backward(do, dlse, q, k, v, out, lse, first, last, qfirst, qlast, scale)
-
-
-def of_backward(implementation: str, head_dim: int) -> str:
-    """What serves the backward where `implementation` serves the forward: up to 64 the portable one is the faster."""
-    return "triton-portable" if implementation == "triton-hopper" and head_dim <= 64 else implementation
 
 
 def _needs_trust(q: Tensor, implementation: str) -> bool:

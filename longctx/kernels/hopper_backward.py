@@ -9,6 +9,8 @@ arrives in any order, so dq may differ in its last bits from run to run. The nex
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -26,11 +28,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from longctx.kernels.hopper_forward import addressable, bar_sync, descriptor, processors, receive, send
+from longctx.kernels.hopper_forward import FIRST_BARRIER, addressable, bar_sync, descriptor, processors, receive, send
 from longctx.kernels.portable import LOG2E, rows_of_backward
 from longctx.kernels.walk import batch_stride, boundary, heads_together, place, walk
 
-BM, BN, STAGES, CONSUMER_REGISTERS = 64, 128, 2, 240
+
+class Config(NamedTuple):
+    """BM queries and BN keys of a tile, registers of a consumer."""
+
+    BM: int
+    BN: int
+    registers: int
+
+
+CONFIGS = {64: Config(128, 128, 240), 128: Config(64, 128, 240)}  # by head size
 KEYS = gl.constexpr(64)  # of a consumer warpgroup
 
 
@@ -53,9 +64,15 @@ def owned_keys(t, tiles, qfirst, qlast, stride_ib, Tk, Hkv, heads, together, BM:
 
 
 @gluon.jit
+def nth_query(x, lo, full_lo, full_hi, masked, BM: gl.constexpr):
+    """First query of the x-th tile of a walk: those that need the mask come before those seen as a whole."""
+    return gl.where(x < masked, boundary(x, lo, full_lo, full_hi), full_lo + x - masked) * BM
+
+
+@gluon.jit
 def producer(
     q, k, v, do, lse2, delta, qs, ks, vs, dos, lses, deltas, qf, qe, dof, kvf, kve, mail, mf, me, counter, qfirst, qlast, stride_ib,
-    Tk, Hq, heads, together, GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    Tk, Hq, heads, together, GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
     tiles = gl.cdiv(Tk, BN)
     Hkv = Hq // GROUP
@@ -70,15 +87,14 @@ def producer(
         n = masked + full_hi - full_lo
         mbarrier.wait(kve, (done & 1) ^ 1)
         mbarrier.expect(kvf, 2 * BN * D * 2)
-        tma.async_copy_global_to_shared(k, [b, n0, hk, 0], kvf, ks.reshape([1, BN, 1, D]))
+        tma.async_copy_global_to_shared(k, [b, n0, hk, 0], kvf, ks.index(0).reshape([1, BN, 1, D]))
         for c in gl.static_range(2):
             tma.async_copy_global_to_shared(v, [b, n0 + c * KEYS, hk, 0], kvf, vs.index(c).reshape([1, KEYS, 1, D]))
         for x in range(n * GROUP):
             h = hk * GROUP + x // n
-            i = x % n
-            m0 = gl.where(i < masked, boundary(i, lo, full_lo, full_hi), full_lo + i - masked) * BM
-            s = it % STAGES
-            mbarrier.wait(qe.index(s), ((it // STAGES) & 1) ^ 1)
+            m0 = nth_query(x % n, lo, full_lo, full_hi, masked, BM)
+            s = it & 1
+            mbarrier.wait(qe.index(s), ((it >> 1) & 1) ^ 1)
             mbarrier.expect(qf.index(s), BM * D * 2 + BM * 4)
             tma.async_copy_global_to_shared(q, [b, m0, h, 0], qf.index(s), qs.index(s).reshape([1, BM, 1, D]))
             tma.async_copy_global_to_shared(lse2, [b * Hq + h, m0], qf.index(s), lses.index(s))
@@ -92,71 +108,83 @@ def producer(
 
 
 @gluon.jit
+def product_dq(ds, k, BM: gl.constexpr, C: gl.constexpr):
+    """A consumer's part of a tile's dq, (64, 64), in flight: its columns of 64 queries, or all columns of its 64 of 128 queries."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    zeros = gl.zeros([64, 64], gl.float32, layout=layout)
+    if BM == 64:
+        dq = warpgroup_mma(ds.permute((1, 0)), k.slice(C * 64, 64, dim=1), zeros, use_acc=False, is_async=True)
+    else:
+        dq = warpgroup_mma(ds.slice(C * 64, 64, dim=1).permute((1, 0)), k, zeros, use_acc=False, is_async=True)
+    return dq
+
+
+@gluon.jit
+def add_dq(dq, part, b, m0, h, BM: gl.constexpr, C: gl.constexpr):
+    if BM == 64:
+        tma_reduce_add(dq, [b, m0, h, C * 64], part.reshape([1, 64, 1, 64]))
+    else:
+        tma_reduce_add(dq, [b, m0 + C * 64, h, 0], part.reshape([1, 64, 1, 64]))
+
+
+@gluon.jit
 def step(
-    s, dk, dv, k_mine, k_half, v_mine, qs, dos, lses, deltas, dss, stage, dq, b, m0, h, qf, qe, dof, it, more, qfirst_j, qlast_j, scale_log2,
-    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, C: gl.constexpr, MASKED: gl.constexpr,
+    s, dk, dv, ks, vs, qs, dos, lses, deltas, dss, part, dq, b, m0, h, qf, qe, dof, it, zero, more, masked,
+    qfirst_j, qlast_j, scale_log2, D: gl.constexpr, BM: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """One tile of queries, whose scores `s` are there: adds to dk, dv and to dq in memory, and returns the next tile's scores."""
+    """One tile of queries, whose scores `s` are there: adds to dk, dv and to dq in memory, and returns the next tile's scores.
+
+    `it & zero` is 0, which the compiler does not know: else it would keep the descriptors of k and v in registers, and spill others.
+    """
     dtype: gl.constexpr = qs.dtype
-    HALF: gl.constexpr = D // 2
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     a_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    q_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=a_layout, k_width=2)
     zeros = gl.zeros([KEYS, BM], gl.float32, layout=s_layout)
-    st = it % STAGES
-    q_i = qs.index(st)
-    do_i = dos.index(st)
-    mbarrier.wait(dof.index(st), (it // STAGES) & 1)
-    dpa = warpgroup_mma(v_mine, do_i.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    lse_i = lses.index(st).load(s_layout)
-    p = gl.exp2(s * scale_log2 - lse_i)
-    if MASKED:
+    now, after = it & 1, (it + 1) & 1
+    if masked:
         i = m0 + gl.arange(0, BM, layout=gl.SliceLayout(0, s_layout))
-        p = gl.where((i[None, :] >= qfirst_j[:, None]) & (i[None, :] <= qlast_j[:, None]), p, 0.0)
-    p16 = p.to(dtype)
-    dva = warpgroup_mma(gl.convert_layout(p16, p_layout), do_i, dv, is_async=True)
+        s = gl.where((i[None, :] >= qfirst_j[:, None]) & (i[None, :] <= qlast_j[:, None]), s, float("-inf"))
+    mbarrier.wait(dof.index(now), (it >> 1) & 1)
+    dpa = warpgroup_mma(vs.index(C + (it & zero)), dos.index(now).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    p = gl.exp2(s * scale_log2 - lses.index(now).load(s_layout))
+    dva = warpgroup_mma(gl.convert_layout(p.to(dtype), p_layout), dos.index(now), dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dpa,))
-    delta_i = deltas.index(st).load(s_layout)
-    d = (p16.to(gl.float32) * (dp - delta_i)).to(dtype)
-    dka = warpgroup_mma(gl.convert_layout(d, p_layout), q_i, dk, is_async=True)
-    dss_i = dss.index(it % 2)
-    dss_i.slice(C * KEYS, KEYS, dim=0).store(d)
+    d = (p * (dp - deltas.index(now).load(s_layout))).to(dtype)
+    dka = warpgroup_mma(gl.convert_layout(d, p_layout), qs.index(now), dk, is_async=True)
+    ds = dss.index(now)
+    ds.slice(C * KEYS, KEYS, dim=0).store(d)
     fence_async_shared()
-    bar_sync(9, 256)
-    zero_q = gl.zeros([BM, HALF], gl.float32, layout=q_layout)
-    dqa = warpgroup_mma(dss_i.permute((1, 0)), k_half, zero_q, use_acc=False, is_async=True)
+    bar_sync(FIRST_BARRIER, 256)
+    dqa = product_dq(ds, ks.index(it & zero), BM, C)
     dk, dv = warpgroup_mma_wait(1, deps=(dka, dva))
-    mbarrier.arrive(qe.index(st), count=1)
-    after = (it + 1) % STAGES
-    mbarrier.wait(qf.index(after), ((it + 1) // STAGES) & 1, pred=more)
-    sa = warpgroup_mma(k_mine, qs.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.arrive(qe.index(now), count=1)
+    mbarrier.wait(qf.index(after), ((it + 1) >> 1) & 1, pred=more)
+    k = ks.index(it & zero).slice(C * KEYS, KEYS, dim=0)
+    sa = warpgroup_mma(k, qs.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True)
     dq_i = warpgroup_mma_wait(1, deps=(dqa,))
     tma.store_wait(0)
-    stage.store(dq_i)
+    part.store(dq_i)
     fence_async_shared()
-    tma_reduce_add(dq, [b, m0, h, C * HALF], stage.reshape([1, BM, 1, HALF]))
+    add_dq(dq, part, b, m0, h, BM, C)
     s = warpgroup_mma_wait(0, deps=(sa,))
     return s, dk, dv
 
 
 @gluon.jit
 def consumer(
-    dq, dk_out, dv_out, qs, ks, vs, dos, lses, deltas, dss, stages, qf, qe, dof, kvf, kve, mail, mf, me, qfirst, qlast, stride_ib,
-    scale, scale_log2, Tk, Hq, heads, together,
-    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, C: gl.constexpr,
+    dq, dk_out, dv_out, qs, ks, vs, dos, lses, deltas, dss, parts, qf, qe, dof, kvf, kve, mail, mf, me, qfirst, qlast, stride_ib, scale,
+    scale_log2, Tk, Hq, heads, together, zero,
+    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = qs.dtype
-    HALF: gl.constexpr = D // 2
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     a_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     zeros = gl.zeros([KEYS, BM], gl.float32, layout=s_layout)
     tiles = gl.cdiv(Tk, BN)
     Hkv = Hq // GROUP
-    k_mine = ks.slice(C * KEYS, KEYS, dim=0)
     v_mine = vs.index(C)
-    k_half = ks.slice(C * HALF, HALF, dim=1)
-    stage = stages.index(C)
+    part = parts.index(C)
     it = 0
     done = 0
     t = receive(mail, mf, me, done)
@@ -171,24 +199,18 @@ def consumer(
         dk = gl.zeros([KEYS, D], gl.float32, layout=a_layout)
         dv = gl.zeros([KEYS, D], gl.float32, layout=a_layout)
         mbarrier.wait(kvf, done & 1)
-        end = it + n * GROUP
         if n > 0:
-            mbarrier.wait(qf.index(it % STAGES), (it // STAGES) & 1)
-            sa = warpgroup_mma(k_mine, qs.index(it % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            mbarrier.wait(qf.index(it & 1), (it >> 1) & 1)
+            k_mine = ks.index(0).slice(C * KEYS, KEYS, dim=0)
+            sa = warpgroup_mma(k_mine, qs.index(it & 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=(sa,))
             for g in range(GROUP):
                 h = hk * GROUP + g
-                for x in range(masked):
-                    m0 = boundary(x, lo, full_lo, full_hi) * BM
+                for x in range(n):
+                    m0 = nth_query(x, lo, full_lo, full_hi, masked, BM)
                     s, dk, dv = step(
-                        s, dk, dv, k_mine, k_half, v_mine, qs, dos, lses, deltas, dss, stage, dq, b, m0, h, qf, qe, dof, it, it + 1 < end,
-                        qfirst_j, qlast_j, scale_log2, D, BM, BN, STAGES, C, True,
-                    )  # fmt: skip
-                    it += 1
-                for x in range(full_lo, full_hi):
-                    s, dk, dv = step(
-                        s, dk, dv, k_mine, k_half, v_mine, qs, dos, lses, deltas, dss, stage, dq, b, x * BM, h, qf, qe, dof, it, it + 1 < end,
-                        qfirst_j, qlast_j, scale_log2, D, BM, BN, STAGES, C, False,
+                        s, dk, dv, ks, vs, qs, dos, lses, deltas, dss, part, dq, b, m0, h, qf, qe, dof, it, zero,
+                        (x + 1 < n) | (g + 1 < GROUP), x < masked, qfirst_j, qlast_j, scale_log2, D, BM, C,
                     )  # fmt: skip
                     it += 1
         v_mine.store(dv.to(dtype))
@@ -204,25 +226,25 @@ def consumer(
         t = receive(mail, mf, me, done)
 
 
-@gluon.jit(do_not_specialize=["Tk", "Hq", "heads", "together"])
+@gluon.jit(do_not_specialize=["Tk", "Hq", "heads", "together", "zero"])
 def backward_kernel(
-    q, k, v, do, lse2, delta, dq, dk, dv, counter, qfirst, qlast, stride_ib, scale, scale_log2, Tk, Hq, heads, together,
+    q, k, v, do, lse2, delta, dq, dk, dv, counter, qfirst, qlast, stride_ib, scale, scale_log2, Tk, Hq, heads, together, zero,
     q_shared: gl.constexpr, k_shared: gl.constexpr, v_shared: gl.constexpr, ds_shared: gl.constexpr, dq_shared: gl.constexpr, row_shared: gl.constexpr,
-    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dk, dv (B, Tk, Hkv, D) and, added to what is there, dq (B, Tq, Hq, D) fp32 without the scale; all are descriptors."""
     dtype: gl.constexpr = q.dtype
-    qs = gl.allocate_shared_memory(dtype, [STAGES, BM, D], q_shared)
-    dos = gl.allocate_shared_memory(dtype, [STAGES, BM, D], q_shared)
-    ks = gl.allocate_shared_memory(dtype, [BN, D], k_shared)
+    qs = gl.allocate_shared_memory(dtype, [2, BM, D], q_shared)
+    dos = gl.allocate_shared_memory(dtype, [2, BM, D], q_shared)
+    ks = gl.allocate_shared_memory(dtype, [1, BN, D], k_shared)
     vs = gl.allocate_shared_memory(dtype, [2, KEYS, D], v_shared)
-    lses = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], row_shared)
-    deltas = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], row_shared)
+    lses = gl.allocate_shared_memory(gl.float32, [2, 1, BM], row_shared)
+    deltas = gl.allocate_shared_memory(gl.float32, [2, 1, BM], row_shared)
     dss = gl.allocate_shared_memory(dtype, [2, BN, BM], ds_shared)
-    stages = gl.allocate_shared_memory(gl.float32, [2, BM, D // 2], dq_shared)
-    qf = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    qe = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    dof = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    parts = gl.allocate_shared_memory(gl.float32, [2, 64, 64], dq_shared)
+    qf = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    qe = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    dof = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     kvf = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     kve = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mail = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
@@ -233,18 +255,17 @@ def backward_kernel(
     for i in gl.static_range(2):
         mbarrier.init(mf.index(i), count=1)
         mbarrier.init(me.index(i), count=2)
-    for i in gl.static_range(STAGES):
         mbarrier.init(qf.index(i), count=1)
         mbarrier.init(qe.index(i), count=2)
         mbarrier.init(dof.index(i), count=1)
     # fmt: off
     gl.warp_specialize([
         (producer, (q, k, v, do, lse2, delta, qs, ks, vs, dos, lses, deltas, qf, qe, dof, kvf, kve, mail, mf, me, counter,
-                    qfirst, qlast, stride_ib, Tk, Hq, heads, together, GROUP, D, BM, BN, STAGES)),
-        (consumer, (dq, dk, dv, qs, ks, vs, dos, lses, deltas, dss, stages, qf, qe, dof, kvf, kve, mail, mf, me,
-                    qfirst, qlast, stride_ib, scale, scale_log2, Tk, Hq, heads, together, GROUP, D, BM, BN, STAGES, 0)),
-        (consumer, (dq, dk, dv, qs, ks, vs, dos, lses, deltas, dss, stages, qf, qe, dof, kvf, kve, mail, mf, me,
-                    qfirst, qlast, stride_ib, scale, scale_log2, Tk, Hq, heads, together, GROUP, D, BM, BN, STAGES, 1)),
+                    qfirst, qlast, stride_ib, Tk, Hq, heads, together, GROUP, D, BM, BN)),
+        (consumer, (dq, dk, dv, qs, ks, vs, dos, lses, deltas, dss, parts, qf, qe, dof, kvf, kve, mail, mf, me,
+                    qfirst, qlast, stride_ib, scale, scale_log2, Tk, Hq, heads, together, zero, GROUP, D, BM, BN, 0)),
+        (consumer, (dq, dk, dv, qs, ks, vs, dos, lses, deltas, dss, parts, qf, qe, dof, kvf, kve, mail, mf, me,
+                    qfirst, qlast, stride_ib, scale, scale_log2, Tk, Hq, heads, together, zero, GROUP, D, BM, BN, 1)),
     ], [4, 4], [REGISTERS, REGISTERS])
     # fmt: on
 
@@ -272,6 +293,7 @@ def backward(
     B, _, Hq, D = q.shape
     Tk, Hkv = k.shape[1:3]
     PAD = max(64, triton.next_power_of_2(D))
+    c = CONFIGS[PAD]
     q, k, v, do = (addressable(x) for x in (q, k, v, do))
     lse2, delta = (x.view(B * Hq, -1) for x in rows_of_backward(do, dlse, out, lse))
     dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(v.shape, dtype=v.dtype, device=v.device)
@@ -280,22 +302,18 @@ def backward(
     dtype = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
     layout = gl.NVMMASharedLayout.get_default_for
     row = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    rows = (TensorDescriptor(x, list(x.shape), list(x.stride()), [1, BM], row) for x in (lse2, delta))
-    tiles = triton.cdiv(Tk, BN) * B * Hkv
+    rows = (TensorDescriptor(x, list(x.shape), list(x.stride()), [1, c.BM], row) for x in (lse2, delta))
+    tiles = triton.cdiv(Tk, c.BN) * B * Hkv
     with torch.cuda.device(q.device):
         backward_kernel[(min(tiles, processors(q)),)](
-            *(descriptor(x, n, PAD, dtype) for x, n in ((q, BM), (k, BN), (v, 64), (do, BM))),
+            *(descriptor(x, n, PAD, dtype) for x, n in ((q, c.BM), (k, c.BN), (v, 64), (do, c.BM))),
             *rows,
-            *(
-                descriptor(sums, BM, PAD // 2, gl.float32),
-                descriptor(dk, 64, PAD, dtype),
-                descriptor(dv, 64, PAD, dtype),
-            ),
+            *(descriptor(sums, 64, 64, gl.float32), descriptor(dk, 64, PAD, dtype), descriptor(dv, 64, PAD, dtype)),
             *(counter, qfirst, qlast, batch_stride(qfirst), scale, scale * LOG2E.value, Tk, Hq, B * Hkv),
-            heads_together(q, B * Hkv, 1),
-            *(layout([BM, PAD], dtype), layout([BN, PAD], dtype), layout([64, PAD], dtype), layout([BN, BM], dtype)),
-            *(layout([BM, PAD // 2], gl.float32), row),
-            **dict(GROUP=Hq // Hkv, D=PAD, BM=BM, BN=BN, STAGES=STAGES, REGISTERS=CONSUMER_REGISTERS),
+            *(heads_together(q, B * Hkv, 1), 0),
+            *(layout([n, PAD], dtype) for n in (c.BM, c.BN, 64)),
+            *(layout([c.BN, c.BM], dtype), layout([64, 64], gl.float32), row),
+            **dict(GROUP=Hq // Hkv, D=PAD, BM=c.BM, BN=c.BN, REGISTERS=c.registers),
             num_warps=4,
         )
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -169,8 +169,8 @@ def best_hopper(kernel: str, x: dict[str, Any]) -> Any:
     size = max(64, int(_padded(x["q"].shape[3])))
     configs: dict[int, Any] = getattr(module, "CONFIGS", {})
     part = HOPPER[kernel]
-    implementation = "triton-hopper" if part == "forward" else flash.of_backward("triton-hopper", x["q"].shape[3])
-    if size not in configs or implementation != "triton-hopper":
+    implementation = "triton-hopper"
+    if size not in configs:
         print(f"{kernel}, head size {x['q'].shape[3]}: nothing to choose")
         return None
     launch.configure(module, kernel, x["q"].device)

@@ -61,29 +61,18 @@ def forward(head_dim):
 
 
 def backward(head_dim):
-    BM, BN = hopper_backward.BM, hopper_backward.BN
+    c = hopper_backward.CONFIGS[head_dim]
     row = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     bf16 = gl.bfloat16
     constants = dict(
-        **dict(
-            q_shared=layout([BM, head_dim], bf16),
-            k_shared=layout([BN, head_dim], bf16),
-            v_shared=layout([64, head_dim], bf16),
-        ),
-        **dict(ds_shared=layout([BN, BM], bf16), dq_shared=layout([BM, head_dim // 2], gl.float32), row_shared=row),
-        **dict(
-            GROUP=1,
-            D=head_dim,
-            BM=BM,
-            BN=BN,
-            STAGES=hopper_backward.STAGES,
-            REGISTERS=hopper_backward.CONSUMER_REGISTERS,
-        ),
+        **{f"{x}_shared": layout([n, head_dim], bf16) for x, n in (("q", c.BM), ("k", c.BN), ("v", 64))},
+        **dict(ds_shared=layout([c.BN, c.BM], bf16), dq_shared=layout([64, 64], gl.float32), row_shared=row),
+        **dict(GROUP=1, D=head_dim, BM=c.BM, BN=c.BN, REGISTERS=c.registers),
     )
-    rows = {"q": BM, "do": BM, "k": BN, "v": 64, "dk": 64, "dv": 64}
+    rows = {"q": c.BM, "do": c.BM, "k": c.BN, "v": 64, "dk": 64, "dv": 64}
     descriptors = {name: box(n, head_dim) for name, n in rows.items()}
-    descriptors["dq"] = box(BM, head_dim // 2, gl.float32, "fp32")
-    descriptors |= dict.fromkeys(("lse2", "delta"), f"tensordesc<fp32{[1, BM]},{row!r}>")
+    descriptors["dq"] = box(64, 64, gl.float32, "fp32")
+    descriptors |= dict.fromkeys(("lse2", "delta"), f"tensordesc<fp32{[1, c.BM]},{row!r}>")
     return ptxas(hopper_backward.backward_kernel, constants, descriptors)
 
 
@@ -118,5 +107,6 @@ def shipped(arch, capability, tma):
 
 
 if __name__ == "__main__":
-    hopper = {f"forward {d}": forward(d) for d in hopper_forward.CONFIGS} | {"backward 128": backward(128)}
+    hopper = {f"forward {d}": forward(d) for d in hopper_forward.CONFIGS}
+    hopper |= {f"backward {d}": backward(d) for d in hopper_backward.CONFIGS}
     json.dump({"hopper": hopper, "any": shipped("any", 86, False), "sm90": shipped("sm90", 90, True)}, sys.stdout)

@@ -16,23 +16,25 @@ SHARED_MEMORY = {"sm90": 227 * 1024, "any": 99 * 1024}  # bytes that a program m
 def report():
     script = Path(__file__).with_name("compile_report.py")
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(script.parents[2]), env.get("PYTHONPATH")]))
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("kernel", ["forward 64", "forward 128", "backward 128"])
+@pytest.mark.parametrize("kernel", ["forward 64", "forward 128", "backward 64", "backward 128"])
 def test_products_stay_asynchronous_and_fit(report, kernel):
     assert report["hopper"][kernel]["warnings"] == [], "C7512: ptxas serializes the products"
     assert report["hopper"][kernel]["shared"] <= SHARED_MEMORY["sm90"]
 
 
-@pytest.mark.parametrize("kernel", ["forward 64", "forward 128"])
+@pytest.mark.parametrize("kernel", ["forward 64", "forward 128", "backward 64", "backward 128"])
 def test_nothing_spills(report, kernel):
     few_addresses = (
         0 if not triton.__version__.startswith("3.6") else 200
     )  # of the producer, by the ptxas of Triton 3.6
-    assert report["hopper"][kernel]["spilled"] <= few_addresses
+    tile_numbers = 96 if kernel == "backward 64" else 0  # written once per tile of keys, outside of the loop
+    assert report["hopper"][kernel]["spilled"] <= few_addresses + tile_numbers
 
 
 @pytest.mark.parametrize("arch", ["any", "sm90"])

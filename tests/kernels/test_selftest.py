@@ -179,8 +179,6 @@ def test_the_gpus_kernels_pass(kernel, dtype, head_dim, group):
         pytest.skip("needs a Hopper GPU")
     for part in PARTS:
         implementation = f"triton-{kernel}"
-        if part == "backward":
-            implementation = flash.of_backward(implementation, head_dim)
         for bucket, copies in ((0, 48), (8192, 4)):
             said = check(part, run(part, implementation), device, dtype, head_dim, group, bucket, copies)
             assert said is None, (implementation, part, bucket)
