@@ -109,7 +109,7 @@ def commands(options: Options, out: Path) -> Iterator[tuple[str, list[str]]]:
 
 def _rows(options: Options, length: int, documents: int) -> list[str]:
     rows = max(1, options.tokens // length)  # in a micro-batch, of which a step has one
-    per_token = 0.4 * math.log2(options.vocab) - 2  # bytes, a little less than there are, so that documents fit a row
+    per_token = 0.4 * math.log2(options.vocab) - 1.25  # bytes: the longest documents just fill a row
     return [
         *(f"seq_len={length}", f"batch_size={rows}", "accumulate=1"),
         *(f"data.mix.recall.length={int(per_token * length)}", f"data.mix.recall.documents={documents}"),

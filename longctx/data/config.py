@@ -22,6 +22,7 @@ class DataConfig:
     source: str = "embedded"  # embedded | text | hub | needles | mix
     path: Any = None  # text, and what needles lie in: file, folder, glob, list [a,b]; hub: OWNER/NAME, or a builder
     text_column: str = "text"  # field of .jsonl and .parquet files and of hub data sets
+    chat: bool = False  # rows are `messages`, written by the tokenizer's chat template; the assistant's are scored
     errors: str = "strict"  # text: bytes that are not UTF-8 stop it (strict) or are replaced (replace)
     name: str | None = None  # hub: configuration of a data set that has several
     split: str = "train"  # hub: split of the data set to read; validation documents are taken out of it
@@ -48,6 +49,8 @@ class DataConfig:
             )
         if self.mix or self.source == "mix":
             self.sources()
+        if self.chat and self.source not in ("text", "hub", "mix"):
+            raise ValueError(f"data.chat=true: data={self.source} has no conversations; use data=text or data=hub")
         if self.source != "hub" and self.data_files():
             raise ValueError(f"data.files={self.files}: only data=hub has files; data={self.source} reads data.path")
         if self.source == "hub" and len(self.paths()) != 1:

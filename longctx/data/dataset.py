@@ -126,7 +126,7 @@ def load(config: DataConfig, seq_len: int) -> Data | Mixture:
 
 def _tokenize(config: DataConfig) -> tuple[Tokenizer, Store]:
     corpus = open_corpus(config)
-    identity = [_VERSION, config.source, corpus.identity]
+    identity = [_VERSION, config.source, corpus.identity, *(["chat"] if config.chat else [])]
     cache = config.cache_folder()
     if config.tokenizer is None:
 
@@ -139,7 +139,9 @@ def _tokenize(config: DataConfig) -> tuple[Tokenizer, Store]:
     else:
         tokenizer = Tokenizer.load(config.tokenizer)
     key = fingerprint([identity, tokenizer.fingerprint])
-    return tokenizer, Store(cached(cache / "documents" / key, lambda folder: build(folder, corpus, tokenizer)))
+    return tokenizer, Store(
+        cached(cache / "documents" / key, lambda folder: build(folder, corpus, tokenizer, config.chat))
+    )
 
 
 def _split(config: DataConfig, store: Store) -> np.ndarray:

@@ -66,7 +66,8 @@ def help_text() -> str:
     ]
     meanings = re.findall(r"^    (\w+): [^#\n]*  # (.*)$", inspect.getsource(DataConfig), re.MULTILINE)
     defaults = {
-        field.name: "null" if field.default is None else field.default for field in dataclasses.fields(DataConfig)
+        field.name: {None: "null", dataclasses.MISSING: "{}"}.get(field.default, field.default)
+        for field in dataclasses.fields(DataConfig)
     }
     lines += [f"  {f'data.{name}={defaults[name]}':<34}{meaning}" for name, meaning in meanings]
     return "\n".join(lines)

@@ -16,7 +16,8 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
     """Row i -> tokens, targets, doc_ids, each (seq_len,) int64.
 
     `targets[t]` is the document's token after `tokens[t]`, also where a row ends before the document does; IGNORED at
-    a document's last token and in the padding. `doc_ids` counts the row's pieces from 0; padding is the last of them.
+    a document's last token, in the padding, and where a conversation is not the assistant's. `doc_ids` counts the row's
+    pieces from 0; padding is the last of them.
     """
 
     def __init__(self, store: Store, packing: Packing, seq_len: int, padding: int):
@@ -39,6 +40,9 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
             ids = torch.from_numpy(self.store.tokens(document, start, start + length + 1).astype(np.int64))
             tokens[at : at + length] = ids[:length]
             targets[at : at + len(ids) - 1] = ids[1:]
+            scored = self.store.scored(document, start + 1, start + length + 1)
+            if scored is not None:
+                targets[at : at + len(ids) - 1][~torch.from_numpy(scored.copy())] = IGNORED
             doc_ids[at : at + length] = number
             at += length
         doc_ids[at:] = last - first

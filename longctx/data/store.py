@@ -7,13 +7,15 @@ because that starts in a tenth of the time. Beside it lie the near-duplicate gro
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from longctx.data import duplicates
+from longctx.data.chat import Conversation
 from longctx.data.corpora import Corpus, Document
 from longctx.data.progress import Progress
 from longctx.data.tokenizer import Tokenizer
@@ -34,6 +36,10 @@ class Store:
             self.dropped = int(extra["dropped"])
         chunks = self.table.column("input_ids").chunks
         self._ids = [chunk.values.to_numpy(zero_copy_only=True) for chunk in chunks]
+        self._scored: list[np.ndarray] | None = None
+        if "scored" in self.table.column_names:
+            marks = self.table.column("scored").chunks
+            self._scored = [chunk.values.to_numpy(zero_copy_only=True).view(bool) for chunk in marks]
         offsets = [chunk.offsets.to_numpy(zero_copy_only=True) for chunk in chunks]
         self._first = (
             np.concatenate([np.asarray(o[:-1], np.int64) for o in offsets]) if chunks else np.zeros(0, np.int64)
@@ -56,6 +62,13 @@ class Store:
         first = int(self._first[document])
         return self._ids[self._chunk[document]][first + start : first + stop]
 
+    def scored(self, document: int, start: int, stop: int) -> np.ndarray | None:
+        """Which of the tokens `start:stop` of a document are to be learned, bool; None: all."""
+        if self._scored is None:
+            return None
+        first = int(self._first[document])
+        return self._scored[self._chunk[document]][first + start : first + min(stop, int(self.lengths[document]))]
+
     def name(self, document: int) -> str:
         return str(self.table.column("name")[document])
 
@@ -64,35 +77,42 @@ class Store:
         return hashlib.sha256(self.keys.tobytes()).hexdigest()[:32]
 
 
-def build(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> None:
+def build(folder: Path, corpus: Corpus, tokenizer: Tokenizer, chat: bool = False) -> None:
     """Tokenize every document into `folder`, with its near-duplicate group and a hash of its content.
 
-    Documents without a token to predict (empty ones) are left out and counted. Raises ValueError if none is left.
+    Documents without a token to predict (empty ones) are left out and counted. With `chat` every document says which part
+    of it is to be learned, and a column `scored` says so of its tokens. Raises ValueError if no document is left.
     """
     kind = pa.uint16() if tokenizer.vocab_size <= 1 << 16 else pa.int32()
-    schema = pa.schema({"name": pa.string(), "input_ids": pa.list_(kind), "n_bytes": pa.int64()})
+    fields = {"name": pa.string(), "input_ids": pa.list_(kind), "n_bytes": pa.int64()}
+    schema = pa.schema(fields | ({"scored": pa.list_(pa.uint8())} if chat else {}))
     keys: list[bytes] = []
     signatures: list[np.ndarray] = []
     dropped = 0
-    least = 2 if tokenizer.bos_id is None else 3  # tokens of a document that has text
+    least = 2 if tokenizer.bos_id is None or chat else 3  # tokens of a document that has text
     with (
         Progress("tokenizing", corpus.total) as progress,
         pa.OSFile(str(folder / "documents.arrow"), "wb") as sink,
         pa.ipc.new_stream(sink, schema) as writer,
     ):
         for batch in _batches(corpus.documents()):
-            encoded = tokenizer.encode_documents([document.text for document in batch])
-            kept = [(document, ids) for document, ids in zip(batch, encoded, strict=True) if len(ids) >= least]
+            encoded, marks = _encoded(batch, tokenizer, chat)
+            kept = [n for n, ids in enumerate(encoded) if len(ids) >= least]
             dropped += len(batch) - len(kept)
             sizes = []
-            for document, _ in kept:
-                data = document.text.encode()
+            for n in kept:
+                data = batch[n].text.encode()
                 sizes.append(len(data))
                 keys.append(hashlib.sha256(data).digest()[:16])
-                signatures.append(duplicates.signature(document.text))
-            offsets = np.cumsum([0, *(len(ids) for _, ids in kept)]).astype(np.int32)
-            values = pa.array(np.concatenate([np.zeros(0, np.int32), *(ids for _, ids in kept)]), kind)
-            columns = [[document.name for document, _ in kept], pa.ListArray.from_arrays(offsets, values), sizes]
+                signatures.append(duplicates.signature(batch[n].text))
+            offsets = np.cumsum([0, *(len(encoded[n]) for n in kept)]).astype(np.int32)
+            columns: list[Any] = [
+                [batch[n].name for n in kept],
+                _lists(offsets, [encoded[n] for n in kept], kind),
+                sizes,
+            ]
+            if chat:
+                columns.append(_lists(offsets, [marks[n] for n in kept], pa.uint8()))
             writer.write_batch(pa.record_batch(columns, schema=schema))
             progress.advance(len(batch), int(offsets[-1]))
     if not keys:
@@ -103,6 +123,25 @@ def build(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> None:
         keys=np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16),
         dropped=dropped,
     )
+
+
+def _encoded(
+    batch: Sequence[Document], tokenizer: Tokenizer, chat: bool
+) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
+    """The tokens of each document, and with `chat` which of them are to be learned."""
+    if not chat:
+        return tokenizer.encode_documents([document.text for document in batch]), []
+    pairs = [
+        tokenizer.encode_parts_of(document.text, document.spans)
+        for document in batch
+        if isinstance(document, Conversation)
+    ]
+    return [ids for ids, _ in pairs], [marks for _, marks in pairs]
+
+
+def _lists(offsets: np.ndarray, parts: Sequence[np.ndarray], kind: Any) -> Any:
+    values = np.concatenate([np.zeros(0, np.int32), *(part.astype(np.int32) for part in parts)])
+    return pa.ListArray.from_arrays(offsets, pa.array(values, kind))
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:

@@ -74,6 +74,22 @@ class Tokenizer:
             first = end
         return documents
 
+    def encode_parts_of(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids (tokens,) int32 of `text`, in which special tokens are meant, and (tokens,) bool: begins in one of `spans`.
+
+        For a rendered conversation: nothing is put before or after it.
+        """
+        self._tokenizer.encode_special_tokens = False
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        begins = np.asarray([first for first, _ in encoding.offsets], np.int64).reshape(-1)
+        inside = np.zeros(len(begins), bool)
+        for first, end in spans:
+            inside |= (begins >= first) & (begins < end)
+        return np.asarray(encoding.ids, np.int32), inside
+
     def save(self, path: str | Path) -> None:
         """Write `path` (tokenizer.json) and, beside it, tokenizer_config.json that names the end-of-text token."""
         path = Path(path)

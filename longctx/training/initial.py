@@ -52,6 +52,10 @@ def keep_for_export(config: TrainConfig, folder: Path) -> None:
         return
     settings = source / "tokenizer_config.json"
     template = huggingface.read_json(settings).get("chat_template") if settings.is_file() else None
+    if isinstance(template, list):  # several, by name
+        template = next(
+            (x.get("template") for x in template if isinstance(x, dict) and x.get("name") == "default"), None
+        )
     if isinstance(template, str):
         runs.replace_text(folder / "chat_template.jinja", template)
     for name in ("chat_template.jinja", "generation_config.json"):

@@ -96,7 +96,7 @@ def test_no_rows_join_to_no_rows() -> None:
     [
         ({"mix": {}}, "data.mix is not set: give sources"),
         ({"mix": {"a": 3}}, r"data.mix.a=3: give its keys, such as data.mix.a.path=docs/"),
-        ({"mix": {"a": {"pth": "x"}}}, "data.mix.a.pth: not a key of a source; there are weight, documents"),
+        ({"mix": {"a": {"pth": "x"}}}, "data.mix.a.pth: not a key of a source; there are weight, chat, documents"),
         ({"mix": {"a": {"tokenizer": "x"}}}, "data.mix.a.tokenizer: not a key of a source"),
         ({"mix": {"a": {"weight": 0}}}, "data.mix.a.weight=0: a number above 0"),
         ({"mix": {"a": {"weight": True}}}, "data.mix.a.weight=True: a number above 0"),

@@ -7,9 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import islice
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from longctx.data.config import DataConfig
+
+if TYPE_CHECKING:
+    from longctx.data.chat import Template
 
 
 class Document(NamedTuple):
@@ -71,3 +75,15 @@ def open_corpus(config: DataConfig) -> Corpus:
 def read_documents(config: DataConfig) -> Iterator[Document]:
     """The documents of `config` as plain text, in their fixed order, read as they are asked for."""
     return open_corpus(config).documents()
+
+
+def template_of(config: DataConfig) -> Template:
+    """The chat template in the folder of `config.tokenizer`."""
+    from longctx.data.chat import Template
+
+    if config.tokenizer is None:
+        raise ValueError(
+            "data.chat=true: needs a tokenizer with a chat template; give its folder with data.tokenizer=, or init="
+        )
+    place = Path(config.tokenizer).expanduser()
+    return Template(place if place.is_dir() else place.parent)

@@ -17,7 +17,7 @@ from typing import Any
 
 from longctx.data.cache import fingerprint
 from longctx.data.config import DataConfig
-from longctx.data.corpora import Corpus, Document, Part
+from longctx.data.corpora import Corpus, Document, Part, template_of
 
 _BUILDERS = ("json", "csv", "parquet", "arrow", "text", "webdataset")
 
@@ -29,7 +29,8 @@ def open_corpus(config: DataConfig) -> Corpus:
         raise ValueError(f"data.path={path}: a builder of local files; name them with data.files=")
     local = _local_files(path, files)
     revision = config.revision if files or local else _revision(path, config)
-    identity = [path, config.name, config.split, config.text_column, revision, files, local]
+    template = [template_of(config).fingerprint] if config.chat else []
+    identity = [path, config.name, config.split, config.text_column, revision, files, local, *template]
     return Corpus(identity, [Part(path, partial(_read, path, files, revision, config))], None)
 
 
@@ -43,7 +44,7 @@ def _read(path: str, files: list[str], revision: str | None, config: DataConfig)
         )
     except Exception as error:  # each builder and transport raises its own
         raise _failure(path, error) from error
-    number = 0
+    number, template = 0, template_of(config) if config.chat else None
     iterator = iter(rows)
     while True:
         try:
@@ -53,6 +54,9 @@ def _read(path: str, files: list[str], revision: str | None, config: DataConfig)
         except Exception as error:
             raise _failure(path, error) from error
         number += 1
+        if template is not None:
+            yield template.render(f"{path}:{number}", f"data.path={path}: row {number}", row)
+            continue
         if config.text_column not in row:
             fields = ", ".join(list(row)[:8])
             raise ValueError(

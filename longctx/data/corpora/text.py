@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from longctx.data.config import DataConfig
-from longctx.data.corpora import Corpus, Document, Part
+from longctx.data.corpora import Corpus, Document, Part, template_of
 
 FORMATS = (".txt", ".md", ".jsonl", ".parquet")
 
@@ -51,7 +51,13 @@ def open_corpus(config: DataConfig) -> Corpus:
         identity.append((name, status.st_size, status.st_mtime_ns))
         parts.append(Part(name, partial(_read, name, file, config)))
     one_each = all(_format(file)[0] not in (".jsonl", ".parquet") for _, file in files.values())
-    return Corpus([identity, config.text_column, config.errors], parts, len(parts) if one_each else None)
+    settings: list[Any] = [identity, config.text_column, config.errors]
+    if config.chat:
+        others = [str(file) for _, file in files.values() if _format(file)[0] != ".jsonl"]
+        if others:
+            raise ValueError(f"data.chat=true: {others[0]} is no .jsonl file, in which every line is a conversation")
+        settings.append(template_of(config).fingerprint)
+    return Corpus(settings, parts, len(parts) if one_each else None)
 
 
 def _find(path: str) -> list[tuple[str, Path]]:
@@ -135,6 +141,7 @@ def _read_text(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> 
 
 
 def _read_jsonl(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> Iterator[Document]:
+    template = template_of(config) if config.chat else None
     for number, line in enumerate(stream, start=1):
         if not line.strip():
             continue
@@ -151,6 +158,9 @@ def _read_jsonl(name: str, file: Path, stream: IO[bytes], config: DataConfig) ->
             raise ValueError(
                 f"{place}: expected an object with a field '{config.text_column}', found a {type(row).__name__}"
             )
+        if template is not None:
+            yield template.render(f"{name}:{number}", place, row)
+            continue
         if config.text_column not in row:
             raise _no_column(place, config, list(row))
         text = row[config.text_column]

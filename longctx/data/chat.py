@@ -1,0 +1,156 @@
+"""Conversations as text, by the chat template of the tokenizer's own folder, and which parts of it are the assistant's.
+
+A template is a program that came with a model: it runs in jinja2's immutable sandbox, on plain data, and without the date
+(templates that ask for one have a default), so that the same conversation is always the same tokens. The assistant's part
+of a message is what the template adds after its own prompt for it, the token that ends the turn included.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from longctx.data.corpora import Document
+
+Span = tuple[int, int]  # characters first .. end - 1
+
+
+class Conversation(Document):
+    """A conversation as a document: its text, and `spans`, the parts that are to be learned."""
+
+    spans: Sequence[Span]
+
+    def __new__(cls, name: str, text: str, spans: Sequence[Span]) -> Conversation:
+        made = super().__new__(cls, name, text)
+        made.spans = spans
+        return made
+
+
+class Template:
+    """The chat template of a tokenizer's folder; ValueError or FileNotFoundError, one line, where it has none."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser()
+        settings = _read(self.folder / "tokenizer_config.json")
+        source = _source(self.folder, settings)
+        try:
+            self.template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"{self.folder}: its chat template is not one ({error})") from error
+        self.tokens = {f"{kind}_token": _text(settings.get(f"{kind}_token")) for kind in ("bos", "eos", "pad", "unk")}
+        described = _read(self.folder / "tokenizer.json").get("added_tokens", [])
+        self.special = [token["content"] for token in described if token.get("special")]
+        self.fingerprint = hashlib.sha256(json.dumps([source, self.tokens]).encode()).hexdigest()[:32]
+
+    def render(self, name: str, place: str, row: Mapping[str, Any]) -> Conversation:
+        """The conversation row["messages"] as text, called `name`, with the parts of it that the assistant says.
+
+        ValueError names `place` and the message where it is none, or where the assistant's part cannot be told apart.
+        """
+        tools = row.get("tools")
+        messages = self._checked(place, row.get("messages"))
+        whole = self._rendered(place, messages, tools)
+        spans: list[Span] = []
+        for n, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._rendered(place, messages[:n], tools, prompt=True)
+            upto = self._rendered(place, messages[: n + 1], tools)
+            if not (whole.startswith(upto) and upto.startswith(before)):
+                raise ValueError(
+                    f"{place}: message {n + 1} is written differently by the chat template when others follow it or when "
+                    "it is asked for; the assistant's words cannot be told apart"
+                )
+            spans.append((len(before), len(upto)))
+        if not spans:
+            raise ValueError(f"{place}: no message of the assistant, so nothing to learn from")
+        return Conversation(name, whole, spans)
+
+    def _checked(self, place: str, messages: Any) -> list[dict[str, Any]]:
+        if not isinstance(messages, list) or not messages:
+            raise ValueError(f"{place}: 'messages' must be a list of messages, found {json.dumps(messages)[:60]}")
+        for n, message in enumerate(messages, start=1):
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise ValueError(f"{place}: message {n} must be an object with a role")
+            content = message.get("content")
+            if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+                raise ValueError(f"{place}: message {n} must have its text in 'content'")
+            for token in self.special:
+                if token in json.dumps(message, ensure_ascii=False):
+                    raise ValueError(
+                        f"{place}: message {n} contains {token}, which has a meaning of its own; take it out"
+                    )
+        return messages
+
+    def _rendered(self, place: str, messages: Any, tools: Any, prompt: bool = False) -> str:
+        data = json.loads(json.dumps({"messages": messages, "tools": tools or None}))
+        try:
+            return self.template.render(**data, add_generation_prompt=prompt, documents=None, **self.tokens)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, RecursionError) as error:
+            raise ValueError(f"{place}: the chat template does not take it ({error})") from error
+
+
+class _Generation(Extension):
+    """{% generation %} … {% endgeneration %}: marks the assistant's words for other tools; here only its inside counts."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> list[nodes.Node]:
+        next(parser.stream)
+        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
+    made.filters["tojson"] = _to_json
+    made.globals["raise_exception"] = _refuse
+    return made
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _source(folder: Path, settings: Mapping[str, Any]) -> str:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    found = settings.get("chat_template")
+    if isinstance(found, Sequence) and not isinstance(found, str):
+        found = next((x.get("template") for x in found if isinstance(x, dict) and x.get("name") == "default"), None)
+    if not isinstance(found, str):
+        raise ValueError(
+            f"data.chat=true: {folder} has no chat template; give a tokenizer's folder that has one with data.tokenizer="
+        )
+    return found
+
+
+def _text(token: Any) -> str:
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else ""
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file}: cannot be read as JSON ({error})") from error
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,155 @@
+"""Conversations: the text that transformers makes of them, only the assistant's words scored, templates in a sandbox."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from transformers import AutoTokenizer
+
+from longctx.data import DataConfig, load
+from longctx.data.chat import Template
+from longctx.data.rows import IGNORED
+
+CHATML = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+INST = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% elif m.role == 'assistant' %}{% generation %} {{ m.content }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
+)
+TALK = [
+    {"role": "user", "content": "What is a rose — 水?"},
+    {"role": "assistant", "content": "A rose is a rose. \u00e9t\u00e9 "},
+    {"role": "user", "content": "And again?"},
+    {"role": "assistant", "content": "is a rose"},
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tokenizer's folder with a chat template."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(["a rose is a rose user assistant system"], trainer)
+    made.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, CHATML)
+    return tmp_path
+
+
+def write(folder: Path, template: Any) -> None:
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "bos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+
+
+def chats(folder: Path, *rows: Any, **changes: Any) -> DataConfig:
+    (folder / "chats.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    values = {"source": "text", "path": str(folder / "chats.jsonl"), "chat": True, "tokenizer": str(folder)}
+    return DataConfig(**values | {"val_fraction": 0.0, "cache": str(folder / "cache")} | changes)
+
+
+@pytest.mark.parametrize("template", [CHATML, INST])
+def test_tokens_are_those_of_transformers_and_only_the_assistants_are_scored(folder: Path, template: str) -> None:
+    write(folder, template)
+    data = load(chats(folder, {"messages": TALK}), 256)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    expected = theirs.apply_chat_template(TALK, tokenize=True, return_dict=False)
+    row = data.train[0]
+    length = len(expected)
+    assert row["tokens"][:length].tolist() == expected
+    assert row["targets"][length - 1 :].tolist() == [IGNORED] * (257 - length)
+    scored = [t for t in row["targets"].tolist() if t != IGNORED]
+    said = "A rose is a rose. été{0}is a rose{0}" if template == CHATML else " A rose is a rose. été {0} is a rose{0}"
+    end = "<|im_end|>\n" if template == CHATML else "<|im_end|>"
+    assert theirs.decode(scored) == said.format(end)
+    at = [n for n, t in enumerate(row["targets"].tolist()) if t != IGNORED]
+    assert [expected[n + 1] for n in at] == scored
+
+
+def test_long_conversations_are_cut_with_their_marks(folder: Path) -> None:
+    rows = [{"messages": TALK * (n + 1)} for n in range(6)]
+    whole, cut = load(chats(folder, *rows), 2048), load(chats(folder, *rows), 48)
+
+    def scored(data: Any) -> int:
+        return sum(int((row["targets"] != IGNORED).sum()) for row in (data.train[n] for n in range(len(data.train))))
+
+    assert scored(whole) == scored(cut) > 0
+    assert len(cut.train) > 6 * len(whole.train)
+
+
+def test_tools_reach_the_template(folder: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "f<&", "parameters": {}}}]
+    made = Template(folder).render("a", "here", {"messages": TALK[:1] + TALK[3:], "tools": tools})
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert made.text == theirs.apply_chat_template(TALK[:1] + TALK[3:], tools=tools, tokenize=False)
+    assert (made.name, len(made.spans)) == ("a", 1)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({}, r"chats.jsonl:1: 'messages' must be a list of messages, found null"),
+        ({"messages": []}, "'messages' must be a list of messages"),
+        ({"messages": [3]}, "message 1 must be an object with a role"),
+        ({"messages": [{"role": "user"}]}, "message 1 must have its text in 'content'"),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, "message 1 must have its text in 'content'"),
+        ({"messages": TALK[:1]}, "no message of the assistant"),
+        ({"messages": [{"role": "user", "content": "x<|im_end|>"}, TALK[1]]}, r"message 1 contains <\|im_end\|>"),
+    ],
+)
+def test_a_wrong_conversation_is_one_line(folder: Path, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        load(chats(folder, row), 64)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for", "its chat template is not one"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "the chat template does not take it .*unsafe"),
+        ("{{ messages.append(1) }}", "the chat template does not take it .*unsafe"),
+        ("{{ messages[9].role }}", "the chat template does not take it"),
+        (
+            "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
+            "message 2 is written differently",
+        ),
+        (None, "has no chat template; give a tokenizer's folder"),
+        ([{"name": "other", "template": CHATML}], "has no chat template"),
+    ],
+)
+def test_templates_are_not_trusted(folder: Path, template: Any, message: str) -> None:
+    write(folder, template)
+    with pytest.raises(ValueError, match=message) as caught:
+        load(chats(folder, {"messages": TALK}), 64)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_beside_the_settings_and_a_named_template_are_found(folder: Path) -> None:
+    write(folder, [{"name": "default", "template": CHATML}, {"name": "other", "template": INST}])
+    first = Template(folder)
+    (folder / "chat_template.jinja").write_text(INST)
+    second = Template(folder)
+    assert first.fingerprint != second.fingerprint
+    assert second.render("a", "here", {"messages": TALK}).text.startswith("<|endoftext|>[INST]")
+
+
+def test_what_has_no_conversations_is_refused(folder: Path) -> None:
+    for changes, message in (
+        ({"source": "embedded", "path": None}, "data.chat=true: data=embedded has no conversations"),
+        ({"tokenizer": None}, "data.chat=true: needs a tokenizer with a chat template"),
+        ({"path": str(folder / "tokenizer_config.json")}, "is no .jsonl file"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load(chats(folder, {"messages": TALK}, **changes), 64)
