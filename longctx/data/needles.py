@@ -76,11 +76,16 @@ def document(filler: str, every: int, rng: random.Random) -> str:
     events: list[tuple[float, str]] = []
     for city in cities:
         answer = number(rng)
-        told, asked = sorted((rng.random() ** 1.5, rng.random()))
+        told, asked = sorted((_place(rng), _place(rng)))
         events += [(told, needle_fact(city, answer)), (asked, f"{needle_question(city)} {answer}.\n")]
     key = number(rng)
-    events.append((rng.random(), passkey_fact(key)))
+    events.append((_place(rng), passkey_fact(key)))
     return f"{_with(filler, sorted(events))}{PASSKEY_QUESTION} {key}.\n"
+
+
+def _place(rng: random.Random) -> float:
+    """A share of the text, at times its very beginning or end."""
+    return min(1.0, max(0.0, rng.uniform(-0.1, 1.05)))
 
 
 def _with(filler: str, events: Sequence[tuple[float, str]]) -> str:

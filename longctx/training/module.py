@@ -60,8 +60,7 @@ class TrainingModule(pl.LightningModule):
             model = GPT(self.config.model, self.config.attention, self.config.memory)
         dtype = torch.bfloat16 if self.config.precision == "bf16" else torch.float32
         model = lora.in_precision(model, dtype).to_empty(device=device)
-        if (self.config.model.vocab_size or 0) > 0:
-            torch.nn.init.normal_(model.embed.weight, std=self.config.model.init_std)  # rows that no folder has
+        model.init_weights()  # what no folder fills
         return lora.add(model, self.config.lora)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -10,14 +10,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from longctx.model import GPT, GPTConfig, lora
 from longctx.model.config import LORA_TARGETS, LoraConfig
 from longctx.model.huggingface import pretrained
+from longctx.model.memory import MemoryConfig
 
 SIZES: dict[str, Any] = {"vocab_size": 61, "layers": 2, "channels": 24, "heads": 6, "kv_heads": 2, "ffn": 40}
-TOKENS = torch.arange(60).view(2, 30) % 61
+TOKENS = torch.arange(300).view(2, 150) % 61
 
 
 def made(config: LoraConfig, memory: str = "fast", trained: bool = True) -> GPT:
     torch.manual_seed(0)
-    model = lora.add(GPT(GPTConfig(**SIZES, qkv_bias=True), "flash", memory), config)
+    how = MemoryConfig(memory, mlp_tile=128 if memory == "long" else None)
+    model = lora.add(GPT(GPTConfig(**SIZES, qkv_bias=True), "flash", how), config)
     for name, p in model.named_parameters():
         if trained and name.endswith("lora_b"):
             torch.nn.init.normal_(p, std=0.1)
@@ -30,7 +32,7 @@ def test_nothing_changes_before_training() -> None:
     torch.testing.assert_close(made(LoraConfig(rank=3), trained=False)(TOKENS), plain(TOKENS))
 
 
-@pytest.mark.parametrize("memory", ["fast", "balanced"])
+@pytest.mark.parametrize("memory", ["fast", "balanced", "long"])
 @pytest.mark.parametrize("targets", [list(LORA_TARGETS), ["qkv", "down"], ["gate_up"]])
 def test_only_the_additions_learn_and_their_gradients_are_those_of_the_sum(targets: list[str], memory: str) -> None:
     config = LoraConfig(rank=3, scaling=1.5, targets=targets)
