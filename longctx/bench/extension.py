@@ -34,7 +34,7 @@ class Options:
     layers: int = field(default=8, metadata={"help": "of the small GPT"})
     channels: int = field(default=512, metadata={"help": "of the small GPT, with heads of 64"})
     vocab: int = field(default=16384, metadata={"help": "tokens of the vocabulary trained on the documents"})
-    steps: int = field(default=3000, metadata={"help": "of pretraining"})
+    steps: int = field(default=2200, metadata={"help": "of pretraining"})
     tune_steps: int = field(default=600, metadata={"help": "of fine-tuning"})
     tokens: int = field(default=32768, metadata={"help": "of a step"})
     documents: int = field(
