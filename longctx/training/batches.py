@@ -56,13 +56,17 @@ class StepBatch:
 
 @dataclass
 class Collate:
-    """Rows of a data set → StepBatch of micro-batches with `batch_size` rows each; `windows` is the model's, to count pairs."""
+    """Rows of a data set → StepBatch of micro-batches with `batch_size` rows each, or with `tokens` tokens where rows of other
+    steps are of other lengths; `windows` is the model's, to count pairs.
+    """
 
     batch_size: int
     windows: Mapping[int | None, int] = field(default_factory=lambda: {None: 1})
+    tokens: int | None = None
 
     def __call__(self, rows: list[dict[str, Tensor]]) -> StepBatch:
-        groups = (rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size))
+        size = self.batch_size if self.tokens is None else self.tokens // len(rows[0]["tokens"])
+        groups = (rows[i : i + size] for i in range(0, len(rows), size))
         return StepBatch([micro_batch(group, self.windows) for group in groups])
 
 
@@ -91,20 +95,24 @@ def padding_per_row(targets: Tensor, doc_ids: Tensor) -> Tensor:
 
 def train_loader(
     rows: Dataset[dict[str, Tensor]],
-    order: Sampler[int],
+    order: Sampler[Any],
     batch_size: int,
     accumulate: int,
     workers: int,
     pin: bool,
     windows: Mapping[int | None, int] | None = None,
+    tokens: int | None = None,
 ) -> DataLoader[Any]:
-    """An endless loader of StepBatch, read ahead by `workers` processes."""
+    """An endless loader of StepBatch, read ahead by `workers` processes.
+
+    `order` gives row numbers, or with `tokens`, those of a micro-batch, the row numbers of each step as a list.
+    """
     ahead: dict[str, Any] = {"persistent_workers": True, "prefetch_factor": 2} if workers else {}
+    by_row: dict[str, Any] = {"batch_size": batch_size * accumulate, "sampler": order}
     return DataLoader(
         rows,
-        batch_size=batch_size * accumulate,
-        sampler=order,
-        collate_fn=Collate(batch_size, windows or {None: 1}),
+        **(by_row if tokens is None else {"batch_sampler": order}),
+        collate_fn=Collate(batch_size, windows or {None: 1}, tokens),
         num_workers=workers,
         pin_memory=pin,
         worker_init_fn=_leave_signals_to_the_parent,

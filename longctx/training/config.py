@@ -60,6 +60,7 @@ class TrainConfig:
     """One training run."""
 
     seq_len: int = 4096  # tokens per row: the context that the model trains at; max: the longest that fits the GPU
+    seq_len_schedule: list[list[int]] | None = None  # [[tokens per row, steps], …]: shorter rows first, steps as large
     batch_size: int | None = None  # rows per device and micro-batch; null: 16,384 tokens on a GPU, 4,096 on a CPU
     accumulate: int | None = None  # micro-batches per step; null: 65,536 tokens a step on a GPU, 4,096 on a CPU
     max_steps: int | None = None  # optimizer steps; null: from max_tokens, else 300 on a GPU and 60 on a CPU
@@ -104,6 +105,7 @@ class TrainConfig:
         for key in ("batch_size", "accumulate", "max_steps", "val_every"):
             if getattr(self, key) is not None:
                 _in_range(key, getattr(self, key), 1, 10**9)
+        self._validate_schedule()
         if self.max_tokens is not None:
             _in_range("max_tokens", self.max_tokens, 1, 10**15)
             if self.max_steps is not None:
@@ -160,6 +162,18 @@ class TrainConfig:
             )
         self.data.validate()
 
+    def _validate_schedule(self) -> None:
+        before = 1
+        for stage in self.seq_len_schedule or []:
+            said = f"seq_len_schedule={self.seq_len_schedule}"
+            if len(stage) != 2 or stage[1] < 1:
+                raise ValueError(f"{said}: pairs of row length and steps, such as [[2048,100],[8192,50]]")
+            if self.seq_len == LONGEST:
+                raise ValueError(f"{said}: its lengths divide seq_len, which seq_len=max leaves open; give a number")
+            if not before < stage[0] < self.seq_len or self.seq_len % stage[0]:
+                raise ValueError(f"{said}: growing lengths that divide seq_len={self.seq_len}, which comes last")
+            before = stage[0]
+
 
 @dataclass
 class CompleteConfig(TrainConfig):
@@ -201,6 +215,10 @@ def complete(config: TrainConfig, device: str) -> CompleteConfig:
         steps = math.ceil(config.max_tokens / (micro_batch * accumulate))
     else:
         steps = config.max_steps or STEPS[device]
+    if sum(length for _, length in config.seq_len_schedule or []) >= steps:
+        raise ValueError(
+            f"seq_len_schedule={config.seq_len_schedule}: takes all {steps:,} steps; leave some for seq_len"
+        )
     warmup = min(200, steps // 10) if config.warmup_steps is None else config.warmup_steps
     decided = {
         "batch_size": batch_size,

@@ -34,6 +34,7 @@ from longctx.training.inventory import predict
 from longctx.training.module import TrainingModule
 from longctx.training.progress import Display, closing_table
 from longctx.training.recorder import Recorder
+from longctx.training.schedule import Schedule
 from longctx.training.sweep import RESULT_VARIABLE
 from longctx.training.tracking import Tracker
 
@@ -199,8 +200,8 @@ def run(
     config: CompleteConfig, folder: Path, start: Path | None, data: Data | Mixture, device: str, preset: str
 ) -> int:
     """Train in `folder`, from the checkpoint `start` or from the beginning."""
+    shorter = [load(data_of(config), seq_len) for seq_len, _ in config.seq_len_schedule or []]
     done = 0 if start is None else int(checkpoints.read(start)["steps_done"])
-    consumed = done * config.rows_per_step
     facts = runs.plain(config) | {
         "backend": config.attention.backend,
         "data_fingerprint": data.fingerprint,
@@ -219,17 +220,18 @@ def run(
     if tracker is not None and (how := tracker.how_to_look()):
         display.say(how)
 
-    recorder = Recorder(config, folder, data, tracker, display, facts)
+    schedule = Schedule(config, [*shorter, data])
+    recorder = Recorder(config, folder, data, tracker, display, facts, schedule.epoch)
     module = TrainingModule(config, Path(config.init) if config.init is not None and start is None else None)
-    order = data.order(config.seed, rank(), config.devices, consumed)
     loader = train_loader(
-        data.train,
-        order,
+        schedule.rows,
+        schedule.order(rank(), done),
         config.batch_size,
         config.accumulate,
         config.workers,
         pin=device == "cuda",
         windows=config.model.windows(),
+        tokens=config.batch_size * config.seq_len,
     )
     code, problem = 1, None
     try:
@@ -305,7 +307,9 @@ def opening(
         f"{len(data.train):,} rows of {config.seq_len:,}",
         f"step       {rows * config.seq_len:,} tokens = {config.batch_size} rows × {config.accumulate} micro-batches"
         + (f" × {config.devices} devices" if config.devices > 1 else ""),
-        f"length     {config.max_steps:,} steps, {config.max_steps * rows * config.seq_len:,} tokens",
+        f"length     {config.max_steps:,} steps, {config.max_steps * rows * config.seq_len:,} tokens"
+        + "".join(f", {steps:,} steps with rows of {seq_len:,}" for seq_len, steps in config.seq_len_schedule or [])
+        + (" first" if config.seq_len_schedule else ""),
     ]
 
 

@@ -52,6 +52,8 @@ class TrainingModule(pl.LightningModule):
             load_weights(self.model, self.weights)
         if self.config.compile == "true":
             self.model.compile_blocks()
+            if self.config.seq_len_schedule:  # compiled for each length, not for all of them at once, which is slower
+                torch._dynamo.config.automatic_dynamic_shapes = False
 
     def _frozen_with_lora(self) -> GPT:
         """A model whose own weights rest, in 16 bits where they are used in 16 bits anyway, and are yet to be loaded."""

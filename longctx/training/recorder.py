@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -45,9 +46,10 @@ class Recorder(pl.Callback):
         tracker: Tracker | None,
         display: Display,
         facts: dict[str, Any],
+        epoch: Callable[[int], float],
     ) -> None:
         self.config, self.folder, self.data, self.tracker, self.display = config, folder, data, tracker, display
-        self.facts = facts
+        self.facts, self.epoch = facts, epoch
         self.stopped_by: int | None = None
         self.meter: Meter
         self.split: StepSplit
@@ -140,7 +142,7 @@ class Recorder(pl.Callback):
         row = {"step": step} | self.meter.row(module.grad_norm) | self.split.row()
         row["memory_predicted_gib"] = self._predicted
         row["lr"] = learning_rate(step - 1, self.config)
-        row["epoch"] = step * self.config.rows_per_step / len(self.data.train)
+        row["epoch"] = self.epoch(step)
         self._record(row)
         self._require_finite("loss", row["loss"], step)
 

@@ -333,3 +333,31 @@ def test_a_mix_resumes_exactly_and_facts_are_asked_for_at_every_validation(
     a, b = (torch.load(runs.checkpoints(x)[-1], weights_only=True)["state_dict"] for x in (whole, cut))
     for name in a:
         assert torch.equal(a[name], b[name]), name
+
+
+def test_shorter_rows_first_keep_the_tokens_of_a_step_and_resume_exactly(
+    words: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {"seq_len_schedule": "[[16,2],[32,2]]", "max_steps": 7, "val_every": 100}
+    assert train.main(words(name="whole", **changes)) == 0
+    assert "2 steps with rows of 16, 2 steps with rows of 32 first" in capsys.readouterr().out
+    whole = steps(tmp_path / "runs" / "whole")
+    plain = words(name="plain", **{**changes, "seq_len_schedule": None})
+    assert train.main(plain) == 0
+    share = [row["tokens_seen"] / (1 - row["padding_share"]) for row in whole[:1]]
+    assert share[0] == pytest.approx(64 * 2 * 2)
+    epochs = [row["epoch"] for row in whole]
+    assert epochs == sorted(epochs)
+    for stop in (1, 3, 4, 5):
+        cut = tmp_path / "runs" / f"cut{stop}"
+        assert train.main(words(name=cut.name, checkpoint_every=stop, keep_checkpoints=9, **changes)) == 0
+        for path in runs.checkpoints(cut)[1:]:
+            path.unlink()
+        assert train.main([f"resume={cut}"]) == 0
+        again = steps(cut)
+        kept = ("step", "loss", "grad_norm", "lr", "tokens_seen", "epoch")
+        assert [[row[key] for key in kept] for row in again] == [[row[key] for key in kept] for row in whole]
+        torch.testing.assert_close(weights(cut), weights(tmp_path / "runs" / "whole"), rtol=0, atol=0)
+    capsys.readouterr()
+    assert train.main(words(**{**changes, "max_steps": 4})) == 2
+    assert "takes all 4 steps; leave some for seq_len" in capsys.readouterr().err
