@@ -69,7 +69,9 @@ class _Step:
         self.trained = self.added or m.parameters()
         self.gradient = 0 if self.added else FP32  # bytes of the gradient of one of the model's own weights
         self.copy = self.e if self.e < FP32 and not self.added else 0  # and of its copy in 16 bits
-        self.tile = min(self.memory.mlp_tile or self.N, self.N)
+        # One kernel makes the product of gate and up again in backward, see longctx.kernels.swiglu.
+        self.fused = device == "cuda" and self.e < FP32 and not (self.added and "down" in config.lora.targets)
+        self.tile = self.tile_of(self.memory.mlp_tile or self.N)
 
     def moments(self) -> Iterator[tuple[str, Terms]]:
         """Every moment that can be the peak, with its bytes by term."""
@@ -82,6 +84,9 @@ class _Step:
         yield "loss", _sum(always, {GRADIENTS: before}, self.kept(self.L), self.loss())
         # The head's gradient is there at once; a tied one waits beside the sum for that of the embedding.
         head = embedding if tied or not full else 0.0
+        # The norm's input and both its gradients in fp32, and the loss's gradient as it came.
+        norm = (3 * FP32 + self.e) * self.C * self.N
+        yield "backward of the last norm", _sum(always, {GRADIENTS: before + head, LOSS: norm}, self.kept(self.L))
         for layer in range(self.L, 0, -1):
             held = _sum(
                 always, {GRADIENTS: before + head + (0.0 if full else block * (self.L - layer))}, self.kept(layer)
@@ -94,6 +99,11 @@ class _Step:
         yield "optimizer", _sum(always, {GRADIENTS: gradients, OPTIMIZER: self.update()})
         if self.config.val_rows:
             yield "validation", _sum(always, self.validation())
+
+    def tile_of(self, most: int) -> int:
+        """Tokens of a tile of at most so many: all tiles are about equal, see `longctx.model.recompute`."""
+        pieces = -(-self.N // most)
+        return self.N if pieces == 1 else min(most, -(-self.N // pieces // 128) * 128)
 
     def always(self) -> Terms:
         """Parameters, optimizer state, and what every layer of a micro-batch reads."""
@@ -124,7 +134,8 @@ class _Step:
         N, C, F, e = self.N, self.C, self.F, self.e
         if self.memory.recompute == "block":
             x = float(e * C * N) if layer % (self.memory.keep_every or 1) == 0 else 0.0
-            return x + e * self.q * N + FP32 * self.H * N  # x, attention's output and lse
+            lse = FP32 * self.H * N if self.backend == "flash" else 0  # the others run forward again
+            return x + e * self.q * N + lse  # with attention's output
         attention: float = e * self.q * N + FP32 * self.H * N  # its output and lse
         attention += e * (self.q + self.kv) * N  # q and k, turned
         if self.backend == "naive":
@@ -137,7 +148,8 @@ class _Step:
         if self.memory.recompute == "mlp":
             return kept
         weights = self.copy * self.after_weights
-        return kept + e * C * N + norm + e * 3 * F * N + weights  # attention's projection, gate and up, their product
+        inner = 2 * F if self.fused else 3 * F  # gate and up, and their product
+        return kept + e * C * N + norm + e * inner * N + weights  # with attention's projection
 
     def kept(self, layers: int) -> Terms:
         """What the first `layers` blocks keep on the GPU."""
@@ -152,8 +164,7 @@ class _Step:
     def logits(self, bytes_each: int) -> float:
         """The logits of a chunk: all chunks of the loss are about equal, none larger than memory.loss_chunk."""
         chunk = self.memory.chunk(self.V, self.device)
-        pieces = max(1, -(-self.N // chunk))
-        return float(bytes_each * self.V * min(chunk, -(-self.N // pieces // 128) * 128))
+        return float(bytes_each * self.V * self.tile_of(chunk))
 
     def loss(self) -> Terms:
         """The last norm's input in fp32 and its output, logits of a chunk, and the gradients computed with them."""
@@ -164,18 +175,20 @@ class _Step:
     def mlp_backward(self, layer: int) -> Terms:
         """Backward of the part after attention, when the gradients of gate and up have just been computed.
 
-        By then their product is gone, its gradient is not, and the down projection has its weight's gradient.
+        The gradient of their product is still there then. Fused, the product itself is too, and the down projection has
+        no gradient yet but has given up its copy in 16 bits; else the other way round.
         """
         N, C, F, e = self.N, self.C, self.F, self.e
         incoming = e * C * N
-        weights = float(self.gradient * C * F)
+        down = float(-self.copy if self.fused else self.gradient) * C * F
         if self.memory.recompute == "none":
-            return {MLP: incoming + e * 2 * F * N + weights}
+            return {MLP: incoming + e * (4 if self.fused else 2) * F * N + down}
         n = self.tile
-        work = e * (3 * C + 2 * F) * n + e * 3 * F * n  # projection, norm, output, gate and up; three gradients
-        weights += self.copy * (self.after_weights - C * F)
-        if n < N:  # attention's output has its gradient for all tokens, weights a sum over tiles
-            work += e * self.q * N
+        work = e * (3 * C + 2 * F) * n  # projection, norm, output; gate and up
+        work += e * (4 if self.fused else 3) * F * n
+        weights = self.copy * self.after_weights + (down if self.fused else down - self.copy * C * F)
+        if n < N:  # attention's output has its gradient for all tokens, the last tile's is there too; weights, a sum
+            work += e * self.q * N + e * (C + self.q) * n
             weights += self.gradient * self.after_weights
         return {MLP: incoming + work + weights, KEPT: self.again(layer)}
 
@@ -193,7 +206,7 @@ class _Step:
         N, C, e, q, kv = self.N, self.C, self.e, self.q, self.kv
         work = e * C * N + e * (2 * q + 2 * kv) * N + self.kernel_workspace()  # residual; do, dq, dk, dv
         if self.memory.recompute == "none":
-            gone = e * (3 * self.F + C) * N + self.copy * (self.after_weights - q * C)
+            gone = e * ((2 if self.fused else 3) * self.F + C) * N + self.copy * (self.after_weights - q * C)
             return {ATTENTION: work + self.gradient * self.after_weights, KEPT: -gone}
         sums = self.gradient * self.after_weights
         if self.memory.recompute == "mlp":
@@ -212,7 +225,7 @@ class _Step:
             return (FP32 if self.compiled else 2 * FP32 + e) * scores  # probabilities make room for a part
         rows = 2 * FP32 * self.H * N  # lse and delta
         if self.backend == "flash":
-            return rows + (FP32 * q * N if self.options.get("kernel") == "hopper" else 0)
+            return rows + (FP32 * q * N if self.options.get("kernel") == "hopper" and self.model.head_size > 64 else 0)
         again = e * q * N if self.memory.recompute == "block" else 0
         repeated = 2 * e * q * N if q != kv else 0  # dk and dv of every query head, before they are summed
         return rows + FP32 * q * N + repeated + again
@@ -221,7 +234,7 @@ class _Step:
         """A batch without gradient: blocks run uncompiled."""
         N, C, F, e = self.N, self.C, self.F, self.e
         scores = (e + 2 * FP32) * self.H * N * self.T if self.backend == "naive" else 0
-        mlp = e * (2 * C + self.q) * N + e * (2 * C + 4 * F) * min(self.memory.mlp_tile or N, N)
+        mlp = e * (2 * C + self.q) * N + e * (2 * C + (3 if self.fused else 4) * F) * min(self.memory.mlp_tile or N, N)
         logits = self.logits(FP32) + self.copy * self.V * C + e * C * N
         return {MLP: mlp, ATTENTION: scores} if mlp + scores > logits else {LOSS: logits}
 

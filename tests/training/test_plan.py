@@ -50,7 +50,7 @@ def test_the_policy_long_keeps_the_rest_on_the_host() -> None:
 def test_peaks_measured_on_a_gpu_are_within_three_percent() -> None:
     measured = json.loads((ROOT / "results" / "memory.json").read_text())["rows"]
     points = [row for row in measured if not row["failed"]]
-    assert len(points) >= 36
+    assert len(points) >= 35
     off = {}
     for row in points:
         backend, _, kernel = row["backend"].partition(":")
@@ -83,7 +83,7 @@ def test_lora_needs_no_gradients_and_averages_of_resting_weights() -> None:
     full = one_b("memory=fast", "seq_len=4096")
     thin = replace(full, lora=replace(full.lora, rank=8))
     assert predict(thin).gpu[OPTIMIZER] == 8 * thin.lora.parameters(thin.model)
-    assert predict(thin).peak < 0.6 * predict(full).peak
+    assert predict(full).peak - predict(thin).peak > 12 * full.model.parameters()
 
 
 def test_auto_takes_the_first_policy_that_fits() -> None:
