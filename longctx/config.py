@@ -12,16 +12,15 @@ import difflib
 import importlib
 import inspect
 import itertools
-import os
 import re
-import sys
 import textwrap
-import traceback
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from longctx.options import answer
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 SCHEMAS = {"train": "longctx.training.config:TrainConfig", "eval": "longctx.evaluation.config:EvalConfig"}
@@ -31,7 +30,6 @@ AUTO_MODEL = {False: "tiny", True: "124m"}  # is there a GPU → preset that mod
 class Words(NamedTuple):
     """The command line, sorted: what to do, and the key=value words."""
 
-    help: bool
     sweep: bool
     overrides: list[str]
 
@@ -46,37 +44,13 @@ class Composed(NamedTuple):
 
 def run(script: str, argv: list[str], do: Callable[[Words], int]) -> int:
     """The exit code of `do` with the words of `script`; help is 0, a mistake one line on stderr and 2, Ctrl-C 130."""
-    try:
-        words = read_words(script, argv)
-        if words.help:
-            print(help_text(script), flush=True)
-            return 0
-        return do(words)
-    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (ValueError, OSError) as error:
-        if os.environ.get("LONGCTX_TRACEBACK"):
-            traceback.print_exception(error)
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return answer(argv, lambda: help_text(script), lambda words: do(read_words(script, words)))
 
 
 def read_words(script: str, argv: list[str]) -> Words:
     """Sort the words of `script`, "train" or "eval"; ValueError for a word or a key that does not exist."""
-    asks_help, sweep, overrides = False, False, []
-    for word in argv:
-        if word in ("-h", "--help", "help"):
-            asks_help = True
-        elif word in ("-m", "--multirun"):
-            sweep = True
-        else:
-            overrides.append(word)
-    if not asks_help:
-        overrides = [_checked_word(script, word) for word in overrides]
-    return Words(asks_help, sweep, overrides)
+    sweep = [word for word in argv if word in ("-m", "--multirun")]
+    return Words(bool(sweep), [_checked_word(script, word) for word in argv if word not in sweep])
 
 
 def compose(script: str, overrides: list[str], gpu: bool = False) -> Composed:

@@ -1,13 +1,46 @@
-"""key=value words into a dataclass of options, for the command lines of the benchmarks and of the kernels.
+"""What the command lines share: exit codes, and key=value words into a dataclass of options.
 
-The fields carry their meaning as `metadata`; the defaults tell the types.
+The fields of such a dataclass carry their meaning as `metadata`; their defaults tell the types.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
+import sys
+import traceback
+from collections.abc import Callable
 from typing import Any
+
+
+def answer(argv: list[str], help_text: Callable[[], str], do: Callable[[list[str]], int | None]) -> int:
+    """The exit code of `do(argv)`, None for 0: help is 0, a mistake one line on stderr and 2, Ctrl-C 130.
+
+    A mistake is a ValueError or an OSError; LONGCTX_TRACEBACK=1 shows where it came from.
+    """
+    try:
+        if asks_help(argv):
+            print(help_text(), flush=True)
+            return 0
+        code = do(argv) or 0
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError) as error:
+        if os.environ.get("LONGCTX_TRACEBACK"):
+            traceback.print_exception(error)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def asks_help(argv: list[str]) -> bool:
+    """Whether a word asks for help."""
+    return any(word in ("-h", "--help", "help") for word in argv)
 
 
 def read(options: type, words: list[str]) -> Any:

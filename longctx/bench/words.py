@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import sys
 from typing import TYPE_CHECKING
 
 from longctx import config
-from longctx.options import help_lines, read
+from longctx.options import answer, help_lines, read
 
 if TYPE_CHECKING:
     from longctx.training.config import CompleteConfig
@@ -30,26 +29,23 @@ BENCHMARKS = {
 
 def main(argv: list[str]) -> int:
     """Run the benchmark that `argv` names; 0, or 2 after one line on stderr."""
-    if not argv or any(word in ("-h", "--help", "help") for word in argv):
-        print(help_text())
-        return 0
-    try:
-        name, *words = argv
-        if name not in BENCHMARKS:
-            raise ValueError(f"{name} is not a benchmark; choose one of {', '.join(BENCHMARKS)}")
-        module = importlib.import_module(f"longctx.bench.{name}")
-        command = " ".join(["python -m longctx.bench", *argv])
-        if getattr(module, "TAKES_TRAINING_KEYS", False):
-            own = {field.name for field in dataclasses.fields(module.Options)}
-            mine = [word for word in words if word.partition("=")[0] in own]
-            others = config.read_words("train", [word for word in words if word not in mine]).overrides
-            module.run(read(module.Options, mine), command, others)
-        else:
-            module.run(read(module.Options, words), command)
-    except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+    return answer(argv or ["help"], help_text, run)
+
+
+def run(argv: list[str]) -> None:
+    """The benchmark that `argv` names; ValueError for one that does not exist."""
+    name, *words = argv
+    if name not in BENCHMARKS:
+        raise ValueError(f"{name} is not a benchmark; choose one of {', '.join(BENCHMARKS)}")
+    module = importlib.import_module(f"longctx.bench.{name}")
+    command = " ".join(["python -m longctx.bench", *argv])
+    if getattr(module, "TAKES_TRAINING_KEYS", False):
+        own = {field.name for field in dataclasses.fields(module.Options)}
+        mine = [word for word in words if word.partition("=")[0] in own]
+        others = config.read_words("train", [word for word in words if word not in mine]).overrides
+        module.run(read(module.Options, mine), command, others)
+    else:
+        module.run(read(module.Options, words), command)
 
 
 def help_text() -> str:

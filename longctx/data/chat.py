@@ -19,6 +19,7 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from longctx.data.corpora import Document
+from longctx.data.tokenizer import read_json
 
 Span = tuple[int, int]  # characters first .. end - 1
 
@@ -39,14 +40,14 @@ class Template:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser()
-        settings = _read(self.folder / "tokenizer_config.json")
+        settings = read_json(self.folder / "tokenizer_config.json")
         source = _source(self.folder, settings)
         try:
             self.template = _environment().from_string(source)
         except jinja2.TemplateError as error:
             raise ValueError(f"{self.folder}: its chat template is not one ({error})") from error
         self.tokens = {f"{kind}_token": _text(settings.get(f"{kind}_token")) for kind in ("bos", "eos", "pad", "unk")}
-        described = _read(self.folder / "tokenizer.json").get("added_tokens", [])
+        described = read_json(self.folder / "tokenizer.json").get("added_tokens", [])
         self.special = [token["content"] for token in described if token.get("special")]
         self.fingerprint = hashlib.sha256(json.dumps([source, self.tokens]).encode()).hexdigest()[:32]
 
@@ -144,13 +145,3 @@ def _source(folder: Path, settings: Mapping[str, Any]) -> str:
 def _text(token: Any) -> str:
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else ""
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file}: cannot be read as JSON ({error})") from error
-    return content if isinstance(content, dict) else {}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from longctx.data.config import DataConfig
+from longctx.options import answer
 
 if TYPE_CHECKING:
     from longctx.data.dataset import Data
@@ -32,24 +33,19 @@ class Options(NamedTuple):
 
 def main(argv: list[str]) -> int:
     """Describe the data set that `argv` names; 0, or 2 after one line on stderr."""
-    if any(word in ("-h", "--help", "help") for word in argv):
-        print(help_text())
-        return 0
-    try:
-        options = read_words(argv)
-        from longctx.data.dataset import Data
+    return answer(argv, help_text, run)
 
-        data = Data(options.config, options.seq_len)
-        _print(data)
-        if options.out is not None:
-            draw(data, Path(options.out))
-            print(f"\nHistogram of document lengths: {options.out}")
-    except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+
+def run(argv: list[str]) -> None:
+    """Print and draw; ValueError or OSError, one line, for what cannot be described."""
+    options = read_words(argv)
+    from longctx.data.dataset import Data
+
+    data = Data(options.config, options.seq_len)
+    _print(data)
+    if options.out is not None:
+        draw(data, Path(options.out))
+        print(f"\nHistogram of document lengths: {options.out}")
 
 
 def help_text() -> str:

@@ -168,12 +168,12 @@ def _without_endless_runs(text: str) -> Iterator[str]:
 
 def _find_eos(tokenizer: tokenizers.Tokenizer, file: Path) -> str:
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        token = _read_json(file.parent / name).get("eos_token")
+        token = read_json(file.parent / name).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str) and tokenizer.token_to_id(token) is not None:
             return token
     for name in ("config.json", "generation_config.json"):
-        number = _read_json(file.parent / name).get("eos_token_id")
+        number = read_json(file.parent / name).get("eos_token_id")
         number = number[0] if isinstance(number, list) and number else number
         if isinstance(number, int) and (text := tokenizer.id_to_token(number)) is not None:
             return text
@@ -191,7 +191,8 @@ def _write(file: Path, text: str) -> None:
     os.replace(partial, file)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file, {} where there is no file; ValueError, naming it, where it is no JSON."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

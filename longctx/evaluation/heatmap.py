@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from longctx.evaluation.passkey import Cell
+from longctx.evaluation.plots import save
 
 
 def show(cells: Sequence[Cell]) -> None:
@@ -53,12 +53,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     for number, (kind, grid) in enumerate(kinds.items(), start=1):
         image = panel(figure.add_subplot(1, len(kinds), number), grid, kind)
     figure.colorbar(image, ax=figure.axes, label="right answers")
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.png")
-    try:
-        figure.savefig(temporary, dpi=120)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    save(figure, path)
 
 
 def panel(axes: Any, grid: dict[str, Any], title: str) -> Any:

@@ -23,6 +23,11 @@ def draw(found: dict[str, Any], path: Path) -> None:
         axes.grid(alpha=0.3)
     total = found["total"]["perplexity"]
     figure.suptitle(f"perplexity {total:,.3f}" if total is not None else "perplexity beyond what a float holds")
+    save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a matplotlib figure to `path`, a .png, whole or not at all."""
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.png")
     try:
         figure.savefig(temporary, dpi=120)

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import sys
-
-from longctx.options import help_lines, read
+from longctx.options import answer, help_lines, read
 
 
 def main(argv: list[str]) -> int:
     """Do what `argv` says; 0, or 2 after one line on stderr."""
-    try:
-        if not argv or any(word in ("-h", "--help", "help") for word in argv):
-            print(help_text())
-            return 0
-        from longctx.kernels import show, tune
+    return answer(argv or ["help"], help_text, run)
 
-        name, *words = argv
-        commands = {"show": show, "tune": tune}
-        if name not in commands:
-            raise ValueError(f"{name} is not a command; choose show or tune")
-        module = commands[name]
-        module.run(read(module.Options, words), " ".join(["python -m longctx.kernels", *argv]))
-    except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+
+def run(argv: list[str]) -> None:
+    """The command that `argv` names; ValueError for one that does not exist."""
+    from longctx.kernels import show, tune
+
+    name, *words = argv
+    commands = {"show": show, "tune": tune}
+    if name not in commands:
+        raise ValueError(f"{name} is not a command; choose show or tune")
+    module = commands[name]
+    module.run(read(module.Options, words), " ".join(["python -m longctx.kernels", *argv]))
 
 
 def help_text() -> str:

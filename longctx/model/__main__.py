@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from longctx.options import answer
+
 HELP = """Write a trained model as a Hugging Face folder, which transformers, vLLM and lm-eval open.
 
   python -m longctx.model export runs/NAME out/
@@ -19,16 +21,7 @@ out/         a new folder, or an empty one
 
 def main(argv: list[str]) -> int:
     """Exit code: 0 done, 2 a mistake (one line on stderr)."""
-    if not argv or any(word in ("-h", "--help", "help") for word in argv):
-        print(HELP)
-        return 0
-    try:
-        source, out, options = read_words(argv)
-        run(source, out, options)
-        return 0
-    except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    return answer(argv or ["help"], lambda: HELP, lambda words: run(*read_words(words)))
 
 
 def read_words(argv: list[str]) -> tuple[Path, Path, dict[str, str]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
+
+from longctx.options import answer
 
 HELP = """See what runs show: compare and watch without an account and without a network.
 
@@ -22,20 +23,7 @@ DASHBOARD = ("project", "entity", "name", "dry_run")
 
 def main(argv: list[str]) -> int:
     """Exit code: 0 done, 2 a mistake in what was asked (one line on stderr), 130 stopped by Ctrl-C."""
-    try:
-        if not argv or any(word in ("-h", "--help", "help") for word in argv):
-            print(HELP)
-        else:
-            run(*argv)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return answer(argv or ["help"], lambda: HELP, lambda words: run(*words))
 
 
 def run(command: str, *words: str) -> None:
