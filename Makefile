@@ -1,12 +1,15 @@
-# make train | make test | make lint. Each creates .venv and installs when needed; PYTHON=python3.12 picks another interpreter.
+# make train | make extend | make test | make lint. Each creates .venv and installs when needed; PYTHON=python3.12 picks another interpreter.
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: train test lint clean
+.PHONY: train extend test lint clean
 
 train: .venv/installed
 	$(BIN)/python train.py $(ARGS)
+
+extend: .venv/installed
+	$(BIN)/python -m longctx.bench extension $(ARGS)
 
 test: .venv/installed
 	$(BIN)/python -m pytest -n 2 $(ARGS)

@@ -34,8 +34,8 @@ class Options:
     layers: int = field(default=8, metadata={"help": "of the small GPT"})
     channels: int = field(default=512, metadata={"help": "of the small GPT, with heads of 64"})
     vocab: int = field(default=16384, metadata={"help": "tokens of the vocabulary trained on the documents"})
-    steps: int = field(default=2200, metadata={"help": "of pretraining"})
-    tune_steps: int = field(default=600, metadata={"help": "of fine-tuning"})
+    steps: int = field(default=2500, metadata={"help": "of pretraining"})
+    tune_steps: int = field(default=1500, metadata={"help": "of fine-tuning"})
     tokens: int = field(default=32768, metadata={"help": "of a step"})
     documents: int = field(
         default=12000, metadata={"help": "generated documents of the short length; of the long, an eighth"}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import tempfile
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -31,6 +32,7 @@ class Options:
     lengths: tuple[int, ...] = field(default=(512, 1024, 2048, 4096, 8192, 16384), metadata={"help": "tokens in a row"})
     backends: tuple[str, ...] = field(default=("naive", "sdpa", "flash"), metadata={"help": "attention backends"})
     steps: int = field(default=2, metadata={"help": "profiled steps"})
+    minutes: float = field(default=60.0, metadata={"help": "points not begun by then are left out"})
     out: str = field(default="results/step", metadata={"help": "writes .json and .png"})
 
 
@@ -46,9 +48,11 @@ def run(options: Options, command: str, words: list[str]) -> None:
         for n in options.lengths
         for backend in options.backends
     }
-    rows = []
+    rows, end = [], time.monotonic() + 60 * options.minutes
     for (length, backend), asked in configs.items():
         config = decide_memory(asked, asked, device)
+        if time.monotonic() > end:
+            break
         rows.append({"tokens": length, "backend": backend} | profiled(config, device, options.steps))
         print_row(rows[-1])
     config = next(iter(configs.values()))

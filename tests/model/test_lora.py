@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from longctx.model import GPT, GPTConfig, lora
@@ -95,7 +96,6 @@ def test_flops_of_weights_that_rest() -> None:
 
 
 def test_peft_reads_the_adapter(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2}
     AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=61, intermediate_size=80, **sizes)).save_pretrained(
@@ -108,6 +108,6 @@ def test_peft_reads_the_adapter(tmp_path: Path) -> None:
             torch.nn.init.normal_(p, std=0.1)
     lora.export_adapter(model, config, str(tmp_path / "base"), tmp_path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    opened = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    opened = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     expected = model(TOKENS)
     assert (opened(TOKENS).logits - expected).abs().max() < 1e-5 * expected.abs().max()

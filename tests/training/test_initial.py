@@ -170,6 +170,26 @@ def test_lora_from_start_to_export(
     assert "was trained without lora.rank" in capsys.readouterr().err
 
 
+def test_conversations_by_the_folders_own_template(start: Words, folder: Path, tmp_path: Path) -> None:
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    template += "{% if add_generation_prompt %}[assistant]{% endif %}"
+    named = [{"name": "default", "template": template}, {"name": "tools", "template": "x"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": named}))
+    talk = [{"role": "user", "content": "the row?"}, {"role": "assistant", "content": "a long text"}]
+    (tmp_path / "talks.jsonl").write_text("\n".join(json.dumps({"messages": talk * n}) for n in range(1, 12)))
+    words = {"data__path": tmp_path / "talks.jsonl", "data__chat": "true", "max_steps": 4, "checkpoint_every": 2}
+    assert train.main(start(name="r", keep_checkpoints=9, **words)) == 0
+    run = tmp_path / "runs" / "r"
+    whole = torch.load(runs.checkpoints(run)[-1], weights_only=True)["state_dict"]
+    assert (run / "chat_template.jinja").read_text() == template
+    runs.checkpoints(run)[-1].unlink()
+    (folder / "tokenizer_config.json").unlink()
+    assert train.main([f"resume={run}"]) == 0
+    again = torch.load(runs.checkpoints(run)[-1], weights_only=True)["state_dict"]
+    assert all(torch.equal(again[name], x) for name, x in whole.items())
+
+
 def test_rates_of_trained_weights_are_smaller() -> None:
     plain, tuned = TrainConfig(), TrainConfig(init="folder")
     assert complete(plain, "cpu").lr == 0.5 / plain.model.channels

@@ -63,6 +63,28 @@ def test_peaks_measured_on_a_gpu_are_within_three_percent() -> None:
     assert off == {}
 
 
+# Whole models on one H200, attention=flash with the hopper kernel, one micro-batch a step: GiB and tokens/s.
+WHOLE = [
+    ("124m", "fast", 16, 4096, 20.41, 432_778),
+    ("124m", "fast", 4, 16384, 20.41, 235_406),
+    ("1b", "fast", 4, 4096, 34.19, 63_120),
+    ("1b", "fast", 1, 16384, 34.19, 43_249),
+    ("1b", "balanced", 1, 65536, 30.07, 18_807),
+]
+
+
+@pytest.mark.parametrize(("model", "policy", "rows", "tokens", "gib", "speed"), WHOLE)
+def test_whole_models_take_the_memory_and_time_measured(
+    model: str, policy: str, rows: int, tokens: int, gib: float, speed: float
+) -> None:
+    words = [f"model={model}", f"memory={policy}", f"batch_size={rows}", f"seq_len={tokens}", "accumulate=1"]
+    config = replace(made(*words, "attention=flash", "++attention.options.kernel=hopper"), val_rows=0)
+    assert predict(config).peak / GIB == pytest.approx(gib, rel=0.03)
+    time = plan.seconds(config, H200)
+    assert time is not None
+    assert time.tokens / time.total == pytest.approx(speed, rel=0.1)
+
+
 def test_longer_rows_more_rows_and_more_layers_take_more() -> None:
     for policy in ("fast", "balanced", "long"):
         base = one_b(f"memory={policy}", "seq_len=8192", "batch_size=2", "accumulate=1")
