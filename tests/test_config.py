@@ -120,7 +120,7 @@ def test_model_auto_follows_the_device_and_keeps_what_was_said_about_it() -> Non
         ("passkey.kinds=[thread]", "passkey.kinds=['thread']: of passkey, needle"),
         ("passkey.samples=0", "passkey.samples=0: a number from 1 up"),
         ("data=mix", "data.mix is not set"),
-        ("lora.rank=8", "lora.rank=8: adds to trained weights, and init= names none"),
+        ("lora.rank=0", "lora.rank=0: a number from 1 up"),
         ("lora.targets=[q]", "lora.targets=['q']: of qkv"),
         ("seq_len_schedule=[[1000,5]]", "growing lengths that divide seq_len=4096"),
         ("seq_len_schedule=[[2048,5],[1024,5]]", "growing lengths that divide seq_len=4096"),

@@ -156,10 +156,6 @@ class TrainConfig:
         if self.rope.type != "keep" and self.init is None:
             raise ValueError(f"rope={self.rope.type}: stretches trained weights, and init= names none; leave rope out")
         self.lora.validate()
-        if self.lora.rank is not None and self.init is None:
-            raise ValueError(
-                f"lora.rank={self.lora.rank}: adds to trained weights, and init= names none; leave lora out"
-            )
         self.data.validate()
 
     def _validate_schedule(self) -> None:

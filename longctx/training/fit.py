@@ -54,6 +54,10 @@ def train(request: TrainConfig, choices: dict[str, str], changed: dict[str, str]
         )
     quiet_lightning()
     device = pick_device(request)
+    if request.lora.rank is not None and request.init is None:
+        raise ValueError(
+            f"lora.rank={request.lora.rank}: adds to trained weights, and init= names none; leave lora out"
+        )
     asked, asked_choices = request, choices
     if request.seq_len == LONGEST:
         request = replace(request, seq_len=SOME_ROW)

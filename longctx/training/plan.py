@@ -145,8 +145,10 @@ def seconds(config: CompleteConfig, chip: Chip) -> Seconds | None:
     again: float = {"none": 0, "mlp": after, "block": before + after}[memory.recompute or "none"]
     again += after * (1 - 1 / (memory.keep_every or 1)) if memory.recompute == "block" else 0
     rate = PRODUCTS * C / (C + SMALL) * peak
-    products = N * m.layers * (6 * (before + after) + 2 * again) / rate
-    loss = 6 * N * int(m.vocab_size or 0) * C / rate
+    added = config.lora.parameters(m)
+    each = 4 if added else 6  # weights that rest have no gradient
+    products = N * (m.layers * (each * (before + after) + 2 * again) + 6 * added) / rate
+    loss = each * N * int(m.vocab_size or 0) * C / rate
     moved = e * N * m.layers * (30 * C + 16 * m.ffn) * (1.3 if again else 1)
     attended = attention_seconds(config, chip)
     per_micro = {
@@ -158,14 +160,14 @@ def seconds(config: CompleteConfig, chip: Chip) -> Seconds | None:
     away = predict(config).host.get(KEPT, 0.0)
     compute = sum(per_micro.values())
     waiting = max(0.0, 2 * away / LINK - 0.8 * compute)
-    n = m.parameters()
+    n = added or m.parameters()
     update = {"fp32": 40, "bf16": 32}.get(memory.optimizer or "fp32", 0) * n / (STREAM * chip.bandwidth)
     if memory.optimizer == "host":
         update = 16 * n / LINK  # both averages there and back
     parts = {name: config.accumulate * s for name, s in (per_micro | {"waiting for the host": waiting}).items()}
     parts[OPTIMIZER] = update
     tokens = N * config.accumulate
-    work = tokens * m.flops_per_token(seen(config) / m.layers / T)
+    work = tokens * m.flops_per_token(seen(config) / m.layers / T, added)
     return Seconds(parts, tokens * config.devices, work / sum(parts.values()) / chip.flops)
 
 

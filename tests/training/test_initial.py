@@ -251,6 +251,7 @@ def test_what_the_weights_leave_open_can_be_said(start: Words, tmp_path: Path) -
         ({"model__layers": 3}, "model.layers=3: the weights of init="),
         ({"model__context": 3}, "model.context=3: the weights of init="),
         ({"model__vocab_size": 300}, "model.vocab_size=300: "),
+        ({"init": None, "lora__rank": 8}, "lora.rank=8: adds to trained weights, and init= names none"),
         ({"init": "nowhere"}, "init=nowhere: no such folder"),
         ({"init": ""}, "init= names no folder"),
         ({"init": "."}, "config.json: no such file"),
