@@ -81,7 +81,9 @@ def places(micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
     offsets = micro.mask.offsets.numpy().astype(np.int64)
     starts, lengths = offsets[:-1], np.diff(offsets)
     scored = (micro.targets.numpy() != IGNORED).reshape(-1)
-    full = _exponent(np.add.reduceat(scored, starts, dtype=np.int64) + 1)  # of a piece with n targets: log2(n + 1)
+    ends = np.where(scored, len(scored), np.arange(len(scored)))  # of what is scored without a gap from the beginning
+    run = np.minimum(np.minimum.reduceat(ends, starts), offsets[1:]) - starts
+    full = _exponent(run + 1)  # of a piece with n targets: log2(n + 1); in conversations the first target is none
     bucket = _exponent(np.arange(len(scored)) - np.repeat(starts, lengths) + 1)
     of_piece = np.repeat(full, lengths)
     kept = np.flatnonzero(scored & (bucket < of_piece))

@@ -39,6 +39,16 @@ def test_every_target_of_a_full_bucket_has_its_place() -> None:
     assert dict(zip(kept.tolist(), place.tolist(), strict=True)) == expected
 
 
+def test_targets_after_a_gap_fill_no_bucket() -> None:
+    conversation = row([16, 16], 0)
+    conversation["targets"][:5] = IGNORED  # what is asked
+    conversation["targets"][23:27] = IGNORED
+    place, kept, full = places(micro_batch([conversation]))
+    assert full.tolist() == [0, 3]
+    assert kept.tolist() == list(range(16, 23))
+    assert place.tolist() == [3 * MOST + int(math.log2(n)) for n in range(1, 8)]
+
+
 def test_buckets_are_those_of_pieces_that_fill_all_of_them() -> None:
     nats = [[0.0] * MOST for _ in range(MOST)]
     pieces = [0.0] * MOST
