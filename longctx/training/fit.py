@@ -25,6 +25,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from longctx import attention
 from longctx.data import Data, DataConfig, Mixture, load
 from longctx.kernels.selftest import SelfTestFailed
+from longctx.model.extension import RopeConfig
 from longctx.training import checkpoints, chips, lock, plan, runs
 from longctx.training.batches import train_loader
 from longctx.training.chips import GIB
@@ -60,7 +61,7 @@ def train(request: TrainConfig, choices: dict[str, str], changed: dict[str, str]
         )
     asked, asked_choices = request, choices
     if request.seq_len == LONGEST:
-        request = replace(request, seq_len=SOME_ROW)
+        request = replace(request, seq_len=SOME_ROW, rope=RopeConfig())  # stretched once the length is known
     preset = choices.get("model", "") + (" (model=auto)" if changed.get("model", "auto") == "auto" else "")
     if request.init is not None and request.resume is None:
         preset, request = model_of_folder(request, changed)
