@@ -15,10 +15,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -28,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from longctx.kernels.gluon import tma_add, tma_load, tma_store
 from longctx.kernels.hopper_forward import FIRST_BARRIER, addressable, bar_sync, descriptor, processors, receive, send
 from longctx.kernels.portable import LOG2E, rows_of_backward
 from longctx.kernels.walk import batch_stride, boundary, heads_together, place, walk
@@ -43,13 +42,6 @@ class Config(NamedTuple):
 
 CONFIGS = {64: Config(128, 128, 240), 128: Config(64, 128, 240)}  # by head size
 KEYS = gl.constexpr(64)  # of a consumer warpgroup
-
-
-@builtin
-def tma_reduce_add(desc, coord, src, _semantic=None):
-    """Add a tile in shared memory to global memory; Gluon has it under a name of its own from Triton 3.9 on."""
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
 
 @gluon.jit
@@ -87,20 +79,20 @@ def producer(
         n = masked + full_hi - full_lo
         mbarrier.wait(kve, (done & 1) ^ 1)
         mbarrier.expect(kvf, 2 * BN * D * 2)
-        tma.async_copy_global_to_shared(k, [b, n0, hk, 0], kvf, ks.index(0).reshape([1, BN, 1, D]))
+        tma_load(k, [b, n0, hk, 0], kvf, ks.index(0).reshape([1, BN, 1, D]))
         for c in gl.static_range(2):
-            tma.async_copy_global_to_shared(v, [b, n0 + c * KEYS, hk, 0], kvf, vs.index(c).reshape([1, KEYS, 1, D]))
+            tma_load(v, [b, n0 + c * KEYS, hk, 0], kvf, vs.index(c).reshape([1, KEYS, 1, D]))
         for x in range(n * GROUP):
             h = hk * GROUP + x // n
             m0 = nth_query(x % n, lo, full_lo, full_hi, masked, BM)
             s = it & 1
             mbarrier.wait(qe.index(s), ((it >> 1) & 1) ^ 1)
             mbarrier.expect(qf.index(s), BM * D * 2 + BM * 4)
-            tma.async_copy_global_to_shared(q, [b, m0, h, 0], qf.index(s), qs.index(s).reshape([1, BM, 1, D]))
-            tma.async_copy_global_to_shared(lse2, [b * Hq + h, m0], qf.index(s), lses.index(s))
+            tma_load(q, [b, m0, h, 0], qf.index(s), qs.index(s).reshape([1, BM, 1, D]))
+            tma_load(lse2, [b * Hq + h, m0], qf.index(s), lses.index(s))
             mbarrier.expect(dof.index(s), BM * D * 2 + BM * 4)
-            tma.async_copy_global_to_shared(do, [b, m0, h, 0], dof.index(s), dos.index(s).reshape([1, BM, 1, D]))
-            tma.async_copy_global_to_shared(delta, [b * Hq + h, m0], dof.index(s), deltas.index(s))
+            tma_load(do, [b, m0, h, 0], dof.index(s), dos.index(s).reshape([1, BM, 1, D]))
+            tma_load(delta, [b * Hq + h, m0], dof.index(s), deltas.index(s))
             it += 1
         t = gl.atomic_add(counter, 1) + gl.num_programs(0)
         done += 1
@@ -122,9 +114,9 @@ def product_dq(ds, k, BM: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def add_dq(dq, part, b, m0, h, BM: gl.constexpr, C: gl.constexpr):
     if BM == 64:
-        tma_reduce_add(dq, [b, m0, h, C * 64], part.reshape([1, 64, 1, 64]))
+        tma_add(dq, [b, m0, h, C * 64], part.reshape([1, 64, 1, 64]))
     else:
-        tma_reduce_add(dq, [b, m0 + C * 64, h, 0], part.reshape([1, 64, 1, 64]))
+        tma_add(dq, [b, m0 + C * 64, h, 0], part.reshape([1, 64, 1, 64]))
 
 
 @gluon.jit
@@ -215,11 +207,11 @@ def consumer(
                     it += 1
         v_mine.store(dv.to(dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(dv_out, [b, n0 + C * KEYS, hk, 0], v_mine.reshape([1, KEYS, 1, D]))
+        tma_store(dv_out, [b, n0 + C * KEYS, hk, 0], v_mine.reshape([1, KEYS, 1, D]))
         tma.store_wait(0)
         v_mine.store((dk * scale).to(dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(dk_out, [b, n0 + C * KEYS, hk, 0], v_mine.reshape([1, KEYS, 1, D]))
+        tma_store(dk_out, [b, n0 + C * KEYS, hk, 0], v_mine.reshape([1, KEYS, 1, D]))
         tma.store_wait(0)
         mbarrier.arrive(kve, count=1)
         done += 1

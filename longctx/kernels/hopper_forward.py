@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from longctx.kernels.gluon import tma_load, tma_store
 from longctx.kernels.portable import LN2, LOG2E
 from longctx.kernels.walk import batch_stride, boundary, heads_together, place, walk
 
@@ -95,19 +96,17 @@ def producer(
         for c in gl.static_range(CONSUMERS):
             mbarrier.wait(qe.index(c), (done & 1) ^ 1)
             mbarrier.expect(qf.index(c), ROWS * D * 2)
-            tma.async_copy_global_to_shared(
-                q, [b, m0 + c * ROWS, h, 0], qf.index(c), qs.index(c).reshape([1, ROWS, 1, D])
-            )
+            tma_load(q, [b, m0 + c * ROWS, h, 0], qf.index(c), qs.index(c).reshape([1, ROWS, 1, D]))
         for i in range(n):
             j = gl.where(i < masked, boundary(i, lo, full_lo, full_hi), full_lo + i - masked) * BN
             s = it % STAGES
             ph = (it // STAGES) & 1
             mbarrier.wait(ke.index(s), ph ^ 1)
             mbarrier.expect(kf.index(s), BN * D * 2)
-            tma.async_copy_global_to_shared(k, [b, j, hk, 0], kf.index(s), ks.index(s).reshape([1, BN, 1, D]))
+            tma_load(k, [b, j, hk, 0], kf.index(s), ks.index(s).reshape([1, BN, 1, D]))
             mbarrier.wait(ve.index(s), ph ^ 1)
             mbarrier.expect(vf.index(s), BN * D * 2)
-            tma.async_copy_global_to_shared(v, [b, j, hk, 0], vf.index(s), vs.index(s).reshape([1, BN, 1, D]))
+            tma_load(v, [b, j, hk, 0], vf.index(s), vs.index(s).reshape([1, BN, 1, D]))
             it += 1
         t = gl.atomic_add(counter, 1) + gl.num_programs(0)
         done += 1
@@ -255,7 +254,7 @@ def consumer(
         tma.store_wait(0)
         out_mine.store(acc.to(dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(out, [b, m0 + C * ROWS, h, 0], out_mine.reshape([1, ROWS, 1, D]))
+        tma_store(out, [b, m0 + C * ROWS, h, 0], out_mine.reshape([1, ROWS, 1, D]))
         it += n
         done += 1
         t = receive(mail, mf, me, done)

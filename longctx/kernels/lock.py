@@ -25,7 +25,7 @@ from longctx.kernels.selftest import whole
 FORMAT = 1
 SOURCES = {
     "triton-portable": ("portable.py", "walk.py"),
-    "triton-hopper": ("hopper_*.py", "portable.py", "walk.py"),
+    "triton-hopper": ("hopper_*.py", "gluon.py", "portable.py", "walk.py"),
     "torch-tiled": ("tiled.py",),
 }
 TOKENS = 1000  # of the fingerprint

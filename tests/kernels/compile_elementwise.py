@@ -2,19 +2,14 @@
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
-import triton
-from triton.backends.compiler import GPUTarget
+from compile_report import build
 from triton.compiler import ASTSource
 
 from longctx.kernels import cross_entropy, swiglu
 
 POINTERS = {"target": "*i64", "loss": "*fp32", "scale": "*fp32"}
-PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
 
 def compiled(kernel, capability, warps, dtype, **constants):
@@ -25,13 +20,7 @@ def compiled(kernel, capability, warps, dtype, **constants):
 
     signature = {name: kind(name) for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constants)
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
-        ptx.write(made.asm["ptx"])
-        ptx.flush()
-        target = f"sm_{capability}{'a' if capability == 90 else ''}"
-        command = [PTXAS, "-v", f"--gpu-name={target}", ptx.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    _, said = build(source, capability, num_warps=warps)
     return sum(int(n) for n in re.findall(r"(\d+) bytes spill", said))
 
 

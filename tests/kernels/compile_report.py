@@ -3,12 +3,11 @@
 A script of its own: it needs Triton's compiler, and the other tests of a machine without a GPU run in Triton's interpreter.
 """
 
+import io
 import json
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
+from contextlib import redirect_stdout
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -19,6 +18,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from longctx.kernels import hopper_backward, hopper_forward, portable
 from longctx.kernels.launch import table
 
+triton.knobs.compilation.always_compile = True  # a cached kernel comes without what ptxas said of it
+triton.knobs.nvidia.dump_ptxas_log = True
 layout = gl.NVMMASharedLayout.get_default_for
 SCALARS = {"lse": "*fp32", "first": "*i32", "last": "*i32", "qfirst": "*i32", "qlast": "*i32", "counter": "*i32"}
 
@@ -26,6 +27,14 @@ SCALARS = {"lse": "*fp32", "first": "*i32", "last": "*i32", "qfirst": "*i32", "q
 def box(rows, columns, dtype=gl.bfloat16, name="bf16"):
     shape = [1, rows, 1, columns]
     return f"tensordesc<{name}{shape},{layout(shape, dtype)!r}>"
+
+
+def build(source, capability, **options):
+    """A kernel compiled for that GPU, and what ptxas said of it: Triton's own call, which knows its ptxas and its options."""
+    with redirect_stdout(io.StringIO()) as log:
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert "Used" in log.getvalue(), "Triton printed no log of ptxas"
+    return compiled, log.getvalue()
 
 
 def ptxas(kernel, constants, descriptors):
@@ -37,13 +46,7 @@ def ptxas(kernel, constants, descriptors):
         for name in kernel.arg_names
     }
     source = GluonASTSource(kernel, signature, constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
-        ptx.write(compiled.asm["ptx"])
-        ptx.flush()
-        command = [tool, "-v", "--gpu-name=sm_90a", ptx.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    compiled, said = build(source, 90, num_warps=4)
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", said))
     return {"spilled": spilled, "shared": compiled.metadata.shared, "warnings": re.findall(r"C7\d+", said)}
 
@@ -100,8 +103,7 @@ def shipped(arch, capability, tma):
                     if signature[x].startswith("*") or (x.startswith("stride_") and x != "stride_ib")
                 }
                 source = ASTSource(kernel, signature, constants, aligned)
-                options = {"num_warps": warps, "num_stages": stages}
-                compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+                compiled, _ = build(source, capability, num_warps=warps, num_stages=stages)
                 found[f"{arch} {name} {head_dim} {[BM, BN, warps, stages]}"] = compiled.metadata.shared
     return found
 

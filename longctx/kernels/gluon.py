@@ -1,0 +1,22 @@
+"""One name for each thing that Gluon has under different names from Triton 3.6 to 3.9, chosen by what is installed.
+
+Triton 3.8 renamed the copies between global and shared memory and made the reduction public; 3.9 removed the old names.
+"""
+
+from typing import Any
+
+from triton._C.libtriton import ir
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+
+@builtin
+def _reduce_add(desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+
+
+renamed = hasattr(tma, "async_load")
+tma_load = tma.async_load if renamed else tma.async_copy_global_to_shared  # (descriptor, coordinates, barrier, shared)
+tma_store = tma.async_store if renamed else tma.async_copy_shared_to_global  # (descriptor, coordinates, shared)
+tma_add = tma.async_atomic_add if hasattr(tma, "async_atomic_add") else _reduce_add  # as tma_store, but adds
