@@ -243,6 +243,7 @@ def run(
         trainer = lightning_trainer(config, device, config.max_steps - done, [recorder])
         with within_memory(device):
             trainer.fit(module, loader, ckpt_path=start, weights_only=True)
+        leave_group()
         code = 0 if recorder.stopped_by is None else 128 + recorder.stopped_by
     except SelfTestFailed as error:
         problem = str(error)
@@ -266,6 +267,13 @@ def run(
     if problem:
         print(f"error: {problem}", file=sys.stderr)
     return code
+
+
+def leave_group() -> None:
+    """Part from the other processes together, while all are there: gloo's threads do not outlive an interpreter's exit."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 def lightning_trainer(config: CompleteConfig, device: str, steps: int, callbacks: list[pl.Callback]) -> pl.Trainer:
