@@ -44,7 +44,11 @@ def asked(words: config.Words) -> int:
     if words.sweep:
         raise ValueError("-m: eval.py does one evaluation at a time; call it once for each")
     composed = config.compose("eval", words.overrides)
-    evaluate(composed.config, names_data(composed.changed), words.overrides)
+    other_data = names_data(composed.changed)
+    for key in ("data", "split"):
+        if composed.config.tasks and key in composed.changed:
+            raise ValueError(f"{key}={composed.changed[key]}: tasks bring their own documents; leave {key} out")
+    evaluate(composed.config, other_data, words.overrides)
     return 0
 
 
@@ -249,7 +253,9 @@ def opened(asked: EvalConfig, device: "torch.device", other_data: bool) -> Subje
     from longctx.model import huggingface
     from longctx.training import checkpoints, runs
 
-    given = Path(asked.checkpoint or "")
+    if not asked.checkpoint:
+        raise ValueError("checkpoint= names nothing; give a run, such as checkpoint=runs/NAME")
+    given = Path(asked.checkpoint)
     if huggingface.is_folder(given):
         if not other_data and not asked.passkey.enabled and not asked.tasks:
             raise ValueError(

@@ -76,6 +76,7 @@ def compose(script: str, overrides: list[str], gpu: bool = False) -> Composed:
     validate = getattr(config, "validate", None)
     if validate is not None:
         validate()
+    _check_switches(config, changed)
     return Composed(config, choices, changed)
 
 
@@ -103,7 +104,16 @@ def from_file(script: str, path: Path, overrides: list[str]) -> Composed:
             OmegaConf.update(merged, key, _parse([word])[0].value(), force_add=_is_open(script, key))
         config: Any = OmegaConf.to_object(merged)
     config.validate()
+    _check_switches(config, changed)
     return Composed(config, {}, changed)
+
+
+def _check_switches(config: Any, changed: dict[str, str]) -> None:
+    """ValueError for a word about what is switched off, such as passkey.samples=3 without passkey=true."""
+    for key, value in changed.items():
+        group, _, name = key.partition(".")
+        if name not in ("", "enabled") and not getattr(getattr(config, group), "enabled", True):
+            raise ValueError(f"{key}={value}: does nothing without {group}=true")
 
 
 def jobs(overrides: list[str]) -> list[list[str]]:
@@ -226,6 +236,8 @@ def _checked_word(script: str, word: str) -> str:
                 raise ValueError(f"{bare}={name}: not one of {', '.join(sorted(names))}{_closest(name, names)}")
     elif f"{bare}.enabled" in keys and value.lower() in ("true", "false"):
         return f"{bare}.enabled={value}"
+    elif f"{bare}.enabled" in keys:
+        raise ValueError(f"{word}: must be true or false")
     elif any(other.startswith(bare + ".") for other in keys):
         inner = next(key for key in keys if key.startswith(bare + "."))
         raise ValueError(f"{word}: {bare} has keys of its own, such as {inner}")

@@ -10,7 +10,7 @@ import yaml
 
 from longctx import config
 from longctx.data.config import DataConfig
-from longctx.evaluation.config import PasskeyConfig
+from longctx.evaluation.config import EvalConfig, PasskeyConfig
 from longctx.model.config import LoraConfig
 from longctx.model.extension import RopeConfig
 from longctx.model.memory import MemoryConfig
@@ -114,13 +114,15 @@ def test_model_auto_follows_the_device_and_keeps_what_was_said_about_it() -> Non
         ("=3", "=3: not of the form key=value"),
         ("resume=", "resume= names no run"),
         ("rope=yarn", "rope=yarn: stretches trained weights, and init= names none"),
-        ("passkey=yes", "passkey has keys of its own, such as passkey.enabled"),
+        ("passkey=yes", "passkey=yes: must be true or false"),
+        ("passkey.samples=3", "passkey.samples=3: does nothing without passkey=true"),
+        ("lora.scaling=3", "lora.scaling=3.0: does nothing without lora.rank"),
         ("passkey.depths=[2]", "passkey.depths=[2.0]: shares from 0 to 1"),
         ("passkey.lengths=[64]", "passkey.lengths=[64]: lengths from 128 tokens up"),
         ("passkey.kinds=[thread]", "passkey.kinds=['thread']: of passkey, needle"),
         ("passkey.samples=0", "passkey.samples=0: a number from 1 up"),
         ("data=mix", "data.mix is not set"),
-        ("lora.rank=0", "lora.rank=0: a number from 1 up"),
+        ("lora.rank=0", "lora.rank=0: a number from 1 to 4,096"),
         ("lora.targets=[q]", "lora.targets=['q']: of qkv"),
         ("seq_len_schedule=[[1000,5]]", "growing lengths that divide seq_len=4096"),
         ("seq_len_schedule=[[2048,5],[1024,5]]", "growing lengths that divide seq_len=4096"),
@@ -241,7 +243,17 @@ def test_help_lists_every_key_and_preset() -> None:
 
 @pytest.mark.parametrize(
     "schema",
-    [TrainConfig, StrategyConfig, WandbConfig, DataConfig, MemoryConfig, RopeConfig, PasskeyConfig, LoraConfig],
+    [
+        TrainConfig,
+        StrategyConfig,
+        WandbConfig,
+        DataConfig,
+        MemoryConfig,
+        RopeConfig,
+        PasskeyConfig,
+        LoraConfig,
+        EvalConfig,
+    ],
 )
 def test_every_key_has_a_meaning(schema: type) -> None:
     nested = {"attention", "model", "data", "strategy", "wandb", "kernel", "memory", "rope", "passkey", "lora"}

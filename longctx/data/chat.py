@@ -95,7 +95,7 @@ class Template:
         data = json.loads(json.dumps({"messages": messages, "tools": tools or None}))
         try:
             return self.template.render(**data, add_generation_prompt=prompt, documents=None, **self.tokens)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, RecursionError) as error:
+        except Exception as error:  # somebody else's program: it can raise anything
             raise ValueError(f"{place}: the chat template does not take it ({error})") from error
 
 

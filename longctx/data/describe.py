@@ -61,10 +61,8 @@ def help_text() -> str:
         f"  {'out=lengths.png':<34}picture of the document lengths; null: none",
     ]
     meanings = re.findall(r"^    (\w+): [^#\n]*  # (.*)$", inspect.getsource(DataConfig), re.MULTILINE)
-    defaults = {
-        field.name: {None: "null", dataclasses.MISSING: "{}"}.get(field.default, field.default)
-        for field in dataclasses.fields(DataConfig)
-    }
+    words = {None: "null", dataclasses.MISSING: "{}", False: "false"}
+    defaults = {field.name: words.get(field.default, field.default) for field in dataclasses.fields(DataConfig)}
     lines += [f"  {f'data.{name}={defaults[name]}':<34}{meaning}" for name, meaning in meanings]
     return "\n".join(lines)
 

@@ -51,9 +51,7 @@ class EvalConfig:
     precision: str = "auto"  # auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp32
     compile: bool = False  # torch.compile of each block: takes seconds, then a third faster; for millions of tokens
     wandb: str = "disabled"  # send the result there too: disabled | auto | online | offline
-    tasks: list[str] = field(
-        default_factory=list
-    )  # run these of lm-evaluation-harness instead, such as [wikitext,lambada]
+    tasks: list[str] = field(default_factory=list)  # run these of lm-evaluation-harness instead, such as [wikitext]
     tasks_path: str | None = None  # folder with the YAML files of further tasks
     fewshot: int | None = None  # solved examples before each question of a task; null: as the task says
     attention: AttentionConfig = field(default_factory=AttentionConfig)
@@ -85,6 +83,11 @@ class EvalConfig:
         if self.passkey.enabled and self.devices > 1:
             raise ValueError(f"devices={self.devices}: passkey=true runs on one device; leave devices out")
         self._validate_tasks()
+        unused = ("stride", "contexts", "batch_size") if self.passkey.enabled else ("contexts",) if self.tasks else ()
+        for key in unused:
+            if getattr(self, key) is not None:
+                what = "tasks have" if self.tasks else "passkey=true has"
+                raise ValueError(f"{key}={getattr(self, key)}: {what} no use for it; leave {key} out")
         self.data.validate()
 
     def _validate_tasks(self) -> None:

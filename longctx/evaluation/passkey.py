@@ -69,11 +69,7 @@ def recall(
     The same arguments give the same texts. `dtype` is autocast's. Raises ValueError where `filler` is shorter than a
     quarter of a text, which would then be repeated too often to be a text.
     """
-    if 4 * len(filler) < max(lengths):
-        raise ValueError(
-            f"passkey: the documents have {len(filler):,} tokens, too few to fill {max(lengths):,}; "
-            "give longer ones with data=text data.path=..., or shorter passkey.lengths"
-        )
+    check_texts(tokenizer, filler, lengths, kinds)
     cells = [Cell(kind, length, depth) for kind in kinds for length in lengths for depth in depths]
     device = next(model.parameters()).device
     training = model.training
@@ -85,6 +81,17 @@ def recall(
     finally:
         model.train(training)
     return cells
+
+
+def check_texts(tokenizer: Tokenizer, filler: np.ndarray, lengths: Sequence[int], kinds: Sequence[str]) -> None:
+    """ValueError where `filler` is too short for texts of the longest of `lengths`, or the shortest holds no fact."""
+    if 4 * len(filler) < max(lengths):
+        raise ValueError(
+            f"passkey: the documents have {len(filler):,} tokens, too few to fill {max(lengths):,}; "
+            "give longer ones with data=text data.path=..., or shorter passkey.lengths"
+        )
+    for _ in _texts([Cell(kind, min(lengths), 0.0) for kind in kinds], tokenizer, filler, 1):
+        pass
 
 
 def filler_of(documents: Iterable[Document], tokenizer: Tokenizer, tokens: int) -> np.ndarray:

@@ -21,11 +21,16 @@ class LoraConfig:
     def validate(self) -> None:
         """Raise ValueError naming the first key whose value makes no sense."""
         if self.rank is not None and not 1 <= self.rank <= 4096:
-            raise ValueError(f"lora.rank={self.rank}: a number from 1 up, or null for none")
+            raise ValueError(f"lora.rank={self.rank}: a number from 1 to 4,096, or null for none")
         if not 0 < self.scaling < float("inf"):
             raise ValueError(f"lora.scaling={self.scaling}: a number above 0")
         if not self.targets or set(self.targets) - set(LORA_TARGETS) or len(set(self.targets)) < len(self.targets):
             raise ValueError(f"lora.targets={self.targets}: of {', '.join(LORA_TARGETS)}, each once")
+        for key in ("scaling", "targets"):
+            if self.rank is None and getattr(self, key) != getattr(LoraConfig(), key):
+                raise ValueError(
+                    f"lora.{key}={getattr(self, key)}: does nothing without lora.rank, such as lora.rank=16"
+                )
 
     def parameters(self, model: GPTConfig) -> int:
         """Trained parameters beside those of `model`, which rest; 0 without LoRA."""

@@ -49,9 +49,10 @@ class RopeConfig:
             raise ValueError(f"rope.original={self.original}: a number of tokens from 2 up")
         if self.theta is not None and not 1 < self.theta < float("inf"):
             raise ValueError(f"rope.theta={self.theta}: a number above 1")
-        if (self.theta is not None) != (self.type == "abf"):
-            wanted = "rope=abf" if self.type != "abf" else "its new base, such as rope.theta=5000000"
-            raise ValueError(f"rope={self.type} rope.theta={self.theta}: rope.theta goes with {wanted}")
+        if self.type == "abf" and self.theta is None:
+            raise ValueError("rope=abf: needs the new base of the frequencies, such as rope.theta=5000000")
+        if self.type != "abf" and self.theta is not None:
+            raise ValueError(f"rope={self.type} rope.theta={self.theta}: rope.theta goes with rope=abf")
         for key in ("factor", "original"):
             if getattr(self, key) is not None and self.type in ("keep", "abf", "auto"):
                 raise ValueError(f"rope.{key}={getattr(self, key)}: not used by rope={self.type}")

@@ -81,7 +81,7 @@ def read(folder: Path, most: int) -> Run:
     run = Run(folder, printable(folder.resolve().name), config, figures(rows), curves(rows, most), [], "")
     run.ended = ending(run.figures.get("step", 0), config.get("max_steps"), training)
     if skipped:
-        run.notes.append(f"{printable(str(folder))}: {skipped} of metrics.jsonl is incomplete and left out")
+        run.notes.append(f"{printable(str(folder))}: left out as incomplete: {skipped} of metrics.jsonl")
     run.evaluations, run.passkeys, run.tasks, wrong = evaluations(folder)
     run.notes += [f"{printable(str(path))}: not an evaluation's JSON, left out" for path in wrong]
     try:
@@ -105,7 +105,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         loaded = yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise NotARun(f"{path}: cannot be read as YAML: {error}") from error
+        raise NotARun(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from error
     if not isinstance(loaded, dict):
         raise NotARun(f"{path}: not the configuration of a run; it should hold key: value lines")
     return flat(loaded)

@@ -77,7 +77,9 @@ def read(path: Path, parts: Collection[str] = ("state_dict",)) -> dict[str, Any]
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise ValueError(f"{path}: cannot be read safely, it holds more than tensors and plain values") from error
-    except (RuntimeError, EOFError, ValueError) as error:
+    except (RuntimeError, EOFError, ValueError, OSError) as error:
+        if isinstance(error, PermissionError):
+            raise
         raise ValueError(f"{path}: not a checkpoint, or not a whole one: torch cannot open it") from error
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("longctx"), dict):
         raise ValueError(f"{path}: a checkpoint of another program; longctx reads those that train.py wrote")

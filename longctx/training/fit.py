@@ -38,6 +38,7 @@ from longctx.training.recorder import Recorder
 from longctx.training.schedule import Schedule
 from longctx.training.sweep import RESULT_VARIABLE
 from longctx.training.tracking import Tracker
+from longctx.training.validation import check_facts
 
 SOME_ROW = 4096  # tokens of a row while those of seq_len=max are not known
 RUN_VARIABLE = "LONGCTX_RUN"  # the folder, for the other ranks of a run
@@ -76,6 +77,7 @@ def train(request: TrainConfig, choices: dict[str, str], changed: dict[str, str]
         return train(replace(asked, seq_len=longest_rows(request, config, device)), asked_choices, changed)
     data = load(data_of(config), config.seq_len)
     config = decide_memory(fit_vocabulary(config, data), request, device)
+    check_facts(data, config)
     if config.resume is not None:
         folder = Path(config.resume)
         with runs.locked(folder) if rank() == 0 else nullcontext():

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longctx.data import Data, Mixture
 from longctx.data.rows import IGNORED
-from longctx.evaluation.passkey import filler_of, recall
+from longctx.evaluation.passkey import check_texts, filler_of, recall
 from longctx.evaluation.windows import Document
 from longctx.training.batches import MicroBatch, StepBatch, validation_batches
 from longctx.training.config import CompleteConfig
@@ -60,10 +60,8 @@ def validate(module: TrainingModule, data: Data | Mixture, config: CompleteConfi
 
 def facts_found(module: TrainingModule, data: Data | Mixture, config: CompleteConfig) -> dict[str, float]:
     """The share of hidden facts that the model finds, for each kind and length; every rank asks for all of them."""
-    asked, split = config.passkey, "val" if len(data.split["val"]) else "train"
-    lengths = asked.lengths or [config.seq_len]
-    unseen = (Document(*document) for document in data.documents(split))
-    filler = filler_of(unseen, data.tokenizer, 4 * max(lengths))
+    asked, lengths = config.passkey, config.passkey.lengths or [config.seq_len]
+    filler = _filler(data, lengths)
     dtype = torch.bfloat16 if config.precision == "bf16" else None
     depths = asked.depths or DEPTHS
     cells = _eager(recall, module.model, data.tokenizer, filler, lengths, depths, asked.samples, asked.kinds, dtype)
@@ -71,6 +69,18 @@ def facts_found(module: TrainingModule, data: Data | Mixture, config: CompleteCo
     for cell in cells:
         groups[cell.kind, cell.length] += cell.right
     return {f"{FOUND}/{kind}/{n}": right / (len(depths) * asked.samples) for (kind, n), right in groups.items()}
+
+
+def check_facts(data: Data | Mixture, config: CompleteConfig) -> None:
+    """ValueError where passkey=true and no such texts can be made of the documents of `data`."""
+    if config.passkey.enabled:
+        lengths = config.passkey.lengths or [config.seq_len]
+        check_texts(data.tokenizer, _filler(data, lengths), lengths, config.passkey.kinds)
+
+
+def _filler(data: Data | Mixture, lengths: list[int]) -> np.ndarray:
+    unseen = (Document(*document) for document in data.documents("val" if len(data.split["val"]) else "train"))
+    return filler_of(unseen, data.tokenizer, 4 * max(lengths))
 
 
 def places(micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:

@@ -120,6 +120,8 @@ def test_a_wrong_conversation_is_one_line(folder: Path, row: dict[str, Any], mes
         ("{% for", "its chat template is not one"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "the chat template does not take it .*unsafe"),
         ("{{ messages.append(1) }}", "the chat template does not take it .*unsafe"),
+        ("{% for x in range(10**9) %}{% endfor %}", "the chat template does not take it .*too big"),
+        ("{{ 1 / 0 }}", "the chat template does not take it"),
         ("{{ messages[9].role }}", "the chat template does not take it"),
         (
             "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",

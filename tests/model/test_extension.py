@@ -86,7 +86,7 @@ def test_auto_goes_on_with_the_scaling_that_the_weights_know(
         ({"context": 16384}, {"type": "yarn"}, "rope=yarn: the weights' 16,384 tokens hold seq_len=8192 already"),
         ({"context": None}, {"type": "yarn"}, "the length that the weights were trained for is not known"),
         ({}, {"type": "yrn"}, "rope=yrn: one of keep, auto, abf"),
-        ({}, {"type": "abf"}, "rope.theta goes with its new base"),
+        ({}, {"type": "abf"}, "rope=abf: needs the new base"),
         ({}, {"type": "yarn", "theta": 1e6}, "rope.theta goes with rope=abf"),
         ({}, {"type": "auto", "factor": 2.0}, "rope.factor=2.0: not used by rope=auto"),
         ({}, {"type": "yarn", "factor": float("nan")}, "rope.factor=nan: a number from 1 up"),

@@ -156,6 +156,7 @@ def test_a_finished_run_goes_on_with_more_steps(
         ({"data.path": "EMPTY"}, "data.path"),
         ({"data.path": "SHORT"}, "no document has 2 tokens"),
         ({"runs": "/proc/runs"}, "runs=/proc/runs"),
+        ({"passkey": "true", "passkey.lengths": "[1000000]"}, "too few to fill 1,000,000"),
     ],
 )
 def test_a_mistake_leaves_no_run_behind(
@@ -256,6 +257,13 @@ def test_wandb_is_not_imported_when_disabled(words: Words) -> None:
 def test_a_foreign_checkpoint_is_one_clear_line(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.ckpt").write_bytes(content)
     with pytest.raises(ValueError, match=r"x\.ckpt"):
+        load_model(tmp_path / "x.ckpt")
+
+
+def test_a_torn_checkpoint_is_named(tmp_path: Path) -> None:
+    torch.save({"x": torch.zeros(10_000)}, tmp_path / "x.ckpt")
+    (tmp_path / "x.ckpt").write_bytes((tmp_path / "x.ckpt").read_bytes()[:20_000])
+    with pytest.raises(ValueError, match=r"x\.ckpt: not a checkpoint, or not a whole one"):
         load_model(tmp_path / "x.ckpt")
 
 
