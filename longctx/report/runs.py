@@ -154,8 +154,11 @@ def is_row(value: Any) -> bool:
 
 
 def is_training(folder: Path) -> bool:
-    """Whether a process trains the run now: it holds a lock on the folder."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    """Whether a process trains the run now: it holds a lock on the folder; FileNotFoundError, one line, where it is gone."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{folder}: the folder is gone; it was deleted or moved") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

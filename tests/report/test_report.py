@@ -279,6 +279,11 @@ def test_watch_follows_until_the_process_ends(tmp_path, capsys, monkeypatch):
     assert lines[-1] == "finished"
 
 
+def test_watch_of_a_folder_that_is_deleted_says_so(tmp_path):
+    with pytest.raises(FileNotFoundError, match="r: the folder is gone"):
+        list(watch.following(tmp_path / "r", watch.Tail(tmp_path / "r"), []))
+
+
 def test_watch_starts_again_where_the_file_was_replaced(tmp_path):
     folder = make(tmp_path / "a", [step(1), step(2), step(3)])
     tail = watch.Tail(folder)
