@@ -102,7 +102,8 @@ def evaluate(asked: EvalConfig, other_data: bool, words: list[str]) -> None:
         if asked.devices > 1:
             result = merged([to_plain(result), *others.parts()])
     result.require_scores()
-    about = {
+    about: dict[str, Any] = {
+        "asked": decisive(asked),
         "checkpoint": str(subject.file),
         "scored": asdict(asked.data) if other_data else f"{asked.split} split of the run's data",
         "trained_seq_len": subject.seq_len,
@@ -117,7 +118,7 @@ def evaluate(asked: EvalConfig, other_data: bool, words: list[str]) -> None:
     }
     what = asked.data.source if other_data else asked.split
     name = subject.file.stem if run else subject.file.name
-    path = results / f"{what}-{name}-{context}-{result.stride}-{backend}.json"
+    path = report.place(results / f"{what}-{name}-{context}-{result.stride}-{backend}.json", about["asked"])
     found = report.content(result, about, subject.tokenizer.decode)
     report.show(result, subject.tokenizer.decode)
     print(report.speed(found))
@@ -125,6 +126,12 @@ def evaluate(asked: EvalConfig, other_data: bool, words: list[str]) -> None:
     plots.draw(found, path.with_suffix(".png"))
     to_wandb(asked, subject, found, path.with_suffix(".png"))
     print(path)
+
+
+def decisive(asked: EvalConfig) -> dict[str, Any]:
+    """The keys that decide what is measured, without those that say where it runs and how fast."""
+    place = ("checkpoint", "device", "devices", "batch_size", "compile", "wandb")
+    return {key: value for key, value in asdict(asked).items() if key not in place}
 
 
 def to_wandb(asked: EvalConfig, subject: Subject, found: dict[str, Any], picture: Path | None) -> None:
@@ -162,7 +169,8 @@ def probe(asked: EvalConfig, subject: Subject, other_data: bool, context: int, d
         asked.passkey.kinds,
         dtype,
     )
-    about = {
+    about: dict[str, Any] = {
+        "asked": decisive(asked),
         "checkpoint": str(subject.file),
         "filler": f"{asked.split} split of the run's data" if own else asdict(asked.data),
         "trained_seq_len": subject.seq_len,
@@ -172,6 +180,7 @@ def probe(asked: EvalConfig, subject: Subject, other_data: bool, context: int, d
     }
     name = subject.file.stem if subject.run else subject.file.name
     path = subject.folder / "eval" / f"passkey-{name}-{max(lengths)}-{asked.attention.backend}.json"
+    path = report.place(path, about["asked"])
     content = heatmap.content(cells, about)
     heatmap.show(cells)
     report.write(content, path)
@@ -194,7 +203,8 @@ def run_tasks(asked: EvalConfig, subject: Subject, context: int, dtype: "torch.d
     folder = None if asked.tasks_path is None else Path(asked.tasks_path)
     started = time.perf_counter()
     found = evaluate_tasks(lm, asked.tasks, subject.folder, folder, asked.documents, asked.fewshot)
-    about = {
+    about: dict[str, Any] = {
+        "asked": decisive(asked),
         "checkpoint": str(subject.file),
         "trained_seq_len": subject.seq_len,
         "context": context,
@@ -206,6 +216,7 @@ def run_tasks(asked: EvalConfig, subject: Subject, context: int, dtype: "torch.d
     }
     name = subject.file.stem if subject.run else subject.file.name
     path = subject.folder / "eval" / f"tasks-{'-'.join(asked.tasks)[:80]}-{name}-{context}.json"
+    path = report.place(path, about["asked"])
     report.show_tasks(scores(found["results"]))
     report.write(about | found, path)
     to_wandb(asked, subject, about | found, None)

@@ -277,3 +277,19 @@ def test_passkeys_of_a_run_and_of_its_export(
     assert "too few to fill 128,000" in capsys.readouterr().err
     assert script.main([f"checkpoint={run}", *words, "devices=2"]) == 2
     assert "passkey=true runs on one device" in capsys.readouterr().err
+
+
+def test_another_question_keeps_the_answer_to_the_first(
+    script: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ask(*words: str) -> Path:
+        assert script.main([f"checkpoint={run}", "device=cpu", "stride=16", *words]) == 0
+        return Path(capsys.readouterr().out.split()[-1])
+
+    first, fewer = ask(), ask("documents=1")
+    assert fewer.name == f"{first.stem}-2.json"
+    kept = json.loads(first.read_text())["documents"]
+    assert len(json.loads(fewer.read_text())["documents"]) == 1 < len(kept)
+    assert ask() == first
+    assert ask("documents=1", "batch_size=3") == fewer, "the same question, asked in another way"
+    assert json.loads(first.read_text())["documents"] == kept

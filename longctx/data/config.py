@@ -66,6 +66,15 @@ class DataConfig:
         if self.tokenizer is None and self.vocab_size < 257:
             raise ValueError(f"data.vocab_size={self.vocab_size}: a byte-level vocabulary has at least 257 tokens")
 
+    def validate_words(self) -> None:
+        """`validate`, and a ValueError for a key that somebody gave and this source has no use for."""
+        self.validate()
+        for key, source in (("name", "hub"), ("split", "hub"), ("revision", "hub"), ("length", "needles")):
+            if self.source not in (source, "mix") and getattr(self, key) != getattr(DataConfig, key):
+                raise ValueError(
+                    f"data.{key}={getattr(self, key)}: only data={source} has it; leave it out with data={self.source}"
+                )
+
     def sources(self) -> dict[str, tuple[float, DataConfig]]:
         """Name → weight and configuration of each source of a mix, checked; what a source does not say, the mix says."""
         if self.source != "mix":

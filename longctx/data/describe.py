@@ -93,7 +93,7 @@ def read_words(argv: list[str]) -> Options:
             name = key.removeprefix("data.")
             values[name] = _value(key, text, hints[name])
     config = DataConfig(**values)
-    config.validate()
+    config.validate_words()
     out = _value("out", given.get("out", "lengths.png"), str | None)
     if out == "":
         raise ValueError("out= names no picture; give a file such as out=lengths.png, or out=null for none")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -38,14 +39,12 @@ class Mixture:
 
         sources = config.sources()
         self.config, self.seq_len = config, seq_len
-        tokenizer = config.tokenizer or _trained([one for _, one in sources.values()], config)
+        tokenizer = config.tokenizer or _trained({name: one for name, (_, one) in sources.items()}, config)
         self.weights = {name: weight for name, (weight, _) in sources.items()}
         self.parts: dict[str, Data] = {}
         for name, (_, one) in sources.items():
-            try:
+            with _named(name):
                 self.parts[name] = Data(replace(one, tokenizer=tokenizer), seq_len)
-            except ValueError as error:
-                raise ValueError(f"data.mix.{name}: {error}") from error
             if not len(self.parts[name].train):
                 raise ValueError(f"data.mix.{name}: no document is left to train on")
         self.tokenizer: Tokenizer = next(iter(self.parts.values())).tokenizer
@@ -162,9 +161,21 @@ class MixStream(Sampler[int]):
         return [int(count) for count in counts]
 
 
-def _trained(sources: Sequence[DataConfig], config: DataConfig) -> str:
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Mistakes in a source say which source it is."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise ValueError(f"data.mix.{name}: {error}") from error
+
+
+def _trained(sources: dict[str, DataConfig], config: DataConfig) -> str:
     """The folder of a tokenizer trained on a sample of all sources."""
-    corpora = [open_corpus(source) for source in sources]
+    corpora = []
+    for name, source in sources.items():
+        with _named(name):
+            corpora.append(open_corpus(source))
 
     def train_here(folder: Any) -> None:
         with Progress(f"training a tokenizer of {config.vocab_size:,} tokens", None):

@@ -88,7 +88,7 @@ class EvalConfig:
             if getattr(self, key) is not None:
                 what = "tasks have" if self.tasks else "passkey=true has"
                 raise ValueError(f"{key}={getattr(self, key)}: {what} no use for it; leave {key} out")
-        self.data.validate()
+        self.data.validate_words()
 
     def _validate_tasks(self) -> None:
         if not self.tasks:

@@ -151,6 +151,22 @@ def content(result: Perplexity, about: dict[str, Any], decode: Decode) -> dict[s
     }
 
 
+def place(path: Path, asked: dict[str, Any]) -> Path:
+    """Where the answer to `asked` goes: `path`, or numbered beside it where the file there answers something else."""
+    asked, number, place = json.loads(json.dumps(asked)), 1, path
+    while place.exists() and _asked(place) != asked:
+        number += 1
+        place = path.with_name(f"{path.stem}-{number}.json")
+    return place
+
+
+def _asked(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8")).get("asked")
+    except (OSError, ValueError, AttributeError):
+        return None  # not ours, and kept
+
+
 def write(found: dict[str, Any], path: Path) -> None:
     """Write `found` to `path`, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)

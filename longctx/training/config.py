@@ -156,7 +156,7 @@ class TrainConfig:
         if self.rope.type != "keep" and self.init is None:
             raise ValueError(f"rope={self.rope.type}: stretches trained weights, and init= names none; leave rope out")
         self.lora.validate()
-        self.data.validate()
+        self.data.validate_words()
 
     def _validate_schedule(self) -> None:
         before = 1

@@ -78,6 +78,8 @@ def test_it_prints_and_draws(corpus, tmp_path, capsys) -> None:
         (["data.documents=0"], r"data\.documents=0"),
         (["data=text", "data.path=x", "data.errors=ignore"], r"data\.errors=ignore"),
         (["data=text", "data.path=x", "data.files=y"], r"data\.files=y"),
+        (["data=text", "data.path=x", "data.revision=main"], r"data\.revision=main: only data=hub has it"),
+        (["data.length=9000"], r"data\.length=9000: only data=needles has it"),
     ],
 )
 def test_a_wrong_word_is_one_clear_line(words, message, capsys) -> None:

@@ -105,6 +105,7 @@ def test_no_rows_join_to_no_rows() -> None:
         ({"mix": {"a": {"source": "mix"}}}, "data.mix.a: data.source=mix: a source of a mix is no mix"),
         ({"source": "embedded", "mix": {"a": {}}}, "data=embedded is one source; say data=mix"),
         ({"path": "x", "mix": {"a": {}}}, "data.path=x: data=mix has no path"),
+        ({"mix": {"a": {"path": "nowhere"}}}, "data.mix.a: data.path=nowhere: no such file or folder"),
     ],
 )
 def test_a_mistake_is_one_line(text_config: Make, changes: dict[str, Any], message: str) -> None:
