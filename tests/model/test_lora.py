@@ -77,7 +77,7 @@ def test_frozen_weights_may_be_16_bits_wide() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rank": 0}, "lora.rank=0: a number from 1 up"),
+        ({"rank": 0}, "lora.rank=0: a number from 1 to 4,096, or null for none"),
         ({"scaling": 0.0}, "lora.scaling=0.0: a number above 0"),
         ({"targets": ["q"]}, r"lora.targets=\['q'\]: of qkv, out, gate_up, down"),
         ({"targets": []}, r"lora.targets=\[\]: of"),
