@@ -1,6 +1,7 @@
 """Without a GPU the Triton kernels run in Triton's interpreter, which has to be chosen before triton is first imported."""
 
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,3 +20,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[[int, str], str]:
+    """Checks what a user sees of a mistake, from the exit code and what it must name: 2, and one line, which is returned."""
+
+    def check(code: int, message: str) -> str:
+        error = capsys.readouterr().err
+        assert code == 2, error
+        assert error.startswith("error: "), error
+        assert error.count("\n") == 1, error
+        assert message in error, error
+        return error
+
+    return check

@@ -3,8 +3,8 @@
 Equations, letters and masks are those of portable.py. A program owns BN keys of one key-value head, its two consumers 64 each; it
 walks over the queries that see them, for all query heads of the group, so that dk and dv need no atomics. Scores are computed
 transposed, which makes p and ds register operands of dv and dk. ds also goes through shared memory, where both consumers meet:
-each multiplies it with half of the columns of k and adds its half of dq, in fp32, to global memory by TMA. The sum over key tiles
-arrives in any order, so dq may differ in its last bits from run to run. The next tile's scores are in flight while dq leaves.
+each forms half of the tile's dq, half of its columns or of its queries, and adds it, in fp32, to global memory by TMA. The sum over
+key tiles arrives in any order, so dq may differ in its last bits from run to run. The next tile's scores are in flight meanwhile.
 """
 
 from __future__ import annotations

@@ -59,15 +59,11 @@ def test_the_same_kernels_go_on(folder: Path, capsys: pytest.CaptureFixture[str]
     assert "kernels  " not in capsys.readouterr().out
 
 
-def test_other_kernels_stop_a_resume_with_one_line(folder: Path, other_kernels: None, capsys) -> None:
+def test_other_kernels_stop_a_resume_with_one_line(folder: Path, other_kernels: None, refused) -> None:
     before = lock_of(folder)
     metrics = (folder / "metrics.jsonl").read_text()
     for word in ((), ("kernel.lock=strict",)):
-        assert more(folder, 3, *word) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ")
-        assert error.count("\n") == 1
-        assert f"fingerprint.out: {before['fingerprint']['out'][:12]} -> " in error
+        error = refused(more(folder, 3, *word), f"fingerprint.out: {before['fingerprint']['out'][:12]} -> ")
         assert "machine" not in error
         assert "kernel.lock=record" in error
     assert lock_of(folder) == before
