@@ -9,10 +9,8 @@ other numbers than those it is measured with. The long documents of the second h
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -21,6 +19,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from longctx.bench.report import machine, save_figure, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,10 +67,10 @@ def run(options: Options, command: str) -> dict[str, Any]:
     began = time.perf_counter()
     measured = measure(options, out)
     seconds["measuring"] = time.perf_counter() - began
-    found = {"command": command, "versions": _versions(), "options": vars(options)} | measured
+    found = {"command": command, "versions": machine(), "options": vars(options)} | measured
     found |= {"seconds": {key: round(x, 1) for key, x in seconds.items()}}
     found["seconds"]["all"] = round(time.perf_counter() - started, 1)
-    (out / "extension.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_json(out / "extension.json", found)
     draw(found, out / "extension.png")
     _print(found)
     print(f"\n{out / 'extension.png'}, {out / 'extension.json'}: {found['seconds']['all']:.0f} s in all")
@@ -189,7 +189,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     axes.set(xlabel="tokens before", ylabel="loss (nats)", title="loss by position, unseen documents")
     axes.legend(fontsize=7)
     axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
+    save_figure(figure, path)
 
 
 def _print(found: dict[str, Any]) -> None:
@@ -215,9 +215,3 @@ def _print(found: dict[str, Any]) -> None:
 def _environment() -> dict[str, str]:
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    return {"python": platform.python_version(), **{name: version(name) for name in ("torch", "lightning")}}
