@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longctx.attention.mask import Mask
 from longctx.attention.registry import Request, register
-from longctx.kernels.flash import HEAD_SIZES, HOPPER_HEAD_SIZES, flash_backward, flash_forward, implementation
+from longctx.kernels.flash import HEAD_SIZES, flash_backward, flash_forward, implementation, runs_hopper
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -18,7 +18,8 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 class Flash:
     """Any interval mask, any length, grouped-query, fp32, bf16, fp16; the lse is differentiable too.
 
-    `kernel`: auto and portable are the deterministic kernels for every GPU; hopper is Hopper's own, for 16-bit heads of 64 to 128.
+    `kernel`: portable is for every GPU, and deterministic; hopper is Hopper's own, for 16-bit heads of 64 to 128, and adds
+    dq up in any order; auto is hopper where that runs, unless determinism is asked for, and portable elsewhere.
     """
 
     options: dict[str, tuple[Any, ...]] = {"kernel": ("auto", "portable", "hopper")}
@@ -33,7 +34,7 @@ class Flash:
             return f"its kernels take fp32, bf16 and fp16, not {request.dtype}; use attention=naive"
         if request.options.get("kernel") == "hopper" and (reason := _not_hopper(request)):
             return f"kernel=hopper {reason}; use attention.options.kernel=portable"
-        if implementation(request.device, "portable") == "torch-tiled":
+        if implementation(request.device, request.dtype, request.head_dim, "portable") == "torch-tiled":
             return None
         if request.device.type == "cpu" and request.dtype == torch.bfloat16:
             return "Triton's interpreter computes bf16 products wrongly; use fp32 or fp16, or unset TRITON_INTERPRET"
@@ -46,7 +47,7 @@ class Flash:
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, kernel: str = "auto"
     ) -> tuple[Tensor, Tensor, str]:
-        chosen = implementation(q.device, "hopper" if kernel == "hopper" else "portable")
+        chosen = implementation(q.device, q.dtype, q.shape[3], kernel)
         out, lse = flash_forward(q, k, v, mask.first, mask.last, mask.qfirst, mask.qlast, scale, chosen)
         return out, lse, chosen
 
@@ -62,7 +63,7 @@ class Flash:
         scale: float,
         kernel: str = "auto",
     ) -> tuple[Tensor, Tensor, Tensor]:
-        chosen = implementation(q.device, "hopper" if kernel == "hopper" else "portable")
+        chosen = implementation(q.device, q.dtype, q.shape[3], kernel)
         intervals = mask.first, mask.last, mask.qfirst, mask.qlast
         dq, dk, dv = flash_backward(do, None, q, k, v, out, lse, *intervals, scale, chosen)
         return dq, dk, dv
@@ -71,7 +72,7 @@ class Flash:
 def _not_hopper(request: Request) -> str | None:
     if request.device.type != "cuda" or torch.cuda.get_device_properties(request.device).major != 9:
         return "needs a Hopper GPU"
-    if request.dtype == torch.float32 or request.head_dim not in HOPPER_HEAD_SIZES:
+    if not runs_hopper(request.device, request.dtype, request.head_dim):
         return f"takes bf16 and fp16 with head sizes 64, 72 .. 128, not {request.dtype} with {request.head_dim}"
     if request.deterministic:
         return "adds dq up in any order, which deterministic=true rules out"

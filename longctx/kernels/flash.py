@@ -20,16 +20,24 @@ HEAD_SIZES = range(16, 257)
 HOPPER_HEAD_SIZES = range(64, 129, 8)
 
 
-def implementation(device: torch.device, kernel: str) -> str:
-    """What serves tensors of `device` where `kernel`, "portable" or "hopper", is wanted on a GPU."""
-    if device.type != "cpu" or os.environ.get("TRITON_INTERPRET") == "1":
-        return f"triton-{kernel}"
-    return "torch-tiled"
+def implementation(device: torch.device, dtype: torch.dtype, head_dim: int, kernel: str = "auto") -> str:
+    """What serves such tensors where `kernel` is wanted on a GPU.
+
+    "portable" and "hopper" are taken at their word; "auto" is hopper where it runs and torch does not ask for determinism.
+    """
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "torch-tiled"
+    if kernel == "auto":
+        fast = runs_hopper(device, dtype, head_dim) and not torch.are_deterministic_algorithms_enabled()
+        kernel = "hopper" if fast else "portable"
+    return f"triton-{kernel}"
 
 
-def runs_hopper(device: torch.device, head_dim: int) -> bool:
-    """Whether the Hopper kernels run on `device` at all, and with heads of this size."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and head_dim in HOPPER_HEAD_SIZES
+def runs_hopper(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the Hopper kernels run on `device`, with such tensors."""
+    if device.type != "cuda" or torch.version.hip is not None or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return head_dim in HOPPER_HEAD_SIZES and torch.cuda.get_device_properties(device).major == 9
 
 
 @torch.library.custom_op("longctx::flash_forward", mutates_args=())

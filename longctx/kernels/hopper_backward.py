@@ -27,21 +27,42 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from longctx.kernels.gluon import tma_add, tma_load, tma_store
-from longctx.kernels.hopper_forward import FIRST_BARRIER, addressable, bar_sync, descriptor, processors, receive, send
+from longctx.kernels.hopper_forward import addressable, bar_sync, descriptor, hide, processors, receive, send
 from longctx.kernels.portable import LOG2E, rows_of_backward
 from longctx.kernels.walk import batch_stride, boundary, heads_together, place, walk
 
 
 class Config(NamedTuple):
-    """BM queries and BN keys of a tile, registers of a consumer."""
+    """BM queries and BN keys of a tile, registers of a consumer.
+
+    `late`: a tile's part of dq is formed one tile later, when no consumer waits for the other's ds any more.
+    """
 
     BM: int
     BN: int
     registers: int
+    late: bool
 
 
-CONFIGS = {64: Config(128, 128, 240), 128: Config(64, 128, 240)}  # by head size
+CONFIGS = {64: Config(128, 128, 240, True), 128: Config(64, 128, 240, False)}  # by head size
 KEYS = gl.constexpr(64)  # of a consumer warpgroup
+# Of the hardware's 16 named barriers; they cost less than an mbarrier's arrival, for which the consumer's warps wait for one another.
+DS = gl.constexpr(9)  # ds is there: of both consumers, or late, 9 + 2 · consumer + tile & 1
+FREE = gl.constexpr(13)  # q and do of a tile have been read: 13 + tile & 1
+
+
+@gluon.jit
+def barrier_sync(i, THREADS: gl.constexpr):
+    gl.inline_asm_elementwise(
+        f"bar.sync $1, {THREADS};\n\tmov.u32 $0, 0;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def barrier_arrive(i, THREADS: gl.constexpr):
+    gl.inline_asm_elementwise(
+        f"bar.arrive $1, {THREADS};\n\tmov.u32 $0, 0;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -63,7 +84,7 @@ def nth_query(x, lo, full_lo, full_hi, masked, BM: gl.constexpr):
 
 @gluon.jit
 def producer(
-    q, k, v, do, lse2, delta, qs, ks, vs, dos, lses, deltas, qf, qe, dof, kvf, kve, mail, mf, me, counter, qfirst, qlast, stride_ib,
+    q, k, v, do, lse2, delta, qs, ks, vs, dos, lses, deltas, qf, dof, kvf, kve, mail, mf, me, counter, qfirst, qlast, stride_ib,
     Tk, Hq, heads, together, GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
     tiles = gl.cdiv(Tk, BN)
@@ -86,7 +107,8 @@ def producer(
             h = hk * GROUP + x // n
             m0 = nth_query(x % n, lo, full_lo, full_hi, masked, BM)
             s = it & 1
-            mbarrier.wait(qe.index(s), ((it >> 1) & 1) ^ 1)
+            if it >= 2:
+                barrier_sync(FREE + s, 384)
             mbarrier.expect(qf.index(s), BM * D * 2 + BM * 4)
             tma_load(q, [b, m0, h, 0], qf.index(s), qs.index(s).reshape([1, BM, 1, D]))
             tma_load(lse2, [b * Hq + h, m0], qf.index(s), lses.index(s))
@@ -97,6 +119,8 @@ def producer(
         t = gl.atomic_add(counter, 1) + gl.num_programs(0)
         done += 1
     send(mail, mf, me, done, -1)
+    for x in range(gl.maximum(it - 2, 0), it):
+        barrier_sync(FREE + (x & 1), 384)
 
 
 @gluon.jit
@@ -121,8 +145,8 @@ def add_dq(dq, part, b, m0, h, BM: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def step(
-    s, dk, dv, ks, vs, qs, dos, lses, deltas, dss, part, dq, b, m0, h, qf, qe, dof, it, zero, more, masked,
-    qfirst_j, qlast_j, scale_log2, D: gl.constexpr, BM: gl.constexpr, C: gl.constexpr,
+    s, dk, dv, ks, vs, qs, dos, lses, deltas, dss, part, dq, b, m0, m0_dq, h_dq, qf, dof, it, zero, first, more, masked,
+    qfirst_j, qlast_j, scale_log2, D: gl.constexpr, BM: gl.constexpr, LATE: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One tile of queries, whose scores `s` are there: adds to dk, dv and to dq in memory, and returns the next tile's scores.
 
@@ -135,8 +159,7 @@ def step(
     zeros = gl.zeros([KEYS, BM], gl.float32, layout=s_layout)
     now, after = it & 1, (it + 1) & 1
     if masked:
-        i = m0 + gl.arange(0, BM, layout=gl.SliceLayout(0, s_layout))
-        s = gl.where((i[None, :] >= qfirst_j[:, None]) & (i[None, :] <= qlast_j[:, None]), s, float("-inf"))
+        s = hide(s, m0, qfirst_j, qlast_j)
     mbarrier.wait(dof.index(now), (it >> 1) & 1)
     dpa = warpgroup_mma(vs.index(C + (it & zero)), dos.index(now).permute((1, 0)), zeros, use_acc=False, is_async=True)
     p = gl.exp2(s * scale_log2 - lses.index(now).load(s_layout))
@@ -144,30 +167,36 @@ def step(
     dp = warpgroup_mma_wait(1, deps=(dpa,))
     d = (p * (dp - deltas.index(now).load(s_layout))).to(dtype)
     dka = warpgroup_mma(gl.convert_layout(d, p_layout), qs.index(now), dk, is_async=True)
-    ds = dss.index(now)
+    if LATE and not first:
+        barrier_sync(DS + 2 * (1 - C) + after, 256)
+    ds = dss.index(it % 3 if LATE else now)
     ds.slice(C * KEYS, KEYS, dim=0).store(d)
     fence_async_shared()
-    bar_sync(FIRST_BARRIER, 256)
+    tma.store_wait(0)
+    if LATE:
+        barrier_arrive(DS + 2 * C + now, 256)
+        ds = dss.index((it + 2) % 3)
+    else:
+        bar_sync(DS, 256)
     dqa = product_dq(ds, ks.index(it & zero), BM, C)
     dk, dv = warpgroup_mma_wait(1, deps=(dka, dva))
-    mbarrier.arrive(qe.index(now), count=1)
+    barrier_arrive(FREE + now, 384)
     mbarrier.wait(qf.index(after), ((it + 1) >> 1) & 1, pred=more)
     k = ks.index(it & zero).slice(C * KEYS, KEYS, dim=0)
     sa = warpgroup_mma(k, qs.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    dq_i = warpgroup_mma_wait(1, deps=(dqa,))
-    tma.store_wait(0)
-    part.store(dq_i)
+    part.store(warpgroup_mma_wait(1, deps=(dqa,)))
     fence_async_shared()
-    add_dq(dq, part, b, m0, h, BM, C)
+    if not (LATE and first):
+        add_dq(dq, part, b, m0_dq, h_dq, BM, C)
     s = warpgroup_mma_wait(0, deps=(sa,))
     return s, dk, dv
 
 
 @gluon.jit
 def consumer(
-    dq, dk_out, dv_out, qs, ks, vs, dos, lses, deltas, dss, parts, qf, qe, dof, kvf, kve, mail, mf, me, qfirst, qlast, stride_ib, scale,
+    dq, dk_out, dv_out, qs, ks, vs, dos, lses, deltas, dss, parts, qf, dof, kvf, kve, mail, mf, me, qfirst, qlast, stride_ib, scale,
     scale_log2, Tk, Hq, heads, together, zero,
-    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, C: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LATE: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = qs.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
@@ -200,11 +229,23 @@ def consumer(
                 h = hk * GROUP + g
                 for x in range(n):
                     m0 = nth_query(x, lo, full_lo, full_hi, masked, BM)
+                    m0_dq, h_dq = m0, h
+                    if LATE:
+                        m0_dq = nth_query(gl.where(x > 0, x, n) - 1, lo, full_lo, full_hi, masked, BM)
+                        h_dq = gl.where(x > 0, h, h - 1)
                     s, dk, dv = step(
-                        s, dk, dv, ks, vs, qs, dos, lses, deltas, dss, part, dq, b, m0, h, qf, qe, dof, it, zero,
-                        (x + 1 < n) | (g + 1 < GROUP), x < masked, qfirst_j, qlast_j, scale_log2, D, BM, C,
+                        s, dk, dv, ks, vs, qs, dos, lses, deltas, dss, part, dq, b, m0, m0_dq, h_dq, qf, dof, it, zero,
+                        x + g == 0, (x + 1 < n) | (g + 1 < GROUP), x < masked, qfirst_j, qlast_j, scale_log2, D, BM, LATE, C,
                     )  # fmt: skip
                     it += 1
+            if LATE:
+                barrier_sync(DS + 2 * (1 - C) + ((it - 1) & 1), 256)
+                dqa = product_dq(dss.index((it + 2) % 3), ks.index(0), BM, C)
+                tma.store_wait(0)
+                part.store(warpgroup_mma_wait(0, deps=(dqa,)))
+                fence_async_shared()
+                m0_dq = nth_query(n - 1, lo, full_lo, full_hi, masked, BM)
+                add_dq(dq, part, b, m0_dq, hk * GROUP + GROUP - 1, BM, C)
         v_mine.store(dv.to(dtype))
         fence_async_shared()
         tma_store(dv_out, [b, n0 + C * KEYS, hk, 0], v_mine.reshape([1, KEYS, 1, D]))
@@ -222,7 +263,7 @@ def consumer(
 def backward_kernel(
     q, k, v, do, lse2, delta, dq, dk, dv, counter, qfirst, qlast, stride_ib, scale, scale_log2, Tk, Hq, heads, together, zero,
     q_shared: gl.constexpr, k_shared: gl.constexpr, v_shared: gl.constexpr, ds_shared: gl.constexpr, dq_shared: gl.constexpr, row_shared: gl.constexpr,
-    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, REGISTERS: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LATE: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dk, dv (B, Tk, Hkv, D) and, added to what is there, dq (B, Tq, Hq, D) fp32 without the scale; all are descriptors."""
     dtype: gl.constexpr = q.dtype
@@ -232,10 +273,9 @@ def backward_kernel(
     vs = gl.allocate_shared_memory(dtype, [2, KEYS, D], v_shared)
     lses = gl.allocate_shared_memory(gl.float32, [2, 1, BM], row_shared)
     deltas = gl.allocate_shared_memory(gl.float32, [2, 1, BM], row_shared)
-    dss = gl.allocate_shared_memory(dtype, [2, BN, BM], ds_shared)
+    dss = gl.allocate_shared_memory(dtype, [3 if LATE else 2, BN, BM], ds_shared)
     parts = gl.allocate_shared_memory(gl.float32, [2, 64, 64], dq_shared)
     qf = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    qe = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     dof = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     kvf = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     kve = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -248,16 +288,15 @@ def backward_kernel(
         mbarrier.init(mf.index(i), count=1)
         mbarrier.init(me.index(i), count=2)
         mbarrier.init(qf.index(i), count=1)
-        mbarrier.init(qe.index(i), count=2)
         mbarrier.init(dof.index(i), count=1)
     # fmt: off
     gl.warp_specialize([
-        (producer, (q, k, v, do, lse2, delta, qs, ks, vs, dos, lses, deltas, qf, qe, dof, kvf, kve, mail, mf, me, counter,
+        (producer, (q, k, v, do, lse2, delta, qs, ks, vs, dos, lses, deltas, qf, dof, kvf, kve, mail, mf, me, counter,
                     qfirst, qlast, stride_ib, Tk, Hq, heads, together, GROUP, D, BM, BN)),
-        (consumer, (dq, dk, dv, qs, ks, vs, dos, lses, deltas, dss, parts, qf, qe, dof, kvf, kve, mail, mf, me,
-                    qfirst, qlast, stride_ib, scale, scale_log2, Tk, Hq, heads, together, zero, GROUP, D, BM, BN, 0)),
-        (consumer, (dq, dk, dv, qs, ks, vs, dos, lses, deltas, dss, parts, qf, qe, dof, kvf, kve, mail, mf, me,
-                    qfirst, qlast, stride_ib, scale, scale_log2, Tk, Hq, heads, together, zero, GROUP, D, BM, BN, 1)),
+        (consumer, (dq, dk, dv, qs, ks, vs, dos, lses, deltas, dss, parts, qf, dof, kvf, kve, mail, mf, me,
+                    qfirst, qlast, stride_ib, scale, scale_log2, Tk, Hq, heads, together, zero, GROUP, D, BM, BN, LATE, 0)),
+        (consumer, (dq, dk, dv, qs, ks, vs, dos, lses, deltas, dss, parts, qf, dof, kvf, kve, mail, mf, me,
+                    qfirst, qlast, stride_ib, scale, scale_log2, Tk, Hq, heads, together, zero, GROUP, D, BM, BN, LATE, 1)),
     ], [4, 4], [REGISTERS, REGISTERS])
     # fmt: on
 
@@ -305,7 +344,7 @@ def backward(
             *(heads_together(q, B * Hkv, 1), 0),
             *(layout([n, PAD], dtype) for n in (c.BM, c.BN, 64)),
             *(layout([c.BN, c.BM], dtype), layout([64, 64], gl.float32), row),
-            **dict(GROUP=Hq // Hkv, D=PAD, BM=c.BM, BN=c.BN, REGISTERS=c.registers),
+            **dict(GROUP=Hq // Hkv, D=PAD, BM=c.BM, BN=c.BN, LATE=c.late, REGISTERS=c.registers),
             num_warps=4,
         )
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -33,6 +33,7 @@ class Config(NamedTuple):
     """BN keys of a tile, stages of the K and V rings, consumers and their registers.
 
     `turns`: consumers issue their products in turn. `overlap`: softmax is kept ahead of the wait for the product before it.
+    `peeled`: tiles that need the mask have a loop of their own.
     """
 
     BN: int
@@ -41,9 +42,13 @@ class Config(NamedTuple):
     registers: int
     turns: bool
     overlap: bool
+    peeled: bool
 
 
-CONFIGS = {64: Config(128, 3, 3, 160, True, False), 128: Config(128, 2, 2, 240, False, True)}  # by head size
+CONFIGS = {
+    64: Config(128, 3, 3, 160, True, False, True),
+    128: Config(128, 2, 2, 240, False, True, False),
+}  # by head size
 FIRST_BARRIER = gl.constexpr(9)  # of the hardware's 16 named barriers, the first of those nobody else uses
 ROWS = gl.constexpr(64)  # queries of a consumer warpgroup
 
@@ -130,24 +135,40 @@ def row_sums(p, ROWS: gl.constexpr, BN: gl.constexpr):
 
 
 @gluon.jit
-def softmax(s, m, scale_log2, n0, first_i, last_i, MASKED: gl.constexpr):
+def hide(s, start, first, last):
+    """s with -inf where row r does not see column start + c, which is before first[r] or after last[r].
+
+    Columns are 8·e + 2·l + w for the thread l of a row's four: e and w are constants in every register, and cost nothing.
+    """
+    parts = s.reshape([s.shape[0], s.shape[1] // 8, 4, 2])
+    layout: gl.constexpr = parts.type.layout
+    e = gl.arange(0, s.shape[1] // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    l = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
+    w = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
+    c = 8 * e[None, :, None, None] + w[None, None, None, :]
+    before = start + 2 * l[None, None, :, None]
+    low = gl.convert_layout(first, rows)[:, None, None, None] - before
+    high = gl.convert_layout(last, rows)[:, None, None, None] - before
+    parts = gl.where((c >= low) & (c <= high), parts, float("-inf"))
+    return gl.convert_layout(parts.reshape([s.shape[0], s.shape[1]]), s.type.layout)
+
+
+@gluon.jit
+def softmax(s, m, scale_log2, masked, n0, first_i, last_i):
     """Online softmax of one tile: p unnormalized, the new m, and what the old sums are scaled by."""
-    if MASKED:
-        j = n0 + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
-        s = gl.where((j[None, :] >= first_i[:, None]) & (j[None, :] <= last_i[:, None]), s, float("-inf"))
+    if masked:
+        s = hide(s, n0, first_i, last_i)
     m_new = gl.maximum(m, gl.max(s, axis=1) * scale_log2)
-    shift = m_new
-    if MASKED:
-        shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s * scale_log2 - shift[:, None])
     return p, m_new, gl.exp2(m - shift)
 
 
 @gluon.jit
 def advance(
-    q, p16, m, l, acc, ks, vs, kf, ke, vf, ve, it, more, n0, first_i, last_i, scale_log2,
+    q, p16, m, l, acc, ks, vs, kf, ke, vf, ve, it, more, masked, n0, first_i, last_i, scale_log2,
     BN: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr, C: gl.constexpr, CONSUMERS: gl.constexpr,
-    MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores of the it-th tile of keys while the one before it is multiplied by v: the new p16, m, l, acc."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
@@ -163,7 +184,7 @@ def advance(
         bar_arrive(FIRST_BARRIER + (C + 1) % CONSUMERS, 256)
     s = warpgroup_mma_wait(1, deps=(sa,))
     mbarrier.arrive(ke.index(now), count=1)
-    p, m, alpha = softmax(s, m, scale_log2, n0, first_i, last_i, MASKED)
+    p, m, alpha = softmax(s, m, scale_log2, masked, n0, first_i, last_i)
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + row_sums(p, ROWS, BN)
     p16 = gl.convert_layout(p.to(p16.dtype), gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2))
     if OVERLAP:
@@ -180,7 +201,7 @@ def advance(
 def consumer(
     out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, first, last, stride_ib, scale_log2, Tq, Hq, heads, together,
     D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr,
-    C: gl.constexpr,
+    PEELED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = out.dtype
     BM: gl.constexpr = ROWS * CONSUMERS
@@ -223,21 +244,25 @@ def consumer(
             s = warpgroup_mma_wait(0, deps=(sa,))
             mbarrier.arrive(ke.index(it % STAGES), count=1)
             n0 = gl.where(masked > 0, boundary(0, lo, full_lo, full_hi), full_lo) * BN
-            p, m, _ = softmax(s, m, scale_log2, n0, first_i, last_i, True)
+            p, m, _ = softmax(s, m, scale_log2, True, n0, first_i, last_i)
             l = row_sums(p, ROWS, BN)
             p16 = gl.convert_layout(p.to(dtype), p_layout)
             mbarrier.wait(kf.index((it + 1) % STAGES), ((it + 1) // STAGES) & 1, pred=n > 1)
-            for x in range(1, masked):
+            alone = n
+            if PEELED:
+                alone = gl.maximum(masked, 1)
+            for x in range(1, alone):
                 p16, m, l, acc = advance(
                     q_mine, p16, m, l, acc, ks, vs, kf, ke, vf, ve, it + x, x + 1 < n,
-                    boundary(x, lo, full_lo, full_hi) * BN, first_i, last_i, scale_log2,
-                    BN, STAGES, TURNS, OVERLAP, C, CONSUMERS, True,
+                    PEELED or x < masked, boundary(x, lo, full_lo, full_hi) * BN, first_i, last_i, scale_log2,
+                    BN, STAGES, TURNS, OVERLAP, C, CONSUMERS,
                 )  # fmt: skip
-            for x in range(gl.maximum(masked, 1), n):
-                p16, m, l, acc = advance(
-                    q_mine, p16, m, l, acc, ks, vs, kf, ke, vf, ve, it + x, x + 1 < n, 0, first_i, last_i, scale_log2,
-                    BN, STAGES, TURNS, OVERLAP, C, CONSUMERS, False,
-                )  # fmt: skip
+            if PEELED:
+                for x in range(alone, n):
+                    p16, m, l, acc = advance(
+                        q_mine, p16, m, l, acc, ks, vs, kf, ke, vf, ve, it + x, x + 1 < n, False, 0, first_i, last_i, scale_log2,
+                        BN, STAGES, TURNS, OVERLAP, C, CONSUMERS,
+                    )  # fmt: skip
             last_tile = it + n - 1
             mbarrier.arrive(qe.index(C), count=1)
             mbarrier.wait(vf.index(last_tile % STAGES), (last_tile // STAGES) & 1)
@@ -266,7 +291,7 @@ def forward_kernel(
     q, k, v, out, lse, counter, first, last, stride_ib, scale_log2, Tq, Hq, heads, together,
     shared: gl.constexpr, shared_kv: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
-    TURNS: gl.constexpr, OVERLAP: gl.constexpr,
+    TURNS: gl.constexpr, OVERLAP: gl.constexpr, PEELED: gl.constexpr,
 ):  # fmt: skip
     """out (B, Tq, Hq, D) contiguous and lse (B, Hq, Tq); q, k, v, out are descriptors of (B, T, H, D)."""
     dtype: gl.constexpr = q.dtype
@@ -300,20 +325,20 @@ def forward_kernel(
             (producer, (q, k, v, qs, ks, vs, qf, qe, kf, ke, vf, ve, mail, mf, me, counter, first, last, stride_ib, Tq, Hq, heads, together,
                         GROUP, D, BN, STAGES, CONSUMERS)),
             (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, first, last, stride_ib, scale_log2, Tq, Hq,
-                        heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, 0)),
+                        heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, 0)),
             (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, first, last, stride_ib, scale_log2, Tq, Hq,
-                        heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, 1)),
+                        heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])
     else:
         gl.warp_specialize([
             (producer, (q, k, v, qs, ks, vs, qf, qe, kf, ke, vf, ve, mail, mf, me, counter, first, last, stride_ib, Tq, Hq, heads, together,
                         GROUP, D, BN, STAGES, CONSUMERS)),
             (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, first, last, stride_ib, scale_log2, Tq, Hq,
-                        heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, 0)),
+                        heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, 0)),
             (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, first, last, stride_ib, scale_log2, Tq, Hq,
-                        heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, 1)),
+                        heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, 1)),
             (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, first, last, stride_ib, scale_log2, Tq, Hq,
-                        heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, 2)),
+                        heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])
     # fmt: on
 
@@ -338,7 +363,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale:
             **dict(
                 GROUP=Hq // k.shape[2], D=PAD, BN=c.BN, STAGES=c.stages, CONSUMERS=c.consumers, REGISTERS=c.registers
             ),
-            **dict(TURNS=c.turns, OVERLAP=c.overlap),
+            **dict(TURNS=c.turns, OVERLAP=c.overlap, PEELED=c.peeled),
             num_warps=4,
         )
     return out, lse

@@ -21,7 +21,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 class Options:
     """What to ask for."""
 
-    kernel: str = field(default="portable", metadata={"help": "portable | hopper; a CPU has one of its own"})
+    kernel: str = field(
+        default="auto", metadata={"help": "auto: what training takes | portable | hopper; a CPU has one of its own"}
+    )
     head_size: int = field(default=64, metadata={"help": "head size"})
     seq_len: int = field(default=4096, metadata={"help": "tokens in a row"})
     dtype: str = field(default="auto", metadata={"help": "auto: bf16 on a GPU, fp32 on a CPU | " + " | ".join(DTYPES)})
@@ -29,8 +31,8 @@ class Options:
 
 def run(options: Options, command: str) -> None:
     """Print it as JSON; ValueError for what cannot run here, and for kernels that fail their self-test."""
-    if options.kernel not in ("portable", "hopper"):
-        raise ValueError(f"kernel={options.kernel}: choose from portable, hopper")
+    if options.kernel not in ("auto", "portable", "hopper"):
+        raise ValueError(f"kernel={options.kernel}: choose from auto, portable, hopper")
     if options.dtype not in ("auto", *DTYPES):
         raise ValueError(f"dtype={options.dtype}: choose from auto, {', '.join(DTYPES)}")
     if options.head_size not in flash.HEAD_SIZES:
@@ -39,7 +41,7 @@ def run(options: Options, command: str) -> None:
     dtype = DTYPES[{"cuda": "bf16", "cpu": "fp32"}[device.type] if options.dtype == "auto" else options.dtype]
     if options.kernel == "hopper" and device.type == "cpu":
         raise ValueError("kernel=hopper needs a Hopper GPU, and there is no CUDA GPU here")
-    if options.kernel == "hopper" and not (flash.runs_hopper(device, options.head_size) and dtype.itemsize == 2):
+    if options.kernel == "hopper" and not flash.runs_hopper(device, dtype, options.head_size):
         raise ValueError(
             "kernel=hopper needs a Hopper GPU, 16 bits and a head size of 64, 72 .. 128; use kernel=portable"
         )
@@ -48,7 +50,7 @@ def run(options: Options, command: str) -> None:
 
 def described(options: Options, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """The lock, with the launch configs and the seconds that self-test and first run took."""
-    implementation = flash.implementation(device, options.kernel)
+    implementation = flash.implementation(device, dtype, options.head_size, options.kernel)
     like = torch.empty(0, 0, 0, options.head_size, dtype=dtype, device=device)
     kernels = [name for names in launch.KERNELS.values() for name in names]
     started, bucket = time.perf_counter(), 0

@@ -93,7 +93,11 @@ def run(options: Options, command: str) -> None:
             for kernel in PORTABLE:
                 best = best_portable(kernel, tensors)
                 add(found, kernel, head_dim, length, sorted(options.lengths), list(best))
-        if "hopper" in options.kernels and flash.runs_hopper(device, head_dim) and length == max(options.lengths):
+        if (
+            "hopper" in options.kernels
+            and flash.runs_hopper(device, tensors["q"].dtype, head_dim)
+            and length == max(options.lengths)
+        ):
             for kernel in HOPPER:
                 if (chosen := best_hopper(kernel, tensors)) is not None:
                     found.setdefault(kernel, {})[str(max(64, int(_padded(head_dim))))] = {"0": list(chosen)}

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from longctx.attention import Mask, attention, check, kernels_run
+from longctx.kernels import flash
 from tests.attention import rule
 from tests.attention.rule import DEVICE, FREE, GRID, ON_GPU, Case
 
@@ -33,6 +34,40 @@ def test_the_order_of_dq_is_all_that_varies(head_dim):
         got = rule.run(tensors, case.build_mask(), "flash", torch.bfloat16, kernel="hopper")
         for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, expected, strict=True):
             assert torch.equal(x, y) if name != "dq" else torch.allclose(x, y, atol=1e-2), name
+
+
+@needs_hopper
+@pytest.mark.gpu
+def test_auto_is_hopper_unless_determinism_is_asked_for():
+    q = torch.randn(1, 100, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    attend = torch.compile(attention, fullgraph=True)
+    for call in (attention, attend):
+        call(q, q, q).sum().backward()
+        assert kernels_run()["flash"] == "triton-hopper"
+        torch.use_deterministic_algorithms(True)
+        try:
+            call(q, q, q).sum().backward()
+            assert kernels_run()["flash"] == "triton-portable"
+        finally:
+            torch.use_deterministic_algorithms(False)
+    attention(*(x.float() for x in (q, q, q)))
+    assert kernels_run()["flash"] == "triton-portable", "32 bits"
+
+
+def test_what_auto_is_elsewhere(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    cpu, half = torch.device("cpu"), torch.float16
+    assert flash.implementation(cpu, half, 128) == "torch-tiled"
+    monkeypatch.setattr(flash, "runs_hopper", lambda device, dtype, head_dim: head_dim == 128)
+    gpu = torch.device("cuda")
+    assert flash.implementation(gpu, half, 128) == "triton-hopper"
+    assert flash.implementation(gpu, half, 256) == "triton-portable"
+    assert flash.implementation(gpu, half, 128, "portable") == "triton-portable"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert flash.implementation(gpu, half, 128) == "triton-portable"
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @needs_hopper

@@ -57,7 +57,7 @@ def forward(head_dim):
         shared=layout([64, head_dim], gl.bfloat16),
         shared_kv=layout([c.BN, head_dim], gl.bfloat16),
         **dict(GROUP=1, D=head_dim, BN=c.BN, STAGES=c.stages, CONSUMERS=c.consumers, REGISTERS=c.registers),
-        **dict(TURNS=c.turns, OVERLAP=c.overlap),
+        **dict(TURNS=c.turns, OVERLAP=c.overlap, PEELED=c.peeled),
     )
     rows = {"q": 64, "k": c.BN, "v": c.BN, "out": 64}
     return ptxas(hopper_forward.forward_kernel, constants, {name: box(n, head_dim) for name, n in rows.items()})
@@ -70,7 +70,7 @@ def backward(head_dim):
     constants = dict(
         **{f"{x}_shared": layout([n, head_dim], bf16) for x, n in (("q", c.BM), ("k", c.BN), ("v", 64))},
         **dict(ds_shared=layout([c.BN, c.BM], bf16), dq_shared=layout([64, 64], gl.float32), row_shared=row),
-        **dict(GROUP=1, D=head_dim, BM=c.BM, BN=c.BN, REGISTERS=c.registers),
+        **dict(GROUP=1, D=head_dim, BM=c.BM, BN=c.BN, LATE=c.late, REGISTERS=c.registers),
     )
     rows = {"q": c.BM, "do": c.BM, "k": c.BN, "v": 64, "dk": 64, "dv": 64}
     descriptors = {name: box(n, head_dim) for name, n in rows.items()}

@@ -175,7 +175,7 @@ def test_another_default_device_does_not_matter():
 )
 def test_the_gpus_kernels_pass(kernel, dtype, head_dim, group):
     device = torch.device("cuda", 0)
-    if kernel == "hopper" and not flash.runs_hopper(device, head_dim):
+    if kernel == "hopper" and not flash.runs_hopper(device, dtype, head_dim):
         pytest.skip("needs a Hopper GPU")
     for part in PARTS:
         implementation = f"triton-{kernel}"

@@ -169,7 +169,7 @@ def test_a_hopper_module_gets_its_config_once(gpu):
         (["tune", "head_sizes=96,128"], "head_sizes=96,128: sizes up to one power of two share an entry"),
         (["tune", "dtype=fp32"], "dtype=fp32: choose from bf16, fp16"),
         (["tune", "length=4"], "length is not a key; did you mean lengths?"),
-        (["show", "kernel=auto"], "kernel=auto: choose from portable, hopper"),
+        (["show", "kernel=fast"], "kernel=fast: choose from auto, portable, hopper"),
         (["show", "dtype=fp8"], "dtype=fp8: choose from auto, bf16"),
         (["lock"], "lock is not a command; choose show or tune"),
         *([] if torch.cuda.is_available() else [(["tune"], "no CUDA GPU"), (["show", "kernel=hopper"], "no CUDA GPU")]),
