@@ -148,22 +148,29 @@ def in_child(
 ) -> Measured:
     """`rehearse` in a process of its own, ended after `seconds`; whatever happens to it is `failed`, in one line."""
     request = {"config": runs.plain(config), "device": device, "steps": steps, "document": document}
+    answer = child("longctx.training.probe", request | {"validate": validate}, seconds)
+    return Measured([], failed=answer) if isinstance(answer, str) else Measured(**answer)
+
+
+def child(module: str, request: dict[str, Any], seconds: float) -> dict[str, Any] | str:
+    """What `python -m module REQUEST OUT` writes to OUT, both files of JSON; one line where it writes nothing in time."""
     with tempfile.TemporaryDirectory() as scratch:
         asked, out = Path(scratch, "request.json"), Path(scratch, "out.json")
-        asked.write_text(json.dumps(request | {"validate": validate}))
-        command = [sys.executable, "-m", "longctx.training.probe", str(asked), str(out)]
+        asked.write_text(json.dumps(request))
+        command = [sys.executable, "-m", module, str(asked), str(out)]
         here = str(Path(__file__).parents[2])
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))}
         try:
             done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds)
         except subprocess.TimeoutExpired:
-            return Measured([], failed=f"took longer than {seconds:.0f} s")
+            return f"took longer than {seconds:.0f} s"
         if out.exists():
-            return Measured(**json.loads(out.read_text()))
+            found: dict[str, Any] = json.loads(out.read_text())
+            return found
     if done.returncode == -9:
-        return Measured([], failed=f"{OUT_OF_MEMORY}: the process was killed")
+        return f"{OUT_OF_MEMORY}: the process was killed"
     said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
-    return Measured([], failed=said[-1])
+    return said[-1]
 
 
 def config_of(plain: dict[str, Any]) -> CompleteConfig:
