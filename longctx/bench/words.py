@@ -23,6 +23,7 @@ BENCHMARKS = {
     "extension": "a small GPT pretrained at a short length, extended with YaRN, and what it finds before and after",
     "plan": "memory and time of a configuration, and the longest context that fits, predicted without a GPU",
     "context": "the longest context of every backend, and memory and speed at each length up to it",
+    "peers": "whole training steps beside other trainers': nanoGPT, transformers, Liger, peft",
     "memory": "predicted peak memory beside the measured, over many configurations",
 }
 
