@@ -18,8 +18,8 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 class Flash:
     """Any interval mask, any length, grouped-query, fp32, bf16, fp16; the lse is differentiable too.
 
-    `kernel`: portable is for every GPU, and deterministic; hopper is Hopper's own, for 16-bit heads of 64 to 128, and adds
-    dq up in any order; auto is hopper where that runs, unless determinism is asked for, and portable elsewhere.
+    `kernel`: portable is for every GPU; hopper is Hopper's own, for 16-bit heads of 64 to 128, and adds dq up in any order
+    unless torch is told to use deterministic algorithms; auto is hopper where that runs, and portable elsewhere.
     """
 
     options: dict[str, tuple[Any, ...]] = {"kernel": ("auto", "portable", "hopper")}
@@ -27,6 +27,7 @@ class Flash:
         "triton-portable": ("out", "dq", "dk", "dv"),
         "torch-tiled": ("out", "dq", "dk", "dv"),
         "triton-hopper": ("out", "dk", "dv"),
+        "triton-hopper-ordered": ("out", "dq", "dk", "dv"),
     }
 
     def refusal(self, request: Request) -> str | None:
@@ -74,8 +75,6 @@ def _not_hopper(request: Request) -> str | None:
         return "needs a Hopper GPU"
     if not runs_hopper(request.device, request.dtype, request.head_dim):
         return f"takes bf16 and fp16 with head sizes 64, 72 .. 128, not {request.dtype} with {request.head_dim}"
-    if request.deterministic:
-        return "adds dq up in any order, which deterministic=true rules out"
     return None
 
 

@@ -47,6 +47,8 @@ class FlashAttn:
             return f"FlashAttention{asked} is not installed (`pip install flash-attn{PACKAGES[wanted]}`); use attention=flash"
         if wanted != "auto" and torch.cuda.get_device_properties(request.device).major < APIS[wanted][3]:
             return f"FlashAttention {wanted} needs a newer GPU; use attention=flash"
+        if request.deterministic:
+            return "it adds dq up in any order, which deterministic=true rules out; use attention=flash"
         return beyond_flash_attention(request)
 
     def run(

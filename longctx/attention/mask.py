@@ -82,8 +82,10 @@ class Mask:
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Mask:
         """The same mask with its tensors on `device`."""
+        names = ("doc_ids", "first", "last", "qfirst", "qlast", "offsets")
+        tensors = {name: getattr(self, name) for name in names}
         moved: dict[str, Any] = {
-            name: x.to(device, non_blocking=non_blocking) for name, x in vars(self).items() if isinstance(x, Tensor)
+            name: x.to(device, non_blocking=non_blocking) for name, x in tensors.items() if x is not None
         }
         return replace(self, **moved, cache={})
 

@@ -1,7 +1,8 @@
 """The flash operator: registered with torch, so that autograd, torch.compile and CUDA graphs see one opaque call.
 
-Implementations: "triton-portable" (any GPU, and a CPU under TRITON_INTERPRET=1; deterministic), "triton-hopper" (Hopper's own
-instructions; dq is summed in any order) and "torch-tiled" (a CPU).
+Implementations: "triton-portable" (any GPU, and a CPU under TRITON_INTERPRET=1), "triton-hopper" (Hopper's own instructions),
+"triton-hopper-ordered" (the same, with a backward that sums dq in one order) and "torch-tiled" (a CPU). All but triton-hopper give
+the same bits every time.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ HOPPER_HEAD_SIZES = range(64, 129, 8)
 def implementation(device: torch.device, dtype: torch.dtype, head_dim: int, kernel: str = "auto") -> str:
     """What serves such tensors where `kernel` is wanted on a GPU.
 
-    "portable" and "hopper" are taken at their word; "auto" is hopper where it runs and torch does not ask for determinism.
+    "portable" and "hopper" are taken at their word, "auto" is hopper where it runs; hopper is ordered where torch is told to use
+    deterministic algorithms.
     """
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "torch-tiled"
     if kernel == "auto":
-        fast = runs_hopper(device, dtype, head_dim) and not torch.are_deterministic_algorithms_enabled()
-        kernel = "hopper" if fast else "portable"
-    return f"triton-{kernel}"
+        kernel = "hopper" if runs_hopper(device, dtype, head_dim) else "portable"
+    ordered = kernel == "hopper" and torch.are_deterministic_algorithms_enabled()
+    return f"triton-{kernel}-ordered" if ordered else f"triton-{kernel}"
 
 
 def runs_hopper(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -88,7 +90,7 @@ def run_forward(
         from longctx.kernels import tiled
 
         return tiled.forward(q, k, v, first, last, scale)
-    if implementation == "triton-hopper":
+    if implementation.startswith("triton-hopper"):
         from longctx.kernels import hopper_forward
 
         configure(hopper_forward, "hopper_forward", q.device)
@@ -118,11 +120,12 @@ def run_backward(
         from longctx.kernels import tiled
 
         return tiled.backward(do, dlse, q, k, v, out, lse, first, last, scale)
-    if implementation == "triton-hopper":
+    if implementation.startswith("triton-hopper"):
         from longctx.kernels import hopper_backward
 
         configure(hopper_backward, "hopper_backward", q.device)
-        return hopper_backward.backward(do, dlse, q, k, v, out, lse, qfirst, qlast, scale)
+        ordered = implementation.endswith("-ordered")
+        return hopper_backward.backward(do, dlse, q, k, v, out, lse, qfirst, qlast, scale, ordered)
     from longctx.kernels import portable
 
     return portable.backward(do, dlse, q, k, v, out, lse, first, last, qfirst, qlast, scale)

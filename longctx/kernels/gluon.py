@@ -3,9 +3,11 @@
 Triton 3.8 renamed the copies between global and shared memory and made the reduction public; 3.9 removed the old names.
 """
 
+import functools
 from typing import Any
 
 from triton._C.libtriton import ir
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
@@ -14,6 +16,12 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 def _reduce_add(desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+
+
+@functools.cache
+def shared_layout(shape: tuple[int, ...], dtype: gl.dtype) -> gl.NVMMASharedLayout:
+    """The layout of a tile in shared memory that matrix products and tensor maps take; made once, since that takes as long as a launch."""
+    return gl.NVMMASharedLayout.get_default_for(list(shape), dtype)
 
 
 renamed = hasattr(tma, "async_load")

@@ -3,8 +3,13 @@
 Equations, letters and masks are those of portable.py. A program owns BN keys of one key-value head, its two consumers 64 each; it
 walks over the queries that see them, for all query heads of the group, so that dk and dv need no atomics. Scores are computed
 transposed, which makes p and ds register operands of dv and dk. ds also goes through shared memory, where both consumers meet:
-each forms half of the tile's dq, half of its columns or of its queries, and adds it, in fp32, to global memory by TMA. The sum over
-key tiles arrives in any order, so dq may differ in its last bits from run to run. The next tile's scores are in flight meanwhile.
+each forms half of the tile's dq, half of its columns or of its queries, and adds it, in fp32, to global memory by TMA. The next
+tile's scores are in flight meanwhile.
+
+The sum over key tiles arrives in any order, so dq may differ in its last bits from run to run. Ordered, it does not: the tiles that
+add to the same dq do so from the last key to the first, each when `turns` says that the one before it is done. Every tile walks from
+its first query up and causal walks begin at the diagonal, so the tiles of a head follow one another at a distance of one step and
+seldom wait. Programs take the tiles in that same order: a tile waits only for tiles that run already.
 """
 
 from __future__ import annotations
@@ -26,10 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from longctx.kernels.gluon import tma_add, tma_load, tma_store
+from longctx.kernels.gluon import shared_layout, tma_add, tma_load, tma_store
 from longctx.kernels.hopper_forward import addressable, bar_sync, descriptor, hide, processors, receive, send
 from longctx.kernels.portable import LOG2E, rows_of_backward
-from longctx.kernels.walk import batch_stride, boundary, heads_together, place, walk
+from longctx.kernels.walk import batch_stride, heads_together, place, walk
 
 
 class Config(NamedTuple):
@@ -45,6 +50,7 @@ class Config(NamedTuple):
 
 
 CONFIGS = {64: Config(128, 128, 240, True), 128: Config(64, 128, 240, False)}  # by head size
+ROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 KEYS = gl.constexpr(64)  # of a consumer warpgroup
 # Of the hardware's 16 named barriers; they cost less than an mbarrier's arrival, for which the consumer's warps wait for one another.
 DS = gl.constexpr(9)  # ds is there: of both consumers, or late, 9 + 2 · consumer + tile & 1
@@ -66,38 +72,75 @@ def barrier_arrive(i, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def owned_keys(t, tiles, qfirst, qlast, stride_ib, Tk, Hkv, heads, together, BM: gl.constexpr, BN: gl.constexpr):
-    """Tile t of the schedule: row b, key-value head hk, first key n0, and the tiles of queries to walk over."""
+def owned_keys(
+    t,
+    tiles,
+    qfirst,
+    qlast,
+    stride_ib,
+    Tk,
+    Hkv,
+    heads,
+    together,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    ORDERED: gl.constexpr,
+):
+    """Tile t of the schedule: row b, key-value head hk, first key n0, and the n tiles of queries from lo on that see it.
+
+    Those before full_lo and from full_hi on need the mask. The tile with most queries comes first; ordered, the last key.
+    """
     rank, bh = place(t, tiles, heads, together)
-    n0 = rank * BN
+    n0 = (tiles - 1 - rank if ORDERED else rank) * BN
     b = bh // Hkv
     hk = bh % Hkv
     lo, full_lo, full_hi, masked = walk(qfirst + b * stride_ib, qlast + b * stride_ib, n0, gl.minimum(n0 + BN, Tk), BM)
-    return b, hk, n0, lo, full_lo, full_hi, masked
+    return b, hk, n0, lo, masked + full_hi - full_lo, full_lo, full_hi
 
 
 @gluon.jit
-def nth_query(x, lo, full_lo, full_hi, masked, BM: gl.constexpr):
-    """First query of the x-th tile of a walk: those that need the mask come before those seen as a whole."""
-    return gl.where(x < masked, boundary(x, lo, full_lo, full_hi), full_lo + x - masked) * BM
+def flag(turns, b, h, m, Hq, Tq, BM: gl.constexpr):
+    """Where it stands which tile of keys was the last to add to dq of query tile m of head h."""
+    return turns + (b * Hq + h) * gl.cdiv(Tq, BM) + m
+
+
+@gluon.jit
+def await_turn(done, qfirst, m, n0, Tk, BM: gl.constexpr, BN: gl.constexpr):
+    """Wait until dq of query tile m has the sums of all later keys, of which the next tile of keys adds the last."""
+    last = n0 + BN >= Tk
+    if not last:
+        last = gl.load(qfirst + n0 + BN) // BM > m
+    if not last:
+        while gl.load(done, volatile=True) != n0 // BN + 2:
+            pass
+
+
+@gluon.jit
+def pass_turn(done, n0, added, i, BN: gl.constexpr):
+    """Say that this tile of keys has added its part, as both consumers have said."""
+    mbarrier.wait(added.index(i & 3), (i >> 2) & 1)
+    gl.atomic_xchg(done, n0 // BN + 1, sem="release")
 
 
 @gluon.jit
 def producer(
-    q, k, v, do, lse2, delta, qs, ks, vs, dos, lses, deltas, qf, dof, kvf, kve, mail, mf, me, counter, qfirst, qlast, stride_ib,
-    Tk, Hq, heads, together, GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    q, k, v, do, lse2, delta, qs, ks, vs, dos, lses, deltas, qf, dof, kvf, kve, turn, added, mail, mf, me, turns, counter,
+    qfirst, qlast, stride_ib, Tq, Tk, Hq, heads, together,
+    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LATE: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
+    DEEP: gl.constexpr = 1 + LATE  # a part of dq is in memory so many tiles after it was computed
     tiles = gl.cdiv(Tk, BN)
     Hkv = Hq // GROUP
     it = 0
     done = 0
     t = gl.program_id(0)
+    if ORDERED:  # a program that does not run yet owns no tile
+        t = gl.atomic_add(counter, 1)
     while t < tiles * heads:
         send(mail, mf, me, done, t)
-        b, hk, n0, lo, full_lo, full_hi, masked = owned_keys(
-            t, tiles, qfirst, qlast, stride_ib, Tk, Hkv, heads, together, BM, BN
+        b, hk, n0, lo, n, _, _ = owned_keys(
+            t, tiles, qfirst, qlast, stride_ib, Tk, Hkv, heads, together, BM, BN, ORDERED
         )
-        n = masked + full_hi - full_lo
         mbarrier.wait(kve, (done & 1) ^ 1)
         mbarrier.expect(kvf, 2 * BN * D * 2)
         tma_load(k, [b, n0, hk, 0], kvf, ks.index(0).reshape([1, BN, 1, D]))
@@ -105,7 +148,7 @@ def producer(
             tma_load(v, [b, n0 + c * KEYS, hk, 0], kvf, vs.index(c).reshape([1, KEYS, 1, D]))
         for x in range(n * GROUP):
             h = hk * GROUP + x // n
-            m0 = nth_query(x % n, lo, full_lo, full_hi, masked, BM)
+            m0 = (lo + x % n) * BM
             s = it & 1
             if it >= 2:
                 barrier_sync(FREE + s, 384)
@@ -115,8 +158,25 @@ def producer(
             mbarrier.expect(dof.index(s), BM * D * 2 + BM * 4)
             tma_load(do, [b, m0, h, 0], dof.index(s), dos.index(s).reshape([1, BM, 1, D]))
             tma_load(delta, [b * Hq + h, m0], dof.index(s), deltas.index(s))
+            if ORDERED:  # loads come first: while this waits for other programs, the consumers have work
+                if x > 0:
+                    h, m = hk * GROUP + (x - 1) // n, lo + (x - 1) % n
+                    await_turn(flag(turns, b, h, m, Hq, Tq, BM), qfirst + b * stride_ib, m, n0, Tk, BM, BN)
+                    mbarrier.arrive(turn.index((it - 1) & 3), count=1)
+                if x > DEEP:
+                    y = x - 1 - DEEP
+                    pass_turn(flag(turns, b, hk * GROUP + y // n, lo + y % n, Hq, Tq, BM), n0, added, it - 1 - DEEP, BN)
             it += 1
-        t = gl.atomic_add(counter, 1) + gl.num_programs(0)
+        if ORDERED and n > 0:
+            done_last = flag(turns, b, hk * GROUP + GROUP - 1, lo + n - 1, Hq, Tq, BM)
+            await_turn(done_last, qfirst + b * stride_ib, lo + n - 1, n0, Tk, BM, BN)
+            mbarrier.arrive(turn.index((it - 1) & 3), count=1)
+            for y in range(gl.maximum(n * GROUP - 1 - DEEP, 0), n * GROUP):
+                h, m = hk * GROUP + y // n, lo + y % n
+                pass_turn(flag(turns, b, h, m, Hq, Tq, BM), n0, added, it - n * GROUP + y, BN)
+        t = gl.atomic_add(counter, 1)
+        if not ORDERED:
+            t += gl.num_programs(0)
         done += 1
     send(mail, mf, me, done, -1)
     for x in range(gl.maximum(it - 2, 0), it):
@@ -144,11 +204,23 @@ def add_dq(dq, part, b, m0, h, BM: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def all_added(added, i):
+    """Say that all that was sent to dq is there, which the wait for its source does not ask: tile i was the last."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0;\n\tmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+    mbarrier.arrive(added.index(i & 3), count=1)
+
+
+@gluon.jit
 def step(
-    s, dk, dv, ks, vs, qs, dos, lses, deltas, dss, part, dq, b, m0, m0_dq, h_dq, qf, dof, it, zero, first, more, masked,
-    qfirst_j, qlast_j, scale_log2, D: gl.constexpr, BM: gl.constexpr, LATE: gl.constexpr, C: gl.constexpr,
+    s, dk, dv, ks, vs, qs, dos, lses, deltas, dss, part, dq, b, m0, m0_dq, h_dq, turn, added, qf, dof, it, zero, first, second, more, masked,
+    qfirst_j, qlast_j, scale_log2,
+    D: gl.constexpr, BM: gl.constexpr, LATE: gl.constexpr, ORDERED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One tile of queries, whose scores `s` are there: adds to dk, dv and to dq in memory, and returns the next tile's scores.
+
+    `first`, `second`: of this walk over the queries.
 
     `it & zero` is 0, which the compiler does not know: else it would keep the descriptors of k and v in registers, and spill others.
     """
@@ -187,6 +259,10 @@ def step(
     part.store(warpgroup_mma_wait(1, deps=(dqa,)))
     fence_async_shared()
     if not (LATE and first):
+        if ORDERED:
+            if not (first or (LATE and second)):
+                all_added(added, it - 1 - LATE)
+            mbarrier.wait(turn.index((it - LATE) & 3), ((it - LATE) >> 2) & 1)
         add_dq(dq, part, b, m0_dq, h_dq, BM, C)
     s = warpgroup_mma_wait(0, deps=(sa,))
     return s, dk, dv
@@ -194,9 +270,9 @@ def step(
 
 @gluon.jit
 def consumer(
-    dq, dk_out, dv_out, qs, ks, vs, dos, lses, deltas, dss, parts, qf, dof, kvf, kve, mail, mf, me, qfirst, qlast, stride_ib, scale,
-    scale_log2, Tk, Hq, heads, together, zero,
-    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LATE: gl.constexpr, C: gl.constexpr,
+    dq, dk_out, dv_out, qs, ks, vs, dos, lses, deltas, dss, parts, qf, dof, kvf, kve, turn, added, mail, mf, me, qfirst, qlast, stride_ib,
+    scale, scale_log2, Tk, Hq, heads, together, zero,
+    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LATE: gl.constexpr, ORDERED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = qs.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
@@ -210,10 +286,9 @@ def consumer(
     done = 0
     t = receive(mail, mf, me, done)
     while t >= 0:
-        b, hk, n0, lo, full_lo, full_hi, masked = owned_keys(
-            t, tiles, qfirst, qlast, stride_ib, Tk, Hkv, heads, together, BM, BN
+        b, hk, n0, lo, n, full_lo, full_hi = owned_keys(
+            t, tiles, qfirst, qlast, stride_ib, Tk, Hkv, heads, together, BM, BN, ORDERED
         )
-        n = masked + full_hi - full_lo
         j = n0 + C * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
         qfirst_j = gl.load(qfirst + b * stride_ib + j, mask=j < Tk, other=0)
         qlast_j = gl.load(qlast + b * stride_ib + j, mask=j < Tk, other=-1)
@@ -228,24 +303,30 @@ def consumer(
             for g in range(GROUP):
                 h = hk * GROUP + g
                 for x in range(n):
-                    m0 = nth_query(x, lo, full_lo, full_hi, masked, BM)
-                    m0_dq, h_dq = m0, h
+                    m = lo + x
+                    m_dq, h_dq = m, h
                     if LATE:
-                        m0_dq = nth_query(gl.where(x > 0, x, n) - 1, lo, full_lo, full_hi, masked, BM)
-                        h_dq = gl.where(x > 0, h, h - 1)
+                        m_dq, h_dq = lo + gl.where(x > 0, x, n) - 1, gl.where(x > 0, h, h - 1)
                     s, dk, dv = step(
-                        s, dk, dv, ks, vs, qs, dos, lses, deltas, dss, part, dq, b, m0, m0_dq, h_dq, qf, dof, it, zero,
-                        x + g == 0, (x + 1 < n) | (g + 1 < GROUP), x < masked, qfirst_j, qlast_j, scale_log2, D, BM, LATE, C,
+                        s, dk, dv, ks, vs, qs, dos, lses, deltas, dss, part, dq, b, m * BM, m_dq * BM, h_dq, turn, added,
+                        qf, dof, it, zero, x + g == 0, x + g * n == 1, (x + 1 < n) | (g + 1 < GROUP),
+                        (m < full_lo) | (m >= full_hi), qfirst_j, qlast_j, scale_log2, D, BM, LATE, ORDERED, C,
                     )  # fmt: skip
                     it += 1
+            m, h = lo + n - 1, hk * GROUP + GROUP - 1
             if LATE:
                 barrier_sync(DS + 2 * (1 - C) + ((it - 1) & 1), 256)
                 dqa = product_dq(dss.index((it + 2) % 3), ks.index(0), BM, C)
                 tma.store_wait(0)
                 part.store(warpgroup_mma_wait(0, deps=(dqa,)))
                 fence_async_shared()
-                m0_dq = nth_query(n - 1, lo, full_lo, full_hi, masked, BM)
-                add_dq(dq, part, b, m0_dq, hk * GROUP + GROUP - 1, BM, C)
+                if ORDERED:
+                    if n * GROUP > 1:
+                        all_added(added, it - 2)
+                    mbarrier.wait(turn.index((it - 1) & 3), ((it - 1) >> 2) & 1)
+                add_dq(dq, part, b, m * BM, h, BM, C)
+            if ORDERED:
+                all_added(added, it - 1)
         v_mine.store(dv.to(dtype))
         fence_async_shared()
         tma_store(dv_out, [b, n0 + C * KEYS, hk, 0], v_mine.reshape([1, KEYS, 1, D]))
@@ -259,13 +340,17 @@ def consumer(
         t = receive(mail, mf, me, done)
 
 
-@gluon.jit(do_not_specialize=["Tk", "Hq", "heads", "together", "zero"])
+@gluon.jit(do_not_specialize=["Tq", "Tk", "Hq", "heads", "together", "zero"])
 def backward_kernel(
-    q, k, v, do, lse2, delta, dq, dk, dv, counter, qfirst, qlast, stride_ib, scale, scale_log2, Tk, Hq, heads, together, zero,
+    q, k, v, do, lse2, delta, dq, dk, dv, turns, counter, qfirst, qlast, stride_ib, scale, scale_log2, Tq, Tk, Hq, heads, together, zero,
     q_shared: gl.constexpr, k_shared: gl.constexpr, v_shared: gl.constexpr, ds_shared: gl.constexpr, dq_shared: gl.constexpr, row_shared: gl.constexpr,
-    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LATE: gl.constexpr, REGISTERS: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LATE: gl.constexpr, ORDERED: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv (B, Tk, Hkv, D) and, added to what is there, dq (B, Tq, Hq, D) fp32 without the scale; all are descriptors."""
+    """dk, dv (B, Tk, Hkv, D) and, added to what is there, dq (B, Tq, Hq, D) fp32 without the scale; all are descriptors.
+
+    `counter`, 0; and ordered, `turns`, zeros: an int32 for each head and tile of queries.
+    """
     dtype: gl.constexpr = q.dtype
     qs = gl.allocate_shared_memory(dtype, [2, BM, D], q_shared)
     dos = gl.allocate_shared_memory(dtype, [2, BM, D], q_shared)
@@ -279,11 +364,16 @@ def backward_kernel(
     dof = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     kvf = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     kve = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    added = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     mail = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     mf = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     me = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kvf, count=1)
     mbarrier.init(kve, count=2)
+    for i in gl.static_range(4):
+        mbarrier.init(turn.index(i), count=1)
+        mbarrier.init(added.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(mf.index(i), count=1)
         mbarrier.init(me.index(i), count=2)
@@ -291,12 +381,12 @@ def backward_kernel(
         mbarrier.init(dof.index(i), count=1)
     # fmt: off
     gl.warp_specialize([
-        (producer, (q, k, v, do, lse2, delta, qs, ks, vs, dos, lses, deltas, qf, dof, kvf, kve, mail, mf, me, counter,
-                    qfirst, qlast, stride_ib, Tk, Hq, heads, together, GROUP, D, BM, BN)),
-        (consumer, (dq, dk, dv, qs, ks, vs, dos, lses, deltas, dss, parts, qf, dof, kvf, kve, mail, mf, me,
-                    qfirst, qlast, stride_ib, scale, scale_log2, Tk, Hq, heads, together, zero, GROUP, D, BM, BN, LATE, 0)),
-        (consumer, (dq, dk, dv, qs, ks, vs, dos, lses, deltas, dss, parts, qf, dof, kvf, kve, mail, mf, me,
-                    qfirst, qlast, stride_ib, scale, scale_log2, Tk, Hq, heads, together, zero, GROUP, D, BM, BN, LATE, 1)),
+        (producer, (q, k, v, do, lse2, delta, qs, ks, vs, dos, lses, deltas, qf, dof, kvf, kve, turn, added, mail, mf, me, turns, counter,
+                    qfirst, qlast, stride_ib, Tq, Tk, Hq, heads, together, GROUP, D, BM, BN, LATE, ORDERED)),
+        (consumer, (dq, dk, dv, qs, ks, vs, dos, lses, deltas, dss, parts, qf, dof, kvf, kve, turn, added, mail, mf, me,
+                    qfirst, qlast, stride_ib, scale, scale_log2, Tk, Hq, heads, together, zero, GROUP, D, BM, BN, LATE, ORDERED, 0)),
+        (consumer, (dq, dk, dv, qs, ks, vs, dos, lses, deltas, dss, parts, qf, dof, kvf, kve, turn, added, mail, mf, me,
+                    qfirst, qlast, stride_ib, scale, scale_log2, Tk, Hq, heads, together, zero, GROUP, D, BM, BN, LATE, ORDERED, 1)),
     ], [4, 4], [REGISTERS, REGISTERS])
     # fmt: on
 
@@ -319,9 +409,10 @@ def backward(
     qfirst: Tensor,
     qlast: Tensor,
     scale: float,
+    ordered: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, contiguous, for the keys' intervals (B or 1, Tk); see `portable.backward`."""
-    B, _, Hq, D = q.shape
+    """dq, dk, dv, contiguous, for the keys' intervals (B or 1, Tk); see `portable.backward`. `ordered`: the same bits every time."""
+    B, Tq, Hq, D = q.shape
     Tk, Hkv = k.shape[1:3]
     PAD = max(64, triton.next_power_of_2(D))
     c = CONFIGS[PAD]
@@ -329,22 +420,21 @@ def backward(
     lse2, delta = (x.view(B * Hq, -1) for x in rows_of_backward(do, dlse, out, lse))
     dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(v.shape, dtype=v.dtype, device=v.device)
     sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+    flags = B * Hq * triton.cdiv(Tq, c.BM) if ordered else 0
+    counter = torch.zeros(4 + flags, dtype=torch.int32, device=q.device)
     dtype = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for
-    row = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    rows = (TensorDescriptor(x, list(x.shape), list(x.stride()), [1, c.BM], row) for x in (lse2, delta))
+    rows = (TensorDescriptor(x, list(x.shape), list(x.stride()), [1, c.BM], ROW_LAYOUT) for x in (lse2, delta))
     tiles = triton.cdiv(Tk, c.BN) * B * Hkv
     with torch.cuda.device(q.device):
-        backward_kernel[(min(tiles, processors(q)),)](
+        backward_kernel[(min(tiles, processors(q.device)),)](
             *(descriptor(x, n, PAD, dtype) for x, n in ((q, c.BM), (k, c.BN), (v, 64), (do, c.BM))),
             *rows,
             *(descriptor(sums, 64, 64, gl.float32), descriptor(dk, 64, PAD, dtype), descriptor(dv, 64, PAD, dtype)),
-            *(counter, qfirst, qlast, batch_stride(qfirst), scale, scale * LOG2E.value, Tk, Hq, B * Hkv),
-            *(heads_together(q, B * Hkv, 1), 0),
-            *(layout([n, PAD], dtype) for n in (c.BM, c.BN, 64)),
-            *(layout([c.BN, c.BM], dtype), layout([64, 64], gl.float32), row),
-            **dict(GROUP=Hq // Hkv, D=PAD, BM=c.BM, BN=c.BN, LATE=c.late, REGISTERS=c.registers),
+            *(counter[4 if ordered else 0 :], counter, qfirst, qlast, batch_stride(qfirst), scale, scale * LOG2E.value),
+            *(Tq, Tk, Hq, B * Hkv, B * Hkv if ordered else heads_together(q, B * Hkv, 1), 0),
+            *(shared_layout((n, PAD), dtype) for n in (c.BM, c.BN, 64)),
+            *(shared_layout((c.BN, c.BM), dtype), shared_layout((64, 64), gl.float32), ROW_LAYOUT),
+            **dict(GROUP=Hq // Hkv, D=PAD, BM=c.BM, BN=c.BN, LATE=c.late, ORDERED=ordered, REGISTERS=c.registers),
             num_warps=4,
         )
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -8,6 +8,7 @@ programs are persistent: each takes every n-th tile of queries, longest first, a
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from longctx.kernels.gluon import tma_load, tma_store
+from longctx.kernels.gluon import shared_layout, tma_load, tma_store
 from longctx.kernels.portable import LN2, LOG2E
 from longctx.kernels.walk import batch_stride, boundary, heads_together, place, walk
 
@@ -352,11 +353,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, Hq, Tq, dtype=torch.float32, device=q.device)
     dtype = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
-    rows, columns = (gl.NVMMASharedLayout.get_default_for([n, PAD], dtype) for n in (64, c.BN))
+    rows, columns = shared_layout((64, PAD), dtype), shared_layout((c.BN, PAD), dtype)
     tiles = triton.cdiv(Tq, 64 * c.consumers) * B * Hq
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     with torch.cuda.device(q.device):
-        forward_kernel[(min(tiles, processors(q)),)](
+        forward_kernel[(min(tiles, processors(q.device)),)](
             *(descriptor(x, n, PAD, dtype) for x, n in ((q, 64), (k, c.BN), (v, c.BN), (out, 64))),
             *(lse, counter, first, last, batch_stride(first), scale * LOG2E.value, Tq, Hq, B * Hq),
             *(heads_together(k, B * Hq, Hq // k.shape[2]), rows, columns),
@@ -371,8 +372,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale:
 
 def descriptor(x: Tensor, rows: int, PAD: int, dtype: gl.dtype) -> TensorDescriptor:
     """x (B, T, H, D) as a tensor map with boxes of `rows` tokens of one head; past T and D it reads 0 and writes nothing."""
-    box = [1, rows, 1, PAD]
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), box, gl.NVMMASharedLayout.get_default_for(box, dtype))
+    box = (1, rows, 1, PAD)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(box), shared_layout(box, dtype))
 
 
 def addressable(x: Tensor) -> Tensor:
@@ -381,6 +382,7 @@ def addressable(x: Tensor) -> Tensor:
     return x if aligned and x.stride(3) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
-def processors(x: Tensor) -> int:
-    """Multiprocessors of x's GPU: one persistent program runs on each."""
-    return torch.cuda.get_device_properties(x.device).multi_processor_count
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU: one persistent program runs on each."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -23,9 +23,11 @@ from torch import Tensor
 from longctx.kernels.selftest import whole
 
 FORMAT = 1
+HOPPER = ("hopper_*.py", "gluon.py", "portable.py", "walk.py")
 SOURCES = {
     "triton-portable": ("portable.py", "walk.py"),
-    "triton-hopper": ("hopper_*.py", "gluon.py", "portable.py", "walk.py"),
+    "triton-hopper": HOPPER,
+    "triton-hopper-ordered": HOPPER,
     "torch-tiled": ("tiled.py",),
 }
 TOKENS = 1000  # of the fingerprint

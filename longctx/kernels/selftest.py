@@ -175,7 +175,7 @@ def _sparse(rows: int, columns: int, seed: int) -> Tensor:
 def _message(part: str, implementation: str, q: Tensor, error: str) -> str:
     from longctx.kernels.lock import compilers, gpu_name
 
-    remedies = ["attention.options.kernel=portable"] if implementation == "triton-hopper" else []
+    remedies = ["attention.options.kernel=portable"] if implementation.startswith("triton-hopper") else []
     remedies += ["attention=sdpa", "TRITON_PTXAS_PATH=FILE with another ptxas (`pip install nvidia-cuda-nvcc`)"]
     tools = ", ".join(f"{name} {version}" for name, version in compilers().items())
     return (

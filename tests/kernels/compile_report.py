@@ -21,7 +21,15 @@ from longctx.kernels.launch import table
 triton.knobs.compilation.always_compile = True  # a cached kernel comes without what ptxas said of it
 triton.knobs.nvidia.dump_ptxas_log = True
 layout = gl.NVMMASharedLayout.get_default_for
-SCALARS = {"lse": "*fp32", "first": "*i32", "last": "*i32", "qfirst": "*i32", "qlast": "*i32", "counter": "*i32"}
+SCALARS = {
+    "lse": "*fp32",
+    "first": "*i32",
+    "last": "*i32",
+    "qfirst": "*i32",
+    "qlast": "*i32",
+    "turns": "*i32",
+    "counter": "*i32",
+}
 
 
 def box(rows, columns, dtype=gl.bfloat16, name="bf16"):
@@ -63,14 +71,14 @@ def forward(head_dim):
     return ptxas(hopper_forward.forward_kernel, constants, {name: box(n, head_dim) for name, n in rows.items()})
 
 
-def backward(head_dim):
+def backward(head_dim, ordered=False):
     c = hopper_backward.CONFIGS[head_dim]
     row = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     bf16 = gl.bfloat16
     constants = dict(
         **{f"{x}_shared": layout([n, head_dim], bf16) for x, n in (("q", c.BM), ("k", c.BN), ("v", 64))},
         **dict(ds_shared=layout([c.BN, c.BM], bf16), dq_shared=layout([64, 64], gl.float32), row_shared=row),
-        **dict(GROUP=1, D=head_dim, BM=c.BM, BN=c.BN, LATE=c.late, REGISTERS=c.registers),
+        **dict(GROUP=1, D=head_dim, BM=c.BM, BN=c.BN, LATE=c.late, ORDERED=ordered, REGISTERS=c.registers),
     )
     rows = {"q": c.BM, "do": c.BM, "k": c.BN, "v": 64, "dk": 64, "dv": 64}
     descriptors = {name: box(n, head_dim) for name, n in rows.items()}
@@ -111,4 +119,5 @@ def shipped(arch, capability, tma):
 if __name__ == "__main__":
     hopper = {f"forward {d}": forward(d) for d in hopper_forward.CONFIGS}
     hopper |= {f"backward {d}": backward(d) for d in hopper_backward.CONFIGS}
+    hopper |= {f"ordered backward {d}": backward(d, ordered=True) for d in hopper_backward.CONFIGS}
     json.dump({"hopper": hopper, "any": shipped("any", 86, False), "sm90": shipped("sm90", 90, True)}, sys.stdout)
