@@ -425,13 +425,16 @@ def backward(
     dtype = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
     rows = (TensorDescriptor(x, list(x.shape), list(x.stride()), [1, c.BM], ROW_LAYOUT) for x in (lse2, delta))
     tiles = triton.cdiv(Tk, c.BN) * B * Hkv
+    together = heads_together(q, B * Hkv, 1)
+    if ordered:  # short tiles first: those of a head stand at all places of its queries, and their sums fill L2 as well
+        together = max(1, together // (2 * Hq // Hkv))
     with torch.cuda.device(q.device):
         backward_kernel[(min(tiles, processors(q.device)),)](
             *(descriptor(x, n, PAD, dtype) for x, n in ((q, c.BM), (k, c.BN), (v, 64), (do, c.BM))),
             *rows,
             *(descriptor(sums, 64, 64, gl.float32), descriptor(dk, 64, PAD, dtype), descriptor(dv, 64, PAD, dtype)),
             *(counter[4 if ordered else 0 :], counter, qfirst, qlast, batch_stride(qfirst), scale, scale * LOG2E.value),
-            *(Tq, Tk, Hq, B * Hkv, B * Hkv if ordered else heads_together(q, B * Hkv, 1), 0),
+            *(Tq, Tk, Hq, B * Hkv, together, 0),
             *(shared_layout((n, PAD), dtype) for n in (c.BM, c.BN, 64)),
             *(shared_layout((c.BN, c.BM), dtype), shared_layout((64, 64), gl.float32), ROW_LAYOUT),
             **dict(GROUP=Hq // Hkv, D=PAD, BM=c.BM, BN=c.BN, LATE=c.late, ORDERED=ordered, REGISTERS=c.registers),
