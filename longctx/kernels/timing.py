@@ -6,6 +6,7 @@ between the calls measure is the device's own time.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Mapping
 from statistics import median
@@ -37,12 +38,12 @@ def medians(
     del marks
     rounds = max(least, int(min(repeats, seconds / max(one, 1e-9))))
     found: dict[Key, list[Any]] = {key: [] for key in calls}
-    order = list(calls)
-    for n in range(rounds):
+    order, shuffle = list(calls), random.Random(0).shuffle
+    for _ in range(rounds):
         if on_gpu:
             torch.cuda._sleep(int(min(1.5 * issued, LONGEST_SLEEP) * CYCLES))
-        turned = order[n % len(order) :] + order[: n % len(order)]  # so that none always follows the same other
-        for key, mark in _round(calls, turned, on_gpu).items():
+        shuffle(order)  # a GPU at its power limit is faster after a call that took less: none may always follow the same other
+        for key, mark in _round(calls, order, on_gpu).items():
             found[key].append(mark)
     if on_gpu:
         torch.cuda.synchronize()
