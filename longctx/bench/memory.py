@@ -158,7 +158,9 @@ def point(named: tuple[str, CompleteConfig], end: float, room: Room) -> dict[str
         "error": error,
     }
     lora = " lora" if config.lora.rank else ""
-    print(f"{model}{lora} {row['memory']} {row['backend']} {config.seq_len}: {off(error) or measured.failed}", flush=True)
+    print(
+        f"{model}{lora} {row['memory']} {row['backend']} {config.seq_len}: {off(error) or measured.failed}", flush=True
+    )
     return row
 
 

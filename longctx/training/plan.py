@@ -61,14 +61,27 @@ def first_that_fits(config: CompleteConfig, gpu: float, host: float) -> Complete
     return next((chosen for chosen in policies(config) if fits(chosen, gpu, host)), None)
 
 
-def decide(config: CompleteConfig, chip: Chip, host: float) -> CompleteConfig:
+def decide(config: CompleteConfig, chip: Chip, host: float, merge: bool = False) -> CompleteConfig:
     """`config` with memory=auto decided: the fastest policy that fits, or the one that takes least where none does.
 
-    A twentieth of the GPU is left free, since nobody probes this choice.
+    With `merge` a step is first made of as few micro-batches as fit with the fastest policy, since a GPU waits for the host
+    between small kernels; where no more than those of `config` fit, they stay. A twentieth of the GPU is left free, since
+    nobody probes this choice.
     """
-    return first_that_fits(config, 0.95 * chip.usable, host) or min(
-        policies(config), key=lambda chosen: predict(chosen).peak
-    )
+    room = 0.95 * chip.usable
+    for whole in merged(config) if merge else []:
+        fastest = policies(whole)[0]
+        if fits(fastest, room, host):
+            return fastest
+    return first_that_fits(config, room, host) or min(policies(config), key=lambda chosen: predict(chosen).peak)
+
+
+def merged(config: CompleteConfig) -> list[CompleteConfig]:
+    """The same rows per step in 1, 2, ... equal micro-batches, up to as many as `config` has."""
+    rows = config.batch_size * config.accumulate
+    return [
+        replace(config, batch_size=rows // n, accumulate=n) for n in range(1, config.accumulate + 1) if rows % n == 0
+    ]
 
 
 def longest(

@@ -146,6 +146,24 @@ def test_auto_takes_the_first_policy_that_fits() -> None:
     assert plan.decide(given, H200, 128 * GIB).memory.optimizer == "bf16"
 
 
+def test_a_step_has_as_few_micro_batches_as_fit_with_the_fastest_policy() -> None:
+    def decided(gib: float, *words: str) -> tuple[int, int, str]:
+        found = plan.decide(made(*words), chips.chip("NVIDIA H200", gib * GIB), 128 * GIB, merge=True)
+        return found.batch_size, found.accumulate, found.memory.policy
+
+    small = ("model=124m", "model.vocab_size=50304")
+    assert decided(139.8, *small) == (16, 1, "fast")
+    assert [decided(gib, *small) for gib in (20, 10, 7)] == [(8, 2, "fast"), (4, 4, "fast"), (4, 4, "balanced")]
+    assert decided(139.8, *small, "memory=balanced") == (16, 1, "balanced")
+    assert decided(139.8, *small, "seq_len=12288") == (5, 1, "fast")  # 61,440 tokens, as without it
+    assert decided(139.8, "model=1b", "seq_len=131072") == (1, 1, "balanced")
+    assert decided(1, "model=1b", "memory=fast") == (4, 4, "fast")  # nothing fits
+    assert plan.decide(made(*small), H200, 128 * GIB).accumulate == 4
+    for devices in (2, 3, 8):
+        asked = replace(made(*small, "seq_len=3000"), devices=devices)
+        assert {chosen.rows_per_step for chosen in plan.merged(asked)} == {asked.rows_per_step}
+
+
 def test_the_longest_row_fits_and_the_next_does_not() -> None:
     for backend in ("naive", "flash"):
         config = one_b(f"attention={backend}")
