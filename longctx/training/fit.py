@@ -29,6 +29,7 @@ from longctx.model.extension import RopeConfig
 from longctx.training import checkpoints, chips, lock, plan, runs
 from longctx.training.batches import train_loader
 from longctx.training.chips import GIB
+from longctx.training.collector import QuietCollector
 from longctx.training.config import LONGEST, CompleteConfig, TrainConfig, complete
 from longctx.training.initial import choices_of_folder, keep_for_export, model_of_folder
 from longctx.training.inventory import predict
@@ -297,7 +298,7 @@ def lightning_trainer(config: CompleteConfig, device: str, steps: int, callbacks
         deterministic=config.deterministic,
         use_distributed_sampler=False,
         plugins=[LightningEnvironment(), checkpoints.WholeFiles()],
-        callbacks=callbacks,
+        callbacks=[QuietCollector(), *callbacks],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
