@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from longctx.bench.report import grid
-from longctx.bench.words import training_config
+from longctx.bench.words import request, training_config
 from longctx.training import chips, plan
 from longctx.training.chips import GIB, Chip
 from longctx.training.config import CompleteConfig
@@ -43,24 +43,22 @@ def run(options: Options, command: str, words: list[str]) -> None:
     chip, host = machine(options)
     chosen = next((word.partition("=")[2] for word in words if word.startswith("attention=")), None)
     configs = {
-        backend: planned([*words, f"attention={backend}"]) for backend in ((chosen,) if chosen else options.backends)
+        backend: each_policy([*words, f"attention={backend}"], chip, host)
+        for backend in ((chosen,) if chosen else options.backends)
     }
-    first = next(iter(configs.values()))
+    first = next(iter(configs.values()))[0]
     print(
-        f"{first.model.parameters() / 1e6:,.0f} million parameters, {first.batch_size} × {first.seq_len:,} tokens, "
-        f"{first.accumulate} micro-batches a step, {first.precision}"
+        f"{first.model.parameters() / 1e6:,.0f} million parameters, {first.rows_per_step} rows of {first.seq_len:,} tokens a "
+        f"step, {first.precision}"
     )
     print(
         f"{chip.name}, {chip.memory / GIB:.1f} GiB, {chip.usable / GIB:.1f} of them for tensors; host {host / GIB:.0f} GiB\n"
     )
-    rows = [
-        row(backend, policy, config, chip, host)
-        for backend, asked in configs.items()
-        for policy, config in each_policy(asked)
-    ]
+    rows = [row(backend, config, chip, host) for backend, policies in configs.items() for config in policies]
     columns = (
         "backend",
         "memory",
+        "rows",
         *(SHORT.get(term, term) for term in TERMS),
         "GPU GiB",
         "host GiB",
@@ -71,20 +69,15 @@ def run(options: Options, command: str, words: list[str]) -> None:
     )
     grid("Predicted peak by term, GiB", columns, rows)
     grid("The longest row that fits", ("backend", "memory", "tokens", "GPU GiB", "host GiB", "s/step", "tokens/s", "MFU"), [
-        longest(backend, policy, config, chip, host)
-        for backend, asked in configs.items()
-        for policy, config in each_policy(asked)
+        longest(backend, config, chip, host) for backend, policies in configs.items() for config in policies
     ])  # fmt: skip
 
 
-def planned(words: list[str]) -> CompleteConfig:
-    """The configuration of a GPU run with `words` of train.py, memory=auto left to be decided."""
-    return training_config(words, "cuda")
-
-
-def each_policy(config: CompleteConfig) -> list[tuple[str, CompleteConfig]]:
-    """memory= as it was asked for, or each policy where that is auto."""
-    return [(chosen.memory.policy, chosen) for chosen in plan.policies(config)]
+def each_policy(words: list[str], chip: Chip, host: float) -> list[CompleteConfig]:
+    """What a GPU run with `words` of train.py takes, with the policy that they name or with each where that is auto."""
+    asked = request(words, "cuda")
+    merge = asked.batch_size is None and asked.accumulate is None
+    return [plan.decide(chosen, chip, host, merge) for chosen in plan.policies(training_config(words, "cuda"))]
 
 
 def machine(options: Options) -> tuple[Chip, float]:
@@ -113,22 +106,22 @@ def gib(key: str, text: str) -> float:
     return size * GIB
 
 
-def row(backend: str, policy: str, config: CompleteConfig, chip: Chip, host: float) -> dict[str, Any]:
+def row(backend: str, config: CompleteConfig, chip: Chip, host: float) -> dict[str, Any]:
     """One line of the table of terms."""
     memory = predict(config)
     fit = "yes" if plan.fits(config, chip.usable, host) else "no"
     terms = {SHORT.get(term, term): f"{memory.gpu[term] / GIB:.2f}" for term in TERMS}
-    return {"backend": backend, "memory": policy, **terms, "fits": fit} | _sizes(memory) | _speed(config, chip)
+    chosen = {"backend": backend, "memory": config.memory.policy, "rows": f"{config.batch_size} × {config.accumulate}"}
+    return chosen | {**terms, "fits": fit} | _sizes(memory) | _speed(config, chip)
 
 
-def longest(backend: str, policy: str, config: CompleteConfig, chip: Chip, host: float) -> dict[str, Any]:
+def longest(backend: str, config: CompleteConfig, chip: Chip, host: float) -> dict[str, Any]:
     """One line of the table of longest contexts."""
     found = plan.longest(plan.one_row(config), chip.usable, host)
     if found is None:
-        return {"backend": backend, "memory": policy, "tokens": "none"}
-    return (
-        {"backend": backend, "memory": policy, "tokens": found.seq_len} | _sizes(predict(found)) | _speed(found, chip)
-    )
+        return {"backend": backend, "memory": config.memory.policy, "tokens": "none"}
+    chosen = {"backend": backend, "memory": config.memory.policy, "tokens": found.seq_len}
+    return chosen | _sizes(predict(found)) | _speed(found, chip)
 
 
 def _sizes(memory: Memory) -> dict[str, str]:

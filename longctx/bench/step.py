@@ -19,7 +19,7 @@ from typing import Any
 
 from longctx.bench.report import grid, machine, save_figure, write_json
 from longctx.bench.trace import ATTENTION, IDLE, MATRICES, OTHER, PARTS, marked, time_by_part
-from longctx.bench.words import training_config
+from longctx.bench.words import request, training_config
 
 TAKES_TRAINING_KEYS = True
 WARM, TIMED = 2, 4  # steps without the profiler: not counted, counted
@@ -43,14 +43,15 @@ def run(options: Options, command: str, words: list[str]) -> None:
     from longctx.training.fit import decide_memory
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    configs = {
-        (n, backend): training_config([*words, f"seq_len={n}", f"attention={backend}"], device)
+    points = {
+        (n, backend): [*words, f"seq_len={n}", f"attention={backend}"]
         for n in options.lengths
         for backend in options.backends
     }
+    configs = {point: training_config(said, device) for point, said in points.items()}
     rows, end = [], time.monotonic() + 60 * options.minutes
     for (length, backend), asked in configs.items():
-        config = decide_memory(asked, asked, device)
+        config = decide_memory(asked, request(points[length, backend], device), device)
         if time.monotonic() > end:
             break
         rows.append({"tokens": length, "backend": backend} | profiled(config, device, options.steps))

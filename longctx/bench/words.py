@@ -14,7 +14,7 @@ from longctx import config
 from longctx.options import answer, help_lines, read
 
 if TYPE_CHECKING:
-    from longctx.training.config import CompleteConfig
+    from longctx.training.config import CompleteConfig, TrainConfig
 
 BENCHMARKS = {
     "attention": "forward and backward of every backend, in TFLOP/s and as ratios",
@@ -61,6 +61,12 @@ def help_text() -> str:
     return "\n".join(lines)
 
 
+def request(words: list[str], device: str) -> TrainConfig:
+    """What the `words` of train.py ask for on "cuda" or "cpu"."""
+    asked: TrainConfig = config.compose("train", words, gpu=device == "cuda").config
+    return asked
+
+
 def training_config(words: list[str], device: str) -> CompleteConfig:
     """The configuration of a run with the `words` of train.py on "cuda" or "cpu", nothing left open but memory=auto on a GPU.
 
@@ -68,7 +74,7 @@ def training_config(words: list[str], device: str) -> CompleteConfig:
     """
     from longctx.training.config import complete
 
-    asked = config.compose("train", words, gpu=device == "cuda").config
+    asked = request(words, device)
     made = complete(asked, device)
     made.model.vocab_size = made.model.vocab_size or -(-made.data.vocab_size // 64) * 64
     made.memory = asked.memory if device == "cuda" else made.memory

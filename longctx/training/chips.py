@@ -21,6 +21,7 @@ CHIPS = {
     "L40S": (362e12, 0.864e12),
     "L4": (121e12, 0.3e12),
 }
+HOPPERS = {"H100", "H200", "GH200", "H800", "H20"}
 ASSUMED = "NVIDIA H200", 139.8  # GiB; where there is no GPU and none is named
 
 
@@ -32,6 +33,11 @@ class Chip:
     memory: float  # bytes
     flops: float | None
     bandwidth: float | None
+
+    @property
+    def hopper(self) -> bool:
+        """Whether it is a Hopper, for which flash has kernels of its own."""
+        return not HOPPERS.isdisjoint(self.name.upper().replace("-", " ").split())
 
     @property
     def usable(self) -> float:

@@ -61,7 +61,7 @@ class TrainConfig:
 
     seq_len: int = 4096  # tokens per row: the context that the model trains at; max: the longest that fits the GPU
     seq_len_schedule: list[list[int]] | None = None  # [[tokens per row, steps], …]: shorter rows first, steps as large
-    batch_size: int | None = None  # rows per device and micro-batch; null: 16,384 tokens on a GPU, 4,096 on a CPU
+    batch_size: int | None = None  # rows per device and micro-batch; null: a step's if that fits, else 16,384 tokens
     accumulate: int | None = None  # micro-batches per step; null: 65,536 tokens a step on a GPU, 4,096 on a CPU
     max_steps: int | None = None  # optimizer steps; null: from max_tokens, else 300 on a GPU and 60 on a CPU
     max_tokens: int | None = None  # stop after about so many tokens, padding included, instead of max_steps
@@ -200,7 +200,8 @@ def check_name(name: str) -> None:
 def complete(config: TrainConfig, device: str) -> CompleteConfig:
     """The configuration with every null that depends on `device` ("cuda" or "cpu") filled in; pure.
 
-    ValueError for seq_len=max, which depends on more than that.
+    On a GPU `longctx.training.plan.decide` may make fewer micro-batches of the same step. ValueError for seq_len=max, which
+    depends on more than that.
     """
     if config.seq_len == LONGEST:
         raise ValueError("seq_len=max: a run finds that on its GPU; here give a number of tokens")

@@ -29,6 +29,7 @@ from longctx.model.extension import RopeConfig
 from longctx.training import checkpoints, chips, lock, plan, runs
 from longctx.training.batches import train_loader
 from longctx.training.chips import GIB
+from longctx.training.collector import QuietCollector
 from longctx.training.config import LONGEST, CompleteConfig, TrainConfig, complete
 from longctx.training.initial import choices_of_folder, keep_for_export, model_of_folder
 from longctx.training.inventory import predict
@@ -74,7 +75,8 @@ def train(request: TrainConfig, choices: dict[str, str], changed: dict[str, str]
     config = complete(request, device)
     check_attention(config, device)
     if asked.seq_len == LONGEST:
-        return train(replace(asked, seq_len=longest_rows(request, config, device)), asked_choices, changed)
+        found = replace(asked, seq_len=longest_rows(request, config, device), batch_size=asked.batch_size or 1)
+        return train(found, asked_choices, changed)
     data = load(data_of(config), config.seq_len)
     config = decide_memory(fit_vocabulary(config, data), request, device)
     check_facts(data, config)
@@ -114,10 +116,13 @@ def longest_rows(request: TrainConfig, config: CompleteConfig, device: str) -> i
 
 
 def decide_memory(config: CompleteConfig, request: TrainConfig, device: str) -> CompleteConfig:
-    """`config` with the fastest policy that is predicted to fit the GPU, where `request` says memory=auto."""
-    if device != "cuda" or request.memory.policy != "auto":
+    """`config` with what it takes of the GPU decided by prediction: the policy, where `request` says memory=auto, and the rows
+    of a micro-batch, where it has neither batch_size nor accumulate.
+    """
+    merge = request.batch_size is None and request.accumulate is None
+    if device != "cuda" or not (merge or request.memory.policy == "auto"):
         return config
-    return plan.decide(replace(config, memory=request.memory), gpu(), chips.host_memory())
+    return plan.decide(replace(config, memory=request.memory), gpu(), chips.host_memory(), merge)
 
 
 def gpu() -> chips.Chip:
@@ -293,7 +298,7 @@ def lightning_trainer(config: CompleteConfig, device: str, steps: int, callbacks
         deterministic=config.deterministic,
         use_distributed_sampler=False,
         plugins=[LightningEnvironment(), checkpoints.WholeFiles()],
-        callbacks=callbacks,
+        callbacks=[QuietCollector(), *callbacks],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -320,7 +325,8 @@ def opening(
         f"memory     {config.memory}",
         f"data       {config.data.source}, {summary['documents']:,} documents, {summary['tokens']:,} tokens, "
         f"{len(data.train):,} rows of {config.seq_len:,}",
-        f"step       {rows * config.seq_len:,} tokens = {config.batch_size} rows × {config.accumulate} micro-batches"
+        f"step       {rows * config.seq_len:,} tokens = {config.batch_size} rows × {config.accumulate} "
+        + ("micro-batch" if config.accumulate == 1 else "micro-batches")
         + (f" × {config.devices} devices" if config.devices > 1 else ""),
         f"length     {config.max_steps:,} steps, {config.max_steps * rows * config.seq_len:,} tokens"
         + "".join(f", {steps:,} steps with rows of {seq_len:,}" for seq_len, steps in config.seq_len_schedule or [])

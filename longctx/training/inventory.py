@@ -21,6 +21,7 @@ Terms = dict[str, float]
 CUBLAS = 65 * 2**20  # its workspaces on Hopper, of forward's thread and of backward's, allocated through torch
 FP32 = 4
 SLICE = 2**26  # parameters that a stored optimizer updates at one time, see longctx.training.optimizer
+HOPPER_HEAD_SIZES = range(64, 129, 8)  # see longctx.kernels.flash, which needs torch
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,16 @@ def predict(config: CompleteConfig, device: str = "cuda") -> Memory:
     return Memory(moment, {term: gpu.get(term, 0.0) for term in TERMS}, step.host())
 
 
+def for_hopper(config: CompleteConfig) -> bool:
+    """Whether flash takes its Hopper kernels for `config` on a Hopper GPU. Memory is predicted as if every GPU were one, so
+    on others a sum of dq too much is counted unless attention.options.kernel=portable.
+    """
+    kernel = config.attention.options.get("kernel", "auto")
+    if config.attention.backend != "flash" or kernel != "auto":
+        return config.attention.backend == "flash" and kernel == "hopper"
+    return config.precision == "bf16" and config.model.head_size in HOPPER_HEAD_SIZES and not config.deterministic
+
+
 class _Step:
     """The inventory of one training step."""
 
@@ -62,7 +73,7 @@ class _Step:
         self.H, self.q, self.kv = m.heads, m.heads * m.head_size, m.kv_heads * m.head_size  # q, kv: channels
         self.e = 2 if config.precision == "bf16" else FP32
         self.compiled = config.compile == "true"
-        self.backend, self.options = config.attention.backend, config.attention.options
+        self.backend = config.attention.backend
         self.before_weights = self.C * (self.q + 2 * self.kv)  # of a block's products, before and after attention
         self.after_weights = self.q * self.C + 3 * self.C * self.F
         self.added = config.lora.parameters(m)  # LoRA: these are trained, in fp32, and the model's own weights rest
@@ -70,7 +81,11 @@ class _Step:
         self.gradient = 0 if self.added else FP32  # bytes of the gradient of one of the model's own weights
         self.copy = self.e if self.e < FP32 and not self.added else 0  # and of its copy in 16 bits
         # One kernel makes the product of gate and up again in backward, see longctx.kernels.swiglu.
-        self.fused = device == "cuda" and self.e < FP32 and not (self.added and "down" in config.lora.targets)
+        targets = config.lora.targets if self.added else []
+        self.fused = device == "cuda" and self.e < FP32 and "down" not in targets
+        # Of N × F elements, where a product has a thin one beside it and both are there before they are added up:
+        self.lora_product = 1 if "down" in targets else 0  # the gradient of gate and up's product
+        self.lora_gate_up = 6 if "gate_up" in targets else 0  # gate and up, uncompiled
         self.tile = self.tile_of(self.memory.mlp_tile or self.N)
 
     def moments(self) -> Iterator[tuple[str, Terms]]:
@@ -175,17 +190,18 @@ class _Step:
     def mlp_backward(self, layer: int) -> Terms:
         """Backward of the part after attention, when the gradients of gate and up have just been computed.
 
-        The gradient of their product is still there then. Fused, the product itself is too, and the down projection has
-        no gradient yet but has given up its copy in 16 bits; else the other way round.
+        The gradient of their product is still there then, with LoRA on the down projection in two parts. Fused, the product
+        itself is too, and the down projection has no gradient yet but has given up its copy in 16 bits; else the other
+        way round.
         """
         N, C, F, e = self.N, self.C, self.F, self.e
         incoming = e * C * N
         down = float(-self.copy if self.fused else self.gradient) * C * F
         if self.memory.recompute == "none":
-            return {MLP: incoming + e * (4 if self.fused else 2) * F * N + down}
+            return {MLP: incoming + e * (4 if self.fused else 2 + self.lora_product) * F * N + down}
         n = self.tile
         work = e * (3 * C + 2 * F) * n  # projection, norm, output; gate and up
-        work += e * (4 if self.fused else 3) * F * n
+        work += e * (4 if self.fused else 3 + self.lora_product) * F * n
         weights = self.copy * self.after_weights + (down if self.fused else down - self.copy * C * F)
         if n < N:  # attention's output has its gradient for all tokens, the last tile's is there too; weights, a sum
             work += e * self.q * N + e * (C + self.q) * n
@@ -225,7 +241,7 @@ class _Step:
             return (FP32 if self.compiled else 2 * FP32 + e) * scores  # probabilities make room for a part
         rows = 2 * FP32 * self.H * N  # lse and delta
         if self.backend == "flash":
-            return rows + (FP32 * q * N if self.options.get("kernel") == "hopper" and self.model.head_size > 64 else 0)
+            return rows + (FP32 * q * N if self.device == "cuda" and for_hopper(self.config) else 0)  # the sum of dq
         again = e * q * N if self.memory.recompute == "block" else 0
         repeated = 2 * e * q * N if q != kv else 0  # dk and dv of every query head, before they are summed
         return rows + FP32 * q * N + repeated + again
@@ -234,7 +250,8 @@ class _Step:
         """A batch without gradient: blocks run uncompiled."""
         N, C, F, e = self.N, self.C, self.F, self.e
         scores = (e + 2 * FP32) * self.H * N * self.T if self.backend == "naive" else 0
-        mlp = e * (2 * C + self.q) * N + e * (2 * C + (3 if self.fused else 4) * F) * min(self.memory.mlp_tile or N, N)
+        inner = max(3 if self.fused else 4, self.lora_gate_up)
+        mlp = e * (2 * C + self.q) * N + e * (2 * C + inner * F) * min(self.memory.mlp_tile or N, N)
         logits = self.logits(FP32) + self.copy * self.V * C + e * C * N
         return {MLP: mlp, ATTENTION: scores} if mlp + scores > logits else {LOSS: logits}
 

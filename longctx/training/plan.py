@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from longctx.model.memory import POLICIES
 from longctx.training.chips import Chip
 from longctx.training.config import LONGEST_ROW, CompleteConfig
-from longctx.training.inventory import KEPT, OPTIMIZER, predict
+from longctx.training.inventory import KEPT, OPTIMIZER, for_hopper, predict
 
 HOST_LEFT = 12 * 2**30  # bytes of host memory left to the process, its libraries and the data
 LINK = 55e9  # bytes per second between a GPU and pinned memory
 # Share of the chip's peak that attention reaches forward and backward on long rows, head sizes up to 64 and above
 # (results/attention.json).
 RATES: dict[str, dict[int, tuple[float, float]]] = {
-    "flash": {64: (0.476, 0.397), 128: (0.495, 0.442)},
-    "flash hopper": {64: (0.495, 0.397), 128: (0.62, 0.53)},
+    "flash": {64: (0.495, 0.52), 128: (0.63, 0.565)},
+    "flash portable": {64: (0.476, 0.397), 128: (0.495, 0.442)},
     "sdpa": {64: (0.297, 0.271), 128: (0.304, 0.296)},
     "flex": {64: (0.18, 0.21), 128: (0.35, 0.28)},
     "flash_attn": {64: (0.565, 0.594), 128: (0.71, 0.68)},
@@ -61,14 +61,27 @@ def first_that_fits(config: CompleteConfig, gpu: float, host: float) -> Complete
     return next((chosen for chosen in policies(config) if fits(chosen, gpu, host)), None)
 
 
-def decide(config: CompleteConfig, chip: Chip, host: float) -> CompleteConfig:
+def decide(config: CompleteConfig, chip: Chip, host: float, merge: bool = False) -> CompleteConfig:
     """`config` with memory=auto decided: the fastest policy that fits, or the one that takes least where none does.
 
-    A twentieth of the GPU is left free, since nobody probes this choice.
+    With `merge` a step is first made of as few micro-batches as fit with the fastest policy, since a GPU waits for the host
+    between small kernels; where no more than those of `config` fit, they stay. A twentieth of the GPU is left free, since
+    nobody probes this choice.
     """
-    return first_that_fits(config, 0.95 * chip.usable, host) or min(
-        policies(config), key=lambda chosen: predict(chosen).peak
-    )
+    room = 0.95 * chip.usable
+    for whole in merged(config) if merge else []:
+        fastest = policies(whole)[0]
+        if fits(fastest, room, host):
+            return fastest
+    return first_that_fits(config, room, host) or min(policies(config), key=lambda chosen: predict(chosen).peak)
+
+
+def merged(config: CompleteConfig) -> list[CompleteConfig]:
+    """The same rows per step in 1, 2, ... equal micro-batches, up to as many as `config` has."""
+    rows = config.batch_size * config.accumulate
+    return [
+        replace(config, batch_size=rows // n, accumulate=n) for n in range(1, config.accumulate + 1) if rows % n == 0
+    ]
 
 
 def longest(
@@ -180,7 +193,7 @@ def attention_seconds(config: CompleteConfig, chip: Chip) -> float:
         scores = config.batch_size * config.seq_len**2 * m.heads * m.layers
         again = 1 if config.memory.recompute == "block" else 0
         return scores * (SCORE_BYTES[0] * (1 + again) + SCORE_BYTES[1]) / (STREAM * chip.bandwidth)
-    key = "flash hopper" if config.attention.options.get("kernel") == "hopper" else backend
+    key = "flash portable" if backend == "flash" and not (chip.hopper and for_hopper(config)) else backend
     forward, backward = RATES.get(key, RATES["sdpa"])[64 if m.head_size <= 64 else 128]
     flops = 4 * pairs * m.heads * m.head_size
     times = 2 if config.memory.recompute == "block" and backend != "flash" else 1

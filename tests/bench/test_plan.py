@@ -32,6 +32,13 @@ def test_a_plan_for_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert "naive" not in capsys.readouterr().out
 
 
+def test_micro_batches_are_those_that_a_run_would_take(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "gpu=H100", "gpu_memory=80", "model=124m", "memory=fast", "attention=flash"]
+    for given, rows in (([], "16 × 1"), (["accumulate=4"], "4 × 4"), (["batch_size=2"], "2 × 8")):
+        assert main([*words, *given]) == 0
+        assert rows in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("word", "said"),
     [

@@ -14,10 +14,13 @@ import torch
 import yaml
 
 import train
+from longctx import config
 from longctx.data import Data, DataConfig, SampleStream, load
-from longctx.training import checkpoints, runs
+from longctx.training import checkpoints, chips, fit, runs
 from longctx.training.batches import micro_batch
 from longctx.training.checkpoints import load_model
+from longctx.training.chips import GIB
+from longctx.training.config import complete
 
 Words = Callable[..., list[str]]
 
@@ -369,3 +372,29 @@ def test_shorter_rows_first_keep_the_tokens_of_a_step_and_resume_exactly(
     capsys.readouterr()
     assert train.main(words(**{**changes, "max_steps": 4})) == 2
     assert "takes all 4 steps; leave some for seq_len" in capsys.readouterr().err
+
+
+def test_a_resumed_run_keeps_its_micro_batches_on_another_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = config.compose("train", ["model=124m", "model.vocab_size=50304"], gpu=True).config
+    monkeypatch.setattr(fit, "gpu", lambda: chips.chip("NVIDIA H200", 139.8 * GIB))
+    begun = fit.decide_memory(complete(request, "cuda"), request, "cuda")
+    assert (begun.batch_size, begun.accumulate, begun.memory.policy) == (16, 1, "fast")
+    runs.write_config(tmp_path, begun)
+    again = config.from_file("train", tmp_path / "config.yaml", ["max_steps=900"]).config
+    monkeypatch.setattr(fit, "gpu", lambda: chips.chip("NVIDIA L4", 22 * GIB))
+    resumed = fit.decide_memory(complete(again, "cuda"), again, "cuda")
+    assert (resumed.batch_size, resumed.accumulate, resumed.memory) == (16, 1, begun.memory)
+    for words in (["batch_size=2"], ["accumulate=2"]):
+        given = config.compose("train", ["model=124m", *words], gpu=True).config
+        asked = complete(given, "cuda")
+        decided = fit.decide_memory(asked, given, "cuda")
+        assert (decided.batch_size, decided.accumulate) == (asked.batch_size, asked.accumulate)
+
+
+def test_the_longest_rows_are_taken_as_they_were_probed(
+    words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit, "longest_rows", lambda request, config, device: 64)
+    assert train.main(words(seq_len="max", batch_size=None, accumulate=None, max_steps=1, name="longest")) == 0
+    saved = config.from_file("train", tmp_path / "runs" / "longest" / "config.yaml", []).config
+    assert (saved.seq_len, saved.batch_size) == (64, 1)

@@ -1,6 +1,7 @@
 """Rehearsals: steps as training takes them, in this process or a child, whose end is an answer whatever it is."""
 
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -34,6 +35,19 @@ def test_a_rehearsal_measures_steps(small: CompleteConfig) -> None:
     assert measured.pairs == 2 * 3 * 33 * 34 // 2
     assert measured.kernels["flash"] == "torch-tiled"
     assert measured.memory["process_peak_gib"] > 0
+
+
+def test_the_collector_passes_over_what_the_first_step_leaves(small: CompleteConfig) -> None:
+    seen: list[int] = []
+    probe.rehearse(small, "cpu", 2, after=lambda step: seen.append(gc.get_freeze_count()))
+    assert min(seen) > 10_000
+    assert gc.get_freeze_count() == 0
+
+    def fail(step: int) -> None:
+        raise MemoryError
+
+    assert probe.rehearse(small, "cpu", 2, after=fail).failed == probe.OUT_OF_MEMORY
+    assert gc.get_freeze_count() == 0
 
 
 def test_documents_shorten_attention_and_nothing_else(small: CompleteConfig) -> None:
