@@ -41,7 +41,7 @@ class Options:
 
     backends: tuple[str, ...] = field(default=("naive", "sdpa", "flash"), metadata={"help": "attention backends"})
     shortest: int = field(default=4096, metadata={"help": "tokens; lengths double from there to the longest"})
-    longest: str = field(default="auto", metadata={"help": "tokens of the longest rows; auto: what fits, by probes"})
+    longest: str = field(default="auto", metadata={"help": "tokens of the longest rows; auto: what fits, by probes; plan: what is predicted to fit"})
     minutes: float = field(default=60.0, metadata={"help": "points that would end after that are left out"})
     out: str = field(default="results/context", metadata={"help": "writes .json and .png"})
 
@@ -91,9 +91,12 @@ def find_longest(config: CompleteConfig, options: Options, end: float) -> dict[s
     from longctx.training.longest import find
     from longctx.training.probe import Measured, in_child
 
+    if options.longest == "plan":
+        fitting = plan.longest(plan.one_row(config), gpu().usable, host_memory(), 512)
+        return {"tokens": fitting.seq_len if fitting else 0, "how": "predicted"}
     if options.longest != "auto":
         if not options.longest.isdigit() or int(options.longest) < 2:
-            raise ValueError(f"longest={options.longest}: a number of tokens, or auto")
+            raise ValueError(f"longest={options.longest}: a number of tokens, auto or plan")
         return {"tokens": int(options.longest), "how": "given"}
     said: list[str] = []
 

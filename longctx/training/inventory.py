@@ -57,7 +57,7 @@ def for_hopper(config: CompleteConfig) -> bool:
     kernel = config.attention.options.get("kernel", "auto")
     if config.attention.backend != "flash" or kernel != "auto":
         return config.attention.backend == "flash" and kernel == "hopper"
-    return config.precision == "bf16" and config.model.head_size in HOPPER_HEAD_SIZES and not config.deterministic
+    return config.precision == "bf16" and config.model.head_size in HOPPER_HEAD_SIZES
 
 
 class _Step:

@@ -121,7 +121,7 @@ def test_the_sum_of_dq_is_counted_where_the_hopper_kernels_may_run() -> None:
 
     without = workspace("++attention.options.kernel=portable")
     assert workspace() == without + 4 * 768 * 262144
-    assert workspace("deterministic=true") == without
+    assert workspace("deterministic=true") == workspace()
     assert workspace("model.head_dim=48", "model.heads=16", "model.kv_heads=16") < without + 4 * 768 * 262144
     assert list(HOPPER_HEAD_SIZES) == list(flash.HOPPER_HEAD_SIZES)
 
@@ -131,7 +131,6 @@ def test_the_portable_kernel_and_other_gpus_are_slower() -> None:
     portable = replace(config, attention=replace(config.attention, options={"kernel": "portable"}))
     slow = plan.attention_seconds(portable, H200)
     assert plan.attention_seconds(config, H200) < 0.9 * slow
-    assert plan.attention_seconds(replace(config, deterministic=True), H200) == slow
     assert plan.attention_seconds(config, chips.Chip("B200", GIB, H200.flops, H200.bandwidth)) == slow
     assert all(chips.chip(f"NVIDIA {name}", GIB).hopper == ("H100" in name or "H200" in name) for name in chips.CHIPS)
 
