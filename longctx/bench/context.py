@@ -41,7 +41,10 @@ class Options:
 
     backends: tuple[str, ...] = field(default=("naive", "sdpa", "flash"), metadata={"help": "attention backends"})
     shortest: int = field(default=4096, metadata={"help": "tokens; lengths double from there to the longest"})
-    longest: str = field(default="auto", metadata={"help": "tokens of the longest rows; auto: what fits, by probes; plan: what is predicted to fit"})
+    longest: str = field(
+        default="auto",
+        metadata={"help": "tokens of the longest rows; auto: what fits, by probes; plan: what is predicted to fit"},
+    )
     minutes: float = field(default=60.0, metadata={"help": "points that would end after that are left out"})
     out: str = field(default="results/context", metadata={"help": "writes .json and .png"})
 
@@ -195,24 +198,33 @@ def percent(share: float | None) -> str:
 
 
 def plot(found: dict[str, Any], path: Path) -> None:
-    """Memory and tokens/s over length, a line per backend, the card's limit and each backend's longest drawn in."""
+    """Memory and tokens/s over length, a line per backend, the card's limit drawn in; hollow and dashed where predicted.
+
+    Where a backend changes its memory policy its line is broken, and the policy stands beside the first point.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (memory, speed) = plt.subplots(1, 2, figsize=(11, 4.4))
+    figure, (memory, speed) = plt.subplots(1, 2, figsize=(12, 4.6))
     for color, (backend, best) in zip(plt.get_cmap("tab10").colors, found["longest"].items(), strict=False):  # type: ignore[attr-defined]
-        rows = [row for row in found["rows"] if row["backend"] == backend]
-        done = [row for row in rows if "tokens_per_second" in row]
+        rows = sorted((row for row in found["rows"] if row["backend"] == backend), key=lambda row: int(row["tokens"]))
         width = 2.4 if backend == "flash" else 1.5
-        for axis, key in ((memory, "memory_peak_gib"), (speed, "tokens_per_second")):
-            points = sorted((row["tokens"], row[key]) for row in done)
-            if points:
-                axis.plot(*zip(*points, strict=True), marker="o", color=color, linewidth=width, label=backend)
-        if best["tokens"]:
-            memory.axvline(best["tokens"], color=color, linestyle=":", linewidth=1.2)
-            memory.text(best["tokens"], 2, f" {best['tokens']:,}", rotation=90, color=color, fontsize=8, ha="right")
+        label = f"{backend}: {best['tokens']:,} tokens, {best['how'].split(';')[0]}" if best["tokens"] else backend
+        memory.plot([], [], color=color, linewidth=width, marker="o", label=label)
+        for policy in dict.fromkeys(row["memory"] for row in rows):
+            points = [drawn(row) for row in rows if row["memory"] == policy and drawn(row)]
+            done = [point for point in points if point[3]]
+            first = done[-1:] if done else []
+            for axis, column in ((memory, 1), (speed, 2)):
+                axis.plot([p[0] for p in done], [p[column] for p in done], "o-", color=color, linewidth=width)
+                rest = [*first, *(p for p in points if not p[3])]
+                axis.plot([p[0] for p in rest], [p[column] for p in rest], "--", color=color, linewidth=1)
+                hollow = [p for p in points if not p[3]]
+                axis.plot([p[0] for p in hollow], [p[column] for p in hollow], "o", color=color, fillstyle="none")
+            if points and backend == "flash":
+                memory.annotate(policy, points[0][:2], (-4, 7), textcoords="offset points", fontsize=8, ha="right")
     memory.axhline(found["gpu_memory_gib"], color="0.3", linestyle="--", linewidth=1, label="the card's memory")
     memory.set_ylabel("peak GiB")
     speed.set_ylabel("tokens/s")
@@ -223,11 +235,23 @@ def plot(found: dict[str, Any], path: Path) -> None:
         axis.set_xticks(ticks, [f"{n // 1024}K" if n >= 1024 else str(n) for n in ticks])
         axis.set_xlabel("tokens in a row")
         axis.grid(alpha=0.3)
-    memory.set_ylim(bottom=0)
+    speed.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    speed.yaxis.set_minor_formatter(lambda value, _: "")
+    memory.set_ylim(0, 1.42 * found["gpu_memory_gib"])
     memory.legend(fontsize=8, loc="upper left")
     figure.suptitle(
-        f"Training {found['parameters'] / 1e6:,.0f} million parameters on one {found['gpu']}: exact causal attention",
+        f"Training {found['parameters'] / 1e6:,.0f} million parameters on one {found['gpu']}: exact causal attention, "
+        "one document a row; hollow: predicted",
         fontsize=11,
     )
     figure.tight_layout()
     save_figure(figure, path)
+
+
+def drawn(row: dict[str, Any]) -> tuple[int, float, float, bool] | None:
+    """Tokens, GiB, tokens/s of a point and whether they were measured; None where it failed or nothing is known."""
+    if "tokens_per_second" in row:
+        return row["tokens"], row["memory_peak_gib"], row["tokens_per_second"], True
+    if row.get("predicted_seconds") and row.get("note", "").startswith("left out"):
+        return row["tokens"], row["predicted_gib"], row["tokens"] / row["predicted_seconds"], False
+    return None
