@@ -31,7 +31,9 @@ class Flex:
 
         heads = (x.transpose(1, 2) for x in (q, k, v))
         options = {"scale": scale, "enable_gqa": True, "return_aux": AuxRequest(lse=True)}
-        options["kernel_options"] = {"BACKEND": "TRITON"}  # else short rows go to a kernel for decoding, which lacks shapes
+        options["kernel_options"] = {
+            "BACKEND": "TRITON"
+        }  # else short rows go to a kernel for decoding, which lacks shapes
         if torch.compiler.is_compiling():
             out, aux = _attend()(*heads, block_mask=block_mask(mask, k.shape[1]), **options)
         else:

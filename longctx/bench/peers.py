@@ -317,7 +317,6 @@ def plot(found: dict[str, Any], path: Path) -> None:
         axis.set_xlabel("tokens in a row")
         axis.set_ylabel(label)
         axis.grid(alpha=0.3, axis="y")
-    axes[0].set_yscale("log")
     if peers:
         axes[0].legend(fontsize=8)
     where = found["gpu"] if found["gpu"] != "none" else "a CPU"

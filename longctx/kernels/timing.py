@@ -42,7 +42,7 @@ def medians(
     for _ in range(rounds):
         if on_gpu:
             torch.cuda._sleep(int(min(1.5 * issued, LONGEST_SLEEP) * CYCLES))
-        shuffle(order)  # a GPU at its power limit is faster after a call that took less: none may always follow the same other
+        shuffle(order)  # at its power limit a GPU is faster after a call that took less: none may always come after it
         for key, mark in _round(calls, order, on_gpu).items():
             found[key].append(mark)
     if on_gpu:
