@@ -214,7 +214,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
         label = f"{backend}: {best['tokens']:,} tokens, {best['how'].split(';')[0]}" if best["tokens"] else backend
         memory.plot([], [], color=color, linewidth=width, marker="o", label=label)
         for policy in dict.fromkeys(row["memory"] for row in rows):
-            points = [drawn(row) for row in rows if row["memory"] == policy and drawn(row)]
+            points = [point for row in rows if row["memory"] == policy and (point := drawn(row))]
             done = [point for point in points if point[3]]
             first = done[-1:] if done else []
             for axis, column in ((memory, 1), (speed, 2)):
