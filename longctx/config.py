@@ -143,7 +143,7 @@ def help_text(script: str) -> str:
     }
     lines = [doc[script], "", "Choices (group=name):"]
     for group in _groups(script):
-        lines.append(f"  {group + '=':<12}{' | '.join(sorted(_presets(group)))}")
+        lines.append(f"  {group + '=':<12}{' | '.join(sorted(presets(group)))}")
     lines += ["", "Keys (key=value):", *_help_lines(_schema(script), "")]
     return "\n".join(lines)
 
@@ -209,7 +209,8 @@ def _groups(script: str) -> list[str]:
     return [group for group in listed if (CONFIGS / group).is_dir()]
 
 
-def _presets(group: str) -> set[str]:
+def presets(group: str) -> set[str]:
+    """The names that `group`= may have."""
     return {path.stem for path in (CONFIGS / group).glob("*.yaml")}
 
 
@@ -230,7 +231,7 @@ def _checked_word(script: str, word: str) -> str:
     if bare not in keys:
         raise ValueError(f"{bare} is not a key{_closest(bare, keys)}; all keys: --help")
     if bare in _groups(script):
-        names = _presets(bare)
+        names = presets(bare)
         for name in value.split(","):
             if name.strip() not in names:
                 raise ValueError(f"{bare}={name}: not one of {', '.join(sorted(names))}{_closest(name, names)}")
@@ -239,8 +240,8 @@ def _checked_word(script: str, word: str) -> str:
     elif f"{bare}.enabled" in keys:
         raise ValueError(f"{word}: must be true or false")
     elif any(other.startswith(bare + ".") for other in keys):
-        inner = next(key for key in keys if key.startswith(bare + "."))
-        raise ValueError(f"{word}: {bare} has keys of its own, such as {inner}")
+        inner = [key for key in keys if key.startswith(bare + ".")]
+        raise ValueError(f"{word}: {bare} has keys of its own: {', '.join(inner[:6])}{', …' if inner[6:] else ''}")
     return f"{bare}={value}"
 
 
@@ -292,6 +293,10 @@ def _plain(said: str) -> str:
     wrong = re.search(r"could not be converted to (\w+)", said)
     if wrong:
         return f"must be {kinds.get(wrong[1], wrong[1])}"
+    if "is not a valid bool" in said:
+        return "must be true or false"
+    if said.startswith("Cannot convert") and " to string" in said:
+        return "must be text, not a list or a dictionary"
     if "is not Optional" in said:
         return "needs a value, null is none"
     if said.startswith("Ambiguous value"):

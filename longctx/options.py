@@ -69,9 +69,11 @@ def _value(key: str, text: str, default: Any) -> Any:
     try:
         values = tuple(kind(part) for part in parts)
     except ValueError:
-        raise ValueError(f"{key}={text}: not {'whole numbers' if kind is int else kind.__name__}") from None
+        several, one = ("whole numbers", "a whole number") if kind is int else ("numbers", "a number")
+        raise ValueError(f"{key}={text}: not {several if isinstance(default, tuple) else one}") from None
     if not values or any(isinstance(value, int) and value < 1 for value in values):
-        raise ValueError(f"{key}={text}: give at least one, above 0")
+        wanted = "give at least one, above 0" if isinstance(default, tuple) else "must be above 0"
+        raise ValueError(f"{key}={text}: {wanted}")
     return values if isinstance(default, tuple) else values[0]
 
 

@@ -115,6 +115,8 @@ def test_model_auto_follows_the_device_and_keeps_what_was_said_about_it() -> Non
         ("resume=", "resume= names no run"),
         ("rope=yarn", "rope=yarn: stretches trained weights, and init= names none"),
         ("passkey=yes", "passkey=yes: must be true or false"),
+        ("deterministic=maybe", "deterministic=maybe: must be true or false"),
+        ("name={a:1}", "name={a:1}: must be text"),
         ("passkey.samples=3", "passkey.samples=3: does nothing without passkey=true"),
         ("lora.scaling=3", "lora.scaling=3.0: does nothing without lora.rank"),
         ("passkey.depths=[2]", "passkey.depths=[2.0]: shares from 0 to 1"),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx.bench.report import grid, machine, save_figure, write_json
-from longctx.bench.words import training_config
+from longctx.bench.words import check_backends, training_config
 from longctx.training import plan
 from longctx.training.chips import GIB, host_memory
 from longctx.training.config import CompleteConfig, WandbConfig
@@ -53,6 +53,7 @@ def run(options: Options, command: str, words: list[str]) -> None:
     """Find, measure, print, write `out`.json and `out`.png, and log each point as a run of wandb."""
     import torch
 
+    check_backends(options.backends)
     if not torch.cuda.is_available():
         raise ValueError("bench context measures what fits a GPU and there is no CUDA GPU here")
     from longctx.training.fit import check_attention
@@ -215,13 +216,11 @@ def plot(found: dict[str, Any], path: Path) -> None:
         memory.plot([], [], color=color, linewidth=width, marker="o", label=label)
         for policy in dict.fromkeys(row["memory"] for row in rows):
             points = [point for row in rows if row["memory"] == policy and (point := drawn(row))]
-            done = [point for point in points if point[3]]
-            first = done[-1:] if done else []
+            done, hollow = [p for p in points if p[3]], [p for p in points if not p[3]]
+            dashed = [*done[-1:], *hollow]
             for axis, column in ((memory, 1), (speed, 2)):
                 axis.plot([p[0] for p in done], [p[column] for p in done], "o-", color=color, linewidth=width)
-                rest = [*first, *(p for p in points if not p[3])]
-                axis.plot([p[0] for p in rest], [p[column] for p in rest], "--", color=color, linewidth=1)
-                hollow = [p for p in points if not p[3]]
+                axis.plot([p[0] for p in dashed], [p[column] for p in dashed], "--", color=color, linewidth=1)
                 axis.plot([p[0] for p in hollow], [p[column] for p in hollow], "o", color=color, fillstyle="none")
             if points and backend == "flash":
                 memory.annotate(policy, points[0][:2], (-4, 7), textcoords="offset points", fontsize=8, ha="right")

@@ -6,11 +6,12 @@ Nothing is run and torch is not imported, so the answer comes in a moment on any
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from longctx.bench.report import grid
-from longctx.bench.words import request, training_config
+from longctx.bench.words import check_backends, request, training_config
 from longctx.training import chips, plan
 from longctx.training.chips import GIB, Chip
 from longctx.training.config import CompleteConfig
@@ -18,6 +19,7 @@ from longctx.training.inventory import ATTENTION, GRADIENTS, KEPT, MLP, OPTIMIZE
 
 TAKES_TRAINING_KEYS = True
 BACKENDS = ("naive", "sdpa", "flash")
+SPEED = ("s/step", "tokens/s", "MFU")
 SHORT = {
     PARAMETERS: "weights",
     GRADIENTS: "grads",
@@ -40,6 +42,7 @@ class Options:
 
 def run(options: Options, command: str, words: list[str]) -> None:
     """Print memory by term and time by policy, and the longest context, for every backend."""
+    check_backends(options.backends)
     chip, host = machine(options)
     chosen = next((word.partition("=")[2] for word in words if word.startswith("attention=")), None)
     configs = {
@@ -47,30 +50,22 @@ def run(options: Options, command: str, words: list[str]) -> None:
         for backend in ((chosen,) if chosen else options.backends)
     }
     first = next(iter(configs.values()))[0]
+    count = f"{first.rows_per_step} row{'s' if first.rows_per_step > 1 else ''}"
     print(
-        f"{first.model.parameters() / 1e6:,.0f} million parameters, {first.rows_per_step} rows of {first.seq_len:,} tokens a "
-        f"step, {first.precision}"
+        f"{first.model.parameters() / 1e6:,.0f} million parameters, {count} of {first.seq_len:,} tokens a step, "
+        f"{first.precision}"
     )
     print(
-        f"{chip.name}, {chip.memory / GIB:.1f} GiB, {chip.usable / GIB:.1f} of them for tensors; host {host / GIB:.0f} GiB\n"
+        f"{chip.name}, {chip.memory / GIB:.1f} GiB, {chip.usable / GIB:.1f} of them for tensors; host {host / GIB:.0f} GiB"
+        f"{', this machine: host_memory= says another' if options.host_memory == 'auto' else ''}\n"
     )
     rows = [row(backend, config, chip, host) for backend, policies in configs.items() for config in policies]
-    columns = (
-        "backend",
-        "memory",
-        "rows",
-        *(SHORT.get(term, term) for term in TERMS),
-        "GPU GiB",
-        "host GiB",
-        "fits",
-        "s/step",
-        "tokens/s",
-        "MFU",
-    )
+    terms = (SHORT.get(term, term) for term in TERMS)
+    columns: tuple[str, ...] = ("backend", "memory", "rows", *terms, "GPU GiB", "host GiB", "fits", *SPEED)
     grid("Predicted peak by term, GiB", columns, rows)
-    grid("The longest row that fits", ("backend", "memory", "tokens", "GPU GiB", "host GiB", "s/step", "tokens/s", "MFU"), [
-        longest(backend, config, chip, host) for backend, policies in configs.items() for config in policies
-    ])  # fmt: skip
+    rows = [longest(backend, config, chip, host) for backend, policies in configs.items() for config in policies]
+    columns = ("backend", "memory", "tokens", "rows", "GPU GiB", "host GiB", *SPEED)
+    grid("The longest row that fits, in about as many tokens a step", columns, rows)
 
 
 def each_policy(words: list[str], chip: Chip, host: float) -> list[CompleteConfig]:
@@ -110,9 +105,10 @@ def row(backend: str, config: CompleteConfig, chip: Chip, host: float) -> dict[s
     """One line of the table of terms."""
     memory = predict(config)
     fit = "yes" if plan.fits(config, chip.usable, host) else "no"
+    if fit == "no" and plan.fits(config, chip.usable, math.inf):
+        fit = "no: host"
     terms = {SHORT.get(term, term): f"{memory.gpu[term] / GIB:.2f}" for term in TERMS}
-    chosen = {"backend": backend, "memory": config.memory.policy, "rows": f"{config.batch_size} × {config.accumulate}"}
-    return chosen | {**terms, "fits": fit} | _sizes(memory) | _speed(config, chip)
+    return _chosen(backend, config) | {**terms, "fits": fit} | _sizes(memory) | _speed(config, chip)
 
 
 def longest(backend: str, config: CompleteConfig, chip: Chip, host: float) -> dict[str, Any]:
@@ -120,8 +116,11 @@ def longest(backend: str, config: CompleteConfig, chip: Chip, host: float) -> di
     found = plan.longest(plan.one_row(config), chip.usable, host)
     if found is None:
         return {"backend": backend, "memory": config.memory.policy, "tokens": "none"}
-    chosen = {"backend": backend, "memory": config.memory.policy, "tokens": found.seq_len}
-    return chosen | _sizes(predict(found)) | _speed(found, chip)
+    return _chosen(backend, found) | {"tokens": found.seq_len} | _sizes(predict(found)) | _speed(found, chip)
+
+
+def _chosen(backend: str, config: CompleteConfig) -> dict[str, str]:
+    return {"backend": backend, "memory": config.memory.policy, "rows": f"{config.batch_size} × {config.accumulate}"}
 
 
 def _sizes(memory: Memory) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from longctx import config
@@ -59,6 +60,14 @@ def help_text() -> str:
         if getattr(module, "TAKES_TRAINING_KEYS", False):
             lines.append("      and the keys of python train.py --help")
     return "\n".join(lines)
+
+
+def check_backends(names: Iterable[str]) -> None:
+    """ValueError for one that attention= does not have."""
+    known = config.presets("attention")
+    for name in names:
+        if name not in known:
+            raise ValueError(f"backends={name}: choose from {', '.join(sorted(known))}")
 
 
 def request(words: list[str], device: str) -> TrainConfig:

@@ -106,7 +106,10 @@ def flag(turns, b, h, m, Hq, Tq, BM: gl.constexpr):
 
 @gluon.jit
 def await_turn(done, qfirst, m, n0, Tk, BM: gl.constexpr, BN: gl.constexpr):
-    """Wait until dq of query tile m has the sums of all later keys, of which the next tile of keys adds the last."""
+    """Wait until dq of query tile m has the sums of all later keys, of which the next tile of keys adds the last.
+
+    The load need not acquire: nothing is read that others wrote; sums are added in L2, and this one is sent after it.
+    """
     last = n0 + BN >= Tk
     if not last:
         last = gl.load(qfirst + n0 + BN) // BM > m

@@ -56,3 +56,13 @@ def test_mistakes_are_one_line(word: str, said: str, refused: Callable[[int, str
 
 def test_gib_with_and_without_its_name() -> None:
     assert plan.gib("gpu_memory", "139.8GiB") == 139.8 * GIB == plan.gib("gpu_memory", "139.8")
+
+
+def test_too_little_host_memory_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["gpu=H200", "gpu_memory=139", "model=1b", "seq_len=1048576", "attention=flash", "memory=long"]
+    assert main(["plan", "host_memory=64", *words]) == 0
+    assert "no: host" in capsys.readouterr().out
+    assert main(["plan", "host_memory=512", *words]) == 0
+    out = capsys.readouterr().out
+    assert "no: host" not in out
+    assert "1 row of 1,048,576 tokens" in out

@@ -25,6 +25,12 @@ def test_words_fill_the_options():
         (["attention", "masks=diagonal"], "masks=diagonal: choose from causal"),
         (["attention", "backends=flahs"], "backends=flahs: choose from flash"),
         (["attention", "lengths"], "not of the form key=value"),
+        (["attention", "repeats=x"], "repeats=x: not a whole number"),
+        (["peers", "minutes=x"], "minutes=x: not a number"),
+        (["step", "steps=0"], "steps=0: must be above 0"),
+        (["step", "backends=flahs"], "backends=flahs: choose from flash"),
+        (["plan", "backends=flahs"], "backends=flahs: choose from flash"),
+        (["context", "backends=flahs"], "backends=flahs: choose from flash"),
     ],
 )
 def test_mistakes_are_one_line(argv, message, refused):
