@@ -71,7 +71,7 @@ def _value(key: str, text: str, default: Any) -> Any:
     except ValueError:
         several, one = ("whole numbers", "a whole number") if kind is int else ("numbers", "a number")
         raise ValueError(f"{key}={text}: not {several if isinstance(default, tuple) else one}") from None
-    if not values or any(isinstance(value, int) and value < 1 for value in values):
+    if not values or any(isinstance(value, int | float) and not value > 0 for value in values):
         wanted = "give at least one, above 0" if isinstance(default, tuple) else "must be above 0"
         raise ValueError(f"{key}={text}: {wanted}")
     return values if isinstance(default, tuple) else values[0]

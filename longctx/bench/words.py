@@ -31,7 +31,7 @@ BENCHMARKS = {
 
 def main(argv: list[str]) -> int:
     """Run the benchmark that `argv` names; 0, or 2 after one line on stderr."""
-    return answer(argv or ["help"], help_text, run)
+    return answer(argv or ["help"], lambda: help_text(argv), run)
 
 
 def run(argv: list[str]) -> None:
@@ -50,11 +50,11 @@ def run(argv: list[str]) -> None:
         module.run(read(module.Options, words), command)
 
 
-def help_text() -> str:
-    """What there is to measure, and each key with its default and meaning."""
+def help_text(argv: list[str]) -> str:
+    """What there is to measure, and each key with its default and meaning; of one benchmark where `argv` names it."""
     lines = ["Measure, beside peers in the same run.", ""]
-    for name, meaning in BENCHMARKS.items():
-        lines.append(f"  python -m longctx.bench {name}    {meaning}")
+    for name in [name for name in BENCHMARKS if name in argv] or BENCHMARKS:
+        lines.append(f"  python -m longctx.bench {name}    {BENCHMARKS[name]}")
         module = importlib.import_module(f"longctx.bench.{name}")
         lines += help_lines(module.Options)
         if getattr(module, "TAKES_TRAINING_KEYS", False):

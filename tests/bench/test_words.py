@@ -28,6 +28,8 @@ def test_words_fill_the_options():
         (["attention", "repeats=x"], "repeats=x: not a whole number"),
         (["peers", "minutes=x"], "minutes=x: not a number"),
         (["step", "steps=0"], "steps=0: must be above 0"),
+        (["peers", "minutes=-1"], "minutes=-1: must be above 0"),
+        (["peers", "minutes=nan"], "minutes=nan: must be above 0"),
         (["step", "backends=flahs"], "backends=flahs: choose from flash"),
         (["plan", "backends=flahs"], "backends=flahs: choose from flash"),
         (["context", "backends=flahs"], "backends=flahs: choose from flash"),
@@ -47,3 +49,10 @@ def test_help_names_every_key(capsys):
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert all(f"{field.name}=" in shown for field in dataclasses.fields(Options))
+
+
+def test_help_on_one_benchmark_is_of_it_alone(capsys):
+    assert main(["plan", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "gpu_memory=" in shown
+    assert "longctx.bench attention" not in shown
