@@ -22,6 +22,7 @@ MASKS = ("causal", "full", "documents", "window")
 PARTS = {"forward": 1.0, "backward": 2.5, "both": 3.5}  # → matrix products, in units of the forward's
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "flash": ("flash", {}),
+    "flash-deterministic": ("flash", {}),
     "flash-portable": ("flash", {"kernel": "portable"}),
     "flash-hopper": ("flash", {"kernel": "hopper"}),
     "sdpa-flash": ("sdpa", {"kernel": "flash"}),
@@ -184,12 +185,18 @@ def prepared(name: str, q: Any, k: Any, v: Any, do: Any, mask: Any) -> tuple[str
 
     backend, extra = PEERS[name]
     forward = partial(attention, q, k, v, mask=mask, backend=backend, **extra)
-    out = forward()
+    strict = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(strict or name == "flash-deterministic", warn_only=True)
+    try:
+        out = forward()  # which decides what backward will run
+        ran = kernels_run()[backend]
+    finally:
+        torch.use_deterministic_algorithms(strict)
     backward = partial(torch.autograd.grad, out, (q, k, v), do, retain_graph=True)
     backward()
     if q.is_cuda:
         torch.cuda.synchronize()
-    return kernels_run()[backend], forward, backward
+    return ran, forward, backward
 
 
 def failure(error: Exception) -> str:

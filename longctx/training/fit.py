@@ -286,6 +286,9 @@ def leave_group() -> None:
 def lightning_trainer(config: CompleteConfig, device: str, steps: int, callbacks: list[pl.Callback]) -> pl.Trainer:
     """Lightning, for devices, precision and checkpoints; its own logging, bars and folders stay off."""
     shared = config.devices > 1 or config.strategy.name == "ddp"
+    if config.deterministic:
+        # A debugging aid, of which every allocation pays: all kernels here write what they allocate.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return pl.Trainer(
         accelerator="gpu" if device == "cuda" else "cpu",
         devices=config.devices,

@@ -117,7 +117,7 @@ def test_plot_draws_what_was_found(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["reference=cudnn"], "reference=cudnn: choose from flash, flash-portable"),
+        (["reference=cudnn"], "reference=cudnn: choose from flash, flash-deterministic"),
         (["channels=100"], "channels=100: 1.5625 heads of size 64 are no multiple of group=1"),
         (["group=5"], "32 heads of size 64 are no multiple of group=5"),
     ],
