@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
+from longctx import files
 from longctx.attention.config import AttentionConfig
 from longctx.data import Tokenizer
 from longctx.model import GPT, GPTConfig, lora
@@ -33,18 +34,14 @@ class WholeFiles(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            with open(temporary, "wb") as file:
+            with files.whole(target) as partial, open(partial, "wb") as file:
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, target)
         except RuntimeError as error:
             # torch reports a full disk as a RuntimeError of its zip writer
             raise OSError(f"{target}: the checkpoint could not be written; is the disk full? ({error})") from error
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -55,10 +52,8 @@ def path_of(folder: Path, step: int) -> Path:
 def tidy(folder: Path, keep: int) -> None:
     """Point last.ckpt at the newest checkpoint and delete all but the newest `keep`."""
     found = runs.checkpoints(folder)
-    link, temporary = folder / "checkpoints" / "last.ckpt", folder / "checkpoints" / f".last.{os.getpid()}"
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(found[-1].name)
-    os.replace(temporary, link)
+    with files.whole(folder / "checkpoints" / "last.ckpt") as link:
+        link.symlink_to(found[-1].name)
     for path in found[:-keep]:
         path.unlink()
 

@@ -10,9 +10,9 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from longctx import files
 from longctx.model import huggingface
 from longctx.model.extension import extended
-from longctx.training import runs
 from longctx.training.config import TrainConfig
 
 OURS_TO_SAY = ("vocab_size",)  # what the weights leave open
@@ -57,7 +57,7 @@ def keep_for_export(config: TrainConfig, folder: Path) -> None:
             (x.get("template") for x in template if isinstance(x, dict) and x.get("name") == "default"), None
         )
     if isinstance(template, str):
-        runs.replace_text(folder / "chat_template.jinja", template)
+        files.write_text(folder / "chat_template.jinja", template)
     for name in ("chat_template.jinja", "generation_config.json"):
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
