@@ -21,6 +21,7 @@ from longctx import files
 from longctx.attention.config import AttentionConfig
 from longctx.data import Tokenizer
 from longctx.model import GPT, GPTConfig, lora
+from longctx.model.checkpoint import verify
 from longctx.model.config import LoraConfig
 from longctx.training import runs
 
@@ -115,7 +116,7 @@ def load_model(
     """The trained model, its tokenizer and its configuration, from a run's folder or one checkpoint file.
 
     A folder means its newest checkpoint. `attention` replaces the backend that the run trained with. Raises ValueError
-    naming `path` where there is no such thing.
+    naming `path` where there is no such thing, or one that is no longer what was written.
     """
     given = Path(path)
     if given.is_dir():
@@ -126,6 +127,7 @@ def load_model(
         given = found[-1]
     elif not given.exists():
         raise ValueError(f"checkpoint={given}: no such file or folder")
+    verify(given)
     checkpoint = read(given)
     config = checkpoint["longctx"]["config"]
     folder = given.resolve().parent.parent
