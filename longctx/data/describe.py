@@ -95,6 +95,7 @@ def read_words(argv: list[str]) -> Options:
             values[name] = _value(key, text, hints[name])
     config = DataConfig(**values)
     config.validate_words()
+    config.check_words(given)
     out = _value("out", given.get("out", "lengths.png"), str | None)
     if out == "":
         raise ValueError("out= names no picture; give a file such as out=lengths.png, or out=null for none")

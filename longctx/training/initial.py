@@ -34,6 +34,10 @@ def model_of_folder(request: TrainConfig, changed: dict[str, str]) -> tuple[str,
                 f"model.{key}={changed[f'model.{key}']}: the weights of init={request.init} decide that; "
                 f"only {', '.join(f'model.{free}' for free in OURS_TO_SAY)} can be said"
             )
+    if "data.vocab_size" in changed:
+        raise ValueError(
+            f"data.vocab_size={changed['data.vocab_size']}: init={request.init} brings its tokenizer; leave it out"
+        )
     if not folder.is_dir():
         raise FileNotFoundError(f"init={request.init}: no such folder; give a Hugging Face folder on this machine")
     said = {key: getattr(request.model, key) for key in OURS_TO_SAY if f"model.{key}" in changed}
