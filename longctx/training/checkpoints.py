@@ -30,11 +30,12 @@ TO_RESUME = {"state_dict", "optimizer_states", "meter", "random", "steps_done"}
 
 
 class WholeFiles(TorchCheckpointIO):
-    """Lightning's file writer, made atomic: to a temporary name, to the disk, then renamed."""
+    """Lightning's file writer, made atomic: to a temporary name, to the disk, then renamed; into a folder that is there."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.parent.is_dir():
+            raise FileNotFoundError(f"{target.parent}: the folder of the run is gone, so no checkpoint can be written")
         try:
             with files.whole(target) as partial, open(partial, "wb") as file:
                 torch.save(checkpoint, file)

@@ -117,6 +117,8 @@ def find(path: str) -> Path:
     if not (folder / "config.yaml").is_file():
         raise ValueError(f"resume={path}: not the folder of a run, it has no config.yaml")
     if not checkpoints(folder):
+        with locked(folder):  # else it is still on its way to one
+            pass
         raise ValueError(f"resume={path}: the run was stopped before its first checkpoint; start it anew")
     return folder
 
