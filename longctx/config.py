@@ -72,11 +72,12 @@ def compose(script: str, overrides: list[str], gpu: bool = False) -> Composed:
         choices = {group: str(name) for group, name in composed.hydra.runtime.choices.items() if "/" not in group}
         OmegaConf.set_struct(composed, False)
         del composed["hydra"]
-        config = OmegaConf.to_object(composed)
+        config: Any = OmegaConf.to_object(composed)
     validate = getattr(config, "validate", None)
     if validate is not None:
         validate()
     _check_switches(config, changed)
+    config.data.check_words(changed)
     return Composed(config, choices, changed)
 
 

@@ -124,6 +124,7 @@ def test_model_auto_follows_the_device_and_keeps_what_was_said_about_it() -> Non
         ("passkey.kinds=[thread]", "passkey.kinds=['thread']: of passkey, needle"),
         ("passkey.samples=0", "passkey.samples=0: a number from 1 up"),
         ("data=mix", "data.mix is not set"),
+        ("data.errors=replace", "data.errors=replace: for text files, and embedded reads none"),
         ("lora.rank=0", "lora.rank=0: a number from 1 to 4,096"),
         ("lora.targets=[q]", "lora.targets=['q']: of qkv"),
         ("seq_len_schedule=[[1000,5]]", "growing lengths that divide seq_len=4096"),
@@ -143,6 +144,21 @@ def test_a_mistake_is_one_line_that_names_it(word: str, said: str) -> None:
         compose(word)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_words_about_data_of_which_nothing_comes_are_mistakes_and_a_saved_run_may_say_them(tmp_path: Path) -> None:
+    mix = ["data=mix", "data.mix.code.source=embedded"]
+    for words, said in (
+        (["data.tokenizer=a", "data.vocab_size=16384"], "data.vocab_size=16384: data.tokenizer=a has its own"),
+        ([*mix, "data.errors=strict"], "data.errors=strict: for text files, and mix reads none"),
+        ([*mix, "data.mix.a.path=x", "data.mix.code.errors=replace"], "data.mix.code.errors=replace: for text files"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            compose(*words)
+    for words in ([*mix, "data.mix.a.path=x"], ["data=text", "data.path=x"], ["data=needles", "data.path=x"]):
+        assert compose(*words, "data.errors=replace", "data.vocab_size=300").config.data.errors == "replace"
+    runs.write_config(tmp_path, complete(compose("data.tokenizer=a").config, "cpu"))
+    assert config.from_file("train", tmp_path / "config.yaml", ["max_steps=9"]).config.data.tokenizer == "a"
 
 
 def test_parts_of_memory_fit_together() -> None:

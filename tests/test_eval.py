@@ -168,6 +168,7 @@ def test_what_goes_wrong_in_another_process_is_said(
         (["checkpoint={run}", "split=test"], "split=test: one of val, train"),
         (["checkpoint={run}", "attention=best"], "attention=best: not one of"),
         (["checkpoint={run}", "data.path={docs}"], "data=text"),
+        (["checkpoint={run}", "data=text", "data.path=x", "data.tokenizer=x"], "the checkpoint brings its tokenizer"),
         (["checkpoint={run}", "data.val_fraction=0.5"], "say which source too, such as data=text"),
         (["-m", "checkpoint={run}", "seq_len=64,128"], "one evaluation at a time"),
         (["checkpoint={run}", "data=text"], "data.path is not set"),

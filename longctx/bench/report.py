@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import longctx
+from longctx import files
 
 
 def machine() -> dict[str, str]:
@@ -65,9 +65,7 @@ def cell(value: Any) -> str:
 def write_json(path: Path, found: dict[str, Any]) -> None:
     """Write `found` whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(found, indent=1) + "\n")
-    os.replace(temporary, path)
+    files.write_text(path, json.dumps(found, indent=1) + "\n")
 
 
 def save_figure(figure: Any, path: Path) -> None:
@@ -75,7 +73,6 @@ def save_figure(figure: Any, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.png")
-    figure.savefig(temporary, dpi=120)
+    with files.whole(path) as partial:
+        figure.savefig(partial, dpi=120)
     plt.close(figure)
-    os.replace(temporary, path)

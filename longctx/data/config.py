@@ -75,6 +75,30 @@ class DataConfig:
                     f"data.{key}={getattr(self, key)}: only data={source} has it; leave it out with data={self.source}"
                 )
 
+    def check_words(self, words: Mapping[str, str]) -> None:
+        """ValueError for one of the `words` (data.KEY → value) that somebody gave and nothing comes of.
+
+        A saved configuration says every key, so this cannot be asked of its values.
+        """
+        if self.tokenizer is not None and "data.vocab_size" in words:
+            raise ValueError(
+                f"data.vocab_size={words['data.vocab_size']}: data.tokenizer={self.tokenizer} has its own; leave one out"
+            )
+        parts = {"data": self}
+        if self.source == "mix":
+            parts |= {f"data.mix.{name}": one for name, (_, one) in self.sources().items()}
+        for name, one in parts.items():
+            if f"{name}.errors" in words and not one.reads_files():
+                raise ValueError(
+                    f"{name}.errors={words[f'{name}.errors']}: for text files, and {one.source} reads none; leave it out"
+                )
+
+    def reads_files(self) -> bool:
+        """Whether documents are decoded from local files of text."""
+        if self.source == "mix":
+            return any(one.reads_files() for _, one in self.sources().values())
+        return self.source == "text" or (self.source == "needles" and bool(self.paths()))
+
     def sources(self) -> dict[str, tuple[float, DataConfig]]:
         """Name → weight and configuration of each source of a mix, checked; what a source does not say, the mix says."""
         if self.source != "mix":

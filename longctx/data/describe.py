@@ -15,6 +15,7 @@ import typing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from longctx import files
 from longctx.data.config import DataConfig
 from longctx.options import answer
 
@@ -94,6 +95,7 @@ def read_words(argv: list[str]) -> Options:
             values[name] = _value(key, text, hints[name])
     config = DataConfig(**values)
     config.validate_words()
+    config.check_words(given)
     out = _value("out", given.get("out", "lengths.png"), str | None)
     if out == "":
         raise ValueError("out= names no picture; give a file such as out=lengths.png, or out=null for none")
@@ -229,16 +231,14 @@ def draw(data: Data, path: Path) -> None:
         data.config.source if data.config.path is None else f"{data.config.source}: {', '.join(data.config.paths())}"
     )
     above.set_title(f"{source} · {len(data.store):,} documents, {total:,} tokens", loc="left")
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        figure.savefig(partial, dpi=150, format=path.suffix.lstrip(".") or "png")
-        partial.replace(path)
+        with files.whole(path) as partial:
+            figure.savefig(partial, dpi=150, format=path.suffix.lstrip(".") or "png")
     except OSError as error:
         raise OSError(f"out={path}: cannot write there ({error.strerror or error})") from error
     except ValueError as error:
         raise ValueError(f"out={path}: {error}") from error
     finally:
-        partial.unlink(missing_ok=True)
         pyplot.close(figure)
 
 

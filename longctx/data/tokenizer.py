@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from longctx import files
+
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # unset, the library warns at every fork of a data worker
 
 EOS = "<|endoftext|>"
@@ -96,8 +98,8 @@ class Tokenizer:
         settings: dict[str, str | None] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos}
         if self.bos_id is not None:
             settings["bos_token"] = self._tokenizer.id_to_token(self.bos_id)
-        _write(path.parent / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
-        _write(path, self._tokenizer.to_str(pretty=True))
+        files.write_text(path.parent / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
+        files.write_text(path, self._tokenizer.to_str(pretty=True))
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -183,12 +185,6 @@ def _find_eos(tokenizer: tokenizers.Tokenizer, file: Path) -> str:
     raise ValueError(
         f'{file}: no token that ends a text is known; put a tokenizer_config.json with "eos_token" beside it'
     )
-
-
-def _write(file: Path, text: str) -> None:
-    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, file)
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -110,6 +110,9 @@ class EvalConfig:
 
 def names_data(changed: dict[str, str]) -> bool:
     """Whether the words, key → value, name other documents than the run's own; ValueError where they only half do."""
+    for key in ("data.tokenizer", "data.vocab_size"):
+        if key in changed:
+            raise ValueError(f"{key}={changed[key]}: the checkpoint brings its tokenizer; leave {key} out")
     keys = [key for key in changed if key == "data" or key.startswith("data.")]
     if keys and "data" not in changed:
         raise ValueError(f"{keys[0]}={changed[keys[0]]}: say which source too, such as data=text")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
+
+from longctx import files
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
@@ -28,12 +29,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 def save(figure: Any, path: Path) -> None:
     """Write a matplotlib figure to `path`, a .png, whole or not at all."""
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.png")
-    try:
-        figure.savefig(temporary, dpi=120)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with files.whole(path) as partial:
+        figure.savefig(partial, dpi=120)
 
 
 def _positions(axes: Any, found: dict[str, Any]) -> None:

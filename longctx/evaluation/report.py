@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from longctx import files
 from longctx.evaluation.perplexity import Perplexity, Score
 
 Decode = Callable[[Sequence[int]], str]
@@ -170,12 +170,7 @@ def _asked(path: Path) -> Any:
 def write(found: dict[str, Any], path: Path) -> None:
     """Write `found` to `path`, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    files.write_text(path, json.dumps(found, indent=1, allow_nan=False) + "\n")
 
 
 def _plain_table(title: str, *headings: str) -> Table:

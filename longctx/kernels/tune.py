@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longctx import files
 from longctx.kernels import flash, launch, selftest
 from longctx.kernels.launch import Launch
 from longctx.kernels.timing import medians
@@ -312,6 +313,4 @@ def write(path: Path, before: dict[str, Any], gpu: str, found: dict[str, Any], a
     for kernel, sizes in found.items():
         table[kernel] = table.get(kernel, {}) | sizes
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(before | {gpu: {"measured": about} | table}, indent=1) + "\n")
-    os.replace(temporary, path)
+    files.write_text(path, json.dumps(before | {gpu: {"measured": about} | table}, indent=1) + "\n")

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from longctx.model.checkpoint import verify
 from longctx.options import answer
 
 HELP = """Write a trained model as a Hugging Face folder, which transformers, vLLM and lm-eval open.
@@ -58,6 +59,7 @@ def run(source: Path, out: Path, options: dict[str, str]) -> None:
         raise ValueError(f"shard_gb={options['shard_gb']}: a number above 0")
     check_out(out)
     file = newest(source)
+    verify(file)
     checkpoint = read(file)
     model, seq_len, added = build(file, checkpoint)
     if options.get("adapter") == "true":

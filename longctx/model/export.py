@@ -7,7 +7,6 @@ The folder appears under its name only when it is whole.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from longctx import files
 from longctx.model.config import GPTConfig
 from longctx.model.gpt import GPT
 from longctx.model.huggingface import Piece, pieces, read_json
@@ -60,20 +60,17 @@ def export(
     generation = _generation(tokenizers)
     special = {f"{key}_token_id": generation.get(f"{key}_token_id") for key in ("bos", "eos", "pad")}
     described |= special | {"dtype": str(dtype).removeprefix("torch.")}
-    temporary = out.absolute().with_name(f".{out.absolute().name}.{os.getpid()}")
     try:
-        temporary.mkdir(parents=True)
-        _write_json(temporary / "config.json", described)
-        _write_json(temporary / "generation_config.json", generation)
-        for name in TOKENIZER_FILES:
-            if (tokenizers / name).is_file():
-                shutil.copyfile(tokenizers / name, temporary / name)
-        _write_weights(model, dtype, shard_bytes, temporary)
-        os.replace(temporary, out)
+        with files.whole(out) as folder:
+            folder.mkdir(parents=True)
+            _write_json(folder / "config.json", described)
+            _write_json(folder / "generation_config.json", generation)
+            for name in TOKENIZER_FILES:
+                if (tokenizers / name).is_file():
+                    shutil.copyfile(tokenizers / name, folder / name)
+            _write_weights(model, dtype, shard_bytes, folder)
     except (OSError, SafetensorError) as error:
         raise OSError(f"{out}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def check_out(out: Path) -> None:

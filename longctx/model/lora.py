@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from longctx import files
 from longctx.model.config import LoraConfig
 from longctx.model.gpt import GPT
 from longctx.model.huggingface import pieces
@@ -105,6 +106,7 @@ def export_adapter(model: GPT, config: LoraConfig, base: str, out: Path) -> None
         "inference_mode": True,
         "target_modules": sorted({name.split(".")[-3] for name in tensors}),
     }
-    out.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
-    (out / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    with files.whole(out) as folder:
+        folder.mkdir(parents=True)
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        (folder / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")

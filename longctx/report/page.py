@@ -13,6 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from longctx.files import write_text
 from longctx.report.runs import CURVES, PARTS, Run, memory
 
 if TYPE_CHECKING:
@@ -33,15 +34,11 @@ def check(out: Path) -> None:
 
 def write(out: Path, runs: list[Run], tables: list[Table], notes: list[str]) -> None:
     """Write the page to `out`, whole or not at all."""
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
     text = html(runs, tables, notes)
     try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, out)
+        write_text(out, text)
     except OSError as error:
         raise OSError(f"out={out}: cannot be written: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def html(runs: list[Run], tables: list[Table], notes: list[str]) -> str:

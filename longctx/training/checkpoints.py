@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
+from longctx import files
 from longctx.attention.config import AttentionConfig
 from longctx.data import Tokenizer
 from longctx.model import GPT, GPTConfig, lora
+from longctx.model.checkpoint import verify
 from longctx.model.config import LoraConfig
 from longctx.training import runs
 
@@ -28,23 +30,20 @@ TO_RESUME = {"state_dict", "optimizer_states", "meter", "random", "steps_done"}
 
 
 class WholeFiles(TorchCheckpointIO):
-    """Lightning's file writer, made atomic: to a temporary name, to the disk, then renamed."""
+    """Lightning's file writer, made atomic: to a temporary name, to the disk, then renamed; into a folder that is there."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        if not target.parent.is_dir():
+            raise FileNotFoundError(f"{target.parent}: the folder of the run is gone, so no checkpoint can be written")
         try:
-            with open(temporary, "wb") as file:
+            with files.whole(target) as partial, open(partial, "wb") as file:
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, target)
         except RuntimeError as error:
             # torch reports a full disk as a RuntimeError of its zip writer
             raise OSError(f"{target}: the checkpoint could not be written; is the disk full? ({error})") from error
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -55,10 +54,8 @@ def path_of(folder: Path, step: int) -> Path:
 def tidy(folder: Path, keep: int) -> None:
     """Point last.ckpt at the newest checkpoint and delete all but the newest `keep`."""
     found = runs.checkpoints(folder)
-    link, temporary = folder / "checkpoints" / "last.ckpt", folder / "checkpoints" / f".last.{os.getpid()}"
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(found[-1].name)
-    os.replace(temporary, link)
+    with files.whole(folder / "checkpoints" / "last.ckpt") as link:
+        link.symlink_to(found[-1].name)
     for path in found[:-keep]:
         path.unlink()
 
@@ -120,7 +117,7 @@ def load_model(
     """The trained model, its tokenizer and its configuration, from a run's folder or one checkpoint file.
 
     A folder means its newest checkpoint. `attention` replaces the backend that the run trained with. Raises ValueError
-    naming `path` where there is no such thing.
+    naming `path` where there is no such thing, or one that is no longer what was written.
     """
     given = Path(path)
     if given.is_dir():
@@ -131,6 +128,7 @@ def load_model(
         given = found[-1]
     elif not given.exists():
         raise ValueError(f"checkpoint={given}: no such file or folder")
+    verify(given)
     checkpoint = read(given)
     config = checkpoint["longctx"]["config"]
     folder = given.resolve().parent.parent

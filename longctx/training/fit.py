@@ -25,6 +25,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from longctx import attention
 from longctx.data import Data, DataConfig, Mixture, load
 from longctx.kernels.selftest import SelfTestFailed
+from longctx.model.checkpoint import verify
 from longctx.model.extension import RopeConfig
 from longctx.training import checkpoints, chips, lock, plan, runs
 from longctx.training.batches import train_loader
@@ -190,6 +191,8 @@ def continue_from(config: CompleteConfig, data: Data | Mixture, device: str) -> 
     """The newest checkpoint of the run `config.resume`, after checking that it and the kernels fit; metrics past it are dropped."""
     folder = Path(config.resume or "")
     path = runs.checkpoints(folder)[-1]
+    if rank() == 0:
+        verify(path)
     checkpoint = checkpoints.read(path, checkpoints.TO_RESUME)
     said, done = checkpoint["longctx"], checkpoint["steps_done"]
     if said["data"] != data.fingerprint:

@@ -10,9 +10,9 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from longctx import files
 from longctx.model import huggingface
 from longctx.model.extension import extended
-from longctx.training import runs
 from longctx.training.config import TrainConfig
 
 OURS_TO_SAY = ("vocab_size",)  # what the weights leave open
@@ -34,6 +34,10 @@ def model_of_folder(request: TrainConfig, changed: dict[str, str]) -> tuple[str,
                 f"model.{key}={changed[f'model.{key}']}: the weights of init={request.init} decide that; "
                 f"only {', '.join(f'model.{free}' for free in OURS_TO_SAY)} can be said"
             )
+    if "data.vocab_size" in changed:
+        raise ValueError(
+            f"data.vocab_size={changed['data.vocab_size']}: init={request.init} brings its tokenizer; leave it out"
+        )
     if not folder.is_dir():
         raise FileNotFoundError(f"init={request.init}: no such folder; give a Hugging Face folder on this machine")
     said = {key: getattr(request.model, key) for key in OURS_TO_SAY if f"model.{key}" in changed}
@@ -57,7 +61,7 @@ def keep_for_export(config: TrainConfig, folder: Path) -> None:
             (x.get("template") for x in template if isinstance(x, dict) and x.get("name") == "default"), None
         )
     if isinstance(template, str):
-        runs.replace_text(folder / "chat_template.jinja", template)
+        files.write_text(folder / "chat_template.jinja", template)
     for name in ("chat_template.jinja", "generation_config.json"):
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longctx import files
 from longctx.attention import Mask, attention, kernels_run, reproducible
 from longctx.kernels import launch
 from longctx.kernels import lock as kernels
 from longctx.kernels.lock import Lock
 from longctx.kernels.selftest import SelfTestFailed
-from longctx.training import runs
 from longctx.training.config import CompleteConfig, KernelConfig
 
 FILE = "kernel.lock.json"
@@ -124,7 +124,7 @@ def write(folder: Path, lock: Lock | None) -> None:
     if lock is None:
         (folder / FILE).unlink(missing_ok=True)
     else:
-        runs.replace_text(folder / FILE, json.dumps(lock, indent=1) + "\n")
+        files.write_text(folder / FILE, json.dumps(lock, indent=1) + "\n")
 
 
 def read(folder: Path) -> Lock | None:

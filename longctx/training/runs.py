@@ -1,7 +1,7 @@
 """Run folders: runs/<name>/ with config.yaml, metrics.jsonl, tokenizer.json, checkpoints/ and wandb/. Torch-free.
 
 A folder is claimed by an exclusive mkdir, so two runs started together never share one, and is locked while it
-trains. Files are replaced whole: written beside their place and renamed.
+trains. Files are replaced whole.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from longctx import files
 
 # What resume= may change: where, how long and how closely watched the run is. A new length changes the learning rate of
 # the steps to come; nothing else changes what is computed.
@@ -115,6 +117,8 @@ def find(path: str) -> Path:
     if not (folder / "config.yaml").is_file():
         raise ValueError(f"resume={path}: not the folder of a run, it has no config.yaml")
     if not checkpoints(folder):
+        with locked(folder):  # else it is still on its way to one
+            pass
         raise ValueError(f"resume={path}: the run was stopped before its first checkpoint; start it anew")
     return folder
 
@@ -134,7 +138,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def write_config(folder: Path, config: Any) -> None:
     """Write the resolved configuration to config.yaml."""
-    replace_text(folder / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False, width=120))
+    files.write_text(folder / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False, width=120))
 
 
 def plain(config: Any) -> dict[str, Any]:
@@ -156,14 +160,4 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 def drop_metrics_after(folder: Path, step: int) -> None:
     """Remove the rows of steps past `step`, which a resumed run computes again."""
     kept = [row for row in read_metrics(folder) if row["step"] <= step]
-    replace_text(folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write `text` to `path` so that a reader sees the old file or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    files.write_text(folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))

@@ -79,6 +79,12 @@ def test_it_prints_and_draws(corpus, tmp_path, capsys) -> None:
         (["data=text", "data.path=x", "data.errors=ignore"], r"data\.errors=ignore"),
         (["data=text", "data.path=x", "data.files=y"], r"data\.files=y"),
         (["data=text", "data.path=x", "data.revision=main"], r"data\.revision=main: only data=hub has it"),
+        (["data.errors=replace"], r"data\.errors=replace: for text files, and embedded reads none"),
+        (["data=needles", "data.errors=strict"], r"data\.errors=strict: for text files, and needles reads none"),
+        (
+            ["data.tokenizer=a/b", "data.vocab_size=16384"],
+            r"data\.vocab_size=16384: data\.tokenizer=a/b has its own; leave one out",
+        ),
         (["data.length=9000"], r"data\.length=9000: only data=needles has it"),
     ],
 )

@@ -65,6 +65,15 @@ def test_an_export_that_fails_leaves_nothing(run: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
+def test_a_damaged_checkpoint_is_not_exported(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = run / "checkpoints" / "step-00000007.ckpt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert main(["export", str(run), str(tmp_path / "out")]) == 2
+    assert f"{file}: damaged" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 def test_the_command_writes_the_newest_checkpoint(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

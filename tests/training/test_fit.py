@@ -306,6 +306,22 @@ def test_a_checkpoint_that_lacks_a_part_is_one_clear_line(words: Words, tmp_path
     assert train.main([f"resume={tmp_path / 'runs' / 'r'}", "max_steps=2"]) == 2, "resume says so too"
 
 
+def test_a_flipped_bit_stops_resume_and_evaluation(
+    words: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(words(name="r", max_steps=2, checkpoint_every=1)) == 0
+    older, newest = runs.checkpoints(tmp_path / "runs" / "r")
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    assert train.main([f"resume={tmp_path / 'runs' / 'r'}", "max_steps=3"]) == 2
+    assert f"{newest}: damaged" in (said := capsys.readouterr().err) and f"go on from {older}" in said
+    with pytest.raises(ValueError, match="damaged"):
+        load_model(tmp_path / "runs" / "r")
+    newest.unlink()
+    assert train.main([f"resume={tmp_path / 'runs' / 'r'}", "max_steps=3"]) == 0
+
+
 def test_a_checkpoint_that_cannot_be_finished_leaves_the_last_one(tmp_path: Path) -> None:
     import resource
 

@@ -40,7 +40,13 @@ def folder(tmp_path: Path, corpus: Path) -> Path:
 @pytest.fixture
 def start(words: Words, folder: Path) -> Words:
     """The command line of a tiny run from `folder`."""
-    unsaid = {"model": None, "model__layers": None, "model__channels": None, "model__ffn": None}
+    unsaid = {
+        "model": None,
+        "model__layers": None,
+        "model__channels": None,
+        "model__ffn": None,
+        "data__vocab_size": None,
+    }
     return lambda **changes: words(**(unsaid | {"init": folder, "max_steps": 2} | changes))
 
 
@@ -256,6 +262,7 @@ def test_what_the_weights_leave_open_can_be_said(start: Words, tmp_path: Path) -
         ({"init": ""}, "init= names no folder"),
         ({"init": "."}, "config.json: no such file"),
         ({"data__tokenizer": "nowhere"}, "nowhere"),
+        ({"data__vocab_size": 300}, "data.vocab_size=300: init="),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(

@@ -1,6 +1,7 @@
 """Runs in processes of their own: killed, stopped, and spread over two ranks."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -53,6 +54,32 @@ def losses(folder: Path) -> dict[int, tuple[Any, ...]]:
     rows = [row for row in runs.read_metrics(folder) if "loss" in row]
     assert len({row["step"] for row in rows}) == len(rows)
     return {row["step"]: (row["loss"], row["grad_norm"], row["tokens_seen"]) for row in rows}
+
+
+def test_a_run_before_its_first_checkpoint_is_no_stopped_one_and_its_folder_once_deleted_stays_so(
+    words: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "runs" / "r"
+    process = start(words(name="r", max_steps=100_000, checkpoint_every=100_000), tmp_path)
+    try:
+        wait_for_step(folder, 1, process)
+        assert train.main([f"resume={folder}"]) == 2
+        assert f"{folder}: another process is training this run" in capsys.readouterr().err
+        shutil.rmtree(folder)
+        process.send_signal(signal.SIGTERM)  # which saves first
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 2
+    assert f"error: {folder / 'checkpoints'}: the folder of the run is gone" in said
+    assert not folder.exists()
+
+
+def test_a_run_stopped_before_its_first_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.yaml").write_text("")
+    assert train.main([f"resume={tmp_path}"]) == 2
+    assert "the run was stopped before its first checkpoint; start it anew" in capsys.readouterr().err
 
 
 def test_a_killed_run_resumes_bit_for_bit(words: Words, tmp_path: Path) -> None:

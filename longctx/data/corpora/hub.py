@@ -18,6 +18,7 @@ from typing import Any
 from longctx.data.cache import fingerprint
 from longctx.data.config import DataConfig
 from longctx.data.corpora import Corpus, Document, Part, template_of
+from longctx.files import write_text
 
 _BUILDERS = ("json", "csv", "parquet", "arrow", "text", "webdataset")
 
@@ -101,9 +102,7 @@ def _revision(path: str, config: DataConfig) -> str | None:
         return sha
     try:
         record.parent.mkdir(parents=True, exist_ok=True)
-        partial_record = record.with_suffix(f".{os.getpid()}")
-        partial_record.write_text(json.dumps(sha))
-        os.replace(partial_record, record)
+        write_text(record, json.dumps(sha))
     except OSError:
         pass  # only spares a later run the network; an unwritable cache is reported when something is built in it
     return sha

@@ -1,0 +1,38 @@
+"""Files that are replaced whole: a reader finds the old one or the new one, never a part, and a failure leaves the old one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A free name beside `path`, with its suffix, for a file, link or folder that becomes `path` where the block ends.
+
+    Where the block raises, what it wrote is removed and `path` stays as it was. A folder replaces none but an empty one.
+    """
+    path = path.absolute()
+    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    _remove(partial)  # of a process that was killed, whose number came again
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        _remove(partial)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path` in UTF-8, whole or not at all."""
+    with whole(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
