@@ -21,7 +21,6 @@ from longctx.training.inventory import predict
 
 TAKES_TRAINING_KEYS = True
 START = 45.0  # seconds that a child takes before its first step: libraries, compilation
-STEPS = 2  # the first one compiles, the second one counts
 SHOWN = (
     "backend",
     "tokens",
@@ -45,6 +44,7 @@ class Options:
         default="auto",
         metadata={"help": "tokens of the longest rows; auto: what fits, by probes; plan: what is predicted to fit"},
     )
+    steps: int = field(default=2, metadata={"help": "of a point: the last one counts, the first one compiles"})
     minutes: float = field(default=60.0, metadata={"help": "points that would end after that are left out"})
     out: str = field(default="results/context", metadata={"help": "writes .json and .png"})
 
@@ -68,7 +68,7 @@ def run(options: Options, command: str, words: list[str]) -> None:
     rows: list[dict[str, Any]] = []
     points = [(n, b) for b in asked for n in ladder(options.shortest, longest[b]["tokens"])]
     for tokens, backend in sorted(points):  # the short ones first: they are cheap
-        rows.append(measure(replace(asked[backend], seq_len=tokens), end))
+        rows.append(measure(replace(asked[backend], seq_len=tokens), options.steps, end))
         print(line(rows[-1]), flush=True)
         report(rows[-1], asked[backend])
     first = next(iter(asked.values()))
@@ -105,7 +105,7 @@ def find_longest(config: CompleteConfig, options: Options, end: float) -> dict[s
     said: list[str] = []
 
     def probe(chosen: CompleteConfig) -> Measured:
-        return in_child(chosen, "cuda", STEPS, options.shortest, False, max(1.0, end - time.monotonic()))
+        return in_child(chosen, "cuda", options.steps, options.shortest, False, max(1.0, end - time.monotonic()))
 
     try:
         tokens = find(config, gpu(), said.append, probe)
@@ -125,7 +125,7 @@ def ladder(shortest: int, longest: int) -> list[int]:
     return [*lengths, longest] if longest else lengths
 
 
-def measure(asked: CompleteConfig, end: float) -> dict[str, Any]:
+def measure(asked: CompleteConfig, steps: int, end: float) -> dict[str, Any]:
     """One point: whole steps of `asked` in a child process; `note` says why there is no speed where there is none."""
     from longctx.training.fit import decide_memory, gpu
     from longctx.training.probe import in_child
@@ -140,11 +140,11 @@ def measure(asked: CompleteConfig, end: float) -> dict[str, Any]:
         "predicted_seconds": expected.total if expected else None,
     }
     left = end - time.monotonic()
-    if expected is not None and START + STEPS * expected.total > left:
+    if expected is not None and START + steps * expected.total > left:
         return row | {
-            "note": f"left out: {STEPS} steps of about {expected.total:,.0f} s are more than the minutes left"
+            "note": f"left out: steps={steps} of about {expected.total:,.0f} s are more than the minutes left"
         }
-    measured = in_child(config, "cuda", STEPS, None, False, max(1.0, left))
+    measured = in_child(config, "cuda", steps, None, False, max(1.0, left))
     if measured.failed is not None:
         return row | {"note": measured.failed} | {k: v for k, v in measured.memory.items() if v}
     seconds = measured.ms[-1] / 1000

@@ -71,8 +71,8 @@ def test_the_longest_is_found_by_probes(card: chips.Chip) -> None:
 
 def test_a_point_that_takes_too_long_is_left_out(card: chips.Chip) -> None:
     config = training_config(["model=1b", "memory=long", "seq_len=1048576", "batch_size=1", "accumulate=1"], "cuda")
-    row = context.measure(config, end=time.monotonic() + 60)
-    assert row["note"].startswith("left out: 2 steps of about")
+    row = context.measure(config, 2, end=time.monotonic() + 60)
+    assert row["note"].startswith("left out: steps=2 of about")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
