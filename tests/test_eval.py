@@ -43,7 +43,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("base")
     docs, folder = base / "docs", base / "runs" / "a"
     docs.mkdir()
-    folder.mkdir(parents=True)
+    (folder / "checkpoints").mkdir(parents=True)
     for n, text in enumerate(TEXTS):
         (docs / f"{n:02d}.txt").write_text(text)
     tokenizer = train(TEXTS, 300)
