@@ -52,9 +52,9 @@ def run(options: Options, command: str, words: list[str]) -> None:
     configs = {point: training_config(said, device) for point, said in points.items()}
     rows, end = [], time.monotonic() + 60 * options.minutes
     for (length, backend), asked in configs.items():
-        config = decide_memory(asked, request(points[length, backend], device), device)
         if time.monotonic() > end:
             break
+        config = decide_memory(asked, request(points[length, backend], device), device)
         rows.append({"tokens": length, "backend": backend} | profiled(config, device, options.steps))
         print_row(rows[-1])
     config = next(iter(configs.values()))

@@ -1,11 +1,9 @@
 """`python -m longctx.model export runs/NAME out/`: a trained model as a Hugging Face folder. See `--help`."""
 
-import pickle
 import sys
 from pathlib import Path
 from typing import Any
 
-from longctx.model.checkpoint import verify
 from longctx.options import answer
 
 HELP = """Write a trained model as a Hugging Face folder, which transformers, vLLM and lm-eval open.
@@ -46,6 +44,7 @@ def read_words(argv: list[str]) -> tuple[Path, Path, dict[str, str]]:
 
 def run(source: Path, out: Path, options: dict[str, str]) -> None:
     """Read the checkpoint, write the folder, say where."""
+    from longctx.model.checkpoint import opened, verify
     from longctx.model.export import SHORT_NAMES, check_out, export
 
     dtype = options.get("dtype", "fp32")
@@ -60,7 +59,7 @@ def run(source: Path, out: Path, options: dict[str, str]) -> None:
     check_out(out)
     file = newest(source)
     verify(file)
-    checkpoint = read(file)
+    checkpoint = opened(file)
     model, seq_len, added = build(file, checkpoint)
     if options.get("adapter") == "true":
         run_adapter(model, file, checkpoint, added, out)
@@ -95,36 +94,17 @@ def newest(source: Path) -> Path:
     return found[-1]
 
 
-def read(file: Path) -> dict[str, Any]:
-    """The checkpoint in `file`, its tensors still on disk; tensors and plain values only, so no code of it runs."""
-    import torch
-
-    try:
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, ValueError) as error:
-        raise ValueError(f"{file}: not a whole checkpoint ({str(error).splitlines()[0]})") from error
-    if not isinstance(checkpoint, dict) or not {"longctx", "state_dict"} <= checkpoint.keys():
-        raise ValueError(f"{file}: a checkpoint of another program; train.py writes those that are read here")
-    return checkpoint
-
-
 def build(file: Path, checkpoint: dict[str, Any]) -> tuple[Any, int, Any]:
     """The model of a checkpoint, the length of the rows that it was trained on, and its LoRA; ValueError if they do not fit."""
-    import torch
-
-    from longctx.model import GPT, GPTConfig, lora
-    from longctx.model.config import LoraConfig
+    from longctx.model.checkpoint import mapped_model
+    from longctx.model.config import GPTConfig, LoraConfig
 
     try:
         config = checkpoint["longctx"]["config"]
         added = LoraConfig(**config.get("lora", {}))
-        with torch.device("meta"):
-            model = GPT(GPTConfig.of_saved(config["model"]), "naive")
-            model = model if added.rank is None else lora.add(model, added)
-        weights = {name.removeprefix("model."): x for name, x in checkpoint["state_dict"].items()}
-        model.load_state_dict(weights, assign=True)
+        model = mapped_model(file, checkpoint, GPTConfig.of_saved(config["model"]), "naive", added)
         return model, int(config["seq_len"]), added
-    except (RuntimeError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file}: its weights are not those of its model: {error}") from error
 
 

@@ -1,15 +1,24 @@
-"""Whether a checkpoint still holds the bytes that were written.
+"""Checkpoints of runs, read: whether they still hold the bytes that were written, their content, their model.
 
-torch writes a CRC-32 beside every tensor of its zip file and reads it back without a look at it, so that a flipped bit
-becomes a weight. Comparing takes 0.2 s per GB in memory, less than reading the file.
+Nothing of a file runs: tensors and plain values only. torch writes a CRC-32 beside every tensor of its zip file and reads
+it back without a look at it, so that a flipped bit becomes a weight; comparing takes 0.2 s per GB in memory, less than
+reading the file.
 """
 
 from __future__ import annotations
 
+import pickle
 import struct
 import zipfile
 import zlib
 from pathlib import Path
+from typing import Any
+
+import torch
+
+from longctx.attention.config import AttentionConfig
+from longctx.model import GPT, GPTConfig, lora
+from longctx.model.config import LoraConfig
 
 
 def verify(path: Path) -> None:
@@ -32,3 +41,33 @@ def verify(path: Path) -> None:
     older = sorted(other for other in place.parent.glob("step-*.ckpt") if other.name < place.name)
     remedy = f"delete it to go on from {older[-1]}" if older else "start anew: there is no older one"
     raise ValueError(f"{path}: damaged, {damaged} is not what was written; copy it here again, or {remedy}")
+
+
+def opened(path: Path) -> dict[str, Any]:
+    """The content of the checkpoint at `path`, its tensors still on disk; ValueError if it is none of ours."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{path}: cannot be read safely, it holds more than tensors and plain values") from error
+    except PermissionError:
+        raise
+    except (RuntimeError, EOFError, KeyError, ValueError, OSError) as error:
+        raise ValueError(f"{path}: not a checkpoint, or not a whole one: torch cannot open it") from error
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("longctx"), dict):
+        raise ValueError(f"{path}: a checkpoint of another program; longctx reads those that train.py wrote")
+    return checkpoint
+
+
+def mapped_model(
+    path: Path, checkpoint: dict[str, Any], config: GPTConfig, backend: AttentionConfig | str, added: LoraConfig
+) -> GPT:
+    """The model of `config` with the checkpoint's weights, still where they lie on disk; ValueError if they are not its own."""
+    with torch.device("meta"):
+        model = GPT(config, backend)
+        model = model if added.rank is None else lora.add(model, added)
+    weights = {name.removeprefix("model."): x for name, x in checkpoint["state_dict"].items()}
+    try:
+        model.load_state_dict(weights, assign=True)
+    except (RuntimeError, AttributeError) as error:
+        raise ValueError(f"{path}: its weights are not those of its model: {error}") from error
+    return model

@@ -7,7 +7,6 @@ optimizer state, random state, the counters of the run and its configuration, en
 from __future__ import annotations
 
 import os
-import pickle
 import random
 from collections.abc import Collection
 from pathlib import Path
@@ -21,7 +20,7 @@ from longctx import files
 from longctx.attention.config import AttentionConfig
 from longctx.data import Tokenizer
 from longctx.model import GPT, GPTConfig, lora
-from longctx.model.checkpoint import verify
+from longctx.model.checkpoint import mapped_model, opened, verify
 from longctx.model.config import LoraConfig
 from longctx.training import runs
 
@@ -70,16 +69,7 @@ def read(path: Path, parts: Collection[str] = ("state_dict",)) -> dict[str, Any]
     """The checkpoint at `path`, mapped from disk; ValueError if it is missing, none of ours, or lacks one of `parts`."""
     if not path.is_file():
         raise ValueError(f"{path}: no such checkpoint")
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(f"{path}: cannot be read safely, it holds more than tensors and plain values") from error
-    except (RuntimeError, EOFError, ValueError, OSError) as error:
-        if isinstance(error, PermissionError):
-            raise
-        raise ValueError(f"{path}: not a checkpoint, or not a whole one: torch cannot open it") from error
-    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("longctx"), dict):
-        raise ValueError(f"{path}: a checkpoint of another program; longctx reads those that train.py wrote")
+    checkpoint = opened(path)
     if checkpoint["longctx"].get("format") != FORMAT:
         written = checkpoint["longctx"].get("format")
         raise ValueError(f"{path}: written in format {written}, this version reads {FORMAT}")
@@ -139,18 +129,3 @@ def load_model(
     model = mapped_model(given, checkpoint, GPTConfig.of_saved(config["model"]), backend, added)
     model = model if added.rank is None else lora.merge(model.float())
     return model.to(device).eval(), Tokenizer.load(folder), config
-
-
-def mapped_model(
-    path: Path, checkpoint: dict[str, Any], config: GPTConfig, backend: AttentionConfig | str, added: LoraConfig
-) -> GPT:
-    """The model of `config` with the checkpoint's weights, still where they lie on disk; ValueError if they are not its own."""
-    with torch.device("meta"):
-        model = GPT(config, backend)
-        model = model if added.rank is None else lora.add(model, added)
-    weights = {name.removeprefix("model."): x for name, x in checkpoint["state_dict"].items()}
-    try:
-        model.load_state_dict(weights, assign=True)
-    except (RuntimeError, AttributeError) as error:
-        raise ValueError(f"checkpoint={path}: its weights are not those of its model: {error}") from error
-    return model

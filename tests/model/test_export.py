@@ -114,7 +114,7 @@ def test_the_command_writes_the_newest_checkpoint(
         (["export", "{run}", "{run}"], "exists already and is not an empty folder"),
         (["export", "{new}", "{new}"], "no such run or checkpoint"),
         (["export", "{run}/checkpoints", "{new}"], "no run with a checkpoint"),
-        (["export", "{run}/tokenizer.json", "{new}"], "not a whole checkpoint"),
+        (["export", "{run}/tokenizer.json", "{new}"], "not a checkpoint, or not a whole one"),
     ],
 )
 def test_a_mistake_is_one_line(
