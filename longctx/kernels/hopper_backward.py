@@ -32,7 +32,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from longctx.kernels.gluon import shared_layout, tma_add, tma_load, tma_store
-from longctx.kernels.hopper_forward import addressable, bar_sync, descriptor, hide, processors, receive, send
+from longctx.kernels.hopper_forward import (
+    addressable,
+    bar_arrive,
+    bar_sync,
+    descriptor,
+    hide,
+    processors,
+    receive,
+    send,
+)
 from longctx.kernels.portable import LOG2E, rows_of_backward
 from longctx.kernels.walk import batch_stride, heads_together, place, walk
 
@@ -55,20 +64,6 @@ KEYS = gl.constexpr(64)  # of a consumer warpgroup
 # Of the hardware's 16 named barriers; they cost less than an mbarrier's arrival, for which the consumer's warps wait for one another.
 DS = gl.constexpr(9)  # ds is there: of both consumers, or late, 9 + 2 · consumer + tile & 1
 FREE = gl.constexpr(13)  # q and do of a tile have been read: 13 + tile & 1
-
-
-@gluon.jit
-def barrier_sync(i, THREADS: gl.constexpr):
-    gl.inline_asm_elementwise(
-        f"bar.sync $1, {THREADS};\n\tmov.u32 $0, 0;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def barrier_arrive(i, THREADS: gl.constexpr):
-    gl.inline_asm_elementwise(
-        f"bar.arrive $1, {THREADS};\n\tmov.u32 $0, 0;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -154,7 +149,7 @@ def producer(
             m0 = (lo + x % n) * BM
             s = it & 1
             if it >= 2:
-                barrier_sync(FREE + s, 384)
+                bar_sync(FREE + s, 384)
             mbarrier.expect(qf.index(s), BM * D * 2 + BM * 4)
             tma_load(q, [b, m0, h, 0], qf.index(s), qs.index(s).reshape([1, BM, 1, D]))
             tma_load(lse2, [b * Hq + h, m0], qf.index(s), lses.index(s))
@@ -183,7 +178,7 @@ def producer(
         done += 1
     send(mail, mf, me, done, -1)
     for x in range(gl.maximum(it - 2, 0), it):
-        barrier_sync(FREE + (x & 1), 384)
+        bar_sync(FREE + (x & 1), 384)
 
 
 @gluon.jit
@@ -243,19 +238,19 @@ def step(
     d = (p * (dp - deltas.index(now).load(s_layout))).to(dtype)
     dka = warpgroup_mma(gl.convert_layout(d, p_layout), qs.index(now), dk, is_async=True)
     if LATE and not first:
-        barrier_sync(DS + 2 * (1 - C) + after, 256)
+        bar_sync(DS + 2 * (1 - C) + after, 256)
     ds = dss.index(it % 3 if LATE else now)
     ds.slice(C * KEYS, KEYS, dim=0).store(d)
     fence_async_shared()
     tma.store_wait(0)
     if LATE:
-        barrier_arrive(DS + 2 * C + now, 256)
+        bar_arrive(DS + 2 * C + now, 256)
         ds = dss.index((it + 2) % 3)
     else:
         bar_sync(DS, 256)
     dqa = product_dq(ds, ks.index(it & zero), BM, C)
     dk, dv = warpgroup_mma_wait(1, deps=(dka, dva))
-    barrier_arrive(FREE + now, 384)
+    bar_arrive(FREE + now, 384)
     mbarrier.wait(qf.index(after), ((it + 1) >> 1) & 1, pred=more)
     k = ks.index(it & zero).slice(C * KEYS, KEYS, dim=0)
     sa = warpgroup_mma(k, qs.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -318,7 +313,7 @@ def consumer(
                     it += 1
             m, h = lo + n - 1, hk * GROUP + GROUP - 1
             if LATE:
-                barrier_sync(DS + 2 * (1 - C) + ((it - 1) & 1), 256)
+                bar_sync(DS + 2 * (1 - C) + ((it - 1) & 1), 256)
                 dqa = product_dq(dss.index((it + 2) % 3), ks.index(0), BM, C)
                 tma.store_wait(0)
                 part.store(warpgroup_mma_wait(0, deps=(dqa,)))

@@ -55,16 +55,16 @@ ROWS = gl.constexpr(64)  # queries of a consumer warpgroup
 
 
 @gluon.jit
-def bar_sync(ID: gl.constexpr, THREADS: gl.constexpr):
+def bar_sync(i, THREADS: gl.constexpr):
     gl.inline_asm_elementwise(
-        f"bar.sync {ID}, {THREADS};\n\tmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        f"bar.sync $1, {THREADS};\n\tmov.u32 $0, 0;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def bar_arrive(ID: gl.constexpr, THREADS: gl.constexpr):
+def bar_arrive(i, THREADS: gl.constexpr):
     gl.inline_asm_elementwise(
-        f"bar.arrive {ID}, {THREADS};\n\tmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        f"bar.arrive $1, {THREADS};\n\tmov.u32 $0, 0;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
