@@ -64,6 +64,7 @@ KEYS = gl.constexpr(64)  # of a consumer warpgroup
 # Of the hardware's 16 named barriers; they cost less than an mbarrier's arrival, for which the consumer's warps wait for one another.
 DS = gl.constexpr(9)  # ds is there: of both consumers, or late, 9 + 2 · consumer + tile & 1
 FREE = gl.constexpr(13)  # q and do of a tile have been read: 13 + tile & 1
+FULL = gl.constexpr(7)  # a consumer's part of dq is there: 7 + consumer
 
 
 @gluon.jit
@@ -94,12 +95,6 @@ def owned_keys(
 
 
 @gluon.jit
-def flag(turns, b, h, m, Hq, Tq, BM: gl.constexpr):
-    """Where it stands which tile of keys was the last to add to dq of query tile m of head h."""
-    return turns + (b * Hq + h) * gl.cdiv(Tq, BM) + m
-
-
-@gluon.jit
 def await_turn(done, qfirst, m, n0, Tk, BM: gl.constexpr, BN: gl.constexpr):
     """Wait until dq of query tile m has the sums of all later keys, of which the next tile of keys adds the last.
 
@@ -114,19 +109,11 @@ def await_turn(done, qfirst, m, n0, Tk, BM: gl.constexpr, BN: gl.constexpr):
 
 
 @gluon.jit
-def pass_turn(done, n0, added, i, BN: gl.constexpr):
-    """Say that this tile of keys has added its part, as both consumers have said."""
-    mbarrier.wait(added.index(i & 3), (i >> 2) & 1)
-    gl.atomic_xchg(done, n0 // BN + 1, sem="release")
-
-
-@gluon.jit
 def producer(
-    q, k, v, do, lse2, delta, qs, ks, vs, dos, lses, deltas, qf, dof, kvf, kve, turn, added, mail, mf, me, turns, counter,
+    q, k, v, do, lse2, delta, qs, ks, vs, dos, lses, deltas, qf, dof, kvf, kve, mail, mf, me, counter,
     qfirst, qlast, stride_ib, Tq, Tk, Hq, heads, together,
-    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LATE: gl.constexpr, ORDERED: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    DEEP: gl.constexpr = 1 + LATE  # a part of dq is in memory so many tiles after it was computed
     tiles = gl.cdiv(Tk, BN)
     Hkv = Hq // GROUP
     it = 0
@@ -135,7 +122,7 @@ def producer(
     if ORDERED:  # a program that does not run yet owns no tile
         t = gl.atomic_add(counter, 1)
     while t < tiles * heads:
-        send(mail, mf, me, done, t)
+        send(mail, mf, me, done, t, 1)
         b, hk, n0, lo, n, _, _ = owned_keys(
             t, tiles, qfirst, qlast, stride_ib, Tk, Hkv, heads, together, BM, BN, ORDERED
         )
@@ -149,36 +136,21 @@ def producer(
             m0 = (lo + x % n) * BM
             s = it & 1
             if it >= 2:
-                bar_sync(FREE + s, 384)
+                bar_sync(FREE + s, 288)
             mbarrier.expect(qf.index(s), BM * D * 2 + BM * 4)
             tma_load(q, [b, m0, h, 0], qf.index(s), qs.index(s).reshape([1, BM, 1, D]))
             tma_load(lse2, [b * Hq + h, m0], qf.index(s), lses.index(s))
             mbarrier.expect(dof.index(s), BM * D * 2 + BM * 4)
             tma_load(do, [b, m0, h, 0], dof.index(s), dos.index(s).reshape([1, BM, 1, D]))
             tma_load(delta, [b * Hq + h, m0], dof.index(s), deltas.index(s))
-            if ORDERED:  # loads come first: while this waits for other programs, the consumers have work
-                if x > 0:
-                    h, m = hk * GROUP + (x - 1) // n, lo + (x - 1) % n
-                    await_turn(flag(turns, b, h, m, Hq, Tq, BM), qfirst + b * stride_ib, m, n0, Tk, BM, BN)
-                    mbarrier.arrive(turn.index((it - 1) & 3), count=1)
-                if x > DEEP:
-                    y = x - 1 - DEEP
-                    pass_turn(flag(turns, b, hk * GROUP + y // n, lo + y % n, Hq, Tq, BM), n0, added, it - 1 - DEEP, BN)
             it += 1
-        if ORDERED and n > 0:
-            done_last = flag(turns, b, hk * GROUP + GROUP - 1, lo + n - 1, Hq, Tq, BM)
-            await_turn(done_last, qfirst + b * stride_ib, lo + n - 1, n0, Tk, BM, BN)
-            mbarrier.arrive(turn.index((it - 1) & 3), count=1)
-            for y in range(gl.maximum(n * GROUP - 1 - DEEP, 0), n * GROUP):
-                h, m = hk * GROUP + y // n, lo + y % n
-                pass_turn(flag(turns, b, h, m, Hq, Tq, BM), n0, added, it - n * GROUP + y, BN)
         t = gl.atomic_add(counter, 1)
         if not ORDERED:
             t += gl.num_programs(0)
         done += 1
-    send(mail, mf, me, done, -1)
+    send(mail, mf, me, done, -1, 1)
     for x in range(gl.maximum(it - 2, 0), it):
-        bar_sync(FREE + (x & 1), 384)
+        bar_sync(FREE + (x & 1), 288)
 
 
 @gluon.jit
@@ -194,31 +166,68 @@ def product_dq(ds, k, BM: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def add_dq(dq, part, b, m0, h, BM: gl.constexpr, C: gl.constexpr):
-    if BM == 64:
-        tma_add(dq, [b, m0, h, C * 64], part.reshape([1, 64, 1, 64]))
-    else:
-        tma_add(dq, [b, m0 + C * 64, h, 0], part.reshape([1, 64, 1, 64]))
+def in_registers(x):
+    """x (64, 64) as (16, 256), in the order in which a matrix product leaves it: each warp's 512 bytes, each thread's 16, lie in a row."""
+    x = x.reshape([4, 2, 8, 8, 4, 2])  # warp, half of its rows, row; columns: group, thread, one of two
+    return x.permute((3, 0, 2, 4, 1, 5)).reshape([16, 256])
 
 
 @gluon.jit
-def all_added(added, i):
-    """Say that all that was sent to dq is there, which the wait for its source does not ask: tile i was the last."""
+def all_added():
+    """Wait until all that was sent to dq is there, which the wait for its source does not ask."""
     gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0;\n\tmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        "cp.async.bulk.wait_group 0;\n\tbar.warp.sync -1;\n\tmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
-    mbarrier.arrive(added.index(i & 3), count=1)
+
+
+@gluon.jit
+def adder(
+    dq, parts, read, mail, mf, me, turns, qfirst, qlast, stride_ib, Tq, Tk, Hq, heads, together,
+    GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
+    """Adds the consumers' parts of dq to memory, so that they need not wait for it."""
+    tiles = gl.cdiv(Tk, BN)
+    done = 0
+    t = receive(mail, mf, me, done, 1)
+    while t >= 0:
+        b, hk, n0, lo, n, _, _ = owned_keys(
+            t, tiles, qfirst, qlast, stride_ib, Tk, Hq // GROUP, heads, together, BM, BN, ORDERED
+        )
+        for x in range(n * GROUP):
+            m = lo + x % n
+            tile = (b * Hq + hk * GROUP + x // n) * gl.cdiv(Tq, BM) + m
+            if ORDERED:
+                await_turn(turns + tile, qfirst + b * stride_ib, m, n0, Tk, BM, BN)
+            for c in gl.static_range(2):
+                bar_sync(FULL + c, 160)
+                tma_add(dq, [(2 * tile + c) * 16, 0], parts.index(c))
+            tma.store_wait(0)
+            mbarrier.arrive(read, count=1)
+            if ORDERED:
+                all_added()
+                gl.atomic_xchg(turns + tile, n0 // BN + 1, sem="release")
+        done += 1
+        t = receive(mail, mf, me, done, 1)
+
+
+@gluon.jit
+def share(part, x, read, i, there, C: gl.constexpr):
+    """Give the adder the i-th part of dq of this program, if it is `there`."""
+    if there:
+        mbarrier.wait(read, (i & 1) ^ 1)
+        part.store(in_registers(x))
+        fence_async_shared()
+        bar_arrive(FULL + C, 160)
 
 
 @gluon.jit
 def step(
-    s, dk, dv, ks, vs, qs, dos, lses, deltas, dss, part, dq, b, m0, m0_dq, h_dq, turn, added, qf, dof, it, zero, first, second, more, masked,
-    qfirst_j, qlast_j, scale_log2,
-    D: gl.constexpr, BM: gl.constexpr, LATE: gl.constexpr, ORDERED: gl.constexpr, C: gl.constexpr,
+    s, dk, dv, ks, vs, qs, dos, lses, deltas, dss, part, m0, read, qf, dof, it, zero, first, more, masked, qfirst_j, qlast_j, scale_log2,
+    D: gl.constexpr, BM: gl.constexpr, LATE: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One tile of queries, whose scores `s` are there: adds to dk, dv and to dq in memory, and returns the next tile's scores.
 
-    `first`, `second`: of this walk over the queries.
+    `first`: of this walk over the queries.
 
     `it & zero` is 0, which the compiler does not know: else it would keep the descriptors of k and v in registers, and spill others.
     """
@@ -242,7 +251,6 @@ def step(
     ds = dss.index(it % 3 if LATE else now)
     ds.slice(C * KEYS, KEYS, dim=0).store(d)
     fence_async_shared()
-    tma.store_wait(0)
     if LATE:
         bar_arrive(DS + 2 * C + now, 256)
         ds = dss.index((it + 2) % 3)
@@ -250,25 +258,18 @@ def step(
         bar_sync(DS, 256)
     dqa = product_dq(ds, ks.index(it & zero), BM, C)
     dk, dv = warpgroup_mma_wait(1, deps=(dka, dva))
-    bar_arrive(FREE + now, 384)
+    bar_arrive(FREE + now, 288)
     mbarrier.wait(qf.index(after), ((it + 1) >> 1) & 1, pred=more)
     k = ks.index(it & zero).slice(C * KEYS, KEYS, dim=0)
     sa = warpgroup_mma(k, qs.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    part.store(warpgroup_mma_wait(1, deps=(dqa,)))
-    fence_async_shared()
-    if not (LATE and first):
-        if ORDERED:
-            if not (first or (LATE and second)):
-                all_added(added, it - 1 - LATE)
-            mbarrier.wait(turn.index((it - LATE) & 3), ((it - LATE) >> 2) & 1)
-        add_dq(dq, part, b, m0_dq, h_dq, BM, C)
+    share(part, warpgroup_mma_wait(1, deps=(dqa,)), read, it - LATE, not (LATE and first), C)
     s = warpgroup_mma_wait(0, deps=(sa,))
     return s, dk, dv
 
 
 @gluon.jit
 def consumer(
-    dq, dk_out, dv_out, qs, ks, vs, dos, lses, deltas, dss, parts, qf, dof, kvf, kve, turn, added, mail, mf, me, qfirst, qlast, stride_ib,
+    dk_out, dv_out, qs, ks, vs, dos, lses, deltas, dss, parts, qf, dof, kvf, kve, read, mail, mf, me, qfirst, qlast, stride_ib,
     scale, scale_log2, Tk, Hq, heads, together, zero,
     GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LATE: gl.constexpr, ORDERED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
@@ -282,7 +283,7 @@ def consumer(
     part = parts.index(C)
     it = 0
     done = 0
-    t = receive(mail, mf, me, done)
+    t = receive(mail, mf, me, done, 4)
     while t >= 0:
         b, hk, n0, lo, n, full_lo, full_hi = owned_keys(
             t, tiles, qfirst, qlast, stride_ib, Tk, Hkv, heads, together, BM, BN, ORDERED
@@ -299,32 +300,18 @@ def consumer(
             sa = warpgroup_mma(k_mine, qs.index(it & 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=(sa,))
             for g in range(GROUP):
-                h = hk * GROUP + g
                 for x in range(n):
                     m = lo + x
-                    m_dq, h_dq = m, h
-                    if LATE:
-                        m_dq, h_dq = lo + gl.where(x > 0, x, n) - 1, gl.where(x > 0, h, h - 1)
                     s, dk, dv = step(
-                        s, dk, dv, ks, vs, qs, dos, lses, deltas, dss, part, dq, b, m * BM, m_dq * BM, h_dq, turn, added,
-                        qf, dof, it, zero, x + g == 0, x + g * n == 1, (x + 1 < n) | (g + 1 < GROUP),
-                        (m < full_lo) | (m >= full_hi), qfirst_j, qlast_j, scale_log2, D, BM, LATE, ORDERED, C,
+                        s, dk, dv, ks, vs, qs, dos, lses, deltas, dss, part, m * BM, read,
+                        qf, dof, it, zero, x + g == 0, (x + 1 < n) | (g + 1 < GROUP),
+                        (m < full_lo) | (m >= full_hi), qfirst_j, qlast_j, scale_log2, D, BM, LATE, C,
                     )  # fmt: skip
                     it += 1
-            m, h = lo + n - 1, hk * GROUP + GROUP - 1
             if LATE:
                 bar_sync(DS + 2 * (1 - C) + ((it - 1) & 1), 256)
                 dqa = product_dq(dss.index((it + 2) % 3), ks.index(0), BM, C)
-                tma.store_wait(0)
-                part.store(warpgroup_mma_wait(0, deps=(dqa,)))
-                fence_async_shared()
-                if ORDERED:
-                    if n * GROUP > 1:
-                        all_added(added, it - 2)
-                    mbarrier.wait(turn.index((it - 1) & 3), ((it - 1) >> 2) & 1)
-                add_dq(dq, part, b, m * BM, h, BM, C)
-            if ORDERED:
-                all_added(added, it - 1)
+                share(part, warpgroup_mma_wait(0, deps=(dqa,)), read, it - 1, True, C)
         v_mine.store(dv.to(dtype))
         fence_async_shared()
         tma_store(dv_out, [b, n0 + C * KEYS, hk, 0], v_mine.reshape([1, KEYS, 1, D]))
@@ -335,13 +322,13 @@ def consumer(
         tma.store_wait(0)
         mbarrier.arrive(kve, count=1)
         done += 1
-        t = receive(mail, mf, me, done)
+        t = receive(mail, mf, me, done, 4)
 
 
 @gluon.jit(do_not_specialize=["Tq", "Tk", "Hq", "heads", "together", "zero"])
 def backward_kernel(
     q, k, v, do, lse2, delta, dq, dk, dv, turns, counter, qfirst, qlast, stride_ib, scale, scale_log2, Tq, Tk, Hq, heads, together, zero,
-    q_shared: gl.constexpr, k_shared: gl.constexpr, v_shared: gl.constexpr, ds_shared: gl.constexpr, dq_shared: gl.constexpr, row_shared: gl.constexpr,
+    q_shared: gl.constexpr, k_shared: gl.constexpr, v_shared: gl.constexpr, ds_shared: gl.constexpr, row_shared: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LATE: gl.constexpr, ORDERED: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -357,43 +344,45 @@ def backward_kernel(
     lses = gl.allocate_shared_memory(gl.float32, [2, 1, BM], row_shared)
     deltas = gl.allocate_shared_memory(gl.float32, [2, 1, BM], row_shared)
     dss = gl.allocate_shared_memory(dtype, [3 if LATE else 2, BN, BM], ds_shared)
-    parts = gl.allocate_shared_memory(gl.float32, [2, 64, 64], dq_shared)
+    parts = gl.allocate_shared_memory(gl.float32, [2, 16, 256], row_shared)
     qf = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     dof = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     kvf = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     kve = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-    added = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    read = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mail = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     mf = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     me = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kvf, count=1)
     mbarrier.init(kve, count=2)
-    for i in gl.static_range(4):
-        mbarrier.init(turn.index(i), count=1)
-        mbarrier.init(added.index(i), count=2)
+    mbarrier.init(read, count=1)
     for i in gl.static_range(2):
         mbarrier.init(mf.index(i), count=1)
-        mbarrier.init(me.index(i), count=2)
+        mbarrier.init(me.index(i), count=3)
         mbarrier.init(qf.index(i), count=1)
         mbarrier.init(dof.index(i), count=1)
     # fmt: off
     gl.warp_specialize([
-        (producer, (q, k, v, do, lse2, delta, qs, ks, vs, dos, lses, deltas, qf, dof, kvf, kve, turn, added, mail, mf, me, turns, counter,
-                    qfirst, qlast, stride_ib, Tq, Tk, Hq, heads, together, GROUP, D, BM, BN, LATE, ORDERED)),
-        (consumer, (dq, dk, dv, qs, ks, vs, dos, lses, deltas, dss, parts, qf, dof, kvf, kve, turn, added, mail, mf, me,
+        (consumer, (dk, dv, qs, ks, vs, dos, lses, deltas, dss, parts, qf, dof, kvf, kve, read, mail, mf, me,
                     qfirst, qlast, stride_ib, scale, scale_log2, Tk, Hq, heads, together, zero, GROUP, D, BM, BN, LATE, ORDERED, 0)),
-        (consumer, (dq, dk, dv, qs, ks, vs, dos, lses, deltas, dss, parts, qf, dof, kvf, kve, turn, added, mail, mf, me,
+        (consumer, (dk, dv, qs, ks, vs, dos, lses, deltas, dss, parts, qf, dof, kvf, kve, read, mail, mf, me,
                     qfirst, qlast, stride_ib, scale, scale_log2, Tk, Hq, heads, together, zero, GROUP, D, BM, BN, LATE, ORDERED, 1)),
-    ], [4, 4], [REGISTERS, REGISTERS])
+        (producer, (q, k, v, do, lse2, delta, qs, ks, vs, dos, lses, deltas, qf, dof, kvf, kve, mail, mf, me, counter,
+                    qfirst, qlast, stride_ib, Tq, Tk, Hq, heads, together, GROUP, D, BM, BN, ORDERED)),
+        (adder, (dq, parts, read, mail, mf, me, turns, qfirst, qlast, stride_ib, Tq, Tk, Hq, heads, together, GROUP, BM, BN, ORDERED)),
+    ], [4, 1, 1], [REGISTERS, 24, 24])
     # fmt: on
 
 
 @triton.jit
-def scale_kernel(x, out, scale, n, SIZE: tl.constexpr):
-    """out = scale · x, from fp32 to out's type."""
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    tl.store(out + at, (tl.load(x + at, mask=at < n, other=0.0) * scale).to(out.dtype.element_ty), mask=at < n)
+def unpack_kernel(sums, out, scale, T, H, D: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr):
+    """out (B, T, H, D) = scale · sums, which are parts of tiles in the order of `in_registers`."""
+    m, bh = tl.program_id(0), tl.program_id(1)
+    x = tl.load(sums + (bh * tl.num_programs(0) + m).to(tl.int64) * BM * PAD + tl.arange(0, BM * PAD)) * scale
+    x = x.to(out.dtype.element_ty).reshape([2, 8, 4, 8, 4, 2, 2])  # consumer, group, warp, row, thread, half, one of two
+    x = x.permute((2, 5, 3, 0, 1, 4, 6) if BM == 64 else (0, 2, 5, 3, 1, 4, 6)).reshape([BM, PAD])
+    i, c = m * BM + tl.arange(0, BM)[:, None], tl.arange(0, PAD)[None, :]
+    tl.store(out + (((bh // H).to(tl.int64) * T + i) * H + bh % H) * D + c, x, mask=(i < T) & (c < D))
 
 
 def backward(
@@ -417,7 +406,7 @@ def backward(
     q, k, v, do = (addressable(x) for x in (q, k, v, do))
     lse2, delta = (x.view(B * Hq, -1) for x in rows_of_backward(do, dlse, out, lse))
     dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    sums = torch.zeros(B * Hq, triton.cdiv(Tq, c.BM), c.BM * PAD, dtype=torch.float32, device=q.device)
     flags = B * Hq * triton.cdiv(Tq, c.BM) if ordered else 0
     counter = torch.zeros(4 + flags, dtype=torch.int32, device=q.device)
     dtype = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
@@ -430,14 +419,14 @@ def backward(
         backward_kernel[(min(tiles, processors(q.device)),)](
             *(descriptor(x, n, PAD, dtype) for x, n in ((q, c.BM), (k, c.BN), (v, 64), (do, c.BM))),
             *rows,
-            *(descriptor(sums, 64, 64, gl.float32), descriptor(dk, 64, PAD, dtype), descriptor(dv, 64, PAD, dtype)),
+            *(TensorDescriptor(sums, [sums.numel() // 256, 256], [256, 1], [16, 256], ROW_LAYOUT), descriptor(dk, 64, PAD, dtype), descriptor(dv, 64, PAD, dtype)),
             *(counter[4 if ordered else 0 :], counter, qfirst, qlast, batch_stride(qfirst), scale, scale * LOG2E.value),
             *(Tq, Tk, Hq, B * Hkv, together, 0),
             *(shared_layout((n, PAD), dtype) for n in (c.BM, c.BN, 64)),
-            *(shared_layout((c.BN, c.BM), dtype), shared_layout((64, 64), gl.float32), ROW_LAYOUT),
+            *(shared_layout((c.BN, c.BM), dtype), ROW_LAYOUT),
             **dict(GROUP=Hq // Hkv, D=PAD, BM=c.BM, BN=c.BN, LATE=c.late, ORDERED=ordered, REGISTERS=c.registers),
             num_warps=4,
         )
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        scale_kernel[(triton.cdiv(dq.numel(), 4096),)](sums, dq, scale, dq.numel(), SIZE=4096, num_warps=8)
+        unpack_kernel[sums.shape[1::-1]](sums, dq, scale, Tq, Hq, D, PAD, c.BM, num_warps=8)
     return dq, dk, dv

@@ -69,9 +69,9 @@ def bar_arrive(i, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def send(mail, mf, me, done, t):
+def send(mail, mf, me, done, t, WARPS: gl.constexpr):
     """Tell this program's consumers their next tile, -1 after the last; a letter waits until all have read the one before last."""
-    letter: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    letter: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     mbarrier.wait(me.index(done % 2), ((done // 2) & 1) ^ 1)
     mail.index(done % 2).store(gl.full([1], 0, gl.int32, layout=letter) + t)
     mbarrier.arrive(mf.index(done % 2), count=1)
@@ -89,7 +89,7 @@ def producer(
     done = 0
     t = gl.program_id(0)
     while t < tiles * heads:
-        send(mail, mf, me, done, t)
+        send(mail, mf, me, done, t, 1)
         rank, bh = place(t, tiles, heads, together)
         m0 = (tiles - 1 - rank) * BM
         b = bh // Hq
@@ -116,13 +116,13 @@ def producer(
             it += 1
         t = gl.atomic_add(counter, 1) + gl.num_programs(0)
         done += 1
-    send(mail, mf, me, done, -1)
+    send(mail, mf, me, done, -1, 1)
 
 
 @gluon.jit
-def receive(mail, mf, me, done):
+def receive(mail, mf, me, done, WARPS: gl.constexpr):
     """The next tile of this program, -1 after the last."""
-    letter: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    letter: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     mbarrier.wait(mf.index(done % 2), (done // 2) & 1)
     t = gl.max(mail.index(done % 2).load(letter), axis=0)
     mbarrier.arrive(me.index(done % 2), count=1)
@@ -219,7 +219,7 @@ def consumer(
     done = 0
     q_mine = qs.index(C)
     out_mine = outs.index(C)
-    t = receive(mail, mf, me, done)
+    t = receive(mail, mf, me, done, 4)
     while t >= 0:
         rank, bh = place(t, tiles, heads, together)
         m0 = (tiles - 1 - rank) * BM
@@ -283,7 +283,7 @@ def consumer(
         tma_store(out, [b, m0 + C * ROWS, h, 0], out_mine.reshape([1, ROWS, 1, D]))
         it += n
         done += 1
-        t = receive(mail, mf, me, done)
+        t = receive(mail, mf, me, done, 4)
     tma.store_wait(0)
 
 
@@ -323,24 +323,24 @@ def forward_kernel(
     # fmt: off
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (producer, (q, k, v, qs, ks, vs, qf, qe, kf, ke, vf, ve, mail, mf, me, counter, first, last, stride_ib, Tq, Hq, heads, together,
-                        GROUP, D, BN, STAGES, CONSUMERS)),
             (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, first, last, stride_ib, scale_log2, Tq, Hq,
                         heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, 0)),
             (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, first, last, stride_ib, scale_log2, Tq, Hq,
                         heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, 1)),
-        ], [4, 4], [REGISTERS, REGISTERS])
-    else:
-        gl.warp_specialize([
             (producer, (q, k, v, qs, ks, vs, qf, qe, kf, ke, vf, ve, mail, mf, me, counter, first, last, stride_ib, Tq, Hq, heads, together,
                         GROUP, D, BN, STAGES, CONSUMERS)),
+        ], [4, 1], [REGISTERS, 24])
+    else:
+        gl.warp_specialize([
             (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, first, last, stride_ib, scale_log2, Tq, Hq,
                         heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, 0)),
             (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, first, last, stride_ib, scale_log2, Tq, Hq,
                         heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, 1)),
             (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, first, last, stride_ib, scale_log2, Tq, Hq,
                         heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, 2)),
-        ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])
+            (producer, (q, k, v, qs, ks, vs, qf, qe, kf, ke, vf, ve, mail, mf, me, counter, first, last, stride_ib, Tq, Hq, heads, together,
+                        GROUP, D, BN, STAGES, CONSUMERS)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
     # fmt: on
 
 

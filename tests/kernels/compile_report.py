@@ -77,13 +77,13 @@ def backward(head_dim, ordered=False):
     bf16 = gl.bfloat16
     constants = dict(
         **{f"{x}_shared": layout([n, head_dim], bf16) for x, n in (("q", c.BM), ("k", c.BN), ("v", 64))},
-        **dict(ds_shared=layout([c.BN, c.BM], bf16), dq_shared=layout([64, 64], gl.float32), row_shared=row),
+        **dict(ds_shared=layout([c.BN, c.BM], bf16), row_shared=row),
         **dict(GROUP=1, D=head_dim, BM=c.BM, BN=c.BN, LATE=c.late, ORDERED=ordered, REGISTERS=c.registers),
     )
     rows = {"q": c.BM, "do": c.BM, "k": c.BN, "v": 64, "dk": 64, "dv": 64}
     descriptors = {name: box(n, head_dim) for name, n in rows.items()}
-    descriptors["dq"] = box(64, 64, gl.float32, "fp32")
     descriptors |= dict.fromkeys(("lse2", "delta"), f"tensordesc<fp32{[1, c.BM]},{row!r}>")
+    descriptors["dq"] = f"tensordesc<fp32{[16, 256]},{row!r}>"
     return ptxas(hopper_backward.backward_kernel, constants, descriptors)
 
 
