@@ -3,13 +3,14 @@
 Equations, letters and masks are those of portable.py. A program owns BN keys of one key-value head, its two consumers 64 each; it
 walks over the queries that see them, for all query heads of the group, so that dk and dv need no atomics. Scores are computed
 transposed, which makes p and ds register operands of dv and dk. ds also goes through shared memory, where both consumers meet:
-each forms half of the tile's dq, half of its columns or of its queries, and adds it, in fp32, to global memory by TMA. The next
-tile's scores are in flight meanwhile.
+each forms half of the tile's dq, half of its columns or of its queries. A warp for each consumer, the adder, adds that part, in fp32,
+to sums in global memory by TMA; the sums lie in the order in which products leave them in registers, and are put in place and scaled
+at the end. One more warp, the producer, loads. The next tile's scores are in flight meanwhile.
 
 The sum over key tiles arrives in any order, so dq may differ in its last bits from run to run. Ordered, it does not: the tiles that
-add to the same dq do so from the last key to the first, each when `turns` says that the one before it is done. Every tile walks from
-its first query up and causal walks begin at the diagonal, so the tiles of a head follow one another at a distance of one step and
-seldom wait. Programs take the tiles in that same order: a tile waits only for tiles that run already.
+add to the same part of dq do so from the last key to the first, each when `turns` says that the one before it is done. Every tile
+walks from its first query up and causal walks begin at the diagonal, so the tiles of a head follow one another at a distance of one
+step, and seldom wait. Programs take the tiles in that same order: a tile waits only for tiles that run already.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ from longctx.kernels.walk import batch_stride, heads_together, place, walk
 class Config(NamedTuple):
     """BM queries and BN keys of a tile, registers of a consumer.
 
-    `late`: a tile's part of dq is formed one tile later, when no consumer waits for the other's ds any more.
+    `late`: a tile's part of dq is formed one tile later, when no consumer waits for the other's ds any more; else the adder hears of it
+    one tile later, and nobody waits for its way to shared memory.
     """
 
     BM: int
@@ -96,7 +98,7 @@ def owned_keys(
 
 @gluon.jit
 def await_turn(done, qfirst, m, n0, Tk, BM: gl.constexpr, BN: gl.constexpr):
-    """Wait until dq of query tile m has the sums of all later keys, of which the next tile of keys adds the last.
+    """Wait until a part of dq of query tile m has the sums of all later keys, of which the next tile of keys adds the last.
 
     The load need not acquire: nothing is read that others wrote; sums are added in L2, and this one is sent after it.
     """
@@ -106,6 +108,15 @@ def await_turn(done, qfirst, m, n0, Tk, BM: gl.constexpr, BN: gl.constexpr):
     if not last:
         while gl.load(done, volatile=True) != n0 // BN + 2:
             pass
+
+
+@gluon.jit
+def pass_turn(done, n0, BN: gl.constexpr):
+    """Say that this tile of keys has added its part, when all that was sent is there; that its source was read is not enough."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0;\n\tbar.warp.sync -1;\n\tst.release.gpu.global.u32 [$1], $2;\n\tmov.u32 $0, 0;",
+        "=r,l,r", [done.to(gl.int64, bitcast=True), n0 // BN + 1], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -167,25 +178,17 @@ def product_dq(ds, k, BM: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def in_registers(x):
-    """x (64, 64) as (16, 256), in the order in which a matrix product leaves it: each warp's 512 bytes, each thread's 16, lie in a row."""
+    """x (64, 64), a matrix product, as (16, 256): 16 bytes of each thread, 512 of each warp in a row, so that no bank is asked twice."""
     x = x.reshape([4, 2, 8, 8, 4, 2])  # warp, half of its rows, row; columns: group, thread, one of two
     return x.permute((3, 0, 2, 4, 1, 5)).reshape([16, 256])
 
 
 @gluon.jit
-def all_added():
-    """Wait until all that was sent to dq is there, which the wait for its source does not ask."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0;\n\tbar.warp.sync -1;\n\tmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def adder(
-    dq, parts, read, mail, mf, me, turns, qfirst, qlast, stride_ib, Tq, Tk, Hq, heads, together,
-    GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, ORDERED: gl.constexpr,
+    dq, part, read, mail, mf, me, turns, qfirst, qlast, stride_ib, Tq, Tk, Hq, heads, together,
+    GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, ORDERED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Adds the consumers' parts of dq to memory, so that they need not wait for it."""
+    """Adds a consumer's parts of dq to memory, so that nobody waits for it."""
     tiles = gl.cdiv(Tk, BN)
     done = 0
     t = receive(mail, mf, me, done, 1)
@@ -195,27 +198,23 @@ def adder(
         )
         for x in range(n * GROUP):
             m = lo + x % n
-            tile = (b * Hq + hk * GROUP + x // n) * gl.cdiv(Tq, BM) + m
+            at = 2 * ((b * Hq + hk * GROUP + x // n) * gl.cdiv(Tq, BM) + m) + C
             if ORDERED:
-                await_turn(turns + tile, qfirst + b * stride_ib, m, n0, Tk, BM, BN)
-            for c in gl.static_range(2):
-                bar_sync(FULL + c, 160)
-                tma_add(dq, [(2 * tile + c) * 16, 0], parts.index(c))
+                await_turn(turns + at, qfirst + b * stride_ib, m, n0, Tk, BM, BN)
+            bar_sync(FULL + C, 160)
+            tma_add(dq, [at * 16, 0], part)
             tma.store_wait(0)
             mbarrier.arrive(read, count=1)
             if ORDERED:
-                all_added()
-                gl.atomic_xchg(turns + tile, n0 // BN + 1, sem="release")
+                pass_turn(turns + at, n0, BN)
         done += 1
         t = receive(mail, mf, me, done, 1)
 
 
 @gluon.jit
-def share(part, x, read, i, there, C: gl.constexpr):
-    """Give the adder the i-th part of dq of this program, if it is `there`."""
+def signal(there, C: gl.constexpr):
+    """Tell the adder that a part is there."""
     if there:
-        mbarrier.wait(read, (i & 1) ^ 1)
-        part.store(in_registers(x))
         fence_async_shared()
         bar_arrive(FULL + C, 160)
 
@@ -242,6 +241,8 @@ def step(
     mbarrier.wait(dof.index(now), (it >> 1) & 1)
     dpa = warpgroup_mma(vs.index(C + (it & zero)), dos.index(now).permute((1, 0)), zeros, use_acc=False, is_async=True)
     p = gl.exp2(s * scale_log2 - lses.index(now).load(s_layout))
+    if not LATE:
+        signal(not first, C)
     dva = warpgroup_mma(gl.convert_layout(p.to(dtype), p_layout), dos.index(now), dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dpa,))
     d = (p * (dp - deltas.index(now).load(s_layout))).to(dtype)
@@ -262,14 +263,18 @@ def step(
     mbarrier.wait(qf.index(after), ((it + 1) >> 1) & 1, pred=more)
     k = ks.index(it & zero).slice(C * KEYS, KEYS, dim=0)
     sa = warpgroup_mma(k, qs.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    share(part, warpgroup_mma_wait(1, deps=(dqa,)), read, it - LATE, not (LATE and first), C)
+    dq = warpgroup_mma_wait(1, deps=(dqa,))
+    if not (LATE and first):
+        mbarrier.wait(read, ((it - LATE) & 1) ^ 1)
+        part.store(in_registers(dq))
+        signal(LATE, C)
     s = warpgroup_mma_wait(0, deps=(sa,))
     return s, dk, dv
 
 
 @gluon.jit
 def consumer(
-    dk_out, dv_out, qs, ks, vs, dos, lses, deltas, dss, parts, qf, dof, kvf, kve, read, mail, mf, me, qfirst, qlast, stride_ib,
+    dk_out, dv_out, qs, ks, vs, dos, lses, deltas, dss, part, qf, dof, kvf, kve, read, mail, mf, me, qfirst, qlast, stride_ib,
     scale, scale_log2, Tk, Hq, heads, together, zero,
     GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LATE: gl.constexpr, ORDERED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
@@ -280,7 +285,6 @@ def consumer(
     tiles = gl.cdiv(Tk, BN)
     Hkv = Hq // GROUP
     v_mine = vs.index(C)
-    part = parts.index(C)
     it = 0
     done = 0
     t = receive(mail, mf, me, done, 4)
@@ -311,7 +315,10 @@ def consumer(
             if LATE:
                 bar_sync(DS + 2 * (1 - C) + ((it - 1) & 1), 256)
                 dqa = product_dq(dss.index((it + 2) % 3), ks.index(0), BM, C)
-                share(part, warpgroup_mma_wait(0, deps=(dqa,)), read, it - 1, True, C)
+                dq = warpgroup_mma_wait(0, deps=(dqa,))
+                mbarrier.wait(read, it & 1)
+                part.store(in_registers(dq))
+            signal(True, C)
         v_mine.store(dv.to(dtype))
         fence_async_shared()
         tma_store(dv_out, [b, n0 + C * KEYS, hk, 0], v_mine.reshape([1, KEYS, 1, D]))
@@ -332,9 +339,10 @@ def backward_kernel(
     GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LATE: gl.constexpr, ORDERED: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv (B, Tk, Hkv, D) and, added to what is there, dq (B, Tq, Hq, D) fp32 without the scale; all are descriptors.
+    """dk, dv (B, Tk, Hkv, D) and, added to the zeros in dq, dq without the scale; all are descriptors.
 
-    `counter`, 0; and ordered, `turns`, zeros: an int32 for each head and tile of queries.
+    dq: fp32, for each head and tile of queries 32 rows of 256, of which each consumer adds 16 (see `in_registers`). `counter`: 0. `turns`,
+    ordered: an int32, 0, for each 16 rows of dq.
     """
     dtype: gl.constexpr = q.dtype
     qs = gl.allocate_shared_memory(dtype, [2, BM, D], q_shared)
@@ -349,37 +357,41 @@ def backward_kernel(
     dof = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     kvf = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     kve = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    read = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    read = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mail = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     mf = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     me = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kvf, count=1)
     mbarrier.init(kve, count=2)
-    mbarrier.init(read, count=1)
     for i in gl.static_range(2):
         mbarrier.init(mf.index(i), count=1)
-        mbarrier.init(me.index(i), count=3)
+        mbarrier.init(me.index(i), count=4)
+        mbarrier.init(read.index(i), count=1)
         mbarrier.init(qf.index(i), count=1)
         mbarrier.init(dof.index(i), count=1)
     # fmt: off
     gl.warp_specialize([
-        (consumer, (dk, dv, qs, ks, vs, dos, lses, deltas, dss, parts, qf, dof, kvf, kve, read, mail, mf, me,
+        (consumer, (dk, dv, qs, ks, vs, dos, lses, deltas, dss, parts.index(0), qf, dof, kvf, kve, read.index(0), mail, mf, me,
                     qfirst, qlast, stride_ib, scale, scale_log2, Tk, Hq, heads, together, zero, GROUP, D, BM, BN, LATE, ORDERED, 0)),
-        (consumer, (dk, dv, qs, ks, vs, dos, lses, deltas, dss, parts, qf, dof, kvf, kve, read, mail, mf, me,
+        (consumer, (dk, dv, qs, ks, vs, dos, lses, deltas, dss, parts.index(1), qf, dof, kvf, kve, read.index(1), mail, mf, me,
                     qfirst, qlast, stride_ib, scale, scale_log2, Tk, Hq, heads, together, zero, GROUP, D, BM, BN, LATE, ORDERED, 1)),
         (producer, (q, k, v, do, lse2, delta, qs, ks, vs, dos, lses, deltas, qf, dof, kvf, kve, mail, mf, me, counter,
                     qfirst, qlast, stride_ib, Tq, Tk, Hq, heads, together, GROUP, D, BM, BN, ORDERED)),
-        (adder, (dq, parts, read, mail, mf, me, turns, qfirst, qlast, stride_ib, Tq, Tk, Hq, heads, together, GROUP, BM, BN, ORDERED)),
-    ], [4, 1, 1], [REGISTERS, 24, 24])
+        (adder, (dq, parts.index(0), read.index(0), mail, mf, me, turns, qfirst, qlast, stride_ib, Tq, Tk, Hq, heads, together,
+                 GROUP, BM, BN, ORDERED, 0)),
+        (adder, (dq, parts.index(1), read.index(1), mail, mf, me, turns, qfirst, qlast, stride_ib, Tq, Tk, Hq, heads, together,
+                 GROUP, BM, BN, ORDERED, 1)),
+    ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])
     # fmt: on
 
 
 @triton.jit
 def unpack_kernel(sums, out, scale, T, H, D: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr):
-    """out (B, T, H, D) = scale · sums, which are parts of tiles in the order of `in_registers`."""
-    m, bh = tl.program_id(0), tl.program_id(1)
-    x = tl.load(sums + (bh * tl.num_programs(0) + m).to(tl.int64) * BM * PAD + tl.arange(0, BM * PAD)) * scale
-    x = x.to(out.dtype.element_ty).reshape([2, 8, 4, 8, 4, 2, 2])  # consumer, group, warp, row, thread, half, one of two
+    """out (B, T, H, D) = scale · sums (B, H, tiles, BM · PAD), of which every half is in the order of `in_registers`."""
+    tile, tiles = tl.program_id(0), tl.cdiv(T, BM)
+    m, bh = tile % tiles, tile // tiles
+    x = tl.load(sums + tile.to(tl.int64) * BM * PAD + tl.arange(0, BM * PAD)) * scale
+    x = x.to(out.dtype.element_ty).reshape([2, 8, 4, 8, 4, 2, 2])  # consumer, then as in in_registers, permuted
     x = x.permute((2, 5, 3, 0, 1, 4, 6) if BM == 64 else (0, 2, 5, 3, 1, 4, 6)).reshape([BM, PAD])
     i, c = m * BM + tl.arange(0, BM)[:, None], tl.arange(0, PAD)[None, :]
     tl.store(out + (((bh // H).to(tl.int64) * T + i) * H + bh % H) * D + c, x, mask=(i < T) & (c < D))
@@ -406,9 +418,8 @@ def backward(
     q, k, v, do = (addressable(x) for x in (q, k, v, do))
     lse2, delta = (x.view(B * Hq, -1) for x in rows_of_backward(do, dlse, out, lse))
     dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    sums = torch.zeros(B * Hq, triton.cdiv(Tq, c.BM), c.BM * PAD, dtype=torch.float32, device=q.device)
-    flags = B * Hq * triton.cdiv(Tq, c.BM) if ordered else 0
-    counter = torch.zeros(4 + flags, dtype=torch.int32, device=q.device)
+    sums = torch.zeros(B * Hq * triton.cdiv(Tq, c.BM), c.BM * PAD // 256, 256, dtype=torch.float32, device=q.device)
+    counter = torch.zeros(4 + (2 * len(sums) if ordered else 0), dtype=torch.int32, device=q.device)
     dtype = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
     rows = (TensorDescriptor(x, list(x.shape), list(x.stride()), [1, c.BM], ROW_LAYOUT) for x in (lse2, delta))
     tiles = triton.cdiv(Tk, c.BN) * B * Hkv
@@ -419,7 +430,8 @@ def backward(
         backward_kernel[(min(tiles, processors(q.device)),)](
             *(descriptor(x, n, PAD, dtype) for x, n in ((q, c.BM), (k, c.BN), (v, 64), (do, c.BM))),
             *rows,
-            *(TensorDescriptor(sums, [sums.numel() // 256, 256], [256, 1], [16, 256], ROW_LAYOUT), descriptor(dk, 64, PAD, dtype), descriptor(dv, 64, PAD, dtype)),
+            TensorDescriptor(sums, [sums.numel() // 256, 256], [256, 1], [16, 256], ROW_LAYOUT),
+            *(descriptor(x, 64, PAD, dtype) for x in (dk, dv)),
             *(counter[4 if ordered else 0 :], counter, qfirst, qlast, batch_stride(qfirst), scale, scale * LOG2E.value),
             *(Tq, Tk, Hq, B * Hkv, together, 0),
             *(shared_layout((n, PAD), dtype) for n in (c.BM, c.BN, 64)),
@@ -428,5 +440,5 @@ def backward(
             num_warps=4,
         )
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        unpack_kernel[sums.shape[1::-1]](sums, dq, scale, Tq, Hq, D, PAD, c.BM, num_warps=8)
+        unpack_kernel[(sums.shape[0],)](sums, dq, scale, Tq, Hq, D, PAD, c.BM, num_warps=8)
     return dq, dk, dv

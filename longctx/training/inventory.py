@@ -241,7 +241,9 @@ class _Step:
             return (FP32 if self.compiled else 2 * FP32 + e) * scores  # probabilities make room for a part
         rows = 2 * FP32 * self.H * N  # lse and delta
         if self.backend == "flash":
-            return rows + (FP32 * q * N if self.device == "cuda" and for_hopper(self.config) else 0)  # the sum of dq
+            padded = 64 if self.config.model.head_size <= 64 else 128
+            sums = FP32 * self.H * padded * N  # of dq
+            return rows + (sums if self.device == "cuda" and for_hopper(self.config) else 0)
         again = e * q * N if self.memory.recompute == "block" else 0
         repeated = 2 * e * q * N if q != kv else 0  # dk and dv of every query head, before they are summed
         return rows + FP32 * q * N + repeated + again

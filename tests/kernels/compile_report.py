@@ -6,7 +6,9 @@ A script of its own: it needs Triton's compiler, and the other tests of a machin
 import io
 import json
 import re
+import subprocess
 import sys
+import tempfile
 from contextlib import redirect_stdout
 
 import triton
@@ -45,6 +47,24 @@ def build(source, capability, **options):
     return compiled, log.getvalue()
 
 
+def in_loops(cubin):
+    """Spilled registers' instructions in the innermost loops that multiply matrices."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    code = [(int(at, 16), what) for at, what in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
+    jumps = [(int(to, 16), at) for at, what in code for to in re.findall(r"BRA.* (0x[0-9a-f]+)", what)]
+    products = [
+        at for at, what in code if "HGMMA" in what
+    ]  # near the end of a loop, not so where a wait that lasted jumps back
+    loops = [(to, at) for to, at in jumps if any(max(to, at - 1024) <= x <= at for x in products)]
+    inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    assert inner, "no loop multiplies"
+    return sum(bool(re.search(r"\b(STL|LDL)\b", what)) for to, at in inner for x, what in code if to <= x <= at)
+
+
 def ptxas(kernel, constants, descriptors):
     """Spilled bytes, registers and warnings of one kernel."""
     signature = {
@@ -56,7 +76,12 @@ def ptxas(kernel, constants, descriptors):
     source = GluonASTSource(kernel, signature, constants)
     compiled, said = build(source, 90, num_warps=4)
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", said))
-    return {"spilled": spilled, "shared": compiled.metadata.shared, "warnings": re.findall(r"C7\d+", said)}
+    return {
+        "spilled": spilled,
+        "in_loops": in_loops(compiled.asm["cubin"]),
+        "shared": compiled.metadata.shared,
+        "warnings": re.findall(r"C7\d+", said),
+    }
 
 
 def forward(head_dim):
