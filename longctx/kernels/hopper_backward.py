@@ -385,7 +385,7 @@ def backward_kernel(
     # fmt: on
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H"])
 def unpack_kernel(sums, out, scale, T, H, D: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr):
     """out (B, T, H, D) = scale · sums (B, H, tiles, BM · PAD), of which every half is in the order of `in_registers`."""
     tile, tiles = tl.program_id(0), tl.cdiv(T, BM)

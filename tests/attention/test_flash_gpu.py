@@ -30,7 +30,7 @@ def compiled(kernel):
     if kernel == "portable":
         kernels += [portable.forward_kernel, portable.dkv_kernel, portable.dq_kernel]
     else:
-        kernels += [hopper_forward.forward_kernel, hopper_backward.backward_kernel, hopper_backward.scale_kernel]
+        kernels += [hopper_forward.forward_kernel, hopper_backward.backward_kernel, hopper_backward.unpack_kernel]
     return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
 

@@ -55,11 +55,14 @@ def in_loops(cubin):
         command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
         sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     code = [(int(at, 16), what) for at, what in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
-    jumps = [(int(to, 16), at) for at, what in code for to in re.findall(r"BRA.* (0x[0-9a-f]+)", what)]
-    products = [
-        at for at, what in code if "HGMMA" in what
-    ]  # near the end of a loop, not so where a wait that lasted jumps back
-    loops = [(to, at) for to, at in jumps if any(max(to, at - 1024) <= x <= at for x in products)]
+    loops = []
+    for i, (at, what) in enumerate(code):
+        to = re.search(r"BRA.* (0x[0-9a-f]+)", what)
+        again = any(
+            "TRYWAIT" in before for _, before in code[max(i - 3, 0) : i]
+        )  # a wait that lasts, away from its loop
+        if to and not again and any(int(to[1], 16) <= x <= at and "HGMMA" in y for x, y in code):
+            loops.append((int(to[1], 16), at))
     inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
     assert inner, "no loop multiplies"
     return sum(bool(re.search(r"\b(STL|LDL)\b", what)) for to, at in inner for x, what in code if to <= x <= at)
