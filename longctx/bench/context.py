@@ -7,6 +7,7 @@ memory policy is the one that a run would choose, unless `memory=` is given.
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -217,10 +218,11 @@ def plot(found: dict[str, Any], path: Path) -> None:
         for policy in dict.fromkeys(row["memory"] for row in rows):
             points = [point for row in rows if row["memory"] == policy and (point := drawn(row))]
             done, hollow = [p for p in points if p[3]], [p for p in points if not p[3]]
-            dashed = [*done[-1:], *hollow]
             for axis, column in ((memory, 1), (speed, 2)):
-                axis.plot([p[0] for p in done], [p[column] for p in done], "o-", color=color, linewidth=width)
-                axis.plot([p[0] for p in dashed], [p[column] for p in dashed], "--", color=color, linewidth=1)
+                for p, after in itertools.pairwise(points):
+                    style = ("-", width) if p[3] and after[3] else ("--", 1)
+                    axis.plot((p[0], after[0]), (p[column], after[column]), style[0], color=color, linewidth=style[1])
+                axis.plot([p[0] for p in done], [p[column] for p in done], "o", color=color)
                 axis.plot([p[0] for p in hollow], [p[column] for p in hollow], "o", color=color, fillstyle="none")
             if points and backend == "flash":
                 memory.annotate(policy, points[0][:2], (-4, 7), textcoords="offset points", fontsize=8, ha="right")
