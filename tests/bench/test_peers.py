@@ -163,7 +163,7 @@ def test_checkpointing_where_memory_runs_out_without(card: list[dict[str, Any]])
 
 
 def test_long_steps_are_timed_once(card: list[dict[str, Any]]) -> None:
-    points("transformers", (4096, 65536), ["model=1b"], checkpointing="always")
+    points("transformers", (4096, 81920), ["model=1b"], checkpointing="always")
     points("transformers", (131072,), ["model=8b", "lora.rank=16"], checkpointing="never")
     assert [(request["warm"], request["timed"], request["bf16"]) for request in card] == [
         (3, 5, True),
