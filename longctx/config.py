@@ -98,7 +98,7 @@ def from_file(script: str, path: Path, overrides: list[str]) -> Composed:
     except (OmegaConfBaseException, YAMLError, UnicodeDecodeError, AssertionError) as error:
         raise ValueError(f"{path}: not the configuration of a run: {str(error).splitlines()[0]}") from error
     with _one_line(overrides):
-        if "max_tokens" in changed:
+        if changed.get("max_tokens", "null") != "null":
             merged.max_steps = None
         for word in overrides:
             key, _ = _key_and_value(word)

@@ -152,13 +152,21 @@ def test_words_about_data_of_which_nothing_comes_are_mistakes_and_a_saved_run_ma
         (["data.tokenizer=a", "data.vocab_size=16384"], "data.vocab_size=16384: data.tokenizer=a has its own"),
         ([*mix, "data.errors=strict"], "data.errors=strict: for text files, and mix reads none"),
         ([*mix, "data.mix.a.path=x", "data.mix.code.errors=replace"], "data.mix.code.errors=replace: for text files"),
+        (["data.text_column=body"], "data.text_column=body: for rows with a field of text, and embedded reads none"),
+        (["data=text", "data.path=x", "data.chat=true", "data.text_column=body"], "data.text_column=body: for rows"),
+        ([*mix, "data.text_column=body"], "data.text_column=body: for rows"),
+        ([*mix, "data.length=500"], "data.length=500: for generated documents, and mix reads none"),
+        ([*mix, "data.mix.code.split=test"], "data.mix.code.split=test: for data sets of the Hugging Face Hub"),
     ):
         with pytest.raises(ValueError, match=said):
             compose(*words)
+    for words in (["data.mix.a.source=needles", "data.length=500"], ["data.mix.a.path=x", "data.text_column=body"]):
+        compose(*mix, *words)
     for words in ([*mix, "data.mix.a.path=x"], ["data=text", "data.path=x"], ["data=needles", "data.path=x"]):
         assert compose(*words, "data.errors=replace", "data.vocab_size=300").config.data.errors == "replace"
-    runs.write_config(tmp_path, complete(compose("data.tokenizer=a").config, "cpu"))
+    runs.write_config(tmp_path, complete(compose("data.tokenizer=a", "max_steps=7").config, "cpu"))
     assert config.from_file("train", tmp_path / "config.yaml", ["max_steps=9"]).config.data.tokenizer == "a"
+    assert config.from_file("train", tmp_path / "config.yaml", ["max_tokens=null"]).config.max_steps == 7
 
 
 def test_parts_of_memory_fit_together() -> None:

@@ -12,6 +12,15 @@ from pathlib import Path
 from typing import Any
 
 SOURCES = ("embedded", "text", "hub", "needles", "mix")
+FOR = {  # keys that not every source has a use for → what they are for
+    "errors": "for text files",
+    "text_column": "for rows with a field of text",
+    "name": "for data sets of the Hugging Face Hub",
+    "split": "for data sets of the Hugging Face Hub",
+    "files": "for data sets of the Hugging Face Hub",
+    "revision": "for data sets of the Hugging Face Hub",
+    "length": "for generated documents",
+}
 OF_ALL = ("mix", "tokenizer", "vocab_size", "cache")  # keys that a mix has once, not for each source
 
 
@@ -84,20 +93,25 @@ class DataConfig:
             raise ValueError(
                 f"data.vocab_size={words['data.vocab_size']}: data.tokenizer={self.tokenizer} has its own; leave one out"
             )
-        parts = {"data": self}
+        parts: dict[str, tuple[DataConfig, Mapping[str, Any]]] = {
+            "data": (self, {key[5:]: value for key, value in words.items() if key.startswith("data.")})
+        }
         if self.source == "mix":
-            parts |= {f"data.mix.{name}": one for name, (_, one) in self.sources().items()}
-        for name, one in parts.items():
-            if f"{name}.errors" in words and not one.reads_files():
-                raise ValueError(
-                    f"{name}.errors={words[f'{name}.errors']}: for text files, and {one.source} reads none; leave it out"
-                )
+            parts |= {f"data.mix.{name}": (one, self.mix[name]) for name, (_, one) in self.sources().items()}
+        for name, (one, said) in parts.items():
+            for key in said:
+                if not one.uses(key):
+                    raise ValueError(f"{name}.{key}={said[key]}: {FOR[key]}, and {one.source} reads none; leave it out")
 
-    def reads_files(self) -> bool:
-        """Whether documents are decoded from local files of text."""
+    def uses(self, key: str) -> bool:
+        """Whether something comes of `key` with this source, or with one of those of a mix."""
         if self.source == "mix":
-            return any(one.reads_files() for _, one in self.sources().values())
-        return self.source == "text" or (self.source == "needles" and bool(self.paths()))
+            return any(one.uses(key) for _, one in self.sources().values())
+        if key == "errors":
+            return self.source == "text" or (self.source == "needles" and bool(self.paths()))
+        if key == "text_column":
+            return not self.chat and (self.source == "hub" or self.uses("errors"))
+        return key not in FOR or self.source == ("needles" if key == "length" else "hub")
 
     def sources(self) -> dict[str, tuple[float, DataConfig]]:
         """Name → weight and configuration of each source of a mix, checked; what a source does not say, the mix says."""
