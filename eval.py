@@ -240,7 +240,11 @@ def placed(asked: EvalConfig, number: int) -> "torch.device":
 
 
 def writable(results: Path, asked: EvalConfig) -> Path:
-    """The folder `results`; PermissionError where nothing can be written into it."""
+    """The folder `results`; OSError where nothing can be written into it."""
+    if results.exists() and not results.is_dir():
+        raise FileExistsError(
+            f"checkpoint={asked.checkpoint}: the result goes into the folder {results}, which is a file"
+        )
     if not os.access(results if results.exists() else results.parent, os.W_OK):
         raise PermissionError(f"checkpoint={asked.checkpoint}: no permission to write the result into {results}")
     return results

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -170,6 +171,11 @@ def test_what_goes_wrong_in_another_process_is_said(
         (["checkpoint={run}", "data.path={docs}"], "data=text"),
         (["checkpoint={run}", "data=text", "data.path=x", "data.tokenizer=x"], "the checkpoint brings its tokenizer"),
         (["checkpoint={run}", "data.val_fraction=0.5"], "say which source too, such as data=text"),
+        (
+            ["checkpoint={run}", "data=text", "data.path={docs}", "data.val_fraction=0.5"],
+            "all documents of data= are scored",
+        ),
+        (["checkpoint={run}", "data=mix", "data.mix.a.path={docs}"], "data=mix: an evaluation scores one source"),
         (["-m", "checkpoint={run}", "seq_len=64,128"], "one evaluation at a time"),
         (["checkpoint={run}", "data=text"], "data.path is not set"),
         (["checkpoint={run}", "data=text", "data.path={docs}/none.txt"], "none.txt"),
@@ -183,6 +189,14 @@ def test_a_mistake_is_one_line_and_writes_nothing(
     before = sorted(run.rglob("*"))
     refused(script.main([word.format(**places) for word in [*words, "device=cpu"]]), message)
     assert sorted(run.rglob("*")) == before
+
+
+def test_a_file_in_the_place_of_the_results_is_named_before_anything_is_scored(
+    script: ModuleType, run: Path, tmp_path: Path, refused: Callable[[int, str], str]
+) -> None:
+    other = Path(shutil.copytree(run, tmp_path / "other", ignore=shutil.ignore_patterns("eval")))
+    (other / "eval").write_text("")
+    refused(script.main([f"checkpoint={other}", "device=cpu"]), f"the folder {other}/eval, which is a file")
 
 
 def test_tasks_without_the_harness_say_what_to_install(

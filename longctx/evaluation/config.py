@@ -116,6 +116,10 @@ def names_data(changed: dict[str, str]) -> bool:
     keys = [key for key in changed if key == "data" or key.startswith("data.")]
     if keys and "data" not in changed:
         raise ValueError(f"{keys[0]}={changed[keys[0]]}: say which source too, such as data=text")
+    if "data.val_fraction" in changed:
+        raise ValueError(
+            f"data.val_fraction={changed['data.val_fraction']}: all documents of data= are scored; leave it out"
+        )
     if keys and "split" in changed:
         raise ValueError(f"split={changed['split']}: only the run's own data is split; leave out split, or data")
     return bool(keys)

@@ -61,6 +61,8 @@ def of_run(folder: Path, run: dict[str, Any], split: str, fingerprint: str, shar
 
 def of_source(config: DataConfig, tokenizer: Tokenizer, share: Share = ALL) -> Iterator[Document]:
     """Documents of `config`, which names files or a data set; nothing is cached."""
+    if config.source == "mix":
+        raise ValueError("data=mix: an evaluation scores one source; name one, such as data=text data.path=...")
     if config.chat:
         raise ValueError("data.chat=true: an evaluation scores plain text; leave data.chat out")
     texts = share.take(read_documents(config))
