@@ -40,7 +40,7 @@ from longctx.training.recorder import Recorder
 from longctx.training.schedule import Schedule
 from longctx.training.sweep import RESULT_VARIABLE
 from longctx.training.tracking import Tracker
-from longctx.training.validation import check_facts
+from longctx.training.validation import check_facts, check_validation
 
 SOME_ROW = 4096  # tokens of a row while those of seq_len=max are not known
 RUN_VARIABLE = "LONGCTX_RUN"  # the folder, for the other ranks of a run
@@ -81,6 +81,7 @@ def train(request: TrainConfig, choices: dict[str, str], changed: dict[str, str]
     data = load(data_of(config), config.seq_len)
     config = decide_memory(fit_vocabulary(config, data), request, device)
     check_facts(data, config)
+    check_validation(data, config, changed)
     if config.resume is not None:
         folder = Path(config.resume)
         with runs.locked(folder) if rank() == 0 else nullcontext():
@@ -199,6 +200,7 @@ def continue_from(config: CompleteConfig, data: Data | Mixture, device: str) -> 
         raise ValueError(f"resume={folder}: the documents or the tokenizer are no longer those that the run began with")
     if done >= config.max_steps:
         raise ValueError(f"resume={folder}: the run has done its {done:,} steps; to go on, give a larger max_steps=")
+    runs.check_unedited(folder, said["config"], config)
     checkpoints.mapped_model(path, checkpoint, config.model, config.attention, config.lora)
     if rank() == 0:
         kernels, note = lock.held(config, lock.of_run(config, device), said.get("kernel_lock"), done)

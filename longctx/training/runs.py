@@ -29,6 +29,7 @@ RESUMABLE = {
     *(f"passkey.{key}" for key in ("enabled", "lengths", "depths", "samples", "kinds")),
     *(f"wandb.{key}" for key in ("project", "entity", "mode", "group", "job_type", "tags", "notes", "artifacts")),
 }
+DECISIVE = {"attention", "model", "lora"}  # groups of keys that decide what is computed; data has its fingerprint
 NOT_IN_NAMES = {"model", "attention", "seq_len", "data", "strategy", "name", "runs", "device", "init", *RESUMABLE}
 CHECKPOINT_NAME = re.compile(r"step-(\d+)\.ckpt")
 
@@ -130,6 +131,25 @@ def check_resumable(folder: Path, words: Iterable[str]) -> None:
             raise ValueError(f"{key} cannot change when {folder} is resumed; it keeps its config.yaml. Start a new run")
 
 
+def check_unedited(folder: Path, saved: dict[str, Any], config: Any) -> None:
+    """Raise ValueError where `config`, read from config.yaml, computes something else than the one `saved` in a checkpoint."""
+    now = plain(config)
+    for name in sorted(saved.keys() & now.keys() - {"name", "runs", "resume", "init", *RESUMABLE}):
+        was, is_now = saved[name], now[name]
+        if not isinstance(was, dict):
+            was, is_now, prefix = {name: was}, {name: is_now}, ""
+        elif name in DECISIVE:
+            prefix = f"{name}."
+        else:
+            continue
+        for key in (key for key in was if key in is_now):
+            if was[key] != is_now[key]:
+                raise ValueError(
+                    f"{folder / 'config.yaml'}: {prefix}{key}={is_now[key]}, where the run began with {was[key]}; it cannot "
+                    "change when the run is resumed, so put it back"
+                )
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
     found = {path: CHECKPOINT_NAME.fullmatch(path.name) for path in (folder / "checkpoints").glob("step-*.ckpt")}
@@ -151,9 +171,11 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl; a line that is none, such as a last one cut off by a kill, is left out."""
     rows = []
     path = folder / "metrics.jsonl"
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        with suppress(json.JSONDecodeError):
-            rows.append(json.loads(line))
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        with suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if isinstance(row, dict) and type(row.get("step")) is int:
+                rows.append(row)
     return rows
 
 

@@ -7,7 +7,7 @@ pieces, the ones that reach to the end of the last bucket, or far buckets would 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -76,6 +76,16 @@ def check_facts(data: Data | Mixture, config: CompleteConfig) -> None:
     if config.passkey.enabled:
         lengths = config.passkey.lengths or [config.seq_len]
         check_texts(data.tokenizer, _filler(data, lengths), lengths, config.passkey.kinds)
+
+
+def check_validation(data: Data | Mixture, config: CompleteConfig, words: Mapping[str, str]) -> None:
+    """ValueError for one of the `words` about validations where there is nothing to validate on."""
+    for key in ("val_every", "val_rows", "passkey.enabled"):
+        if words.get(key, "null").lower() not in ("null", "false") and not len(data.val):
+            share = config.data.val_fraction
+            raise ValueError(
+                f"{key}={words[key]}: no document is left to validate on, data.val_fraction={share}; raise it"
+            )
 
 
 def _filler(data: Data | Mixture, lengths: list[int]) -> np.ndarray:

@@ -160,6 +160,7 @@ def test_a_finished_run_goes_on_with_more_steps(
         ({"data.path": "SHORT"}, "no document has 2 tokens"),
         ({"runs": "/proc/runs"}, "runs=/proc/runs"),
         ({"passkey": "true", "passkey.lengths": "[1000000]"}, "too few to fill 1,000,000"),
+        ({"val_every": "1", "data.val_fraction": "0"}, "val_every=1: no document is left to validate on"),
     ],
 )
 def test_a_mistake_leaves_no_run_behind(
@@ -190,11 +191,17 @@ def test_resume_refuses_other_data_and_other_models(
     assert train.main(words(name="r", max_steps=2)) == 0
     assert train.main([f"resume={folder}", "max_steps=3", "seed=5"]) == 2
     assert "seed cannot change" in capsys.readouterr().err
-    config = yaml.safe_load((folder / "config.yaml").read_text())
-    config["data"]["documents"] = 30
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    assert train.main([f"resume={folder}", "max_steps=3"]) == 2
-    assert "no longer those that the run began with" in capsys.readouterr().err
+    text = (folder / "config.yaml").read_text()
+    for group, key, value, said in (
+        ("data", "documents", 30, "no longer those that the run began with"),
+        ("model", "window", 7, "model.window=7, where the run began with None"),
+        (None, "weight_decay", 0.5, "weight_decay=0.5, where the run began with 0.1"),
+    ):
+        edited = yaml.safe_load(text)
+        (edited[group] if group else edited)[key] = value
+        (folder / "config.yaml").write_text(yaml.safe_dump(edited))
+        assert train.main([f"resume={folder}", "max_steps=3"]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_a_loss_that_is_no_number_ends_the_run_with_advice(words: Words, capsys: pytest.CaptureFixture[str]) -> None:

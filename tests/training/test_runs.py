@@ -60,6 +60,13 @@ def test_a_torn_line_costs_no_other(tmp_path: Path) -> None:
     assert runs.read_metrics(tmp_path) == [{"step": 1}, {"step": 3}]
 
 
+@pytest.mark.parametrize("line", [b"[1, 2]", b'{"loss": 1}', b'{"step": null}', b"\xff\xfe", b"7", b"[" * 100_000])
+def test_a_line_that_is_no_row_costs_no_other(line: bytes, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
+    runs.drop_metrics_after(tmp_path, 9)
+    assert runs.read_metrics(tmp_path) == [{"step": 1}, {"step": 3}]
+
+
 def test_only_what_does_not_change_the_result_may_change_on_resume() -> None:
     runs.check_resumable(Path("r"), ["max_steps=9", "wandb.mode=offline", "workers=0"])
     for word in ("model.layers=3", "model=tiny", "seed=2", "data.path=x", "seq_len=9", "++attention.options.a=1"):
