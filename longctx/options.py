@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +19,19 @@ from typing import Any
 def answer(argv: list[str], help_text: Callable[[], str], do: Callable[[list[str]], int | None]) -> int:
     """The exit code of `do(argv)`, None for 0: help is 0, a mistake one line on stderr and 2, Ctrl-C 130.
 
-    A mistake is a ValueError or an OSError; LONGCTX_TRACEBACK=1 shows where it came from.
+    A mistake is a ValueError or an OSError; LONGCTX_TRACEBACK=1 shows where it came from. Ctrl-C is Ctrl-C also where a
+    compiled module makes another error of it, as numpy's import does.
     """
+    interrupts: list[int] = []
+
+    def interrupt(number: int, frame: Any) -> None:
+        interrupts.append(number)
+        signal.default_int_handler(number, frame)
+
+    before = signal.getsignal(signal.SIGINT)
+    ours = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    if ours:
+        signal.signal(signal.SIGINT, interrupt)
     try:
         if asks_help(argv):
             print(help_text(), flush=True)
@@ -30,12 +43,21 @@ def answer(argv: list[str], help_text: Callable[[], str], do: Callable[[list[str
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError) as error:
+        if interrupts:
+            return 130
         if os.environ.get("LONGCTX_TRACEBACK"):
             traceback.print_exception(error)
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except Exception:
+        if interrupts:
+            return 130
+        raise
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, before)
 
 
 def asks_help(argv: list[str]) -> bool:

@@ -1,6 +1,7 @@
 """Every preset composes, every mistake is one line that names the key, and the help needs neither Hydra nor torch."""
 
 import dataclasses
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from longctx.evaluation.config import EvalConfig, PasskeyConfig
 from longctx.model.config import LoraConfig
 from longctx.model.extension import RopeConfig
 from longctx.model.memory import MemoryConfig
+from longctx.options import answer
 from longctx.training import runs
 from longctx.training.config import StrategyConfig, TrainConfig, WandbConfig, complete
 
@@ -304,3 +306,16 @@ def _leaves(schema: object, prefix: str = "") -> list[tuple[str, object]]:
         else:
             found.append((prefix + item.name, value))
     return found
+
+
+def test_ctrl_c_is_130_also_where_a_compiled_module_makes_another_error_of_it() -> None:
+    def imports(words: list[str]) -> int:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("initialization failed") from None
+        return 0
+
+    before = signal.getsignal(signal.SIGINT)
+    assert answer([], str, imports) == 130
+    assert signal.getsignal(signal.SIGINT) is before
