@@ -133,7 +133,7 @@ def producer(
     if ORDERED:  # a program that does not run yet owns no tile
         t = gl.atomic_add(counter, 1)
     while t < tiles * heads:
-        send(mail, mf, me, done, t, 1)
+        send(mail, mf, me, done, t)
         b, hk, n0, lo, n, _, _ = owned_keys(
             t, tiles, qfirst, qlast, stride_ib, Tk, Hkv, heads, together, BM, BN, ORDERED
         )
@@ -159,7 +159,7 @@ def producer(
         if not ORDERED:
             t += gl.num_programs(0)
         done += 1
-    send(mail, mf, me, done, -1, 1)
+    send(mail, mf, me, done, -1)
     for x in range(gl.maximum(it - 2, 0), it):
         bar_sync(FREE + (x & 1), 288)
 

@@ -1,7 +1,7 @@
 """FlashAttention forward for Hopper in Gluon: warp-specialized, persistent, exact (the structure is that of arXiv 2407.08608).
 
-Equations, letters and masks are those of portable.py. One producer brings q, k and v by TMA; each consumer warpgroup owns 64
-queries. A consumer keeps two products in flight: while the tensor cores multiply p(j-1)·v(j-1) it has s(j) = q·k(j) and takes its
+Equations, letters and masks are those of portable.py. One warp, the producer, brings q, k and v by TMA; each consumer warpgroup owns
+64 queries. A consumer keeps two products in flight: while the tensor cores multiply p(j-1)·v(j-1) it has s(j) = q·k(j) and takes its
 softmax. Named barriers let consumers issue their products in turn, so that one multiplies while another exponentiates. The
 programs are persistent: each takes every n-th tile of queries, longest first, and the producer runs ahead into the next tile.
 """
@@ -69,9 +69,9 @@ def bar_arrive(i, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def send(mail, mf, me, done, t, WARPS: gl.constexpr):
-    """Tell this program's consumers their next tile, -1 after the last; a letter waits until all have read the one before last."""
-    letter: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+def send(mail, mf, me, done, t):
+    """Tell this program's other warps their next tile, -1 after the last; a letter waits until all have read the one before last."""
+    letter: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     mbarrier.wait(me.index(done % 2), ((done // 2) & 1) ^ 1)
     mail.index(done % 2).store(gl.full([1], 0, gl.int32, layout=letter) + t)
     mbarrier.arrive(mf.index(done % 2), count=1)
@@ -89,7 +89,7 @@ def producer(
     done = 0
     t = gl.program_id(0)
     while t < tiles * heads:
-        send(mail, mf, me, done, t, 1)
+        send(mail, mf, me, done, t)
         rank, bh = place(t, tiles, heads, together)
         m0 = (tiles - 1 - rank) * BM
         b = bh // Hq
@@ -116,12 +116,12 @@ def producer(
             it += 1
         t = gl.atomic_add(counter, 1) + gl.num_programs(0)
         done += 1
-    send(mail, mf, me, done, -1, 1)
+    send(mail, mf, me, done, -1)
 
 
 @gluon.jit
 def receive(mail, mf, me, done, WARPS: gl.constexpr):
-    """The next tile of this program, -1 after the last."""
+    """The next tile of this program, -1 after the last, for a reader of so many warps."""
     letter: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     mbarrier.wait(mf.index(done % 2), (done // 2) & 1)
     t = gl.max(mail.index(done % 2).load(letter), axis=0)
