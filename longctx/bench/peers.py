@@ -1,8 +1,9 @@
 """Whole training steps beside other trainers: same shape, same tokens in a step, random tokens, one GPU, one after another.
 
 A step is forward, backward, clipping, AdamW, zero_grad; its time the median of those after warm-up, the device waited for.
-longctx's steps are those of train.py (fp32 weights, batches from its loader), the others' are in `trainers`. Every point runs
-in a child process, so that running out of memory is a row of the table. Rows are one document each.
+longctx's steps are those of train.py (fp32 weights, batches from its loader), the others' are in `trainers`; longctx-bare is
+its model without Lightning's loop. Every point runs in a child process, so that running out of memory is a row of the table.
+Rows are one document each.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from longctx.training import plan
 from longctx.training.config import CompleteConfig
 
 TAKES_TRAINING_KEYS = True
-PEERS = ("longctx", "longctx-sdpa", "nanogpt", "transformers", "transformers-liger")
+PEERS = ("longctx", "longctx-bare", "longctx-sdpa", "nanogpt", "transformers", "transformers-liger")
 PINNED = ["attention=sdpa", "attention.options.kernel=flash"]  # longctx-sdpa: torch's FlashAttention-2
 WARM = 3
 TIMED_SECONDS = 15.0  # as many steps are timed as longctx is predicted to do in this time, `steps` at most
@@ -138,7 +139,7 @@ def point(
         return row | {"how": f"skipped: {reason}"}
     limit = min(options.seconds, end - time.monotonic())
     try:
-        if peer.startswith("longctx"):
+        if peer in ("longctx", "longctx-sdpa"):
             found = of_longctx(peer, config, options, words, limit, device)
         else:
             full = [r for r in before if r["peer"] == peer and r.get("full_without")]
@@ -156,6 +157,8 @@ def point(
 def missing(peer: str, config: CompleteConfig, options: Options, device: str) -> str | None:
     """Why `peer` cannot be measured, or None: a package, a folder, or a kind of model that it has not."""
     model, lora = config.model, config.lora.rank is not None
+    if peer == "longctx-bare" and config.accumulate > 1:
+        return "a bare step is one micro-batch; leave accumulate out"
     if peer == "nanogpt":
         own = 12 * model.layers * model.channels**2 + (model.vocab_size or 0) * model.channels
         if not options.nanogpt:
@@ -217,8 +220,12 @@ def of_other(
     """
     from longctx.bench.trainers import Job
     from longctx.model.export import architecture
+    from longctx.training import runs
+    from longctx.training.fit import decide_memory
     from longctx.training.probe import OUT_OF_MEMORY, child
 
+    bare = peer == "longctx-bare"
+    config = decide_memory(config, config, device) if bare else config
     warm, timed = steps_of(config, options, device)
     job = Job(
         trainer=peer,
@@ -235,9 +242,10 @@ def of_other(
         weight_decay=config.weight_decay,
         clip=config.clip,
         folder=options.nanogpt,
+        config=runs.plain(config) if bare else {},
     )
     ways = {"always": [True], "never": [False], "auto": [False, True]}[options.checkpointing]
-    if peer == "nanogpt":
+    if bare or peer == "nanogpt":
         ways = [False]
     else:
         architecture(config.model, config.seq_len)  # ValueError where transformers has no such model

@@ -1,7 +1,8 @@
 """Whole training steps of other trainers on random tokens, each as its users run it on one GPU.
 
 transformers, with Liger's kernels, with peft's LoRA: weights, gradients and AdamW's averages in bf16, SDPA. nanoGPT: fp32
-weights under autocast to bf16, torch.compile. A step is forward, backward, clipping of the gradients, AdamW (fused on a
+weights under autocast to bf16, torch.compile. longctx-bare is our own model and optimizer in this same loop, without
+Lightning, loader and log. A step is forward, backward, clipping of the gradients, AdamW (fused on a
 GPU), zero_grad. Each runs in a child process, in which memory may run out without harm:
 
     python -m longctx.bench.trainers REQUEST OUT        both files of JSON: a `Job`, and what `measure` returns
@@ -15,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ class Job:
     clip: float | None
     checkpointing: bool = False  # gradient checkpointing, of transformers
     folder: str = ""  # of nanoGPT's model.py
+    config: dict[str, Any] = field(default_factory=dict)  # longctx's configuration, of longctx-bare
 
 
 def transformers(job: Job, liger: bool = False) -> Built:
@@ -134,12 +136,33 @@ def nanogpt(job: Job) -> Built:
     return model, optimizer, loss
 
 
+def longctx_bare(job: Job) -> Built:
+    """The model that train.py would train, built, compiled and optimized as there; a step is one micro-batch."""
+    from longctx.training.module import TrainingModule
+    from longctx.training.optimizer import adamw
+    from longctx.training.probe import config_of
+
+    config = config_of(job.config)
+    module = TrainingModule(config)
+    with torch.device(job.device):
+        module.configure_model()
+    model, autocast = module.model, torch.autocast(job.device, torch.bfloat16) if job.bf16 else nullcontext()
+
+    def loss(tokens: Tensor) -> Tensor:
+        with autocast:
+            found: Tensor = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        return found
+
+    return model, adamw(model, config), loss
+
+
 TRAINERS: dict[str, Callable[[Job], Built]] = {
+    "longctx-bare": longctx_bare,
     "nanogpt": nanogpt,
     "transformers": transformers,
     "transformers-liger": transformers_liger,
 }
-PACKAGES = {"nanogpt": (), "transformers": ("transformers",), "transformers-liger": ("transformers", "liger-kernel")}
+PACKAGES = {"transformers": ("transformers",), "transformers-liger": ("transformers", "liger-kernel")}
 
 
 def measure(job: Job) -> dict[str, Any]:
@@ -161,7 +184,7 @@ def measure(job: Job) -> dict[str, Any]:
             raise
         found["failed"] = OUT_OF_MEMORY
     peft = ("peft",) if job.lora["rank"] is not None else ()
-    found["versions"] = {name: version(name) for name in (*PACKAGES[job.trainer], *peft)}
+    found["versions"] = {name: version(name) for name in (*PACKAGES.get(job.trainer, ()), *peft)}
     return found | memory(torch.device(job.device))
 
 
@@ -170,6 +193,8 @@ def timed_steps(
 ) -> dict[str, Any]:
     """The steps; the clock stops when the device has done one. The last warm step tells which attention ran."""
     from torch.profiler import ProfilerActivity, profile
+
+    from longctx.attention import kernels_run
 
     def wait() -> float:
         if job.device == "cuda":
@@ -198,6 +223,7 @@ def timed_steps(
         ms.append(1000 * (wait() - start))
     attention = sorted(name.removeprefix("aten::_") for name in operators if name.startswith("aten::_scaled_dot"))
     attention = [name for name in attention if not name.endswith("backward")]
+    attention = list(kernels_run().values()) or attention  # ours say themselves what ran
     return {"ms": ms[job.warm :], "loss": float(last), "attention": " and ".join(attention)}
 
 

@@ -80,7 +80,7 @@ def test_every_peer_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     found = json.loads((tmp_path / "p.json").read_text())
     rows = {row["peer"]: row for row in found["rows"]}
     assert tuple(rows) == peers.PEERS
-    for name in ("longctx", "longctx-sdpa", "nanogpt", "transformers"):
+    for name in ("longctx", "longctx-bare", "longctx-sdpa", "nanogpt", "transformers"):
         row = rows[name]
         assert (row["rows"], row["tokens"], len(row["ms"])) == (2, 33, 2)
         speed = 66 / (sum(row["ms"]) / 2 / 1000)  # the median of two
@@ -89,10 +89,18 @@ def test_every_peer_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert row["attention"]
     assert rows["transformers"]["parameters"] == rows["longctx"]["parameters"] == found["parameters"]
     assert rows["nanogpt"]["parameters"] == 512 * 96  # without its positions
+    for key in ("parameters", "attention"):
+        assert rows["longctx-bare"][key] == rows["longctx"][key]
     if not torch.cuda.is_available():
         assert rows["transformers-liger"]["how"] == "skipped: Liger's kernels need a GPU"
     assert matplotlib.image.imread(tmp_path / "p.png").std() > 0.01
     assert "2 × 33 tokens, longctx: " in capsys.readouterr().out
+
+
+def test_a_bare_step_is_one_micro_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["peers=longctx-bare", "lengths=33", "step_tokens=70", "accumulate=2", f"out={tmp_path}/p", *TINY]
+    assert main(["peers", *argv]) == 0
+    assert "longctx-bare: skipped: a bare step is one micro-batch; leave accumulate out" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
