@@ -122,7 +122,7 @@ FAULTS = {
     "a.jsonl:1: expected an object .* found a list": ("a.jsonl", b"[1]\n"),
     "a.jsonl:1: no field 'text' .there are: id, body.*data.text_column": ("a.jsonl", jsonl(["x"], "body")),
     "a.jsonl:1: field 'text' is a int, expected a string": ("a.jsonl", jsonl([7])),
-    "a.jsonl:2: not UTF-8": ("a.jsonl", jsonl(["x"]) + b'{"text": "\xff"}\n'),
+    "^[^:]*a.jsonl:2: not UTF-8": ("a.jsonl", jsonl(["x"]) + b'{"text": "\xff"}\n'),
     "a.jsonl:1: JSON that cannot be read": ("a.jsonl", b"[" * 100_000),
     "a.jsonl:1: JSON that cannot be read ": ("a.jsonl", b'{"text": "x", "n": ' + b"1" * 9999 + b"}"),
     "a.jsonl:1: half of a surrogate pair": ("a.jsonl", b'{"text": "\\ud800"}\n'),
@@ -151,6 +151,15 @@ def test_parquet_without_the_column_or_with_a_hole(tmp_path) -> None:
         read(str(tmp_path))
     with pytest.raises(ValueError, match=r"a\.parquet: row 2: 'body' is NoneType"):
         read(str(tmp_path), text_column="body")
+
+
+def test_a_string_of_parquet_that_is_not_utf8_is_named_or_replaced(tmp_path) -> None:
+    fine, offsets, data = b"good", pyarrow.py_buffer(b"\0\0\0\0\4\0\0\0\7\0\0\0"), b"a\xffb"
+    column = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, offsets, pyarrow.py_buffer(fine + data)])
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet: row 2: not UTF-8 \(byte 0xff at 1\)"):
+        read(str(tmp_path))
+    assert [document.text for document in read(str(tmp_path), errors="replace")] == ["good", "a\ufffdb"]
 
 
 def test_replacing_undecodable_bytes_can_be_asked_for(tmp_path) -> None:

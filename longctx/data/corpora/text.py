@@ -146,8 +146,9 @@ def _read_jsonl(name: str, file: Path, stream: IO[bytes], config: DataConfig) ->
         if not line.strip():
             continue
         place = f"{file}:{number}"
+        decoded = _decode(line, place, config)
         try:
-            row = json.loads(_decode(line, place, config))
+            row = json.loads(decoded)
         except json.JSONDecodeError as error:
             raise ValueError(
                 f"{place}: not JSON ({error.msg}, column {error.colno}); every line is one object"
@@ -188,8 +189,12 @@ def _read_parquet(name: str, file: Path, stream: IO[bytes], config: DataConfig) 
             raise _no_column(str(file), config, table.schema_arrow.names)
         row = 0
         for batch in table.iter_batches(batch_size=256, columns=[config.text_column]):
-            for text in batch.column(0).to_pylist():
+            for value in batch.column(0):
                 row += 1
+                try:
+                    text = value.as_py()
+                except UnicodeDecodeError as error:  # Arrow's strings are bytes that nobody looked at
+                    text = _decode(error.object, f"{file}: row {row}", config)
                 if not isinstance(text, str):
                     found = type(text).__name__
                     raise ValueError(f"{file}: row {row}: '{config.text_column}' is {found}, expected a string")
