@@ -13,14 +13,19 @@ from pathlib import Path
 def whole(path: Path) -> Iterator[Path]:
     """A free name beside `path`, with its suffix, for a file, link or folder that becomes `path` where the block ends.
 
-    Where the block raises, what it wrote is removed and `path` stays as it was. A folder replaces none but an empty one.
+    Where the block raises, what it wrote is removed and `path` stays as it was; an OSError that names no file, such as a full
+    disk's, names `path`. A folder replaces none but an empty one.
     """
-    path = path.absolute()
+    given, path = path, path.absolute()
     partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     _remove(partial)  # of a process that was killed, whose number came again
     try:
         yield partial
         os.replace(partial, path)
+    except OSError as error:
+        if error.errno:  # else its text would go
+            error.filename = error.filename or str(given)
+        raise
     finally:
         _remove(partial)
 
