@@ -36,7 +36,7 @@ def test_a_failure_leaves_the_old_file_and_no_part(tmp_path: Path) -> None:
             fail(path, failure)
     with pytest.raises(OSError, match=r"No space left on device: '.*a\.json'"):
         fail(path, OSError(errno.ENOSPC, "No space left on device"))
-    with pytest.raises(OSError, match="^said already$"):
+    with pytest.raises(OSError, match=r"^said already$"):
         fail(path, OSError("said already"))
     with pytest.raises(FileNotFoundError):
         files.write_text(tmp_path / "nowhere" / "a.json", "x")

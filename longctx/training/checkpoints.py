@@ -51,11 +51,11 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def tidy(folder: Path, keep: int) -> None:
-    """Point last.ckpt at the newest checkpoint and delete all but the newest `keep`."""
+    """Point last.ckpt at the newest checkpoint and delete all but the newest `keep`, and what a kill left half-written."""
     found = runs.checkpoints(folder)
     with files.whole(folder / "checkpoints" / "last.ckpt") as link:
         link.symlink_to(found[-1].name)
-    for path in found[:-keep]:
+    for path in [*found[:-keep], *(folder / "checkpoints").glob(".step-*.ckpt")]:
         path.unlink()
 
 

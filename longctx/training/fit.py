@@ -257,6 +257,9 @@ def run(
             trainer.fit(module, loader, ckpt_path=start, weights_only=True)
         leave_group()
         code = 0 if recorder.stopped_by is None else 128 + recorder.stopped_by
+    except SystemExit:  # Lightning's 1 for Ctrl-C at once
+        code = 128 + (recorder.stopped_by or signal.SIGINT)
+        raise SystemExit(code) from None
     except SelfTestFailed as error:
         problem = str(error)
     except (RuntimeError, MemoryError) as error:

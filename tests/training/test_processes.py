@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import train
-from longctx.training import runs
+from longctx.training import checkpoints, runs
+from longctx.training.recorder import Recorder
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train.py"
 Words = Callable[..., list[str]]
@@ -109,6 +110,28 @@ def test_a_stopped_run_saves_and_says_how_to_go_on(words: Words, tmp_path: Path,
     assert f"stopped by {signal.Signals(number).name} after step" in out
     saved = torch.load(runs.checkpoints(folder)[-1], weights_only=True)
     assert saved["steps_done"] == runs.read_metrics(folder)[-1]["step"]
+
+
+def test_a_second_signal_ends_a_run_at_once(words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice(self: Recorder, *_: Any) -> None:
+        for _ in range(2):
+            self._on_signal(signal.SIGTERM, None)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr(Recorder, "_save", twice)
+    with pytest.raises(SystemExit) as ended:
+        train.main(words(name="r", max_steps=2))
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert ended.value.code == 143 and runs.checkpoints(tmp_path / "runs" / "r") == []
+
+
+def test_what_a_kill_left_of_a_checkpoint_goes_with_the_next(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    for name in ("step-00000001.ckpt", ".step-00000002.77.ckpt"):
+        (tmp_path / "checkpoints" / name).touch()
+    checkpoints.tidy(tmp_path, keep=2)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-00000001.ckpt", "last.ckpt"}
 
 
 def test_two_processes_equal_one(words: Words, tmp_path: Path) -> None:
