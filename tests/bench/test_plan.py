@@ -48,6 +48,8 @@ def test_micro_batches_are_those_that_a_run_would_take(capsys: pytest.CaptureFix
         ("gpu_memory=-1", "gpu_memory=-1: a number of GiB above 0"),
         ("seq_len=max", "a run finds that on its GPU"),
         ("modl=1b", "modl is not a key; did you mean model?"),
+        ("init=weights", "init=weights: benchmarks take random weights; describe the model by model="),
+        ("resume=runs/x", "resume=runs/x: benchmarks take random weights; describe the model by model="),
     ],
 )
 def test_mistakes_are_one_line(word: str, said: str, refused: Callable[[int, str], str]) -> None:
