@@ -42,19 +42,17 @@ def answer(argv: list[str], help_text: Callable[[], str], do: Callable[[list[str
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, OSError) as error:
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
         if interrupts:
             return 130
+        if not isinstance(error, ValueError | OSError):
+            raise
         if os.environ.get("LONGCTX_TRACEBACK"):
             traceback.print_exception(error)
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
-    except Exception:
-        if interrupts:
-            return 130
-        raise
     finally:
         if ours:
             signal.signal(signal.SIGINT, before)

@@ -1,9 +1,9 @@
-"""Whole training steps of other trainers on random tokens, each as its users run it on one GPU.
+"""Whole training steps in a plain loop on random tokens: other trainers, each as its users run it on one GPU, and ours.
 
 transformers, with Liger's kernels, with peft's LoRA: weights, gradients and AdamW's averages in bf16, SDPA. nanoGPT: fp32
 weights under autocast to bf16, torch.compile. longctx-bare is our own model and optimizer in this same loop, without
-Lightning, loader and log. A step is forward, backward, clipping of the gradients, AdamW (fused on a
-GPU), zero_grad. Each runs in a child process, in which memory may run out without harm:
+Lightning, loader and log. A step is forward, backward, clipping of the gradients, AdamW (fused on a GPU), zero_grad. Each
+runs in a child process, in which memory may run out without harm:
 
     python -m longctx.bench.trainers REQUEST OUT        both files of JSON: a `Job`, and what `measure` returns
 """

@@ -63,7 +63,8 @@ class Config(NamedTuple):
 CONFIGS = {64: Config(128, 128, 240, True), 128: Config(64, 128, 240, False)}  # by head size
 ROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 KEYS = gl.constexpr(64)  # of a consumer warpgroup
-# Of the hardware's 16 named barriers; they cost less than an mbarrier's arrival, for which the consumer's warps wait for one another.
+# Of the hardware's 16 named barriers, of which Triton takes 0 to 5 for five partitions. They cost less than an mbarrier's arrival, for
+# which the consumer's warps wait for one another.
 DS = gl.constexpr(9)  # ds is there: of both consumers, or late, 9 + 2 · consumer + tile & 1
 FREE = gl.constexpr(13)  # q and do of a tile have been read: 13 + tile & 1
 FULL = gl.constexpr(7)  # a consumer's part of dq is there: 7 + consumer

@@ -47,7 +47,7 @@ def test_a_profiled_step_sums_to_the_step(tmp_path, capsys):
         "model.layers=2",
         "model.vocab_size=512",
         "accumulate=1",
-        "batch_size=1",
+        "batch_size=4",
         "workers=0",
         "device=cpu",
     ]
@@ -59,7 +59,7 @@ def test_a_profiled_step_sums_to_the_step(tmp_path, capsys):
     for measured in found["rows"]:
         shares = measured["shares"]
         assert sum(shares.values()) == pytest.approx(1)
-        assert shares[OTHER] < 0.5  # a step of 10 ms, on a machine that may be busy: it stood at 0.31 on one
+        assert shares[OTHER] < 0.3  # a step of some 10 ms, on a machine that may be busy
         assert set(shares) == set(PARTS)
         assert all(shares[part] > 0 for part in PARTS if part not in (OTHER, "copies", IDLE))
     per_layer = 128 * (4 + 2 * 2) * 32 + 128 * 128 + 3 * 128 * 384  # weights of a layer's products

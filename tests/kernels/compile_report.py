@@ -58,10 +58,8 @@ def in_loops(cubin):
     loops = []
     for i, (at, what) in enumerate(code):
         to = re.search(r"BRA.* (0x[0-9a-f]+)", what)
-        again = any(
-            "TRYWAIT" in before for _, before in code[max(i - 3, 0) : i]
-        )  # a wait that lasts, away from its loop
-        if to and not again and any(int(to[1], 16) <= x <= at and "HGMMA" in y for x, y in code):
+        waits = any("TRYWAIT" in before for _, before in code[max(i - 3, 0) : i])  # once more, away from its loop
+        if to and not waits and any(int(to[1], 16) <= x <= at and "HGMMA" in y for x, y in code):
             loops.append((int(to[1], 16), at))
     inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
     assert inner, "no loop multiplies"
