@@ -42,7 +42,7 @@ OPERATORS = (
 KERNELS = (
     (
         re.compile(
-            r"flash|fmha|attention|forward_kernel|dkv_kernel|dq_kernel|backward_kernel|delta_kernel|softmax|logsumexp"
+            r"flash|fmha|attention|forward_kernel|dkv_kernel|dq_kernel|backward_kernel|unpack_kernel|delta_kernel|softmax|logsumexp"
         ),
         ATTENTION,
     ),

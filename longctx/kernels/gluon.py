@@ -18,6 +18,13 @@ def _reduce_add(desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
 
+@builtin
+def reinterpret(x: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
+    """The same shared memory as another type, shape and layout."""
+    plain = [getattr(n, "value", n) for n in shape]
+    return _semantic.memdesc_reinterpret(x, getattr(dtype, "value", dtype), plain, getattr(layout, "value", layout))
+
+
 @functools.cache
 def shared_layout(shape: tuple[int, ...], dtype: gl.dtype) -> gl.NVMMASharedLayout:
     """The layout of a tile in shared memory that matrix products and tensor maps take; made once, since that takes as long as a launch."""

@@ -8,9 +8,9 @@ to sums in global memory by TMA; the sums lie in the order in which products lea
 at the end. One more warp, the producer, loads. The next tile's scores are in flight meanwhile.
 
 The sum over key tiles arrives in any order, so dq may differ in its last bits from run to run. Ordered, it does not: the tiles that
-add to the same part of dq do so from the last key to the first, each when `turns` says that the one before it is done. Every tile
-walks from its first query up and causal walks begin at the diagonal, so the tiles of a head follow one another at a distance of one
-step, and seldom wait. Programs take the tiles in that same order: a tile waits only for tiles that run already.
+add to the same part of dq do so from the first key to the last, each when `turns` says that the one before it is done. Every tile
+walks from its last query down, so the tiles of a head follow one another at a distance of one step, and seldom wait. Programs take
+the tiles in that same order: a tile waits only for tiles that run already.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from longctx.kernels.gluon import shared_layout, tma_add, tma_load, tma_store
+from longctx.kernels.gluon import reinterpret, shared_layout, tma_add, tma_load, tma_store
 from longctx.kernels.hopper_forward import (
     addressable,
     bar_arrive,
@@ -83,31 +83,36 @@ def owned_keys(
     together,
     BM: gl.constexpr,
     BN: gl.constexpr,
-    ORDERED: gl.constexpr,
 ):
     """Tile t of the schedule: row b, key-value head hk, first key n0, and the n tiles of queries from lo on that see it.
 
-    Those before full_lo and from full_hi on need the mask. The tile with most queries comes first; ordered, the last key.
+    Those before full_lo and from full_hi on need the mask. The tile with most queries comes first.
     """
     rank, bh = place(t, tiles, heads, together)
-    n0 = (tiles - 1 - rank if ORDERED else rank) * BN
+    n0 = rank * BN
     b = bh // Hkv
     hk = bh % Hkv
     lo, full_lo, full_hi, masked = walk(qfirst + b * stride_ib, qlast + b * stride_ib, n0, gl.minimum(n0 + BN, Tk), BM)
-    return b, hk, n0, lo, masked + full_hi - full_lo, full_lo, full_hi
+    return b, hk, n0, lo, masked + full_hi - full_lo
 
 
 @gluon.jit
-def await_turn(done, qfirst, m, n0, Tk, BM: gl.constexpr, BN: gl.constexpr):
-    """Wait until a part of dq of query tile m has the sums of all later keys, of which the next tile of keys adds the last.
+def query_tile(x, lo, n, GROUP: gl.constexpr, ORDERED: gl.constexpr):
+    """The tile of queries of the x-th step of a walk, which takes all heads of the group side by side; ordered, from the last on."""
+    return lo + (n - 1 - x // GROUP if ORDERED else x // GROUP)
+
+
+@gluon.jit
+def await_turn(done, qlast, m, n0, BM: gl.constexpr, BN: gl.constexpr):
+    """Wait until a part of dq of query tile m has the sums of all earlier keys, of which the tile of keys before adds the last.
 
     The load need not acquire: nothing is read that others wrote; sums are added in L2, and this one is sent after it.
     """
-    last = n0 + BN >= Tk
-    if not last:
-        last = gl.load(qfirst + n0 + BN) // BM > m
-    if not last:
-        while gl.load(done, volatile=True) != n0 // BN + 2:
+    seen = n0 > 0
+    if seen:
+        seen = gl.load(qlast + n0 - 1) >= m * BM
+    if seen:
+        while gl.load(done, volatile=True) != n0 // BN:
             pass
 
 
@@ -121,8 +126,20 @@ def pass_turn(done, n0, BN: gl.constexpr):
 
 
 @gluon.jit
+def load_keys(x, xs, full, empty, done, b, n0, h):
+    """A tile of k or v, in one piece or one for each consumer, as soon as the one before it has been used."""
+    PIECES: gl.constexpr = xs.shape[0]
+    N: gl.constexpr = xs.shape[1]
+    D: gl.constexpr = xs.shape[2]
+    mbarrier.wait(empty, (done & 1) ^ 1)
+    mbarrier.expect(full, PIECES * N * D * 2)
+    for i in gl.static_range(PIECES):
+        tma_load(x, [b, n0 + i * N, h, 0], full, xs.index(i).reshape([1, N, 1, D]))
+
+
+@gluon.jit
 def producer(
-    q, k, v, do, lse2, delta, qs, ks, vs, dos, lses, deltas, qf, dof, kvf, kve, mail, mf, me, counter,
+    q, k, v, do, lse2, delta, qs, ks, vs, dos, lses, deltas, qf, dof, kf, ke, vf, ve, mail, mf, me, counter,
     qfirst, qlast, stride_ib, Tq, Tk, Hq, heads, together,
     GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
@@ -135,27 +152,27 @@ def producer(
         t = gl.atomic_add(counter, 1)
     while t < tiles * heads:
         send(mail, mf, me, done, t)
-        b, hk, n0, lo, n, _, _ = owned_keys(
-            t, tiles, qfirst, qlast, stride_ib, Tk, Hkv, heads, together, BM, BN, ORDERED
-        )
-        mbarrier.wait(kve, (done & 1) ^ 1)
-        mbarrier.expect(kvf, 2 * BN * D * 2)
-        tma_load(k, [b, n0, hk, 0], kvf, ks.index(0).reshape([1, BN, 1, D]))
-        for c in gl.static_range(2):
-            tma_load(v, [b, n0 + c * KEYS, hk, 0], kvf, vs.index(c).reshape([1, KEYS, 1, D]))
+        b, hk, n0, lo, n = owned_keys(t, tiles, qfirst, qlast, stride_ib, Tk, Hkv, heads, together, BM, BN)
         for x in range(n * GROUP):
-            h = hk * GROUP + x // n
-            m0 = (lo + x % n) * BM
+            h = hk * GROUP + x % GROUP
+            m0 = query_tile(x, lo, n, GROUP, ORDERED) * BM
             s = it & 1
             if it >= 2:
                 bar_sync(FREE + s, 288)
             mbarrier.expect(qf.index(s), BM * D * 2 + BM * 4)
             tma_load(q, [b, m0, h, 0], qf.index(s), qs.index(s).reshape([1, BM, 1, D]))
             tma_load(lse2, [b * Hq + h, m0], qf.index(s), lses.index(s))
+            if x == 0:
+                load_keys(k, ks, kf, ke, done, b, n0, hk)
             mbarrier.expect(dof.index(s), BM * D * 2 + BM * 4)
             tma_load(do, [b, m0, h, 0], dof.index(s), dos.index(s).reshape([1, BM, 1, D]))
             tma_load(delta, [b * Hq + h, m0], dof.index(s), deltas.index(s))
+            if x == 0:
+                load_keys(v, vs, vf, ve, done, b, n0, hk)
             it += 1
+        if n == 0:
+            load_keys(k, ks, kf, ke, done, b, n0, hk)
+            load_keys(v, vs, vf, ve, done, b, n0, hk)
         t = gl.atomic_add(counter, 1)
         if not ORDERED:
             t += gl.num_programs(0)
@@ -194,14 +211,12 @@ def adder(
     done = 0
     t = receive(mail, mf, me, done, 1)
     while t >= 0:
-        b, hk, n0, lo, n, _, _ = owned_keys(
-            t, tiles, qfirst, qlast, stride_ib, Tk, Hq // GROUP, heads, together, BM, BN, ORDERED
-        )
+        b, hk, n0, lo, n = owned_keys(t, tiles, qfirst, qlast, stride_ib, Tk, Hq // GROUP, heads, together, BM, BN)
         for x in range(n * GROUP):
-            m = lo + x % n
-            at = 2 * ((b * Hq + hk * GROUP + x // n) * gl.cdiv(Tq, BM) + m) + C
+            m = query_tile(x, lo, n, GROUP, ORDERED)
+            at = 2 * ((b * Hq + hk * GROUP + x % GROUP) * gl.cdiv(Tq, BM) + m) + C
             if ORDERED:
-                await_turn(turns + at, qfirst + b * stride_ib, m, n0, Tk, BM, BN)
+                await_turn(turns + at, qlast + b * stride_ib, m, n0, BM, BN)
             bar_sync(FULL + C, 160)
             tma_add(dq, [at * 16, 0], part)
             tma.store_wait(0)
@@ -222,7 +237,7 @@ def signal(there, C: gl.constexpr):
 
 @gluon.jit
 def step(
-    s, dk, dv, ks, vs, qs, dos, lses, deltas, dss, part, m0, read, qf, dof, it, zero, first, more, masked, qfirst_j, qlast_j, scale_log2,
+    s, dk, dv, ks, vs, qs, dos, lses, deltas, dss, part, m0, read, qf, dof, it, zero, first, more, qfirst_j, qlast_j, last_first, first_last, scale_log2,
     D: gl.constexpr, BM: gl.constexpr, LATE: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One tile of queries, whose scores `s` are there: adds to dk, dv and to dq in memory, and returns the next tile's scores.
@@ -237,8 +252,7 @@ def step(
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=a_layout, k_width=2)
     zeros = gl.zeros([KEYS, BM], gl.float32, layout=s_layout)
     now, after = it & 1, (it + 1) & 1
-    if masked:
-        s = hide(s, m0, qfirst_j, qlast_j)
+    s = hide(s, m0, qfirst_j, qlast_j, m0 < last_first, m0 + BM - 1 > first_last)
     mbarrier.wait(dof.index(now), (it >> 1) & 1)
     dpa = warpgroup_mma(vs.index(C + (it & zero)), dos.index(now).permute((1, 0)), zeros, use_acc=False, is_async=True)
     p = gl.exp2(s * scale_log2 - lses.index(now).load(s_layout))
@@ -275,7 +289,7 @@ def step(
 
 @gluon.jit
 def consumer(
-    dk_out, dv_out, qs, ks, vs, dos, lses, deltas, dss, part, qf, dof, kvf, kve, read, mail, mf, me, qfirst, qlast, stride_ib,
+    dk_out, dv_out, qs, ks, vs, dos, lses, deltas, dss, part, stages, qf, dof, kf, ke, vf, ve, read, mail, mf, me, qfirst, qlast, stride_ib,
     scale, scale_log2, Tk, Hq, heads, together, zero,
     GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LATE: gl.constexpr, ORDERED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
@@ -285,34 +299,33 @@ def consumer(
     zeros = gl.zeros([KEYS, BM], gl.float32, layout=s_layout)
     tiles = gl.cdiv(Tk, BN)
     Hkv = Hq // GROUP
-    v_mine = vs.index(C)
     it = 0
     done = 0
     t = receive(mail, mf, me, done, 4)
     while t >= 0:
-        b, hk, n0, lo, n, full_lo, full_hi = owned_keys(
-            t, tiles, qfirst, qlast, stride_ib, Tk, Hkv, heads, together, BM, BN, ORDERED
-        )
+        b, hk, n0, lo, n = owned_keys(t, tiles, qfirst, qlast, stride_ib, Tk, Hkv, heads, together, BM, BN)
         j = n0 + C * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
         qfirst_j = gl.load(qfirst + b * stride_ib + j, mask=j < Tk, other=0)
         qlast_j = gl.load(qlast + b * stride_ib + j, mask=j < Tk, other=-1)
+        # queries before last_first or after first_last do not see all keys; none sees those past the end
+        last_first = gl.load(qfirst + b * stride_ib + gl.minimum(n0 + (C + 1) * KEYS, Tk) - 1)
+        first_last = gl.load(qlast + b * stride_ib + n0 + C * KEYS, mask=n0 + (C + 1) * KEYS <= Tk, other=-1)
         dk = gl.zeros([KEYS, D], gl.float32, layout=a_layout)
         dv = gl.zeros([KEYS, D], gl.float32, layout=a_layout)
-        mbarrier.wait(kvf, done & 1)
+        mbarrier.wait(kf, done & 1)
         if n > 0:
             mbarrier.wait(qf.index(it & 1), (it >> 1) & 1)
             k_mine = ks.index(0).slice(C * KEYS, KEYS, dim=0)
             sa = warpgroup_mma(k_mine, qs.index(it & 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=(sa,))
-            for g in range(GROUP):
-                for x in range(n):
-                    m = lo + x
-                    s, dk, dv = step(
-                        s, dk, dv, ks, vs, qs, dos, lses, deltas, dss, part, m * BM, read,
-                        qf, dof, it, zero, x + g == 0, (x + 1 < n) | (g + 1 < GROUP),
-                        (m < full_lo) | (m >= full_hi), qfirst_j, qlast_j, scale_log2, D, BM, LATE, C,
-                    )  # fmt: skip
-                    it += 1
+            mbarrier.wait(vf, done & 1)
+            for x in range(n * GROUP):
+                m0 = query_tile(x, lo, n, GROUP, ORDERED) * BM
+                s, dk, dv = step(
+                    s, dk, dv, ks, vs, qs, dos, lses, deltas, dss, part, m0, read, qf, dof, it, zero, x == 0, x + 1 < n * GROUP,
+                    qfirst_j, qlast_j, last_first, first_last, scale_log2, D, BM, LATE, C,
+                )  # fmt: skip
+                it += 1
             if LATE:
                 bar_sync(DS + 2 * (1 - C) + ((it - 1) & 1), 256)
                 dqa = product_dq(dss.index((it + 2) % 3), ks.index(0), BM, C)
@@ -320,15 +333,18 @@ def consumer(
                 mbarrier.wait(read, it & 1)
                 part.store(in_registers(dq))
             signal(True, C)
+        else:
+            mbarrier.wait(vf, done & 1)
+        mbarrier.arrive(ke, count=1)
+        v_mine, stage = vs.index(C + (done & zero)), stages.index(C * 128 // D + (done & zero))
         v_mine.store(dv.to(dtype))
+        mbarrier.wait(read, (it & 1) ^ 1)
+        stage.store((dk * scale).to(dtype))
         fence_async_shared()
         tma_store(dv_out, [b, n0 + C * KEYS, hk, 0], v_mine.reshape([1, KEYS, 1, D]))
+        tma_store(dk_out, [b, n0 + C * KEYS, hk, 0], stage.reshape([1, KEYS, 1, D]))
         tma.store_wait(0)
-        v_mine.store((dk * scale).to(dtype))
-        fence_async_shared()
-        tma_store(dk_out, [b, n0 + C * KEYS, hk, 0], v_mine.reshape([1, KEYS, 1, D]))
-        tma.store_wait(0)
-        mbarrier.arrive(kve, count=1)
+        mbarrier.arrive(ve, count=1)
         done += 1
         t = receive(mail, mf, me, done, 4)
 
@@ -353,17 +369,22 @@ def backward_kernel(
     lses = gl.allocate_shared_memory(gl.float32, [2, 1, BM], row_shared)
     deltas = gl.allocate_shared_memory(gl.float32, [2, 1, BM], row_shared)
     dss = gl.allocate_shared_memory(dtype, [3 if LATE else 2, BN, BM], ds_shared)
-    parts = gl.allocate_shared_memory(gl.float32, [2, 16, 256], row_shared)
+    stages = gl.allocate_shared_memory(dtype, [256 // D, KEYS, D], v_shared)
+    parts = reinterpret(stages, gl.float32, [2, 16, 256], row_shared)
     qf = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     dof = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    kvf = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    kve = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    kf = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    ke = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    vf = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    ve = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     read = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mail = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     mf = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     me = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(kvf, count=1)
-    mbarrier.init(kve, count=2)
+    mbarrier.init(kf, count=1)
+    mbarrier.init(ke, count=2)
+    mbarrier.init(vf, count=1)
+    mbarrier.init(ve, count=2)
     for i in gl.static_range(2):
         mbarrier.init(mf.index(i), count=1)
         mbarrier.init(me.index(i), count=4)
@@ -372,11 +393,11 @@ def backward_kernel(
         mbarrier.init(dof.index(i), count=1)
     # fmt: off
     gl.warp_specialize([
-        (consumer, (dk, dv, qs, ks, vs, dos, lses, deltas, dss, parts.index(0), qf, dof, kvf, kve, read.index(0), mail, mf, me,
+        (consumer, (dk, dv, qs, ks, vs, dos, lses, deltas, dss, parts.index(0), stages, qf, dof, kf, ke, vf, ve, read.index(0), mail, mf, me,
                     qfirst, qlast, stride_ib, scale, scale_log2, Tk, Hq, heads, together, zero, GROUP, D, BM, BN, LATE, ORDERED, 0)),
-        (consumer, (dk, dv, qs, ks, vs, dos, lses, deltas, dss, parts.index(1), qf, dof, kvf, kve, read.index(1), mail, mf, me,
+        (consumer, (dk, dv, qs, ks, vs, dos, lses, deltas, dss, parts.index(1), stages, qf, dof, kf, ke, vf, ve, read.index(1), mail, mf, me,
                     qfirst, qlast, stride_ib, scale, scale_log2, Tk, Hq, heads, together, zero, GROUP, D, BM, BN, LATE, ORDERED, 1)),
-        (producer, (q, k, v, do, lse2, delta, qs, ks, vs, dos, lses, deltas, qf, dof, kvf, kve, mail, mf, me, counter,
+        (producer, (q, k, v, do, lse2, delta, qs, ks, vs, dos, lses, deltas, qf, dof, kf, ke, vf, ve, mail, mf, me, counter,
                     qfirst, qlast, stride_ib, Tq, Tk, Hq, heads, together, GROUP, D, BM, BN, ORDERED)),
         (adder, (dq, parts.index(0), read.index(0), mail, mf, me, turns, qfirst, qlast, stride_ib, Tq, Tk, Hq, heads, together,
                  GROUP, BM, BN, ORDERED, 0)),
@@ -425,8 +446,6 @@ def backward(
     rows = (TensorDescriptor(x, list(x.shape), list(x.stride()), [1, c.BM], ROW_LAYOUT) for x in (lse2, delta))
     tiles = triton.cdiv(Tk, c.BN) * B * Hkv
     together = heads_together(q, B * Hkv, 1)
-    if ordered:  # short tiles first: those of a head stand at all places of its queries, and their sums fill L2 as well
-        together = max(1, together // (2 * Hq // Hkv))
     with torch.cuda.device(q.device):
         backward_kernel[(min(tiles, processors(q.device)),)](
             *(descriptor(x, n, PAD, dtype) for x, n in ((q, c.BM), (k, c.BN), (v, 64), (do, c.BM))),

@@ -4,6 +4,11 @@ Equations, letters and masks are those of portable.py. One warp, the producer, b
 64 queries. A consumer keeps two products in flight: while the tensor cores multiply p(j-1)·v(j-1) it has s(j) = q·k(j) and takes its
 softmax. Named barriers let consumers issue their products in turn, so that one multiplies while another exponentiates. The
 programs are persistent: each takes every n-th tile of queries, longest first, and the producer runs ahead into the next tile.
+
+Softmax subtracts a maximum only so that nothing leaves the range of numbers. A row keeps the one that it has after the tiles that need
+the mask: those that follow need no maximum and no scaling, and do not depend on one another. Where the sum of a row leaves 2^±32
+after all, its tile is noted, and done again with a maximum that follows the scores by a second launch, which ends at once if no tile
+was noted. fp16 has no such range, and its maximum always follows.
 """
 
 from __future__ import annotations
@@ -51,6 +56,7 @@ CONFIGS = {
     128: Config(128, 2, 2, 240, False, True, False),
 }  # by head size
 FIRST_BARRIER = gl.constexpr(9)  # of the hardware's 16 named barriers, the first of those nobody else uses
+LARGEST = gl.constexpr(2.0**32)  # sum of a row whose maximum is kept
 ROWS = gl.constexpr(64)  # queries of a consumer warpgroup
 
 
@@ -78,17 +84,29 @@ def send(mail, mf, me, done, t):
 
 
 @gluon.jit
+def following(t, end, counter, again, AGAIN: gl.constexpr):
+    """The tile that this program does once t is handed out to it: t, or where tiles are done again, the next that was noted."""
+    if AGAIN:
+        while (t < end) & (gl.load(again + 1 + t, mask=t < end, other=0) == 0):
+            t = gl.atomic_add(counter, 1) + gl.num_programs(0)
+    return t
+
+
+@gluon.jit
 def producer(
-    q, k, v, qs, ks, vs, qf, qe, kf, ke, vf, ve, mail, mf, me, counter, first, last, stride_ib, Tq, Hq, heads, together,
-    GROUP: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    q, k, v, qs, ks, vs, qf, qe, kf, ke, vf, ve, mail, mf, me, counter, again, first, last, stride_ib, Tq, Hq, heads, together,
+    GROUP: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, AGAIN: gl.constexpr,
 ):  # fmt: skip
     """Hands out tiles in the order of the schedule, to this program's consumers by mail, and loads what they need."""
     BM: gl.constexpr = ROWS * CONSUMERS
     tiles = gl.cdiv(Tq, BM)
     it = 0
     done = 0
-    t = gl.program_id(0)
-    while t < tiles * heads:
+    end = tiles * heads
+    if AGAIN:
+        end *= gl.load(again)
+    t = following(gl.program_id(0), end, counter, again, AGAIN)
+    while t < end:
         send(mail, mf, me, done, t)
         rank, bh = place(t, tiles, heads, together)
         m0 = (tiles - 1 - rank) * BM
@@ -114,7 +132,7 @@ def producer(
             mbarrier.expect(vf.index(s), BN * D * 2)
             tma_load(v, [b, j, hk, 0], vf.index(s), vs.index(s).reshape([1, BN, 1, D]))
             it += 1
-        t = gl.atomic_add(counter, 1) + gl.num_programs(0)
+        t = following(gl.atomic_add(counter, 1) + gl.num_programs(0), end, counter, again, AGAIN)
         done += 1
     send(mail, mf, me, done, -1)
 
@@ -136,9 +154,10 @@ def row_sums(p, ROWS: gl.constexpr, BN: gl.constexpr):
 
 
 @gluon.jit
-def hide(s, start, first, last):
+def hide(s, start, first, last, before, after):
     """s with -inf where row r does not see column start + c, which is before first[r] or after last[r].
 
+    `before` and `after`: that there may be such columns.
     Columns are 8·e + 2·l + w for the thread l of a row's four: e and w are constants in every register, and cost nothing.
     """
     parts = s.reshape([s.shape[0], s.shape[1] // 8, 4, 2])
@@ -148,10 +167,11 @@ def hide(s, start, first, last):
     w = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
     rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
     c = 8 * e[None, :, None, None] + w[None, None, None, :]
-    before = start + 2 * l[None, None, :, None]
-    low = gl.convert_layout(first, rows)[:, None, None, None] - before
-    high = gl.convert_layout(last, rows)[:, None, None, None] - before
-    parts = gl.where((c >= low) & (c <= high), parts, float("-inf"))
+    column = start + 2 * l[None, None, :, None]
+    if before:
+        parts = gl.where(c >= gl.convert_layout(first, rows)[:, None, None, None] - column, parts, float("-inf"))
+    if after:
+        parts = gl.where(c <= gl.convert_layout(last, rows)[:, None, None, None] - column, parts, float("-inf"))
     return gl.convert_layout(parts.reshape([s.shape[0], s.shape[1]]), s.type.layout)
 
 
@@ -159,7 +179,7 @@ def hide(s, start, first, last):
 def softmax(s, m, scale_log2, masked, n0, first_i, last_i):
     """Online softmax of one tile: p unnormalized, the new m, and what the old sums are scaled by."""
     if masked:
-        s = hide(s, n0, first_i, last_i)
+        s = hide(s, n0, first_i, last_i, True, True)
     m_new = gl.maximum(m, gl.max(s, axis=1) * scale_log2)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s * scale_log2 - shift[:, None])
@@ -169,9 +189,10 @@ def softmax(s, m, scale_log2, masked, n0, first_i, last_i):
 @gluon.jit
 def advance(
     q, p16, m, l, acc, ks, vs, kf, ke, vf, ve, it, more, masked, n0, first_i, last_i, scale_log2,
-    BN: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr, C: gl.constexpr, CONSUMERS: gl.constexpr,
+    BN: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr, KEEP: gl.constexpr,
+    C: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """Scores of the it-th tile of keys while the one before it is multiplied by v: the new p16, m, l, acc."""
+    """Scores of the it-th tile of keys while the one before it is multiplied by v: the new p16, m, l, acc. `KEEP`: m stays."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     o_layout: gl.constexpr = acc.type.layout
     now, before, after = it % STAGES, (it - 1) % STAGES, (it + 1) % STAGES
@@ -185,8 +206,12 @@ def advance(
         bar_arrive(FIRST_BARRIER + (C + 1) % CONSUMERS, 256)
     s = warpgroup_mma_wait(1, deps=(sa,))
     mbarrier.arrive(ke.index(now), count=1)
-    p, m, alpha = softmax(s, m, scale_log2, masked, n0, first_i, last_i)
-    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + row_sums(p, ROWS, BN)
+    if KEEP:
+        p = gl.exp2(s * scale_log2 - m[:, None])
+        l += row_sums(p, ROWS, BN)
+    else:
+        p, m, alpha = softmax(s, m, scale_log2, masked, n0, first_i, last_i)
+        l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + row_sums(p, ROWS, BN)
     p16 = gl.convert_layout(p.to(p16.dtype), gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2))
     if OVERLAP:
         # a wait that loops: ptxas moves no exponential past it, so they run while the tensor cores multiply p·v
@@ -195,14 +220,16 @@ def advance(
     if not OVERLAP:
         mbarrier.wait(kf.index(after), ((it + 1) // STAGES) & 1, pred=more)
     mbarrier.arrive(ve.index(before), count=1)
-    return p16, m, l, acc * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
+    if not KEEP:
+        acc *= gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
+    return p16, m, l, acc
 
 
 @gluon.jit
 def consumer(
-    out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, first, last, stride_ib, scale_log2, Tq, Hq, heads, together,
+    out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, again, first, last, stride_ib, scale_log2, Tq, Hq, heads, together,
     D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr,
-    PEELED: gl.constexpr, C: gl.constexpr,
+    PEELED: gl.constexpr, KEEP: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = out.dtype
     BM: gl.constexpr = ROWS * CONSUMERS
@@ -250,25 +277,31 @@ def consumer(
             p16 = gl.convert_layout(p.to(dtype), p_layout)
             mbarrier.wait(kf.index((it + 1) % STAGES), ((it + 1) // STAGES) & 1, pred=n > 1)
             alone = n
-            if PEELED:
+            if PEELED or KEEP:
                 alone = gl.maximum(masked, 1)
             for x in range(1, alone):
                 p16, m, l, acc = advance(
                     q_mine, p16, m, l, acc, ks, vs, kf, ke, vf, ve, it + x, x + 1 < n,
-                    PEELED or x < masked, boundary(x, lo, full_lo, full_hi) * BN, first_i, last_i, scale_log2,
-                    BN, STAGES, TURNS, OVERLAP, C, CONSUMERS,
+                    PEELED or KEEP or x < masked, boundary(x, lo, full_lo, full_hi) * BN, first_i, last_i, scale_log2,
+                    BN, STAGES, TURNS, OVERLAP, False, C, CONSUMERS,
                 )  # fmt: skip
-            if PEELED:
+            if KEEP:
+                m = gl.where(m == float("-inf"), 0.0, m)  # of a row that sees nothing of the tiles so far
+            if PEELED or KEEP:
                 for x in range(alone, n):
                     p16, m, l, acc = advance(
                         q_mine, p16, m, l, acc, ks, vs, kf, ke, vf, ve, it + x, x + 1 < n, False, 0, first_i, last_i, scale_log2,
-                        BN, STAGES, TURNS, OVERLAP, C, CONSUMERS,
+                        BN, STAGES, TURNS, OVERLAP, KEEP, C, CONSUMERS,
                     )  # fmt: skip
             last_tile = it + n - 1
             mbarrier.arrive(qe.index(C), count=1)
             mbarrier.wait(vf.index(last_tile % STAGES), (last_tile // STAGES) & 1)
             oa = warpgroup_mma(p16, vs.index(last_tile % STAGES), acc, is_async=True)
             total = gl.convert_layout(gl.sum(l, axis=1), s_rows)
+            if KEEP:
+                left = (alone < n) & ~((total > 1 / LARGEST) & (total < LARGEST))
+                gl.store(again + gl.zeros_like(i), 1, mask=left)
+                gl.store(again + 1 + t + gl.zeros_like(i), 1, mask=left)
             total = gl.where(total == 0.0, 1.0, total)
             gl.store(lse + bh.to(gl.int64) * Tq + i, m * LN2 + gl.log(total), mask=i < Tq)
             acc = warpgroup_mma_wait(0, deps=(oa,))
@@ -289,12 +322,15 @@ def consumer(
 
 @gluon.jit(do_not_specialize=["Tq", "Hq", "heads", "together"])
 def forward_kernel(
-    q, k, v, out, lse, counter, first, last, stride_ib, scale_log2, Tq, Hq, heads, together,
+    q, k, v, out, lse, counter, again, first, last, stride_ib, scale_log2, Tq, Hq, heads, together,
     shared: gl.constexpr, shared_kv: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
-    TURNS: gl.constexpr, OVERLAP: gl.constexpr, PEELED: gl.constexpr,
+    TURNS: gl.constexpr, OVERLAP: gl.constexpr, PEELED: gl.constexpr, KEEP: gl.constexpr, AGAIN: gl.constexpr,
 ):  # fmt: skip
-    """out (B, Tq, Hq, D) contiguous and lse (B, Hq, Tq); q, k, v, out are descriptors of (B, T, H, D)."""
+    """out (B, Tq, Hq, D) contiguous and lse (B, Hq, Tq); q, k, v, out are descriptors of (B, T, H, D).
+
+    `counter`: 0. `again`: 1 if some tile is to be done again, then a 1 for each such tile; written if `KEEP`, read if `AGAIN`.
+    """
     dtype: gl.constexpr = q.dtype
     qs = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D], shared)
     outs = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D], shared)
@@ -323,23 +359,23 @@ def forward_kernel(
     # fmt: off
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, first, last, stride_ib, scale_log2, Tq, Hq,
-                        heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, 0)),
-            (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, first, last, stride_ib, scale_log2, Tq, Hq,
-                        heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, 1)),
-            (producer, (q, k, v, qs, ks, vs, qf, qe, kf, ke, vf, ve, mail, mf, me, counter, first, last, stride_ib, Tq, Hq, heads, together,
-                        GROUP, D, BN, STAGES, CONSUMERS)),
+            (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, again, first, last, stride_ib, scale_log2, Tq, Hq,
+                        heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, KEEP, 0)),
+            (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, again, first, last, stride_ib, scale_log2, Tq, Hq,
+                        heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, KEEP, 1)),
+            (producer, (q, k, v, qs, ks, vs, qf, qe, kf, ke, vf, ve, mail, mf, me, counter, again, first, last, stride_ib, Tq, Hq, heads, together,
+                        GROUP, D, BN, STAGES, CONSUMERS, AGAIN)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, first, last, stride_ib, scale_log2, Tq, Hq,
-                        heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, 0)),
-            (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, first, last, stride_ib, scale_log2, Tq, Hq,
-                        heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, 1)),
-            (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, first, last, stride_ib, scale_log2, Tq, Hq,
-                        heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, 2)),
-            (producer, (q, k, v, qs, ks, vs, qf, qe, kf, ke, vf, ve, mail, mf, me, counter, first, last, stride_ib, Tq, Hq, heads, together,
-                        GROUP, D, BN, STAGES, CONSUMERS)),
+            (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, again, first, last, stride_ib, scale_log2, Tq, Hq,
+                        heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, KEEP, 0)),
+            (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, again, first, last, stride_ib, scale_log2, Tq, Hq,
+                        heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, KEEP, 1)),
+            (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, again, first, last, stride_ib, scale_log2, Tq, Hq,
+                        heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, KEEP, 2)),
+            (producer, (q, k, v, qs, ks, vs, qf, qe, kf, ke, vf, ve, mail, mf, me, counter, again, first, last, stride_ib, Tq, Hq, heads, together,
+                        GROUP, D, BN, STAGES, CONSUMERS, AGAIN)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
     # fmt: on
 
@@ -355,18 +391,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale:
     dtype = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
     rows, columns = shared_layout((64, PAD), dtype), shared_layout((c.BN, PAD), dtype)
     tiles = triton.cdiv(Tq, 64 * c.consumers) * B * Hq
-    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+    keep = q.dtype == torch.bfloat16
+    tensors = [descriptor(x, n, PAD, dtype) for x, n in ((q, 64), (k, c.BN), (v, c.BN), (out, 64))]
+    notes = torch.zeros(3 + tiles, dtype=torch.int32, device=q.device)  # a counter for each launch, then `again`
     with torch.cuda.device(q.device):
-        forward_kernel[(min(tiles, processors(q.device)),)](
-            *(descriptor(x, n, PAD, dtype) for x, n in ((q, 64), (k, c.BN), (v, c.BN), (out, 64))),
-            *(lse, counter, first, last, batch_stride(first), scale * LOG2E.value, Tq, Hq, B * Hq),
-            *(heads_together(k, B * Hq, Hq // k.shape[2]), rows, columns),
-            **dict(
-                GROUP=Hq // k.shape[2], D=PAD, BN=c.BN, STAGES=c.stages, CONSUMERS=c.consumers, REGISTERS=c.registers
-            ),
-            **dict(TURNS=c.turns, OVERLAP=c.overlap, PEELED=c.peeled),
-            num_warps=4,
-        )
+        for again in (False, True) if keep else (False,):
+            forward_kernel[(min(tiles, processors(q.device)),)](
+                *tensors,
+                *(lse, notes[again:], notes[2:], first, last, batch_stride(first), scale * LOG2E.value, Tq, Hq, B * Hq),
+                *(heads_together(k, B * Hq, Hq // k.shape[2]), rows, columns),
+                **dict(GROUP=Hq // k.shape[2], D=PAD, BN=c.BN, STAGES=c.stages, CONSUMERS=c.consumers),
+                **dict(REGISTERS=c.registers, TURNS=c.turns, OVERLAP=c.overlap, PEELED=c.peeled),
+                **dict(KEEP=keep and not again, AGAIN=again),
+                num_warps=4,
+            )
     return out, lse
 
 

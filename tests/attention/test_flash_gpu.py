@@ -56,6 +56,15 @@ def test_offsets_beyond_two_to_the_31():
         assert not x[:, : -300 - W].any()
 
 
+@pytest.mark.parametrize("T", [100, 1000])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_keys_past_the_end_weigh_nothing(mask, T):
+    """Where all scores are small, exp(0 - lse) of a key that is not there is infinite."""
+    case = Case(1, T, T, D=64, mask=mask)
+    q, k, v, do = inputs(case, torch.bfloat16)
+    check(case, "flash", torch.bfloat16, tensors=[q / 10 + 4, k / 10 - 4, v, do])
+
+
 @pytest.mark.parametrize("kernel", ["portable"], indirect=True)
 def test_pointer_path_beyond_two_to_the_31(kernel, monkeypatch):
     monkeypatch.setattr(portable, "_use_tma", lambda q: False)

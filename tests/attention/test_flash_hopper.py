@@ -23,6 +23,27 @@ def test_rule(case, head_dim, dtype):
     assert kernels_run()["flash"] == "triton-hopper"
 
 
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("mask", ["causal", "full", "window", "intervals"])
+def test_scores_far_from_the_first_maximum(mask, head_dim, dtype):
+    """Rows that keep the maximum of their first tiles of keys, and scores that leave every float's range around it, up or down."""
+    window = 900 if mask == "window" else None
+    case = Case(2, 1024, 1024, Hq=4, Hkv=2, D=head_dim, mask="causal" if window else mask, window=window)
+    q, k, v, do = rule.inputs(case, dtype)
+    if (
+        mask == "intervals"
+    ):  # most rows see none of the tile on the boundary, then tiles as a whole, of small scores alone
+        case.build_mask = lambda: Mask.intervals(torch.arange(1024)[None].clamp(max=400), torch.full((1, 1024), 1023))
+        q, k = q / 10 + 4, k / 10 - 4
+    else:
+        q, k = q / 10 + 1, k + 0
+        k[:, 300:340] += 12
+    rule.check(case, "flash", dtype, tensors=[q, k, v, do], kernel="hopper")
+
+
 @pytest.fixture
 def deterministic():
     torch.use_deterministic_algorithms(

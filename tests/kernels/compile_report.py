@@ -31,6 +31,7 @@ SCALARS = {
     "qlast": "*i32",
     "turns": "*i32",
     "counter": "*i32",
+    "again": "*i32",
 }
 
 
@@ -74,7 +75,8 @@ def ptxas(kernel, constants, descriptors):
         else descriptors.get(name) or SCALARS.get(name) or ("fp32" if name.startswith("scale") else "i32")
         for name in kernel.arg_names
     }
-    source = GluonASTSource(kernel, signature, constants)
+    aligned = {(i,): [["tt.divisibility", 16]] for i, x in enumerate(kernel.arg_names) if signature[x].startswith("*")}
+    source = GluonASTSource(kernel, signature, constants, aligned)
     compiled, said = build(source, 90, num_warps=4)
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", said))
     return {
@@ -85,13 +87,13 @@ def ptxas(kernel, constants, descriptors):
     }
 
 
-def forward(head_dim):
+def forward(head_dim, again=False):
     c = hopper_forward.CONFIGS[head_dim]
     constants = dict(
         shared=layout([64, head_dim], gl.bfloat16),
         shared_kv=layout([c.BN, head_dim], gl.bfloat16),
         **dict(GROUP=1, D=head_dim, BN=c.BN, STAGES=c.stages, CONSUMERS=c.consumers, REGISTERS=c.registers),
-        **dict(TURNS=c.turns, OVERLAP=c.overlap, PEELED=c.peeled),
+        **dict(TURNS=c.turns, OVERLAP=c.overlap, PEELED=c.peeled, KEEP=not again, AGAIN=again),
     )
     rows = {"q": 64, "k": c.BN, "v": c.BN, "out": 64}
     return ptxas(hopper_forward.forward_kernel, constants, {name: box(n, head_dim) for name, n in rows.items()})
@@ -144,6 +146,7 @@ def shipped(arch, capability, tma):
 
 if __name__ == "__main__":
     hopper = {f"forward {d}": forward(d) for d in hopper_forward.CONFIGS}
+    hopper |= {f"forward again {d}": forward(d, again=True) for d in hopper_forward.CONFIGS}
     hopper |= {f"backward {d}": backward(d) for d in hopper_backward.CONFIGS}
     hopper |= {f"ordered backward {d}": backward(d, ordered=True) for d in hopper_backward.CONFIGS}
     json.dump({"hopper": hopper, "any": shipped("any", 86, False), "sm90": shipped("sm90", 90, True)}, sys.stdout)

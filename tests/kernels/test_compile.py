@@ -11,7 +11,9 @@ import triton
 
 SHARED_MEMORY = {"sm90": 227 * 1024, "any": 99 * 1024}  # bytes that a program may have
 TUNED = ("3.6.", "3.7.")  # 3.8 and 3.9 spill up to 2.2 KB in the forward of 64, some of it in its loop
-HOPPER = [f"{part} {size}" for part in ("forward", "backward", "ordered backward") for size in (64, 128)]
+HOPPER = [
+    f"{part} {size}" for part in ("forward", "forward again", "backward", "ordered backward") for size in (64, 128)
+]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,7 @@ def test_products_stay_asynchronous_and_fit(report, kernel):
 @pytest.mark.parametrize("kernel", HOPPER)
 def test_no_loop_spills(report, kernel):
     assert report["hopper"][kernel]["in_loops"] == 0
-    addresses = 8 if "128" in kernel else 168  # of dk and dv in shared memory, once per tile of keys
+    addresses = 8 if "128" in kernel else 120  # of dk and dv in shared memory, once per tile of keys
     assert report["hopper"][kernel]["spilled"] <= (addresses if "backward" in kernel else 0)
 
 
