@@ -286,7 +286,7 @@ def consumer(
                     BN, STAGES, TURNS, OVERLAP, False, C, CONSUMERS,
                 )  # fmt: skip
             if KEEP:
-                m = gl.where(m == float("-inf"), 0.0, m)  # of a row that sees nothing of the tiles so far
+                m = gl.where((m == float("-inf")) & (alone < n), 0.0, m)  # of a row that saw no tile so far, and will
             if PEELED or KEEP:
                 for x in range(alone, n):
                     p16, m, l, acc = advance(
