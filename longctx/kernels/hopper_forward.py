@@ -4,6 +4,7 @@ Equations, letters and masks are those of portable.py. One warp, the producer, b
 64 queries. A consumer keeps two products in flight: while the tensor cores multiply p(j-1)·v(j-1) it has s(j) = q·k(j) and takes its
 softmax. Named barriers let consumers issue their products in turn, so that one multiplies while another exponentiates. The
 programs are persistent: each takes every n-th tile of queries, longest first, and the producer runs ahead into the next tile.
+Tiles are counted from the last query, so that the one that is not full, and begins before query 0, is a short one.
 
 Softmax subtracts a maximum only so that nothing leaves the range of numbers. A row keeps the one that it has after the tiles that need
 the mask: those that follow need no maximum and no scaling, and do not depend on one another. Where the sum of a row leaves 2^±32
@@ -93,6 +94,16 @@ def following(t, end, counter, again, AGAIN: gl.constexpr):
 
 
 @gluon.jit
+def first_query(rank, Tq, BM: gl.constexpr, BN: gl.constexpr):
+    """Of the rank-th tile from the end. Where tiles are longer than those of keys, it is the first that is not full, a short one.
+
+    It then begins before query 0, and some consumers have no part in it.
+    """
+    UNIT: gl.constexpr = ROWS if BM > BN else BM
+    return gl.cdiv(Tq, UNIT) * UNIT - (rank + 1) * BM
+
+
+@gluon.jit
 def producer(
     q, k, v, qs, ks, vs, qf, qe, kf, ke, vf, ve, mail, mf, me, counter, again, first, last, stride_ib, Tq, Hq, heads, together,
     GROUP: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, AGAIN: gl.constexpr,
@@ -109,18 +120,18 @@ def producer(
     while t < end:
         send(mail, mf, me, done, t)
         rank, bh = place(t, tiles, heads, together)
-        m0 = (tiles - 1 - rank) * BM
+        m0 = first_query(rank, Tq, BM, BN)
         b = bh // Hq
         h = bh % Hq
         hk = h // GROUP
         lo, full_lo, full_hi, masked = walk(
-            first + b * stride_ib, last + b * stride_ib, m0, gl.minimum(m0 + BM, Tq), BN
+            first + b * stride_ib, last + b * stride_ib, gl.maximum(m0, 0), gl.minimum(m0 + BM, Tq), BN
         )
         n = masked + full_hi - full_lo
         for c in gl.static_range(CONSUMERS):
             mbarrier.wait(qe.index(c), (done & 1) ^ 1)
             mbarrier.expect(qf.index(c), ROWS * D * 2)
-            tma_load(q, [b, m0 + c * ROWS, h, 0], qf.index(c), qs.index(c).reshape([1, ROWS, 1, D]))
+            tma_load(q, [b, gl.maximum(m0 + c * ROWS, 0), h, 0], qf.index(c), qs.index(c).reshape([1, ROWS, 1, D]))
         for i in range(n):
             j = gl.where(i < masked, boundary(i, lo, full_lo, full_hi), full_lo + i - masked) * BN
             s = it % STAGES
@@ -188,19 +199,19 @@ def softmax(s, m, scale_log2, masked, n0, first_i, last_i):
 
 @gluon.jit
 def advance(
-    q, p16, m, l, acc, ks, vs, kf, ke, vf, ve, it, more, masked, n0, first_i, last_i, scale_log2,
+    q, p16, m, l, acc, ks, vs, kf, ke, vf, ve, it, pending, more, masked, n0, first_i, last_i, scale_log2,
     BN: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr, KEEP: gl.constexpr,
     C: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """Scores of the it-th tile of keys while the one before it is multiplied by v: the new p16, m, l, acc. `KEEP`: m stays."""
+    """Scores of the it-th tile of keys while the one pending, p16, is multiplied by v: the new p16, m, l, acc. `KEEP`: m stays."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     o_layout: gl.constexpr = acc.type.layout
-    now, before, after = it % STAGES, (it - 1) % STAGES, (it + 1) % STAGES
+    now, before, after = it % STAGES, pending % STAGES, (it + 1) % STAGES
     zeros = gl.zeros([ROWS, BN], gl.float32, layout=s_layout)
     if TURNS:
         bar_sync(FIRST_BARRIER + C, 256)
     sa = warpgroup_mma(q, ks.index(now).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    mbarrier.wait(vf.index(before), ((it - 1) // STAGES) & 1)
+    mbarrier.wait(vf.index(before), (pending // STAGES) & 1)
     oa = warpgroup_mma(p16, vs.index(before), acc, is_async=True)
     if TURNS:
         bar_arrive(FIRST_BARRIER + (C + 1) % CONSUMERS, 256)
@@ -226,6 +237,19 @@ def advance(
 
 
 @gluon.jit
+def skip(kf, ke, vf, ve, it, more, STAGES: gl.constexpr, TURNS: gl.constexpr, C: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Gives back the it-th tile of keys, of which this consumer sees none."""
+    now, after = it % STAGES, (it + 1) % STAGES
+    if TURNS:
+        bar_sync(FIRST_BARRIER + C, 256)
+        bar_arrive(FIRST_BARRIER + (C + 1) % CONSUMERS, 256)
+    mbarrier.arrive(ke.index(now), count=1)
+    mbarrier.wait(vf.index(now), (it // STAGES) & 1)
+    mbarrier.arrive(ve.index(now), count=1)
+    mbarrier.wait(kf.index(after), ((it + 1) // STAGES) & 1, pred=more)
+
+
+@gluon.jit
 def consumer(
     out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, again, first, last, stride_ib, scale_log2, Tq, Hq, heads, together,
     D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr,
@@ -233,6 +257,7 @@ def consumer(
 ):  # fmt: skip
     dtype: gl.constexpr = out.dtype
     BM: gl.constexpr = ROWS * CONSUMERS
+    SKIPS: gl.constexpr = BM > BN  # else a tile on the diagonal is seen by all
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
@@ -249,16 +274,21 @@ def consumer(
     t = receive(mail, mf, me, done, 4)
     while t >= 0:
         rank, bh = place(t, tiles, heads, together)
-        m0 = (tiles - 1 - rank) * BM
+        m0 = first_query(rank, Tq, BM, BN)
         b = bh // Hq
         h = bh % Hq
         lo, full_lo, full_hi, masked = walk(
-            first + b * stride_ib, last + b * stride_ib, m0, gl.minimum(m0 + BM, Tq), BN
+            first + b * stride_ib, last + b * stride_ib, gl.maximum(m0, 0), gl.minimum(m0 + BM, Tq), BN
         )
         n = masked + full_hi - full_lo
-        i = m0 + C * ROWS + gl.arange(0, ROWS, layout=s_rows)
-        first_i = gl.load(first + b * stride_ib + i, mask=i < Tq, other=0)
-        last_i = gl.load(last + b * stride_ib + i, mask=i < Tq, other=-1)
+        # this consumer's queries, if it has any, see keys from lower to upper
+        mine = m0 + C * ROWS
+        lower = gl.load(first + b * stride_ib + gl.maximum(mine, 0), mask=mine < Tq, other=0)
+        upper = gl.load(last + b * stride_ib + gl.minimum(mine + ROWS, Tq) - 1, mask=mine >= 0, other=-1)
+        i = mine + gl.arange(0, ROWS, layout=s_rows)
+        end = Tq if not SKIPS else gl.where(mine >= 0, Tq, mine)  # of this consumer's queries
+        first_i = gl.load(first + b * stride_ib + i, mask=i < end, other=0)
+        last_i = gl.load(last + b * stride_ib + i, mask=i < end, other=-1)
         m = gl.full([ROWS], float("-inf"), gl.float32, layout=s_rows)
         acc = gl.zeros([ROWS, D], gl.float32, layout=o_layout)
         mbarrier.wait(qf.index(C), done & 1)
@@ -279,41 +309,49 @@ def consumer(
             alone = n
             if PEELED or KEEP:
                 alone = gl.maximum(masked, 1)
+            pending = it  # for no more than STAGES tiles, or the producer would have no place for the next
             for x in range(1, alone):
-                p16, m, l, acc = advance(
-                    q_mine, p16, m, l, acc, ks, vs, kf, ke, vf, ve, it + x, x + 1 < n,
-                    PEELED or KEEP or x < masked, boundary(x, lo, full_lo, full_hi) * BN, first_i, last_i, scale_log2,
-                    BN, STAGES, TURNS, OVERLAP, False, C, CONSUMERS,
-                )  # fmt: skip
+                n0 = boundary(x, lo, full_lo, full_hi) * BN
+                if not SKIPS or (x >= masked) | (n0 <= upper) & (n0 + BN > lower) | (it + x - pending >= STAGES):
+                    p16, m, l, acc = advance(
+                        q_mine, p16, m, l, acc, ks, vs, kf, ke, vf, ve, it + x, pending if SKIPS else it + x - 1, x + 1 < n,
+                        PEELED or KEEP or x < masked, n0, first_i, last_i, scale_log2, BN, STAGES, TURNS, OVERLAP, False, C, CONSUMERS,
+                    )  # fmt: skip
+                    pending = it + x
+                else:
+                    skip(kf, ke, vf, ve, it + x, x + 1 < n, STAGES, TURNS, C, CONSUMERS)
             if KEEP:
                 m = gl.where((m == float("-inf")) & (alone < n), 0.0, m)  # of a row that saw no tile so far, and will
             if PEELED or KEEP:
                 for x in range(alone, n):
                     p16, m, l, acc = advance(
-                        q_mine, p16, m, l, acc, ks, vs, kf, ke, vf, ve, it + x, x + 1 < n, False, 0, first_i, last_i, scale_log2,
-                        BN, STAGES, TURNS, OVERLAP, KEEP, C, CONSUMERS,
+                        q_mine, p16, m, l, acc, ks, vs, kf, ke, vf, ve, it + x, pending if SKIPS else it + x - 1, x + 1 < n,
+                        False, 0, first_i, last_i, scale_log2, BN, STAGES, TURNS, OVERLAP, KEEP, C, CONSUMERS,
                     )  # fmt: skip
-            last_tile = it + n - 1
+                    pending = it + x
+            if not SKIPS:
+                pending = it + n - 1
             mbarrier.arrive(qe.index(C), count=1)
-            mbarrier.wait(vf.index(last_tile % STAGES), (last_tile // STAGES) & 1)
-            oa = warpgroup_mma(p16, vs.index(last_tile % STAGES), acc, is_async=True)
+            mbarrier.wait(vf.index(pending % STAGES), (pending // STAGES) & 1)
+            oa = warpgroup_mma(p16, vs.index(pending % STAGES), acc, is_async=True)
             total = gl.convert_layout(gl.sum(l, axis=1), s_rows)
             if KEEP:
-                left = (alone < n) & ~((total > 1 / LARGEST) & (total < LARGEST))
+                left = (alone < n) & (i < end) & ~((total > 1 / LARGEST) & (total < LARGEST))
                 gl.store(again + gl.zeros_like(i), 1, mask=left)
                 gl.store(again + 1 + t + gl.zeros_like(i), 1, mask=left)
             total = gl.where(total == 0.0, 1.0, total)
-            gl.store(lse + bh.to(gl.int64) * Tq + i, m * LN2 + gl.log(total), mask=i < Tq)
+            gl.store(lse + bh.to(gl.int64) * Tq + i, m * LN2 + gl.log(total), mask=i < end)
             acc = warpgroup_mma_wait(0, deps=(oa,))
-            mbarrier.arrive(ve.index(last_tile % STAGES), count=1)
+            mbarrier.arrive(ve.index(pending % STAGES), count=1)
             acc = acc * (1.0 / gl.convert_layout(total, o_rows))[:, None]
         else:
             mbarrier.arrive(qe.index(C), count=1)
-            gl.store(lse + bh.to(gl.int64) * Tq + i, m, mask=i < Tq)
+            gl.store(lse + bh.to(gl.int64) * Tq + i, m, mask=i < end)
         tma.store_wait(0)
         out_mine.store(acc.to(dtype))
         fence_async_shared()
-        tma_store(out, [b, m0 + C * ROWS, h, 0], out_mine.reshape([1, ROWS, 1, D]))
+        if not SKIPS or mine >= 0:
+            tma_store(out, [b, mine, h, 0], out_mine.reshape([1, ROWS, 1, D]))
         it += n
         done += 1
         t = receive(mail, mf, me, done, 4)
