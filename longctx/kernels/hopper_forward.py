@@ -309,10 +309,10 @@ def consumer(
             alone = n
             if PEELED or KEEP:
                 alone = gl.maximum(masked, 1)
-            pending = it  # for no more than STAGES tiles, or the producer would have no place for the next
+            pending = it  # its v is held meanwhile: for one tile less than there are stages, since the next k comes after all v before it
             for x in range(1, alone):
                 n0 = boundary(x, lo, full_lo, full_hi) * BN
-                if not SKIPS or (x >= masked) | (n0 <= upper) & (n0 + BN > lower) | (it + x - pending >= STAGES):
+                if not SKIPS or (x >= masked) | (n0 <= upper) & (n0 + BN > lower) | (it + x - pending >= STAGES - 1):
                     p16, m, l, acc = advance(
                         q_mine, p16, m, l, acc, ks, vs, kf, ke, vf, ve, it + x, pending if SKIPS else it + x - 1, x + 1 < n,
                         PEELED or KEEP or x < masked, n0, first_i, last_i, scale_log2, BN, STAGES, TURNS, OVERLAP, False, C, CONSUMERS,
