@@ -86,10 +86,11 @@ def profiled(config: Any, device: str, steps: int) -> dict[str, Any]:
     seen = profile(activities=activities)
 
     def after(step: int) -> None:
-        if step == WARM + TIMED:
-            seen.start()
-        if step == WARM + TIMED + steps:
-            seen.stop()
+        if step not in (WARM + TIMED, WARM + TIMED + steps):
+            return
+        if device == "cuda":
+            torch.cuda.synchronize()
+        (seen.start if step == WARM + TIMED else seen.stop)()
 
     torch._dynamo.reset()
     with marked(compiled=config.compile == "true"):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -191,15 +190,11 @@ def measure(job: Job) -> dict[str, Any]:
 def timed_steps(
     job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[Tensor], Tensor]
 ) -> dict[str, Any]:
-    """The steps; the clock stops when the device has done one. The last warm step tells which attention ran."""
+    """The steps, between which nothing waits for the device. The last warm step tells which attention ran."""
     from torch.profiler import ProfilerActivity, profile
 
     from longctx.attention import kernels_run
-
-    def wait() -> float:
-        if job.device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
+    from longctx.kernels.timing import Laps
 
     def step(tokens: Tensor) -> Tensor:
         value = loss(tokens)
@@ -210,17 +205,18 @@ def timed_steps(
         optimizer.zero_grad(set_to_none=True)
         return value.detach()
 
-    ms, last, operators = [], torch.zeros(()), set()
+    laps, last, operators = Laps(job.device == "cuda"), torch.zeros(()), set()
     for n in range(job.warm + job.timed):
         tokens = torch.randint(job.model["vocab_size"], (job.rows, job.tokens + 1), device=job.device)
-        start = wait()
+        laps.begin()
         if n == job.warm - 1:
             with profile(activities=[ProfilerActivity.CPU]) as seen:
                 last = step(tokens)
             operators = {event.key for event in seen.key_averages()}
         else:
             last = step(tokens)
-        ms.append(1000 * (wait() - start))
+        laps.end()
+    ms = laps.ms()
     attention = sorted(name.removeprefix("aten::_") for name in operators if name.startswith("aten::_scaled_dot"))
     attention = [name for name in attention if not name.endswith("backward")]
     if job.config:  # ours say themselves what ran

@@ -1,4 +1,4 @@
-"""Times of calls that compete: in turn, round by round, so that all see the same clocks; medians.
+"""Times of calls that compete: in turn, round by round, so that all see the same clocks; medians. And times of steps.
 
 On a GPU the device is given something to sleep on while a round is handed to it. So it never waits for Python, and what the events
 between the calls measure is the device's own time.
@@ -49,6 +49,38 @@ def medians(
         torch.cuda.synchronize()
         return {key: median(start.elapsed_time(end) for start, end in pairs) for key, pairs in found.items()}
     return {key: median((end - start) * 1e3 for start, end in pairs) for key, pairs in found.items()}
+
+
+class Laps:
+    """Milliseconds from each `begin` to its `end`; a GPU's own, for which nothing waits before they are read."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self.on_gpu = on_gpu
+        self._begun: list[Any] = []
+        self._ended: list[Any] = []
+
+    def begin(self) -> None:
+        """A lap begins with what the device is given from now on."""
+        self._begun.append(self._mark())
+
+    def end(self) -> None:
+        """The lap that began last is over when the device has done what it was given."""
+        self._ended.append(self._mark())
+
+    def ms(self) -> list[float]:
+        """Of all laps that are over; waits for the device."""
+        laps = zip(self._begun, self._ended, strict=False)
+        if not self.on_gpu:
+            return [1000 * (end - begun) for begun, end in laps]
+        torch.cuda.synchronize()
+        return [begun.elapsed_time(end) for begun, end in laps]
+
+    def _mark(self) -> Any:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 def _round(calls: Mapping[Key, Callable[[], Any]], order: list[Key], on_gpu: bool) -> dict[Key, tuple[Any, Any]]:

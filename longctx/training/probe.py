@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from longctx import attention
+from longctx.kernels.timing import Laps
 from longctx.training import runs
 from longctx.training.batches import StepBatch, train_loader
 from longctx.training.config import CompleteConfig
@@ -72,26 +72,25 @@ class Endless(Sampler[int]):
 
 
 class Watch(pl.Callback):
-    """Milliseconds of each step, the device waited for; at the end a batch of validation if asked for."""
+    """Milliseconds of each step, between which nothing waits for the device; at the end a batch of validation if asked for."""
 
-    def __init__(self, validate: bool, after: Callable[[int], None] | None) -> None:
+    def __init__(self, device: str, validate: bool, after: Callable[[int], None] | None) -> None:
         self.validate, self.after = validate, after
         self.measured = Measured([])
-        self._last = 0.0
+        self.laps = Laps(device == "cuda")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._last = _now()
+        self.laps.begin()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: StepBatch, batch_idx: int
     ) -> None:
-        now = _now()
-        self.measured.ms.append(1000 * (now - self._last))
+        self.laps.end()
         self.measured.tokens = sum(micro.tokens.numel() for micro in batch.micro)
         self.measured.pairs = sum(micro.pairs for micro in batch.micro)
         if self.after is not None:
             self.after(batch_idx + 1)
-        self._last = _now()
+        self.laps.begin()
         if self.validate and batch_idx + 1 == trainer.max_steps:
             assert isinstance(pl_module, TrainingModule)
             pl_module.eval()
@@ -109,14 +108,14 @@ def rehearse(
 ) -> Measured:
     """`steps` optimizer steps of `config` on rows of random tokens, each one document or documents of `document` tokens.
 
-    With `validate` also one batch as validation has it; `after` is called with the number of each step that is done.
+    With `validate` also one batch as validation has it; `after` is called with the number of each step that the device was given.
     Memory is that of this call on a GPU, of the process on a CPU. Running out of memory is an answer, not an error.
     """
     quiet_lightning()
     config = dataclasses.replace(config, max_steps=steps)
     assert config.model.vocab_size is not None
     rows = RandomRows(config.model.vocab_size, config.seq_len, document or config.seq_len)
-    watch = Watch(validate, after)
+    watch = Watch(device, validate, after)
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -138,6 +137,7 @@ def rehearse(
         if not is_out_of_memory(error):
             raise
         watch.measured.failed = OUT_OF_MEMORY
+    watch.measured.ms = watch.laps.ms()
     watch.measured.memory = memory(torch.device(device))
     watch.measured.kernels = attention.kernels_run()
     return watch.measured
@@ -186,12 +186,6 @@ def main(argv: list[str]) -> None:
     config = config_of(request.pop("config"))
     measured = rehearse(config, **request)
     Path(argv[1]).write_text(json.dumps(dataclasses.asdict(measured)))
-
-
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 if __name__ == "__main__":
