@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,23 +12,12 @@ from torch import Tensor
 
 from longctx.kernels import flash, launch, lock
 from longctx.kernels.selftest import SelfTestFailed
+from longctx.kernels.words import ShowOptions
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-@dataclass(frozen=True)
-class Options:
-    """What to ask for."""
-
-    kernel: str = field(
-        default="auto", metadata={"help": "auto: what training takes | portable | hopper; a CPU has one of its own"}
-    )
-    head_size: int = field(default=64, metadata={"help": "head size"})
-    seq_len: int = field(default=4096, metadata={"help": "tokens in a row"})
-    dtype: str = field(default="auto", metadata={"help": "auto: bf16 on a GPU, fp32 on a CPU | " + " | ".join(DTYPES)})
-
-
-def run(options: Options, command: str) -> None:
+def run(options: ShowOptions, command: str) -> None:
     """Print it as JSON; ValueError for what cannot run here, and for kernels that fail their self-test."""
     if options.kernel not in ("auto", "portable", "hopper"):
         raise ValueError(f"kernel={options.kernel}: choose from auto, portable, hopper")
@@ -48,7 +36,7 @@ def run(options: Options, command: str) -> None:
     print(json.dumps(described(options, device, dtype), indent=1))
 
 
-def described(options: Options, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def described(options: ShowOptions, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """The lock, with the launch configs and the seconds that self-test and first run took."""
     implementation = flash.implementation(device, dtype, options.head_size, options.kernel)
     like = torch.empty(0, 0, 0, options.head_size, dtype=dtype, device=device)

@@ -18,7 +18,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from longctx import files
 from longctx.kernels import flash, launch, selftest
 from longctx.kernels.launch import Launch
 from longctx.kernels.timing import medians
+from longctx.kernels.words import TuneOptions
 
 PORTABLE = {"forward": "forward", "dkv": "backward", "dq": "backward"}  # kernel → the part of flash that runs it
 HOPPER = {"hopper_forward": "forward", "hopper_backward": "backward"}  # module → the part
@@ -38,27 +38,7 @@ FINALISTS = 4
 HANGS = 180  # seconds after which a candidate is taken for one that never ends
 
 
-@dataclass(frozen=True)
-class Options:
-    """What to measure."""
-
-    kernels: tuple[str, ...] = field(
-        default=("portable", "hopper"), metadata={"help": "portable | hopper, where it runs"}
-    )
-    head_sizes: tuple[int, ...] = field(
-        default=(64, 128), metadata={"help": "head sizes; a table serves up to the next power of two"}
-    )
-    lengths: tuple[int, ...] = field(
-        default=(4096, 16384),
-        metadata={"help": "tokens in a row; a config serves from halfway (geometrically) to the length before"},
-    )
-    dtype: str = field(default="bf16", metadata={"help": "bf16 | fp16; the table serves both"})
-    channels: int = field(default=2048, metadata={"help": "query heads × head size"})
-    row_tokens: int = field(default=16384, metadata={"help": "batch × length, up to that length"})
-    out: str = field(default="", metadata={"help": "the table; empty: where training looks, see launch.py"})
-
-
-def run(options: Options, command: str) -> None:
+def run(options: TuneOptions, command: str) -> None:
     """Measure and write; ValueError, one line, where there is no GPU or a value makes no sense."""
     for name, values, known in (
         ("kernels", options.kernels, ("portable", "hopper")),
@@ -110,7 +90,7 @@ def run(options: Options, command: str) -> None:
     print(f"wrote {out}; training on this GPU uses it" + ("" if looked_up else f" with LONGCTX_LAUNCH={out}"))
 
 
-def inputs(options: Options, head_dim: int, length: int, device: torch.device) -> dict[str, Any]:
+def inputs(options: TuneOptions, head_dim: int, length: int, device: torch.device) -> dict[str, Any]:
     """Arguments of `flash.run_forward` and `run_backward` for causal rows of `length` tokens, by name."""
     B, H = max(1, options.row_tokens // length), max(1, options.channels // head_dim)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype]
