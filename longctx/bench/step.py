@@ -50,10 +50,12 @@ def run(options: Options, command: str, words: list[str]) -> None:
         for backend in options.backends
     }
     configs = {point: training_config(said, device) for point, said in points.items()}
-    rows, end = [], time.monotonic() + 60 * options.minutes
+    rows: list[dict[str, Any]] = []
+    end = time.monotonic() + 60 * options.minutes
     for (length, backend), asked in configs.items():
         if time.monotonic() > end:
             break
+        print(f"{len(rows) + 1}/{len(configs)}  {length:,} tokens, {backend}:", end=" ", flush=True)
         config = decide_memory(asked, request(points[length, backend], device), device)
         rows.append({"tokens": length, "backend": backend} | profiled(config, device, options.steps))
         print_row(rows[-1])
@@ -154,9 +156,8 @@ def gains(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def print_row(row: dict[str, Any]) -> None:
-    """One line as soon as it is known."""
-    said = row["failed"] or f"{row['ms_per_step']:,.1f} ms a step, {row['tokens_per_second']:,.0f} tokens/s"
-    print(f"{row['tokens']:,} tokens, {row['backend']}: {said}", flush=True)
+    """The rest of its line, as soon as it is known."""
+    print(row["failed"] or f"{row['ms_per_step']:,.1f} ms a step, {row['tokens_per_second']:,.0f} tokens/s", flush=True)
 
 
 def show(found: dict[str, Any]) -> None:
