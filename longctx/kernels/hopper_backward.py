@@ -143,6 +143,7 @@ def producer(
     qfirst, qlast, stride_ib, Tq, Tk, Hq, heads, together,
     GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
+    """Hands out tiles of keys to this program's other warps, and loads them and the queries of their walks, those a walk ahead."""
     tiles = gl.cdiv(Tk, BN)
     Hkv = Hq // GROUP
     it = 0
@@ -369,6 +370,7 @@ def backward_kernel(
     lses = gl.allocate_shared_memory(gl.float32, [2, 1, BM], row_shared)
     deltas = gl.allocate_shared_memory(gl.float32, [2, 1, BM], row_shared)
     dss = gl.allocate_shared_memory(dtype, [3 if LATE else 2, BN, BM], ds_shared)
+    # parts of dq, and in the same place at the end of a tile dk
     stages = gl.allocate_shared_memory(dtype, [256 // D, KEYS, D], v_shared)
     parts = reinterpret(stages, gl.float32, [2, 16, 256], row_shared)
     qf = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())

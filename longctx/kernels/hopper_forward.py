@@ -40,7 +40,7 @@ class Config(NamedTuple):
     """BN keys of a tile, stages of the K and V rings, consumers and their registers.
 
     `turns`: consumers issue their products in turn. `overlap`: softmax is kept ahead of the wait for the product before it.
-    `peeled`: tiles that need the mask have a loop of their own.
+    `peeled`: tiles that need the mask have a loop of their own also where the maximum follows the scores.
     """
 
     BN: int
