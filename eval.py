@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from longctx import config
 from longctx.evaluation.config import SHORTEST, TOKENS_PER_BATCH, EvalConfig, doubling, names_data
+from longctx.options import libraries
 
 if TYPE_CHECKING:
     import torch
@@ -54,12 +55,13 @@ def asked(words: config.Words) -> int:
 
 def evaluate(asked: EvalConfig, other_data: bool, words: list[str]) -> None:
     """Score the documents, print the tables, write JSON and picture into the folder of the run or model."""
-    import torch
+    with libraries():
+        import torch
 
-    from longctx.attention import check, kernels_run
-    from longctx.evaluation import plots, processes, report
-    from longctx.evaluation.perplexity import merged, perplexity, to_plain
-    from longctx.evaluation.scoring import round_matrices
+        from longctx.attention import check, kernels_run
+        from longctx.evaluation import plots, processes, report
+        from longctx.evaluation.perplexity import merged, perplexity, to_plain
+        from longctx.evaluation.scoring import round_matrices
 
     number, part = processes.part()
     device = placed(asked, number)

@@ -6,6 +6,7 @@ torch is imported only once the command line is known to make sense.
 import sys
 
 from longctx import config
+from longctx.options import libraries
 
 
 def main(argv: list[str]) -> int:
@@ -16,12 +17,13 @@ def main(argv: list[str]) -> int:
 def train(overrides: list[str]) -> int:
     """One run in this process."""
     composed = resumed(overrides) or config.compose("train", overrides)
-    import torch
+    with libraries():
+        import torch
+
+        from longctx.training.fit import train as fit
 
     if composed.config.resume is None and composed.config.device != "cpu" and torch.cuda.is_available():
         composed = config.compose("train", overrides, gpu=True)
-    from longctx.training.fit import train as fit
-
     return fit(*composed)
 
 
