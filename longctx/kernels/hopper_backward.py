@@ -33,16 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from longctx.kernels.gluon import reinterpret, shared_layout, tma_add, tma_load, tma_store
-from longctx.kernels.hopper_forward import (
-    addressable,
-    bar_arrive,
-    bar_sync,
-    descriptor,
-    hide,
-    processors,
-    receive,
-    send,
-)
+from longctx.kernels.hopper_common import addressable, bar_arrive, bar_sync, descriptor, hide, processors, receive, send
 from longctx.kernels.portable import LOG2E, rows_of_backward
 from longctx.kernels.walk import batch_stride, heads_together, place, walk
 
@@ -71,23 +62,8 @@ FULL = gl.constexpr(7)  # a consumer's part of dq is there: 7 + consumer
 
 
 @gluon.jit
-def owned_keys(
-    t,
-    tiles,
-    qfirst,
-    qlast,
-    stride_ib,
-    Tk,
-    Hkv,
-    heads,
-    together,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-):
-    """Tile t of the schedule: row b, key-value head hk, first key n0, and the n tiles of queries from lo on that see it.
-
-    Those before full_lo and from full_hi on need the mask. The tile with most queries comes first.
-    """
+def owned_keys(t, tiles, qfirst, qlast, stride_ib, Tk, Hkv, heads, together, BM: gl.constexpr, BN: gl.constexpr):
+    """Tile t of the schedule, the longest walk first: row b, key-value head hk, first key n0, the n tiles of queries from lo on that see it."""
     rank, bh = place(t, tiles, heads, together)
     n0 = rank * BN
     b = bh // Hkv
