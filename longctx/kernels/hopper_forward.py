@@ -53,9 +53,14 @@ class Config(NamedTuple):
 
 CONFIGS = {
     64: Config(128, 3, 3, 160, True, False, True),
-    128: Config(128, 2, 2, 240, False, True, False),
+    128: Config(128, 2, 2, 240, True, True, False),
 }  # by head size
-FIRST_BARRIER = gl.constexpr(9)  # of the hardware's 16 named barriers, the first of those nobody else uses
+# Of the hardware's 16 named barriers, of which Triton takes 0 to 4 for four partitions. They cost less than an mbarrier's arrival, for
+# which a consumer's warps wait for one another.
+KEMPTY = gl.constexpr(5)  # a tile of k has been read: 5 + stage
+VEMPTY = gl.constexpr(9)  # a tile of v has been read: 9 + stage
+TURN = gl.constexpr(13)  # the turn of a consumer: 13 + consumer
+MOST_STAGES = gl.constexpr(4)
 LARGEST = gl.constexpr(2.0**32)  # sum of a row whose maximum is kept
 ROWS = gl.constexpr(64)  # queries of a consumer warpgroup
 
@@ -70,23 +75,25 @@ def following(t, end, counter, again, AGAIN: gl.constexpr):
 
 
 @gluon.jit
-def first_query(rank, Tq, BM: gl.constexpr, BN: gl.constexpr):
+def first_query(rank, Tq, tiles, BM: gl.constexpr, BN: gl.constexpr):
     """Of the rank-th tile from the end. Where tiles are longer than those of keys, it is the first that is not full, a short one.
 
     It then begins before query 0, and some consumers have no part in it.
     """
-    UNIT: gl.constexpr = ROWS if BM > BN else BM
-    return gl.cdiv(Tq, UNIT) * UNIT - (rank + 1) * BM
+    end = tiles * BM
+    if BM > BN:
+        end = gl.cdiv(Tq, ROWS) * ROWS
+    return end - (rank + 1) * BM
 
 
 @gluon.jit
 def producer(
-    q, k, v, qs, ks, vs, qf, qe, kf, ke, vf, ve, mail, mf, me, counter, again, first, last, stride_ib, Tq, Hq, heads, together,
+    q, k, v, qs, ks, vs, qf, qe, kf, vf, mail, mf, me, counter, again, first, last, stride_ib, Tq, Hq, tiles, heads, together,
     GROUP: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, AGAIN: gl.constexpr,
 ):  # fmt: skip
     """Hands out tiles in the order of the schedule, to this program's consumers by mail, and loads what they need."""
+    gl.static_assert(STAGES <= MOST_STAGES, "there are named barriers for four stages")
     BM: gl.constexpr = ROWS * CONSUMERS
-    tiles = gl.cdiv(Tq, BM)
     it = 0
     done = 0
     end = tiles * heads
@@ -96,7 +103,7 @@ def producer(
     while t < end:
         send(mail, mf, me, done, t)
         rank, bh = place(t, tiles, heads, together)
-        m0 = first_query(rank, Tq, BM, BN)
+        m0 = first_query(rank, Tq, tiles, BM, BN)
         b = bh // Hq
         h = bh % Hq
         hk = h // GROUP
@@ -111,17 +118,21 @@ def producer(
         for i in range(n):
             j = gl.where(i < masked, boundary(i, lo, full_lo, full_hi), full_lo + i - masked) * BN
             s = it % STAGES
-            ph = (it // STAGES) & 1
-            mbarrier.wait(ke.index(s), ph ^ 1)
+            if it >= STAGES:
+                bar_sync(KEMPTY + s, 128 * CONSUMERS + 32)
             mbarrier.expect(kf.index(s), BN * D * 2)
             tma_load(k, [b, j, hk, 0], kf.index(s), ks.index(s).reshape([1, BN, 1, D]))
-            mbarrier.wait(ve.index(s), ph ^ 1)
+            if it >= STAGES:
+                bar_sync(VEMPTY + s, 128 * CONSUMERS + 32)
             mbarrier.expect(vf.index(s), BN * D * 2)
             tma_load(v, [b, j, hk, 0], vf.index(s), vs.index(s).reshape([1, BN, 1, D]))
             it += 1
         t = following(gl.atomic_add(counter, 1) + gl.num_programs(0), end, counter, again, AGAIN)
         done += 1
     send(mail, mf, me, done, -1)
+    for x in range(gl.maximum(it - STAGES, 0), it):
+        bar_sync(KEMPTY + x % STAGES, 128 * CONSUMERS + 32)
+        bar_sync(VEMPTY + x % STAGES, 128 * CONSUMERS + 32)
 
 
 @gluon.jit
@@ -143,7 +154,7 @@ def softmax(s, m, scale_log2, masked, n0, first_i, last_i):
 
 @gluon.jit
 def advance(
-    q, p16, m, l, acc, ks, vs, kf, ke, vf, ve, it, pending, more, masked, n0, first_i, last_i, scale_log2,
+    q, p16, m, l, acc, ks, vs, kf, vf, it, pending, more, masked, n0, first_i, last_i, scale_log2,
     BN: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr, KEEP: gl.constexpr,
     C: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
@@ -153,14 +164,14 @@ def advance(
     now, before, after = it % STAGES, pending % STAGES, (it + 1) % STAGES
     zeros = gl.zeros([ROWS, BN], gl.float32, layout=s_layout)
     if TURNS:
-        bar_sync(FIRST_BARRIER + C, 256)
+        bar_sync(TURN + C, 256)
     sa = warpgroup_mma(q, ks.index(now).permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(vf.index(before), (pending // STAGES) & 1)
     oa = warpgroup_mma(p16, vs.index(before), acc, is_async=True)
     if TURNS:
-        bar_arrive(FIRST_BARRIER + (C + 1) % CONSUMERS, 256)
+        bar_arrive(TURN + (C + 1) % CONSUMERS, 256)
     s = warpgroup_mma_wait(1, deps=(sa,))
-    mbarrier.arrive(ke.index(now), count=1)
+    bar_arrive(KEMPTY + now, 128 * CONSUMERS + 32)
     if KEEP:
         p = gl.exp2(s * scale_log2 - m[:, None])
         l += row_sums(p, ROWS, BN)
@@ -174,28 +185,28 @@ def advance(
     acc, p16 = warpgroup_mma_wait(0, deps=(oa, p16))
     if not OVERLAP:
         mbarrier.wait(kf.index(after), ((it + 1) // STAGES) & 1, pred=more)
-    mbarrier.arrive(ve.index(before), count=1)
+    bar_arrive(VEMPTY + before, 128 * CONSUMERS + 32)
     if not KEEP:
         acc *= gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
     return p16, m, l, acc
 
 
 @gluon.jit
-def skip(kf, ke, vf, ve, it, more, STAGES: gl.constexpr, TURNS: gl.constexpr, C: gl.constexpr, CONSUMERS: gl.constexpr):
+def skip(kf, vf, it, more, STAGES: gl.constexpr, TURNS: gl.constexpr, C: gl.constexpr, CONSUMERS: gl.constexpr):
     """Gives back the it-th tile of keys, of which this consumer sees none."""
     now, after = it % STAGES, (it + 1) % STAGES
     if TURNS:
-        bar_sync(FIRST_BARRIER + C, 256)
-        bar_arrive(FIRST_BARRIER + (C + 1) % CONSUMERS, 256)
-    mbarrier.arrive(ke.index(now), count=1)
+        bar_sync(TURN + C, 256)
+        bar_arrive(TURN + (C + 1) % CONSUMERS, 256)
+    bar_arrive(KEMPTY + now, 128 * CONSUMERS + 32)
     mbarrier.wait(vf.index(now), (it // STAGES) & 1)
-    mbarrier.arrive(ve.index(now), count=1)
+    bar_arrive(VEMPTY + now, 128 * CONSUMERS + 32)
     mbarrier.wait(kf.index(after), ((it + 1) // STAGES) & 1, pred=more)
 
 
 @gluon.jit
 def consumer(
-    out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, again, first, last, stride_ib, scale_log2, Tq, Hq, heads, together,
+    out, lse, qs, ks, vs, outs, qf, qe, kf, vf, mail, mf, me, again, first, last, stride_ib, scale_log2, Tq, Hq, tiles, heads, together,
     D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr,
     PEELED: gl.constexpr, KEEP: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
@@ -209,8 +220,7 @@ def consumer(
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     zeros = gl.zeros([ROWS, BN], gl.float32, layout=s_layout)
     if TURNS and C == CONSUMERS - 1:
-        bar_arrive(FIRST_BARRIER, 256)
-    tiles = gl.cdiv(Tq, BM)
+        bar_arrive(TURN, 256)
     it = 0
     done = 0
     q_mine = qs.index(C)
@@ -218,7 +228,7 @@ def consumer(
     t = receive(mail, mf, me, done, 4)
     while t >= 0:
         rank, bh = place(t, tiles, heads, together)
-        m0 = first_query(rank, Tq, BM, BN)
+        m0 = first_query(rank, Tq, tiles, BM, BN)
         b = bh // Hq
         h = bh % Hq
         lo, full_lo, full_hi, masked = walk(
@@ -239,12 +249,12 @@ def consumer(
         if n > 0:
             mbarrier.wait(kf.index(it % STAGES), (it // STAGES) & 1)
             if TURNS:
-                bar_sync(FIRST_BARRIER + C, 256)
+                bar_sync(TURN + C, 256)
             sa = warpgroup_mma(q_mine, ks.index(it % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True)
             if TURNS:
-                bar_arrive(FIRST_BARRIER + (C + 1) % CONSUMERS, 256)
+                bar_arrive(TURN + (C + 1) % CONSUMERS, 256)
             s = warpgroup_mma_wait(0, deps=(sa,))
-            mbarrier.arrive(ke.index(it % STAGES), count=1)
+            bar_arrive(KEMPTY + it % STAGES, 128 * CONSUMERS + 32)
             n0 = gl.where(masked > 0, boundary(0, lo, full_lo, full_hi), full_lo) * BN
             p, m, _ = softmax(s, m, scale_log2, True, n0, first_i, last_i)
             l = row_sums(p, ROWS, BN)
@@ -258,18 +268,18 @@ def consumer(
                 n0 = boundary(x, lo, full_lo, full_hi) * BN
                 if not SKIPS or (x >= masked) | (n0 <= upper) & (n0 + BN > lower) | (it + x - pending >= STAGES - 1):
                     p16, m, l, acc = advance(
-                        q_mine, p16, m, l, acc, ks, vs, kf, ke, vf, ve, it + x, pending if SKIPS else it + x - 1, x + 1 < n,
+                        q_mine, p16, m, l, acc, ks, vs, kf, vf, it + x, pending if SKIPS else it + x - 1, x + 1 < n,
                         PEELED or KEEP or x < masked, n0, first_i, last_i, scale_log2, BN, STAGES, TURNS, OVERLAP, False, C, CONSUMERS,
                     )  # fmt: skip
                     pending = it + x
                 else:
-                    skip(kf, ke, vf, ve, it + x, x + 1 < n, STAGES, TURNS, C, CONSUMERS)
+                    skip(kf, vf, it + x, x + 1 < n, STAGES, TURNS, C, CONSUMERS)
             if KEEP:
                 m = gl.where((m == float("-inf")) & (alone < n), 0.0, m)  # of a row that saw no tile so far, and will
             if PEELED or KEEP:
                 for x in range(alone, n):
                     p16, m, l, acc = advance(
-                        q_mine, p16, m, l, acc, ks, vs, kf, ke, vf, ve, it + x, pending if SKIPS else it + x - 1, x + 1 < n,
+                        q_mine, p16, m, l, acc, ks, vs, kf, vf, it + x, pending if SKIPS else it + x - 1, x + 1 < n,
                         False, 0, first_i, last_i, scale_log2, BN, STAGES, TURNS, OVERLAP, KEEP, C, CONSUMERS,
                     )  # fmt: skip
                     pending = it + x
@@ -286,7 +296,7 @@ def consumer(
             total = gl.where(total == 0.0, 1.0, total)
             gl.store(lse + bh.to(gl.int64) * Tq + i, m * LN2 + gl.log(total), mask=i < end)
             acc = warpgroup_mma_wait(0, deps=(oa,))
-            mbarrier.arrive(ve.index(pending % STAGES), count=1)
+            bar_arrive(VEMPTY + pending % STAGES, 128 * CONSUMERS + 32)
             acc = acc * (1.0 / gl.convert_layout(total, o_rows))[:, None]
         else:
             mbarrier.arrive(qe.index(C), count=1)
@@ -302,9 +312,9 @@ def consumer(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["Tq", "Hq", "heads", "together"])
+@gluon.jit(do_not_specialize=["Tq", "Hq", "tiles", "heads", "together"])
 def forward_kernel(
-    q, k, v, out, lse, counter, again, first, last, stride_ib, scale_log2, Tq, Hq, heads, together,
+    q, k, v, out, lse, counter, again, first, last, stride_ib, scale_log2, Tq, Hq, tiles, heads, together,
     shared: gl.constexpr, shared_kv: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
     TURNS: gl.constexpr, OVERLAP: gl.constexpr, PEELED: gl.constexpr, KEEP: gl.constexpr, AGAIN: gl.constexpr,
@@ -321,9 +331,7 @@ def forward_kernel(
     qf = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     qe = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     kf = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ke = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     vf = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ve = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mail = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     mf = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     me = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -335,29 +343,27 @@ def forward_kernel(
         mbarrier.init(qe.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(kf.index(i), count=1)
-        mbarrier.init(ke.index(i), count=CONSUMERS)
         mbarrier.init(vf.index(i), count=1)
-        mbarrier.init(ve.index(i), count=CONSUMERS)
     # fmt: off
     # Lists of their own: Triton takes functions and constants only where they are written, not from a variable.
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, again, first, last, stride_ib, scale_log2, Tq, Hq,
-                        heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, KEEP, 0)),
-            (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, again, first, last, stride_ib, scale_log2, Tq, Hq,
-                        heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, KEEP, 1)),
-            (producer, (q, k, v, qs, ks, vs, qf, qe, kf, ke, vf, ve, mail, mf, me, counter, again, first, last, stride_ib, Tq, Hq, heads, together,
+            (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, vf, mail, mf, me, again, first, last, stride_ib, scale_log2, Tq, Hq,
+                        tiles, heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, KEEP, 0)),
+            (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, vf, mail, mf, me, again, first, last, stride_ib, scale_log2, Tq, Hq,
+                        tiles, heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, KEEP, 1)),
+            (producer, (q, k, v, qs, ks, vs, qf, qe, kf, vf, mail, mf, me, counter, again, first, last, stride_ib, Tq, Hq, tiles, heads, together,
                         GROUP, D, BN, STAGES, CONSUMERS, AGAIN)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, again, first, last, stride_ib, scale_log2, Tq, Hq,
-                        heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, KEEP, 0)),
-            (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, again, first, last, stride_ib, scale_log2, Tq, Hq,
-                        heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, KEEP, 1)),
-            (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, ke, vf, ve, mail, mf, me, again, first, last, stride_ib, scale_log2, Tq, Hq,
-                        heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, KEEP, 2)),
-            (producer, (q, k, v, qs, ks, vs, qf, qe, kf, ke, vf, ve, mail, mf, me, counter, again, first, last, stride_ib, Tq, Hq, heads, together,
+            (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, vf, mail, mf, me, again, first, last, stride_ib, scale_log2, Tq, Hq,
+                        tiles, heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, KEEP, 0)),
+            (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, vf, mail, mf, me, again, first, last, stride_ib, scale_log2, Tq, Hq,
+                        tiles, heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, KEEP, 1)),
+            (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, vf, mail, mf, me, again, first, last, stride_ib, scale_log2, Tq, Hq,
+                        tiles, heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, KEEP, 2)),
+            (producer, (q, k, v, qs, ks, vs, qf, qe, kf, vf, mail, mf, me, counter, again, first, last, stride_ib, Tq, Hq, tiles, heads, together,
                         GROUP, D, BN, STAGES, CONSUMERS, AGAIN)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
     # fmt: on
@@ -373,15 +379,29 @@ def forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale:
     lse = torch.empty(B, Hq, Tq, dtype=torch.float32, device=q.device)
     dtype = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
     rows, columns = shared_layout((64, PAD), dtype), shared_layout((c.BN, PAD), dtype)
-    tiles = triton.cdiv(Tq, 64 * c.consumers) * B * Hq
+    tiles = triton.cdiv(Tq, 64 * c.consumers)
     keep = q.dtype == torch.bfloat16
     tensors = [descriptor(x, n, PAD, dtype) for x, n in ((q, 64), (k, c.BN), (v, c.BN), (out, 64))]
-    notes = torch.zeros(3 + tiles, dtype=torch.int32, device=q.device)  # a counter for each launch, then `again`
+    notes = torch.zeros(
+        3 + tiles * B * Hq, dtype=torch.int32, device=q.device
+    )  # a counter for each launch, then `again`
     with torch.cuda.device(q.device):
         for again in (False, True) if keep else (False,):
-            forward_kernel[(min(tiles, processors(q.device)),)](
+            forward_kernel[(min(tiles * B * Hq, processors(q.device)),)](
                 *tensors,
-                *(lse, notes[again:], notes[2:], first, last, batch_stride(first), scale * LOG2E.value, Tq, Hq, B * Hq),
+                *(
+                    lse,
+                    notes[again:],
+                    notes[2:],
+                    first,
+                    last,
+                    batch_stride(first),
+                    scale * LOG2E.value,
+                    Tq,
+                    Hq,
+                    tiles,
+                    B * Hq,
+                ),
                 *(heads_together(k, B * Hq, Hq // k.shape[2]), rows, columns),
                 **dict(GROUP=Hq // k.shape[2], D=PAD, BN=c.BN, STAGES=c.stages, CONSUMERS=c.consumers),
                 **dict(REGISTERS=c.registers, TURNS=c.turns, OVERLAP=c.overlap, PEELED=c.peeled),

@@ -83,6 +83,24 @@ def test_ordered_gives_the_same_bits(mask, head_dim, deterministic):
 @needs_hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
+def test_ordered_rows_of_one_and_of_several_documents(head_dim, deterministic):
+    """Their tiles of keys add to dq in opposite directions."""
+    case = Case(3, 1023, 1023, Hq=8, Hkv=4, D=head_dim)
+    ids = torch.arange(1023, device=DEVICE)[None] // torch.tensor([[2000], [170], [600]], device=DEVICE)
+    case.build_mask = lambda: Mask.documents(ids)
+    tensors = list(rule.inputs(case, torch.bfloat16))
+    rule.check(case, "flash", torch.bfloat16, tensors=tensors)
+    assert kernels_run()["flash"] == "triton-hopper-ordered"
+    expected = rule.run(tensors, case.build_mask(), "flash", torch.bfloat16)
+    for _ in range(50):
+        got = rule.run(tensors, case.build_mask(), "flash", torch.bfloat16)
+        for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, expected, strict=True):
+            assert torch.equal(x, y), name
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_order_of_dq_is_all_that_varies(head_dim):
     case = Case(2, 1000, 1000, Hq=8, Hkv=2, D=head_dim, mask="documents")
     tensors = rule.inputs(case, torch.bfloat16)

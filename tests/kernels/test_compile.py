@@ -29,7 +29,7 @@ def report():
 @pytest.mark.parametrize("kernel", HOPPER)
 def test_products_stay_asynchronous_and_fit(report, kernel):
     assert report["hopper"][kernel]["warnings"] == [], "C7512: ptxas serializes the products"
-    assert report["hopper"][kernel]["shared"] <= SHARED_MEMORY["sm90"]
+    assert report["hopper"][kernel]["shared"] <= 195 * 1024  # more would leave less than 60 KiB of L1 cache
 
 
 @pytest.mark.skipif(
@@ -38,8 +38,8 @@ def test_products_stay_asynchronous_and_fit(report, kernel):
 @pytest.mark.parametrize("kernel", HOPPER)
 def test_no_loop_spills(report, kernel):
     assert report["hopper"][kernel]["in_loops"] == 0
-    addresses = 8 if "128" in kernel else 120  # of dk and dv in shared memory, once per tile of keys
-    assert report["hopper"][kernel]["spilled"] <= (addresses if "backward" in kernel else 0)
+    once_per_tile = 16 if "backward 64" in kernel else 0
+    assert report["hopper"][kernel]["spilled"] <= once_per_tile
 
 
 @pytest.mark.parametrize("arch", ["any", "sm90"])
