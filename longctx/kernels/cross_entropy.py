@@ -1,9 +1,10 @@
 """Cross-entropy of logits and its gradient, which takes the logits' place: two readings and one writing of them.
 
 For a row z of V logits and its target t:  lse = log Σ exp(z),  loss = lse - z[t],  dz = scale (exp(z - lse) - onehot(t)).
-One program per row: its first pass keeps a running maximum and sum (arXiv 1805.02867), its second, which finds the row
-in the L2 cache, writes dz over z. All arithmetic is fp32, whatever the logits are stored in. p[t] - 1 is formed as
-exp(-loss) - 1 without the rounding of p[t], so that a confident token keeps its gradient.
+One program per row: its first pass keeps a running maximum and sum (arXiv 1805.02867) for every EIGHT columns of a block, so that
+threads meet only at its end; its second, which finds the row in the L2 cache, where few other rows compete, writes dz over z.
+All arithmetic is fp32, whatever the logits are stored in. p[t] - 1 is formed as exp(-loss) - 1 without the rounding of p[t], so
+that a confident token keeps its gradient.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 IGNORED = tl.constexpr(-100)
 LOG2E = tl.constexpr(1.4426950408889634)
+EIGHT = tl.constexpr(8)
 
 
 @triton.jit
@@ -23,23 +25,28 @@ def cross_entropy_kernel(z, target, loss, scale, stride_z, V, GRADIENT: tl.const
     i = tl.program_id(0).to(tl.int64)
     row = z + i * stride_z
     t = tl.load(target + i)
-    columns = tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK // EIGHT)[:, None] * EIGHT + tl.arange(0, EIGHT)[None, :]
     if t == IGNORED:
         tl.store(loss + i, 0.0)
         if GRADIENT:
             for start in range(0, V, BLOCK):
                 at = start + columns
-                tl.store(row + at, tl.zeros([BLOCK], row.dtype.element_ty), mask=at < V)
+                tl.store(row + at, tl.zeros([BLOCK // EIGHT, EIGHT], row.dtype.element_ty), mask=at < V)
         return
 
     x_t = tl.load(row + t).to(tl.float32)  # here, while nobody has written to the row
-    m, s = -float("inf"), 0.0
+    m = tl.full([BLOCK // EIGHT], -float("inf"), tl.float32)
+    s = tl.zeros([BLOCK // EIGHT], tl.float32)
     for start in range(0, V, BLOCK):
         at = start + columns
-        x = tl.load(row + at, mask=at < V, other=-float("inf")).to(tl.float32)
-        m_new = tl.maximum(m, tl.max(x, 0))
-        s = s * tl.exp2((m - m_new) * LOG2E) + tl.sum(tl.exp2((x - m_new) * LOG2E), 0)
+        x = tl.load(row + at, mask=at < V, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
+        m_new = tl.maximum(m, tl.max(x, 1))
+        shift = tl.where(m_new == -float("inf"), 0.0, m_new)  # nothing but columns past the end so far
+        s = s * tl.exp2((m - shift) * LOG2E) + tl.sum(tl.exp2((x - shift[:, None]) * LOG2E), 1)
         m = m_new
+    highest = tl.max(m, 0)
+    s = tl.sum(s * tl.exp2((m - highest) * LOG2E), 0)
+    m = highest
     below = (x_t - m) - tl.log(s)  # log p[t]; x - m comes first, so that no rounding of m is left in it
     tl.store(loss + i, -below)
 
@@ -49,9 +56,9 @@ def cross_entropy_kernel(z, target, loss, scale, stride_z, V, GRADIENT: tl.const
         dz_t = by * tl.where(below > -1e-3, below + 0.5 * below * below, tl.exp2(below * LOG2E) - 1.0)
         for start in range(0, V, BLOCK):
             at = start + columns
-            x = tl.load(row + at, mask=at < V, other=0.0).to(tl.float32)
+            x = tl.load(row + at, mask=at < V, other=0.0, eviction_policy="evict_first").to(tl.float32)
             dz = tl.where(at == t, dz_t, share * tl.exp2((x - m) * LOG2E))
-            tl.store(row + at, dz.to(row.dtype.element_ty), mask=at < V)
+            tl.store(row + at, dz.to(row.dtype.element_ty), mask=at < V, eviction_policy="evict_first")
 
 
 def cross_entropy_(z: Tensor, target: Tensor, loss: Tensor, scale: Tensor | None) -> None:
@@ -67,5 +74,5 @@ def cross_entropy_(z: Tensor, target: Tensor, loss: Tensor, scale: Tensor | None
 
 def launch(V: int) -> tuple[int, int]:
     """Words per iteration and warps of a program."""
-    block = min(8192, max(128, triton.next_power_of_2(V)))
+    block = min(16384, max(128, triton.next_power_of_2(V)))
     return block, max(1, block // 512)

@@ -34,7 +34,8 @@ def run(z: Tensor, target: Tensor, gradient: bool = True) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("n", "V"), [(1, 2), (3, 127), (5, 128), (4, 129), (7, 1000), (2, 8192), (3, 8193), (2, 20011)]
+    ("n", "V"),
+    [(1, 2), (3, 127), (5, 128), (4, 129), (7, 1000), (2, 8192), (3, 8193), (2, 16384), (3, 16385), (2, 40013)],
 )
 def test_loss_and_gradient(n: int, V: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(V)
