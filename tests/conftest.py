@@ -8,6 +8,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    import longctx.kernels.adamw
     import longctx.kernels.cross_entropy
     import longctx.kernels.portable
     import longctx.kernels.swiglu  # noqa: F401

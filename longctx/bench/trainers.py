@@ -195,11 +195,14 @@ def timed_steps(
 
     from longctx.attention import kernels_run
     from longctx.kernels.timing import Laps
+    from longctx.training.optimizer import clip_gradients
 
     def step(tokens: Tensor) -> Tensor:
         value = loss(tokens)
         value.backward()
-        if job.clip is not None:
+        if job.config:  # ours clips on the way
+            clip_gradients(optimizer, job.clip)
+        elif job.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -130,9 +130,9 @@ class _Step:
         return {PARAMETERS: own, OPTIMIZER: per_parameter * self.trained, BATCH: batch + mask + rope + self.libraries}
 
     def update(self) -> float:
-        """What the optimizer takes besides its state: a slice of its averages in fp32."""
+        """What the optimizer takes besides its state: a slice of those averages that are on the host."""
         largest = self.added / self.L if self.added else max(self.V * self.C, 2 * self.C * self.F)
-        return 2.0 * FP32 * min(SLICE, largest) if self.memory.optimizer in ("bf16", "host") else 0.0
+        return 2.0 * FP32 * min(SLICE, largest) if self.memory.optimizer == "host" else 0.0
 
     def host(self) -> Terms:
         """Bytes of host memory that grow with the run: the optimizer's, and kept activations in pinned memory."""

@@ -91,7 +91,9 @@ class TrainingModule(pl.LightningModule):
                 self.manual_backward(loss)
             total += loss.detach() / share
 
-        self.grad_norm = clip_gradients(self.model, self.config.clip)
+        inner = self.optimizers(use_pl_optimizer=False)
+        assert isinstance(inner, torch.optim.Optimizer)
+        self.grad_norm = clip_gradients(inner, self.config.clip)
         optimizer.step()
         optimizer.zero_grad()
         self.steps_done += 1

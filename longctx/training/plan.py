@@ -174,7 +174,7 @@ def seconds(config: CompleteConfig, chip: Chip) -> Seconds | None:
     compute = sum(per_micro.values())
     waiting = max(0.0, 2 * away / LINK - 0.8 * compute)
     n = added or m.parameters()
-    update = {"fp32": 40, "bf16": 32}.get(memory.optimizer or "fp32", 0) * n / (STREAM * chip.bandwidth)
+    update = {"fp32": 32, "bf16": 24}.get(memory.optimizer or "fp32", 0) * n / (STREAM * chip.bandwidth)
     if memory.optimizer == "host":
         update = 16 * n / LINK  # both averages there and back
     parts = {name: config.accumulate * s for name, s in (per_micro | {"waiting for the host": waiting}).items()}

@@ -7,16 +7,18 @@ import sys
 from compile_report import build
 from triton.compiler import ASTSource
 
-from longctx.kernels import cross_entropy, swiglu
+from longctx.kernels import adamw, cross_entropy, swiglu
 
-POINTERS = {"target": "*i64", "loss": "*fp32", "scale": "*fp32"}
+KINDS = {"target": "*i64", "loss": "*fp32", "scale": "*fp32", "p": "*fp32", "grad": "*fp32", "factor": "*fp32"}
+KINDS |= dict.fromkeys(("shrink", "rate", "root", "beta1", "beta2", "eps"), "fp32")
+KINDS |= dict.fromkeys(("V", "N", "width", "stride_z"), "i32")
 
 
 def compiled(kernel, capability, warps, dtype, **constants):
     def kind(name):
         if name in constants:
             return "constexpr"
-        return POINTERS.get(name) or ("i32" if name in ("V", "width", "stride_z") else f"*{dtype}")
+        return KINDS.get(name) or f"*{dtype}"
 
     signature = {name: kind(name) for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constants)
@@ -40,4 +42,8 @@ if __name__ == "__main__":
                 spilled[f"{kernel.__name__} {capability} {width}"] = compiled(
                     kernel, capability, 4, "bf16", BLOCK=block
                 )
+        for dtype in ("bf16", "fp32"):
+            spilled[f"adamw {capability} {dtype}"] = compiled(
+                adamw.adamw_kernel, capability, adamw.WARPS, dtype, CLIPPED=True, BLOCK=adamw.BLOCK
+            )
     json.dump(spilled, sys.stdout)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from longctx.model import GPT, GPTConfig
 from longctx.model.memory import MemoryConfig
@@ -44,14 +45,49 @@ def test_the_shortest_runs_have_a_rate(steps: int) -> None:
 
 def test_clipping_returns_the_norm_before_it() -> None:
     layer = torch.nn.Linear(3, 5)
+    optimizer = adamw(layer, config())
     for p in layer.parameters():
         p.grad = torch.full_like(p, 2.0)
     before = math.sqrt(20 * 4.0)
-    assert float(clip_gradients(layer, None)) == pytest.approx(before)
+    assert float(clip_gradients(optimizer, None)) == pytest.approx(before)
     assert float(layer.bias.grad[0]) == 2.0  # type: ignore[index]
-    assert float(clip_gradients(layer, 1.0)) == pytest.approx(before)
+    assert float(clip_gradients(optimizer, 1.0)) == pytest.approx(before)
     after = torch.cat([p.grad.flatten() for p in layer.parameters()]).norm()  # type: ignore[union-attr]
     assert float(after) == pytest.approx(1.0, rel=1e-4)
+
+
+def stepped(stored: str, clip: float | None, device: str = "cpu") -> tuple[list[Tensor], list[float]]:
+    """Weights and norms after three steps on gradients far above `clip`, and one far below."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(70, 30).to(device)
+    optimizer = adamw(layer, config(lr=1e-2, memory=MemoryConfig("fast", optimizer=stored)))
+    norms = []
+    for size in (30.0, 3.0, 300.0, 0.01):
+        for p in layer.parameters():
+            p.grad = size * torch.randn(p.shape).to(device)
+        norms.append(float(clip_gradients(optimizer, clip)))
+        optimizer.step()
+    return [p.detach().cpu() for p in layer.parameters()], norms
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("stored", ["fp32", "bf16", "host"])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_every_optimizer_clips_as_torch_does(stored: str, clip: float | None, device: str) -> None:
+    torch.manual_seed(0)
+    layer, norms = torch.nn.Linear(70, 30), []
+    matrices = [{"params": [layer.weight]}, {"params": [layer.bias], "weight_decay": 0.0}]
+    settings = config(lr=1e-2)
+    reference = torch.optim.AdamW(matrices, lr=1e-2, betas=settings.betas, weight_decay=settings.weight_decay)
+    for size in (30.0, 3.0, 300.0, 0.01):
+        for p in layer.parameters():
+            p.grad = size * torch.randn(p.shape)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(layer.parameters(), clip or math.inf)))
+        reference.step()
+    weights, found = stepped(stored, clip, device)
+    assert found == pytest.approx(norms, rel=1e-5)
+    for got, want in zip(weights, layer.parameters(), strict=True):
+        assert (got - want).abs().max() < (1e-3 if stored == "bf16" else 1e-6)
 
 
 def trained(stored: str, steps: int = 12, betas: tuple[float, float] = (0.9, 0.95), load_at: int | None = None):

@@ -1,0 +1,61 @@
+"""AdamW's kernel against torch's AdamW in fp64; in Triton's interpreter, or on a GPU."""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from longctx.kernels.adamw import adamw_
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":
+        monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
+
+
+def draw(n: int, seed: int) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("n", [1, 7, 1023, 1024, 2049])
+@pytest.mark.parametrize("factor", [None, 0.25])
+@pytest.mark.parametrize("average", [torch.float32, torch.bfloat16])
+def test_some_steps(n: int, factor: float | None, average: torch.dtype) -> None:
+    p, m, v = draw(n, 0).to(DEVICE), *(torch.zeros(n, dtype=average, device=DEVICE) for _ in range(2))
+    want = torch.nn.Parameter(draw(n, 0).double())
+    reference = torch.optim.AdamW([want], **SETTINGS)  # type: ignore[arg-type]
+    for step in range(1, 6):
+        grad = draw(n, step) * 10.0 ** (step - 3)
+        want.grad = grad.double() * (1.0 if factor is None else factor)
+        reference.step()
+        scalar = None if factor is None else torch.tensor(factor, device=DEVICE)
+        given = grad.to(DEVICE)
+        adamw_(p, given, m, v, scalar, step, **SETTINGS)  # type: ignore[arg-type]
+        assert torch.equal(given.cpu(), grad)  # clipped on the way, not in memory
+    error = (p.cpu().double() - want.detach()).abs().max()
+    assert error < (1e-6 if average == torch.float32 else 5e-3)
+    assert m.dtype == v.dtype == average
+
+
+def test_it_writes_nothing_past_the_end() -> None:
+    places = [draw(2000, seed).abs().to(DEVICE) for seed in range(4)]
+    before = [x.clone() for x in places]
+    adamw_(*(x[:1500] for x in places), None, 1, **SETTINGS)  # type: ignore[arg-type]
+    for x, old in zip(places, before, strict=True):
+        assert torch.equal(x[1500:], old[1500:])
+    assert not torch.equal(places[0][:1500], before[0][:1500])
+
+
+@pytest.mark.gpu
+def test_more_elements_than_an_int32_counts() -> None:
+    n = 2**31 + 5
+    p, grad, m, v = (torch.zeros(n, dtype=torch.float32, device="cuda") for _ in range(4))
+    grad[-3:] = torch.tensor([1.0, -2.0, 3.0], device="cuda")
+    adamw_(p, grad, m, v, None, 1, 0.5, (0.9, 0.95), 1e-8, 0.0)
+    assert torch.allclose(p[-4:].cpu(), torch.tensor([0.0, -0.5, 0.5, -0.5]))
+    assert int(torch.count_nonzero(p)) == 3
