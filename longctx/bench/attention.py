@@ -328,12 +328,12 @@ def plot(found: dict[str, Any], path: Path) -> None:
         axis.set_xscale("log", base=2)
         ticks = sorted({r["tokens"] for r in rows})
         axis.set_xticks(ticks, [f"{n // 1024}K" if n >= 1024 else str(n) for n in ticks])
-        axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
         if line == len(lines) - 1:
             axis.set_xlabel("tokens in a row")
         if column == 0:
             axis.set_ylabel("TFLOP/s of visible pairs")
+    axes[0][0].set_ylim(bottom=0)  # of all, which share it: once, since no later line would stretch it
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=9)
     about = f"Attention on one {found['gpu']}, bf16, torch {found['torch']}, triton {found['triton']}"
     figure.suptitle(about, fontsize=11)
