@@ -130,6 +130,36 @@ def test_state_survives_saving_and_loading(stored: str) -> None:
     assert kept == {torch.bfloat16 if stored == "bf16" else torch.float32}
 
 
+@pytest.mark.parametrize(
+    ("device", "stored"),
+    [("cpu", "host"), *(pytest.param("cuda", how, marks=pytest.mark.gpu) for how in ("fp32", "host"))],
+)
+def test_it_goes_on_from_the_state_of_torchs_own(device: str, stored: str) -> None:
+    """What checkpoints of earlier versions hold: counts of steps on the device, and `fused` in every group."""
+
+    def steps(optimizer: torch.optim.Optimizer, layer: torch.nn.Module, which: range) -> None:
+        for n in which:
+            for i, p in enumerate(layer.parameters()):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(9 * n + i)).to(device)
+            optimizer.step()
+
+    settings = config(lr=1e-2, weight_decay=0.0, memory=MemoryConfig("fast", optimizer=stored))
+    layers, optimizers = [], []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layers.append(torch.nn.Linear(70, 30).to(device))
+        groups = [{"params": [p]} for p in layers[-1].parameters()]
+        optimizers.append(torch.optim.AdamW(groups, lr=1e-2, betas=settings.betas, weight_decay=0.0, fused=True))
+        steps(optimizers[-1], layers[-1], range(3))
+    resumed = adamw(layers[1], settings)
+    resumed.load_state_dict(optimizers[1].state_dict())
+    for optimizer, layer in ((optimizers[0], layers[0]), (resumed, layers[1])):
+        steps(optimizer, layer, range(3, 6))
+    for a, b in zip(*(layer.parameters() for layer in layers), strict=True):
+        assert (a - b).abs().max() < 1e-6
+    assert {float(state["step"]) for state in resumed.state.values()} == {6.0}
+
+
 def test_an_average_that_would_stand_still_in_bf16_is_refused() -> None:
     with pytest.raises(ValueError, match=r"memory\.optimizer=bf16 with betas\[1\]=0\.999"):
         TrainConfig(memory=MemoryConfig("fast", optimizer="bf16"), betas=(0.9, 0.999)).validate()
