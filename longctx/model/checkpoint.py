@@ -37,10 +37,15 @@ def verify(path: Path) -> None:
         damaged = "its directory"
     if damaged is None:
         return
+    raise ValueError(f"{path}: damaged, {damaged} is not what was written; {_remedy(path)}")
+
+
+def _remedy(path: Path) -> str:
+    """What to do about a damaged checkpoint."""
     place = path.resolve()
     older = sorted(other for other in place.parent.glob("step-*.ckpt") if other.name < place.name)
-    remedy = f"delete it to go on from {older[-1]}" if older else "start anew: there is no older one"
-    raise ValueError(f"{path}: damaged, {damaged} is not what was written; copy it here again, or {remedy}")
+    instead = f"delete it to go on from {older[-1]}" if older else "start anew: there is no older one"
+    return f"copy it here again, or {instead}"
 
 
 def opened(path: Path) -> dict[str, Any]:
@@ -52,7 +57,9 @@ def opened(path: Path) -> dict[str, Any]:
     except PermissionError:
         raise
     except (RuntimeError, EOFError, KeyError, ValueError, OSError) as error:
-        raise ValueError(f"{path}: not a checkpoint, or not a whole one: torch cannot open it") from error
+        ours = path.resolve().match("checkpoints/step-*.ckpt")
+        said = f"cut short, torch cannot open it; {_remedy(path)}" if ours else "not a checkpoint: torch cannot open it"
+        raise ValueError(f"{path}: {said}") from error
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("longctx"), dict):
         raise ValueError(f"{path}: a checkpoint of another program; longctx reads those that train.py wrote")
     return checkpoint

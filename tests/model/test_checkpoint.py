@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longctx.model.checkpoint import verify
+from longctx.model.checkpoint import opened, verify
 
 
 def flip(path: Path, place: int) -> None:
@@ -28,6 +28,25 @@ def test_a_flipped_bit_in_a_tensor_is_refused_and_an_older_checkpoint_named(tmp_
     flip(older, older.stat().st_size // 2)
     with pytest.raises(ValueError, match=r"step-00000001\.ckpt: damaged.* start anew: there is no older one"):
         verify(older)
+
+
+@pytest.mark.parametrize("left", [0, 1, 700, 20_000])
+def test_a_checkpoint_cut_short_is_refused_and_an_older_one_named(left: int, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    older, newer = folder / "step-00000001.ckpt", folder / "step-00000002.ckpt"
+    for path in (older, newer):
+        torch.save({"x": torch.arange(10_000), "longctx": {}}, path)
+    newer.write_bytes(newer.read_bytes()[:left])
+    (folder / "last.ckpt").symlink_to(newer.name)
+    for path in (newer, folder / "last.ckpt"):
+        verify(path)  # says nothing of what is no zip file
+        with pytest.raises(ValueError, match=rf"{path}: cut short, .* delete it to go on from {older}"):
+            opened(path)
+    other = tmp_path / "notes.ckpt"
+    other.write_text("none")
+    with pytest.raises(ValueError, match=rf"{other}: not a checkpoint: torch cannot open it"):
+        opened(other)
 
 
 def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(tmp_path: Path) -> None:
