@@ -20,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from longctx import config
 from longctx.bench.report import machine, save_figure, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,8 +54,7 @@ def run(options: Options, command: str) -> dict[str, Any]:
     out = Path(options.out)
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"out={out}: exists already and is not an empty folder; give the name of a new one")
-    if options.long <= options.short or options.long % options.short:
-        raise ValueError(f"long={options.long}: a multiple of short={options.short}")
+    check(options, out)
     out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     seconds: dict[str, float] = {}
@@ -75,6 +75,19 @@ def run(options: Options, command: str) -> dict[str, Any]:
     _print(found)
     print(f"\n{out / 'extension.png'}, {out / 'extension.json'}: {found['seconds']['all']:.0f} s in all")
     return found
+
+
+def check(options: Options, out: Path) -> None:
+    """Raise ValueError for what would only fail after minutes."""
+    for key, least in ("short", 1), ("samples", 1), ("documents", 1), ("tokens", 1), ("tune_steps", 1):
+        if getattr(options, key) < least:
+            raise ValueError(f"{key}={getattr(options, key)}: at least {least}")
+    if options.long <= options.short or options.long % options.short:
+        raise ValueError(f"long={options.long}: a multiple of short={options.short}")
+    if options.path and not Path(options.path).exists():
+        raise ValueError(f"path={options.path}: no such file or folder")
+    _, (_, *words) = next(commands(options, out))
+    config.compose("train", config.read_words("train", words).overrides)
 
 
 def commands(options: Options, out: Path) -> Iterator[tuple[str, list[str]]]:

@@ -1,11 +1,12 @@
 """The worked example, tiny and on a CPU: every command of it runs, and its result holds what the README's plot shows."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from longctx.bench.extension import Options, draw
+from longctx.bench.extension import Options, check, draw
 from longctx.bench.words import main
 
 
@@ -34,7 +35,26 @@ def test_the_whole_story_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert main(["extension", f"out={out}"]) == 2
 
 
-def test_lengths_that_make_no_story(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["extension", "short=2048", "long=2048", f"out={tmp_path / 'x'}"]) == 2
-    assert "long=2048: a multiple of short=2048" in capsys.readouterr().err
-    assert Options().long == 16384
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["short=2048", "long=2048"], "long=2048: a multiple of short=2048"),
+        (["short=0"], "short=0: at least 1"),
+        (["samples=0"], "samples=0: at least 1"),
+        (["tune_steps=-1"], "tune_steps=-1: at least 1"),
+        (["path=nowhere"], "path=nowhere: no such file or folder"),
+        (["steps=0"], "max_steps=0"),
+        (["layers=0"], "model.layers=0"),
+        (["channels=100"], "model.channels=100"),
+        (["device=tpu"], "device=tpu"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_made(
+    words: list[str], message: str, refused: Callable[[int, str], str], tmp_path: Path
+) -> None:
+    refused(main(["extension", *words, f"out={tmp_path / 'x'}"]), message)
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_defaults_make_a_story(tmp_path: Path) -> None:
+    check(Options(), tmp_path / "x")
