@@ -79,9 +79,6 @@ def run(options: Options, command: str) -> dict[str, Any]:
 
 def check(options: Options, out: Path) -> None:
     """Raise ValueError for what would only fail after minutes."""
-    for key, least in ("short", 1), ("samples", 1), ("documents", 1), ("tokens", 1), ("tune_steps", 1):
-        if getattr(options, key) < least:
-            raise ValueError(f"{key}={getattr(options, key)}: at least {least}")
     if options.long <= options.short or options.long % options.short:
         raise ValueError(f"long={options.long}: a multiple of short={options.short}")
     if options.path and not Path(options.path).exists():

@@ -58,8 +58,8 @@ def opened(path: Path) -> dict[str, Any]:
         raise
     except (RuntimeError, EOFError, KeyError, ValueError, OSError) as error:
         ours = path.resolve().match("checkpoints/step-*.ckpt")
-        said = f"cut short, torch cannot open it; {_remedy(path)}" if ours else "not a checkpoint: torch cannot open it"
-        raise ValueError(f"{path}: {said}") from error
+        remedy = f"; {_remedy(path)}" if ours else ""
+        raise ValueError(f"{path}: not a checkpoint, or not a whole one: torch cannot open it{remedy}") from error
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("longctx"), dict):
         raise ValueError(f"{path}: a checkpoint of another program; longctx reads those that train.py wrote")
     return checkpoint

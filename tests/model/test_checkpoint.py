@@ -41,11 +41,11 @@ def test_a_checkpoint_cut_short_is_refused_and_an_older_one_named(left: int, tmp
     (folder / "last.ckpt").symlink_to(newer.name)
     for path in (newer, folder / "last.ckpt"):
         verify(path)  # says nothing of what is no zip file
-        with pytest.raises(ValueError, match=rf"{path}: cut short, .* delete it to go on from {older}"):
+        with pytest.raises(ValueError, match=rf"{path}: .* not a whole one: .* delete it to go on from {older}"):
             opened(path)
     other = tmp_path / "notes.ckpt"
     other.write_text("none")
-    with pytest.raises(ValueError, match=rf"{other}: not a checkpoint: torch cannot open it"):
+    with pytest.raises(ValueError, match=rf"{other}: .* torch cannot open it$"):
         opened(other)
 
 
