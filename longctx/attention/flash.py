@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -10,9 +9,8 @@ from torch import Tensor
 
 from longctx.attention.mask import Mask
 from longctx.attention.registry import Request, register
+from longctx.kernels import HAS_TRITON
 from longctx.kernels.flash import HEAD_SIZES, flash_backward, flash_forward, implementation, runs_hopper
-
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class Flash:

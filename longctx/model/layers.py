@@ -8,7 +8,6 @@ a Llama checkpoint.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 
 import torch
@@ -17,10 +16,9 @@ from torch import Tensor, nn
 
 from longctx.attention import Mask, attention
 from longctx.attention.config import AttentionConfig
+from longctx.kernels import HAS_TRITON
 from longctx.model.config import GPTConfig
 from longctx.model.rope import rotate
-
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def fused(x: Tensor) -> bool:

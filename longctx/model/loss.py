@@ -13,7 +13,6 @@ Shapes: N tokens, C channels, V words.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from typing import Any
 
@@ -21,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longctx.kernels import HAS_TRITON
+
 IGNORED = -100
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def linear_cross_entropy(

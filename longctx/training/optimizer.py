@@ -8,7 +8,6 @@ bytes a parameter, can be kept in bf16 or on the host. On a GPU one kernel of ou
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import adamw as functional
 
+from longctx.kernels import HAS_TRITON
 from longctx.model.offload import pinned
 from longctx.training.config import CompleteConfig
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 SLICE = 2**26  # parameters whose averages are with the GPU at one time
 
 
