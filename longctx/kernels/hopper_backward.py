@@ -3,9 +3,10 @@
 Equations, letters and masks are those of portable.py. A program owns BN keys of one key-value head, its two consumers 64 each; it
 walks over the queries that see them, for all query heads of the group, so that dk and dv need no atomics. Scores are computed
 transposed, which makes p and ds register operands of dv and dk. ds also goes through shared memory, where both consumers meet:
-each forms half of the tile's dq, half of its columns or of its queries. A warp for each consumer, the adder, adds that part, in fp32,
-to sums in global memory by TMA; the sums lie in the order in which products leave them in registers, and are put in place and scaled
-at the end. One more warp, the producer, loads. The next tile's scores are in flight meanwhile.
+each forms half of the tile's dq, half of its columns or of its queries, one tile later, so that no consumer waits for the other's ds.
+A warp for each consumer, the adder, hears of that part once more a tile later, when nobody has to wait for its way to shared memory,
+and adds it, in fp32, to sums in global memory by TMA; the sums lie in the order in which products leave them in registers, and are
+put in place and scaled at the end. One more warp, the producer, loads. The next tile's scores are in flight meanwhile.
 
 The sum over key tiles arrives in any order, so dq may differ in its last bits from run to run. Ordered, it does not: hopper_order.py.
 
@@ -51,14 +52,13 @@ from longctx.kernels.walk import batch_stride, heads_together
 class Config(NamedTuple):
     """BM queries and BN keys of a tile, registers of a consumer.
 
-    `late`: a tile's part of dq is formed one tile later, when no consumer waits for the other's ds any more; else the adder hears of it
-    one tile later, and nobody waits for its way to shared memory.
+    `fence_last`: a consumer makes its ds known to matrix products when the next scores are in flight, not before.
     """
 
     BM: int
     BN: int
     registers: int
-    late: bool
+    fence_last: bool
 
 
 CONFIGS = {64: Config(128, 128, 240, True), 128: Config(64, 128, 240, False)}  # by head size
@@ -66,8 +66,9 @@ ROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, ran
 KEYS = gl.constexpr(64)  # of a consumer warpgroup
 # Of the hardware's 16 named barriers, of which Triton takes 0 to 5 for five partitions. They cost less than an mbarrier's arrival, for
 # which the consumer's warps wait for one another.
-STORED = gl.constexpr(6)  # what a consumer stored has left shared memory: 6 + 9 · consumer, of its own warps
-DS = gl.constexpr(9)  # ds is there: of both consumers, or late, 9 + 2 · consumer + tile & 1
+STORED = gl.constexpr(6)  # of 64 channels: what a consumer stored is gone, 6 + 9 · consumer, of its own warps
+TURN = gl.constexpr(6)  # of 128: it is a consumer's turn to form dq and scores, 6 + 9 · consumer
+DS = gl.constexpr(9)  # ds is there: 9 + 2 · consumer + tile & 1
 FREE = gl.constexpr(13)  # q and do of a tile have been read: 13 + tile & 1
 FULL = gl.constexpr(7)  # a consumer's part of dq is there: 7 + consumer
 
@@ -88,7 +89,7 @@ def load_keys(x, xs, full, empty, done, b, n0, h):
 def producer(
     q, k, v, do, lse2, delta, qs, ks, vs, dos, lses, deltas, qf, dof, kf, ke, vf, ve, mail, mf, me, counter,
     qfirst, qlast, stride_ib, Tq, Tk, Hq, tiles, heads, together,
-    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, ORDERED: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, ORDERED: gl.constexpr, WAYS: gl.constexpr,
 ):  # fmt: skip
     """Hands out tiles of keys to this program's other warps, and loads them and the queries of their walks, those a walk ahead."""
     Hkv = Hq // GROUP
@@ -103,7 +104,7 @@ def producer(
         lo, n = queries(qfirst + b * stride_ib, qlast + b * stride_ib, n0, Tk, BM, BN)
         for x in range(n * GROUP):
             h = hk * GROUP + x % GROUP
-            m0 = query_tile(x, lo, n, down, GROUP, ORDERED) * BM
+            m0 = query_tile(x, lo, n, down, GROUP, WAYS) * BM
             s = it & 1
             if it >= 2:
                 bar_sync(FREE + s, 288)
@@ -152,7 +153,7 @@ def in_registers(x):
 @gluon.jit
 def adder(
     dq, part, read, mail, mf, me, turns, qfirst, qlast, stride_ib, Tq, Tk, Hq, tiles, heads, together,
-    GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, ORDERED: gl.constexpr, C: gl.constexpr,
+    GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, ORDERED: gl.constexpr, WAYS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Adds a consumer's parts of dq to memory, so that nobody waits for it."""
     done = 0
@@ -162,7 +163,7 @@ def adder(
         lo, n = queries(qfirst + b * stride_ib, qlast + b * stride_ib, n0, Tk, BM, BN)
         from_query, to_query, turn = turn_before(qfirst + b * stride_ib, qlast + b * stride_ib, n0, Tk, down, BN)
         for x in range(n * GROUP):
-            m = query_tile(x, lo, n, down, GROUP, ORDERED)
+            m = query_tile(x, lo, n, down, GROUP, WAYS)
             at = 2 * ((b * Hq + hk * GROUP + x % GROUP) * gl.cdiv(Tq, BM) + m) + C
             if ORDERED and ((m + 1) * BM > from_query) & (m * BM <= to_query):
                 # It need not acquire: nothing is read that others wrote; sums are added in L2, and this one is sent after it.
@@ -180,7 +181,7 @@ def adder(
 
 @gluon.jit
 def signal(there, C: gl.constexpr):
-    """Tell the adder that a part is there."""
+    """Tell the adder, if so, that a part is there."""
     if there:
         fence_async_shared()
         bar_arrive(FULL + C, 160)
@@ -188,13 +189,13 @@ def signal(there, C: gl.constexpr):
 
 @gluon.jit
 def step(
-    s, dk, dv, ks, vs, qs, dos, lses, deltas, dss, part, m0, read, qf, dof, it, zero, first, more, qfirst_j, qlast_j, last_first, first_last, scale_log2,
-    D: gl.constexpr, BM: gl.constexpr, LATE: gl.constexpr, C: gl.constexpr,
+    s, dk, dv, ks, vs, qs, dos, lses, deltas, dss, part, m0, read, qf, dof, it, zero, x, more, qfirst_j, qlast_j, last_first, first_last, scale_log2,
+    D: gl.constexpr, BM: gl.constexpr, FENCE_LAST: gl.constexpr, TURNS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """One tile of queries, whose scores `s` are there: adds to dk, dv and to dq in memory, and returns the next tile's scores.
+    """Step x of a walk, one tile of queries, whose scores `s` are there: adds to dk, dv, and returns the next tile's scores.
 
-    `first`: of this walk over the queries. Late, a consumer says that its ds is there once it has used both ds of the tile before, so
-    that the next ds may take their place.
+    Meanwhile dq of the tile before is formed, and the adder hears of the one before that. A consumer says that its ds is there once it
+    has used both ds of the tile before, so that the next ds may take their place.
 
     `it & zero` is 0, which the compiler does not know: else it would keep the descriptors of k and v in registers, and spill others.
     """
@@ -204,37 +205,39 @@ def step(
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=a_layout, k_width=2)
     zeros = gl.zeros([KEYS, BM], gl.float32, layout=s_layout)
     now, after = it & 1, (it + 1) & 1
-    if LATE or (m0 < last_first) | (m0 + BM - 1 > first_last):
+    if D == 64 or (m0 < last_first) | (m0 + BM - 1 > first_last):
         s = hide(s, m0, qfirst_j, qlast_j, m0 < last_first, m0 + BM - 1 > first_last)
     mbarrier.wait(dof.index(now), (it >> 1) & 1)
     dpa = warpgroup_mma(vs.index(C + (it & zero)), dos.index(now).permute((1, 0)), zeros, use_acc=False, is_async=True)
     p = gl.exp2(s * scale_log2 - lses.index(now).load(s_layout))
-    if not LATE:
-        signal(not first, C)
+    signal(x > 1, C)
     dva = warpgroup_mma(gl.convert_layout(p.to(dtype), p_layout), dos.index(now), dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dpa,))
     d = (p * (dp - deltas.index(now).load(s_layout))).to(dtype)
     dka = warpgroup_mma(gl.convert_layout(d, p_layout), qs.index(now), dk, is_async=True)
-    if LATE and not first:
+    if x > 0:
         bar_sync(DS + 2 * (1 - C) + after, 256)
     dss.index(now).slice(C * KEYS, KEYS, dim=0).store(d)
-    fence_async_shared()
-    if not LATE:
-        bar_sync(DS, 256)
-    dqa = product_dq(dss.index(after if LATE else now), ks.index(it & zero), BM, C)
+    if not FENCE_LAST:
+        fence_async_shared()
+    if TURNS:
+        bar_sync(TURN + 9 * C, 256)
+    dqa = product_dq(dss.index(after), ks.index(it & zero), BM, C)
     dk, dv = warpgroup_mma_wait(1, deps=(dka, dva))
     bar_arrive(FREE + now, 288)
     mbarrier.wait(qf.index(after), ((it + 1) >> 1) & 1, pred=more)
     k = ks.index(it & zero).slice(C * KEYS, KEYS, dim=0)
     sa = warpgroup_mma(k, qs.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True)
     dq = warpgroup_mma_wait(1, deps=(dqa,))
-    if LATE:
-        bar_arrive(DS + 2 * C + now, 256)
-    if not (LATE and first):
-        mbarrier.wait(read, ((it - LATE) & 1) ^ 1)
+    if FENCE_LAST:
+        fence_async_shared()
+    bar_arrive(DS + 2 * C + now, 256)
+    if x > 0:
+        mbarrier.wait(read, it & 1)
         part.store(in_registers(dq))
-        signal(LATE, C)
     s = warpgroup_mma_wait(0, deps=(sa,))
+    if TURNS:
+        bar_arrive(TURN + 9 * (1 - C), 256)
     return s, dk, dv
 
 
@@ -242,22 +245,26 @@ def step(
 def consumer(
     dk_out, dv_out, qs, ks, vs, dos, lses, deltas, dss, part, stages, qf, dof, kf, ke, vf, ve, read, mail, mf, me, qfirst, qlast, stride_ib,
     scale, scale_log2, Tk, Hq, tiles, heads, together, zero,
-    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LATE: gl.constexpr, ORDERED: gl.constexpr, C: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, FENCE_LAST: gl.constexpr, ORDERED: gl.constexpr,
+    WAYS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = qs.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     a_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     zeros = gl.zeros([KEYS, BM], gl.float32, layout=s_layout)
-    IN_DS: gl.constexpr = (
-        BM >= 2 * D
-    )  # there dk and dv find place on their way out, and k and v can be loaded meanwhile
+    # There dk and dv find place on their way out, and k and v can be loaded meanwhile.
+    IN_DS: gl.constexpr = BM >= 2 * D
+    # For heads of a group it was faster if one consumer forms dq and scores while the other has its exponentials.
+    TURNS: gl.constexpr = GROUP > 1 and not IN_DS
+    if TURNS and C == 1:
+        bar_arrive(TURN, 256)
     Hkv = Hq // GROUP
     it = 0
     done = 0
     t = letter(mail, mf, done, 4)
     m0, n, down, qfirst_j, qlast_j, last_first, first_last = walk_of(
-        gl.maximum(t, 0), qfirst, qlast, stride_ib, tiles, Tk, Hkv, heads, together, BM, BN, ORDERED, C, KEYS, s_layout
-    )
+        gl.maximum(t, 0), qfirst, qlast, stride_ib, tiles, Tk, Hkv, heads, together, BM, BN, ORDERED, WAYS, C, KEYS, s_layout,
+    )  # fmt: skip
     while t >= 0:
         dk = gl.zeros([KEYS, D], gl.float32, layout=a_layout)
         dv = gl.zeros([KEYS, D], gl.float32, layout=a_layout)
@@ -267,24 +274,24 @@ def consumer(
         mbarrier.wait(kf, done & 1)
         if n > 0:
             mbarrier.wait(qf.index(it & 1), (it >> 1) & 1)
-            k_mine = ks.index((it if ORDERED else done) & zero).slice(C * KEYS, KEYS, dim=0)
+            k_mine = ks.index((it if ORDERED or GROUP > 1 else done) & zero).slice(C * KEYS, KEYS, dim=0)
             sa = warpgroup_mma(k_mine, qs.index(it & 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=(sa,))
             mbarrier.wait(vf, done & 1)
             for x in range(n * GROUP):
                 s, dk, dv = step(
-                    s, dk, dv, ks, vs, qs, dos, lses, deltas, dss, part, m0, read, qf, dof, it, zero, x == 0, x + 1 < n * GROUP,
-                    qfirst_j, qlast_j, last_first, first_last, scale_log2, D, BM, LATE, C,
+                    s, dk, dv, ks, vs, qs, dos, lses, deltas, dss, part, m0, read, qf, dof, it, zero, x, x + 1 < n * GROUP,
+                    qfirst_j, qlast_j, last_first, first_last, scale_log2, D, BM, FENCE_LAST, TURNS, C,
                 )  # fmt: skip
                 it += 1
                 if (x + 1) % GROUP == 0:
-                    m0 += gl.where(down, -BM, BM) if ORDERED else BM
-            if LATE:
-                bar_sync(DS + 2 * (1 - C) + ((it - 1) & 1), 256)
-                dqa = product_dq(dss.index((it + 1) & 1), ks.index((done if ORDERED else it) & zero), BM, C)
-                dq = warpgroup_mma_wait(0, deps=(dqa,))
-                mbarrier.wait(read, it & 1)
-                part.store(in_registers(dq))
+                    m0 += gl.where(down, -BM, BM) if WAYS == 2 else BM
+            signal(n * GROUP > 1, C)
+            bar_sync(DS + 2 * (1 - C) + ((it - 1) & 1), 256)
+            dqa = product_dq(dss.index((it + 1) & 1), ks.index((done if ORDERED or GROUP > 1 else it) & zero), BM, C)
+            dq = warpgroup_mma_wait(0, deps=(dqa,))
+            mbarrier.wait(read, it & 1)
+            part.store(in_registers(dq))
             signal(True, C)
         else:
             mbarrier.wait(vf, done & 1)
@@ -311,22 +318,8 @@ def consumer(
         done += 1
         t = letter(mail, mf, done, 4)
         m0, n, down, qfirst_j, qlast_j, last_first, first_last = walk_of(
-            gl.maximum(t, 0),
-            qfirst,
-            qlast,
-            stride_ib,
-            tiles,
-            Tk,
-            Hkv,
-            heads,
-            together,
-            BM,
-            BN,
-            ORDERED,
-            C,
-            KEYS,
-            s_layout,
-        )
+            gl.maximum(t, 0), qfirst, qlast, stride_ib, tiles, Tk, Hkv, heads, together, BM, BN, ORDERED, WAYS, C, KEYS, s_layout,
+        )  # fmt: skip
         if not IN_DS:
             tma.store_wait(0)
             mbarrier.arrive(ve, count=1)
@@ -337,8 +330,8 @@ def consumer(
 def backward_kernel(
     q, k, v, do, lse2, delta, dq, dk, dv, turns, counter, qfirst, qlast, stride_ib, scale, scale_log2, Tq, Tk, Hq, tiles, heads, together, zero,
     q_shared: gl.constexpr, k_shared: gl.constexpr, v_shared: gl.constexpr, ds_shared: gl.constexpr, row_shared: gl.constexpr,
-    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LATE: gl.constexpr, ORDERED: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, FENCE_LAST: gl.constexpr, ORDERED: gl.constexpr,
+    WAYS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dk, dv (B, Tk, Hkv, D) and, added to the zeros in dq, dq without the scale; all are descriptors.
 
@@ -379,15 +372,15 @@ def backward_kernel(
     # fmt: off
     gl.warp_specialize([
         (consumer, (dk, dv, qs, ks, vs, dos, lses, deltas, dss, parts.index(0), stages, qf, dof, kf, ke, vf, ve, read.index(0), mail, mf, me,
-                    qfirst, qlast, stride_ib, scale, scale_log2, Tk, Hq, tiles, heads, together, zero, GROUP, D, BM, BN, LATE, ORDERED, 0)),
+                    qfirst, qlast, stride_ib, scale, scale_log2, Tk, Hq, tiles, heads, together, zero, GROUP, D, BM, BN, FENCE_LAST, ORDERED, WAYS, 0)),
         (consumer, (dk, dv, qs, ks, vs, dos, lses, deltas, dss, parts.index(1), stages, qf, dof, kf, ke, vf, ve, read.index(1), mail, mf, me,
-                    qfirst, qlast, stride_ib, scale, scale_log2, Tk, Hq, tiles, heads, together, zero, GROUP, D, BM, BN, LATE, ORDERED, 1)),
+                    qfirst, qlast, stride_ib, scale, scale_log2, Tk, Hq, tiles, heads, together, zero, GROUP, D, BM, BN, FENCE_LAST, ORDERED, WAYS, 1)),
         (producer, (q, k, v, do, lse2, delta, qs, ks, vs, dos, lses, deltas, qf, dof, kf, ke, vf, ve, mail, mf, me, counter,
-                    qfirst, qlast, stride_ib, Tq, Tk, Hq, tiles, heads, together, GROUP, D, BM, BN, ORDERED)),
+                    qfirst, qlast, stride_ib, Tq, Tk, Hq, tiles, heads, together, GROUP, D, BM, BN, ORDERED, WAYS)),
         (adder, (dq, parts.index(0), read.index(0), mail, mf, me, turns, qfirst, qlast, stride_ib, Tq, Tk, Hq, tiles, heads, together,
-                 GROUP, BM, BN, ORDERED, 0)),
+                 GROUP, BM, BN, ORDERED, WAYS, 0)),
         (adder, (dq, parts.index(1), read.index(1), mail, mf, me, turns, qfirst, qlast, stride_ib, Tq, Tk, Hq, tiles, heads, together,
-                 GROUP, BM, BN, ORDERED, 1)),
+                 GROUP, BM, BN, ORDERED, WAYS, 1)),
     ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])
     # fmt: on
 
@@ -402,6 +395,11 @@ def unpack_kernel(sums, out, scale, T, H, D: tl.constexpr, PAD: tl.constexpr, BM
     x = x.permute((2, 5, 3, 0, 1, 4, 6) if BM == 64 else (0, 2, 5, 3, 1, 4, 6)).reshape([BM, PAD])
     i, c = m * BM + tl.arange(0, BM)[:, None], tl.arange(0, PAD)[None, :]
     tl.store(out + (((bh // H).to(tl.int64) * T + i) * H + bh % H) * D + c, x, mask=(i < T) & (c < D))
+
+
+def ways(head_dim: int, group: int, ordered: bool) -> int:
+    """2 where walks go down as well as up, see hopper_order.py; at 64 channels the registers that it takes cost more than it saves."""
+    return 2 if ordered or (head_dim == 128 and group > 1) else 1
 
 
 def backward(
@@ -441,7 +439,8 @@ def backward(
             *(Tq, Tk, Hq, tiles, B * Hkv, together, 0),
             *(shared_layout((n, PAD), dtype) for n in (c.BM, c.BN, 64)),
             *(shared_layout((c.BN, c.BM), dtype), ROW_LAYOUT),
-            **dict(GROUP=Hq // Hkv, D=PAD, BM=c.BM, BN=c.BN, LATE=c.late, ORDERED=ordered, REGISTERS=c.registers),
+            **dict(GROUP=Hq // Hkv, D=PAD, BM=c.BM, BN=c.BN, FENCE_LAST=c.fence_last, ORDERED=ordered),
+            **dict(WAYS=ways(PAD, Hq // Hkv, ordered), REGISTERS=c.registers),
             num_warps=4,
         )
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -5,6 +5,12 @@ Where all keys of a row are seen by the same last query, as in one causal docume
 walk from that query down: the tiles of a head follow one another at a distance of one step. In a row of several documents, or with a
 window, that would make each wait for the one before; there they go from the last key to the first, and walk up, each from a query of
 its own. Programs take the tiles in the order of turns, so a tile waits only for tiles that run already.
+
+Where nothing is ordered, walks go up, each from its own first query, and what the programs read at one time is spread over all
+queries. For a group of heads of 128 channels that is more than the L2 cache holds. There every program walks down from the last query
+with its first tile, and then up and down by turns: one that comes to its end early has the longest of the tiles that are left before
+it, and meets the others on the way, so that all read the same queries at about the same time. Of 32 heads in groups of 4 at 16,384
+tokens, 2.7 instead of 14.7 GB went through HBM.
 """
 
 from __future__ import annotations
@@ -17,16 +23,17 @@ from longctx.kernels.walk import place, walk
 
 @gluon.jit
 def owned_keys(t, tiles, qlast, stride_ib, Tk, Hkv, heads, together, BN: gl.constexpr, ORDERED: gl.constexpr):
-    """Tile t of the schedule: row b, key-value head hk, first key n0, and `down`: that tiles, ordered, go from the first key to the last.
+    """Tile t of the schedule: row b, key-value head hk, first key n0, and `down`: if there are two ways, its walk goes down.
 
-    Rows whose tiles do not go down begin with their last keys; all others with their first, whose walks are the longest.
+    Ordered, rows whose tiles do not go down begin with their last keys; all others with their first, whose walks are the longest.
     """
     rank, bh = place(t, tiles, heads, together)
     b = bh // Hkv
-    down = True
     if ORDERED:
         down = gl.load(qlast + b * stride_ib) == gl.load(qlast + b * stride_ib + Tk - 1)
         rank = gl.where(down, rank, tiles - 1 - rank)
+    else:
+        down = (t // gl.num_programs(0)) % 2 == 0
     return b, bh % Hkv, rank * BN, down
 
 
@@ -38,10 +45,10 @@ def queries(qfirst, qlast, n0, Tk, BM: gl.constexpr, BN: gl.constexpr):
 
 
 @gluon.jit
-def query_tile(x, lo, n, down, GROUP: gl.constexpr, ORDERED: gl.constexpr):
-    """The tile of queries of the x-th step of a walk, which takes all heads of the group side by side; ordered, `down` from the last."""
+def query_tile(x, lo, n, down, GROUP: gl.constexpr, WAYS: gl.constexpr):
+    """The tile of queries of the x-th step of a walk, which takes all heads of the group side by side; of two WAYS, maybe `down`."""
     m = lo + x // GROUP
-    if ORDERED:
+    if WAYS == 2:
         m = gl.where(down, lo + n - 1 - x // GROUP, m)
     return m
 
@@ -66,7 +73,8 @@ def pass_turn(done, n0, BN: gl.constexpr):
 @gluon.jit
 def walk_of(
     t, qfirst, qlast, stride_ib, tiles, Tk, Hkv, heads, together,
-    BM: gl.constexpr, BN: gl.constexpr, ORDERED: gl.constexpr, C: gl.constexpr, KEYS: gl.constexpr, LAYOUT: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, ORDERED: gl.constexpr, WAYS: gl.constexpr,
+    C: gl.constexpr, KEYS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """What consumer C, which has KEYS keys, needs for the walk of tile t: the first query m0 of its first step, n tiles of queries,
     `down`; and of its keys the first and last query that sees each, the first that sees all of them, and the last.
@@ -81,5 +89,5 @@ def walk_of(
     qlast_j = gl.load(qlast + j, mask=j < Tk, other=-1)
     last_first = gl.load(qfirst + gl.minimum(start + KEYS, Tk) - 1)
     first_last = gl.load(qlast + start, mask=start + KEYS <= Tk, other=-1)  # none sees those past the end
-    m0 = (gl.where(down, lo + n - 1, lo) if ORDERED else lo) * BM
+    m0 = (gl.where(down, lo + n - 1, lo) if WAYS == 2 else lo) * BM
     return m0, n, down, qfirst_j, qlast_j, last_first, first_last

@@ -95,7 +95,8 @@ class _Chunks:
         self.dtype, self.accumulate = dtype, torch.promote_types(dtype, torch.float32)
         self.scale = torch.ones((), device=hidden.device) if scale is None else scale
         self.dh = torch.empty_like(hidden, dtype=dtype) if need_dh else None
-        self.dw = torch.zeros_like(weight, dtype=self.accumulate) if need_dw else None
+        self.dw = torch.empty_like(weight, dtype=self.accumulate) if need_dw else None
+        self.begun = False  # there is something in dw
         self.z: Tensor | None = None  # the logits of a chunk, in one place for all of them
 
     def losses(self, targets: Tensor, chunk: int) -> Tensor:
@@ -148,10 +149,14 @@ class _Chunks:
         return (h @ self.weight.t()).to(self.accumulate)
 
     def _add_to_dw(self, dz: Tensor, h: Tensor) -> None:
+        """dw += dzᵀ h, or dw = dzᵀ h with the first chunk."""
         assert self.dw is not None
-        if h.is_cuda and self.dtype != self.accumulate:
-            torch.addmm(self.dw, dz.t(), h, out_dtype=self.accumulate, out=self.dw)
-        elif self.dtype == self.accumulate:
-            torch.addmm(self.dw, dz.t(), h, out=self.dw)
+        wide = {"out_dtype": self.accumulate} if h.is_cuda and self.dtype != self.accumulate else {}
+        if not wide and self.dtype != self.accumulate:
+            part = dz.t() @ h
+            self.dw = self.dw.add_(part) if self.begun else self.dw.copy_(part)
+        elif self.begun:
+            torch.addmm(self.dw, dz.t(), h, **wide, out=self.dw)  # type: ignore[call-overload]
         else:
-            self.dw += dz.t() @ h
+            torch.mm(dz.t(), h, **wide, out=self.dw)
+        self.begun = True

@@ -99,14 +99,15 @@ def forward(head_dim, again=False):
     return ptxas(hopper_forward.forward_kernel, constants, {name: box(n, head_dim) for name, n in rows.items()})
 
 
-def backward(head_dim, ordered=False):
+def backward(head_dim, ordered=False, group=1):
     c = hopper_backward.CONFIGS[head_dim]
     row = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     bf16 = gl.bfloat16
     constants = dict(
         **{f"{x}_shared": layout([n, head_dim], bf16) for x, n in (("q", c.BM), ("k", c.BN), ("v", 64))},
         **dict(ds_shared=layout([c.BN, c.BM], bf16), row_shared=row),
-        **dict(GROUP=1, D=head_dim, BM=c.BM, BN=c.BN, LATE=c.late, ORDERED=ordered, REGISTERS=c.registers),
+        **dict(GROUP=group, D=head_dim, BM=c.BM, BN=c.BN, FENCE_LAST=c.fence_last, ORDERED=ordered),
+        **dict(WAYS=hopper_backward.ways(head_dim, group, ordered), REGISTERS=c.registers),
     )
     rows = {"q": c.BM, "do": c.BM, "k": c.BN, "v": 64, "dk": 64, "dv": 64}
     descriptors = {name: box(n, head_dim) for name, n in rows.items()}
@@ -149,4 +150,6 @@ if __name__ == "__main__":
     hopper |= {f"forward again {d}": forward(d, again=True) for d in hopper_forward.CONFIGS}
     hopper |= {f"backward {d}": backward(d) for d in hopper_backward.CONFIGS}
     hopper |= {f"ordered backward {d}": backward(d, ordered=True) for d in hopper_backward.CONFIGS}
+    hopper |= {f"backward of groups {d}": backward(d, group=4) for d in hopper_backward.CONFIGS}
+    hopper |= {f"ordered backward of groups {d}": backward(d, ordered=True, group=4) for d in hopper_backward.CONFIGS}
     json.dump({"hopper": hopper, "any": shipped("any", 86, False), "sm90": shipped("sm90", 90, True)}, sys.stdout)
