@@ -44,6 +44,16 @@ def test_scores_far_from_the_first_maximum(mask, head_dim, dtype):
     rule.check(case, "flash", dtype, tensors=[q, k, v, do], kernel="hopper")
 
 
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mask", ["causal", "documents"])
+def test_more_tiles_than_processors(mask, head_dim):
+    """A program's second tile of keys; of grouped heads of 128 channels its walk over the queries goes the other way."""
+    rule.check(Case(1, 3000, 3000, Hq=16, Hkv=8, D=head_dim, mask=mask), "flash", torch.bfloat16, kernel="hopper")
+    assert kernels_run()["flash"] == "triton-hopper"
+
+
 @pytest.fixture
 def deterministic():
     torch.use_deterministic_algorithms(
