@@ -171,6 +171,15 @@ def test_words_about_data_of_which_nothing_comes_are_mistakes_and_a_saved_run_ma
     assert config.from_file("train", tmp_path / "config.yaml", ["max_tokens=null"]).config.max_steps == 7
 
 
+def test_a_field_of_text_wants_files_of_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("plain")
+    words = ("data=text", f"data.path={tmp_path}", "data.text_column=body")
+    with pytest.raises(ValueError, match=r"data\.text_column=body: for rows with a field of text, and text reads none"):
+        compose(*words)
+    (tmp_path / "b.jsonl.gz").write_bytes(b"")
+    assert compose(*words).config.data.text_column == "body"
+
+
 def test_parts_of_memory_fit_together() -> None:
     with pytest.raises(ValueError, match=r"memory\.keep_every=2 needs memory\.recompute=block, not none"):
         compose("memory=fast", "memory.keep_every=2")

@@ -110,8 +110,17 @@ class DataConfig:
         if key == "errors":
             return self.source == "text" or (self.source == "needles" and bool(self.paths()))
         if key == "text_column":
-            return not self.chat and (self.source == "hub" or self.uses("errors"))
+            return not self.chat and (self.source == "hub" or (self.uses("errors") and self._has_rows()))
         return key not in FOR or self.source == ("needles" if key == "length" else "hub")
+
+    def _has_rows(self) -> bool:
+        """Whether a file of `path` holds rows; yes where none is found, which is for those to say who read them."""
+        from longctx.data.corpora.text import holds_rows
+
+        try:
+            return any(holds_rows(path) for path in self.paths())
+        except OSError:
+            return True
 
     def sources(self) -> dict[str, tuple[float, DataConfig]]:
         """Name → weight and configuration of each source of a mix, checked; what a source does not say, the mix says."""

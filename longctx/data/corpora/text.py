@@ -23,7 +23,8 @@ from typing import IO, Any
 from longctx.data.config import DataConfig
 from longctx.data.corpora import Corpus, Document, Part, template_of
 
-FORMATS = (".txt", ".md", ".jsonl", ".parquet")
+OF_ROWS = (".jsonl", ".parquet")
+FORMATS = (".txt", ".md", *OF_ROWS)
 
 
 def _open_zst(path: Path) -> IO[bytes]:
@@ -50,7 +51,7 @@ def open_corpus(config: DataConfig) -> Corpus:
         status = file.stat()
         identity.append((name, status.st_size, status.st_mtime_ns))
         parts.append(Part(name, partial(_read, name, file, config)))
-    one_each = all(_format(file)[0] not in (".jsonl", ".parquet") for _, file in files.values())
+    one_each = all(_format(file)[0] not in OF_ROWS for _, file in files.values())
     settings: list[Any] = [identity, config.text_column, config.errors]
     if config.chat:
         others = [str(file) for _, file in files.values() if _format(file)[0] != ".jsonl"]
@@ -58,6 +59,11 @@ def open_corpus(config: DataConfig) -> Corpus:
             raise ValueError(f"data.chat=true: {others[0]} is no .jsonl file, in which every line is a conversation")
         settings.append(template_of(config).fingerprint)
     return Corpus(settings, parts, len(parts) if one_each else None)
+
+
+def holds_rows(path: str) -> bool:
+    """Whether one of the files at a path of `data.path` has rows with fields; FileNotFoundError where there is none."""
+    return any(_format(file)[0] in OF_ROWS for _, file in _find(path))
 
 
 def _find(path: str) -> list[tuple[str, Path]]:
