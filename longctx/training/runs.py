@@ -29,8 +29,12 @@ RESUMABLE = {
     *(f"passkey.{key}" for key in ("enabled", "lengths", "depths", "samples", "kinds")),
     *(f"wandb.{key}" for key in ("project", "entity", "mode", "group", "job_type", "tags", "notes", "artifacts")),
 }
-# Groups of keys that stay as they were; data has its fingerprint.
-SETTLED = {"attention", "model", "lora", "memory", "rope", "strategy"}
+DECISIVE = {
+    "attention",
+    "model",
+    "lora",
+    "rope",
+}  # groups of keys that decide what is computed; data has its fingerprint
 NOT_IN_NAMES = {"model", "attention", "seq_len", "data", "strategy", "name", "runs", "device", "init", *RESUMABLE}
 CHECKPOINT_NAME = re.compile(r"step-(\d+)\.ckpt")
 
@@ -133,13 +137,13 @@ def check_resumable(folder: Path, words: Iterable[str]) -> None:
 
 
 def check_unedited(folder: Path, saved: dict[str, Any], config: Any) -> None:
-    """Raise ValueError where `config`, read from config.yaml, is not the one `saved` in a checkpoint where it has to be."""
+    """Raise ValueError where `config`, read from config.yaml, computes something else than the one `saved` in a checkpoint."""
     now = plain(config)
     for name in sorted(saved.keys() & now.keys() - {"name", "runs", "resume", "init", *RESUMABLE}):
         was, is_now = saved[name], now[name]
         if not isinstance(was, dict):
             was, is_now, prefix = {name: was}, {name: is_now}, ""
-        elif name in SETTLED:
+        elif name in DECISIVE:
             prefix = f"{name}."
         else:
             continue

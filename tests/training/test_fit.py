@@ -196,8 +196,6 @@ def test_resume_refuses_other_data_and_other_models(
         ("data", "documents", 30, "no longer those that the run began with"),
         ("model", "window", 7, "model.window=7, where the run began with None"),
         (None, "weight_decay", 0.5, "weight_decay=0.5, where the run began with 0.1"),
-        ("memory", "loss_chunk", 77, "memory.loss_chunk=77, where the run began with None"),
-        ("strategy", "name", "ddp", "strategy.name=ddp, where the run began with auto"),
     ):
         edited = yaml.safe_load(text)
         (edited[group] if group else edited)[key] = value

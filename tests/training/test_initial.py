@@ -285,6 +285,11 @@ def test_broken_weights_are_found_before_the_run_begins(
 def test_a_resumed_run_keeps_what_it_began_with(
     start: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train.main(start(name="r")) == 0
-    assert train.main([f"resume={tmp_path / 'runs' / 'r'}", "init=elsewhere"]) == 2
+    run = tmp_path / "runs" / "r"
+    assert train.main(start(name="r", seq_len=384, rope="yarn", max_steps=2)) == 0
+    assert train.main([f"resume={run}", "init=elsewhere"]) == 2
     assert "init cannot change when" in capsys.readouterr().err
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("\n  type: yarn", "\n  type: linear"))
+    assert train.main([f"resume={run}", "max_steps=3"]) == 2
+    assert "rope.type=linear, where the run began with yarn" in capsys.readouterr().err
