@@ -31,7 +31,7 @@ def resumed(overrides: list[str]) -> config.Composed | None:
     """The configuration of the run that resume= names, with the few other words applied; None for a new run."""
     from longctx.training import runs
 
-    paths = [word.removeprefix("resume=") for word in overrides if word.startswith("resume=")]
+    paths = [config.unquoted(word.removeprefix("resume=")) for word in overrides if word.startswith("resume=")]
     if not paths or paths[-1] in ("", "null"):
         return None
     words = [word for word in overrides if not word.startswith("resume=")]

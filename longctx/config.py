@@ -203,6 +203,11 @@ def _is_open(script: str, key: str) -> bool:
     return any(keys.get(".".join(parts[:n]), False) for n in range(1, len(parts)))
 
 
+def unquoted(value: str) -> str:
+    """A value without the quotes around it."""
+    return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
+
+
 def _groups(script: str) -> list[str]:
     """The groups that configs/<script>.yaml chooses from."""
     defaults = (CONFIGS / f"{script}.yaml").read_text()
@@ -224,6 +229,8 @@ def _checked_word(script: str, word: str) -> str:
         raise ValueError(f"{word}: settings of Hydra cannot be changed here")
     if "_target_" in word:
         raise ValueError(f"{word}: _target_ is not used here; presets are chosen by name")
+    if "${" in value:
+        raise ValueError(f"{word}: ${{...}} is not filled in here; give the value itself")
     if bare.startswith("~") or not equals or not bare:
         raise ValueError(f"{word}: not of the form key=value, such as seq_len=16384; see --help")
     keys = _keys(_schema(script))
@@ -302,6 +309,13 @@ def _plain(said: str) -> str:
         return "needs a value, null is none"
     if said.startswith("Ambiguous value"):
         return "several values are a sweep: add -m; a list is written [a,b]"
+    if wrong := re.search(r"incompatible with type hint '(\w+)'", said):
+        kind = {"int": "whole numbers", "float": "numbers", "bool": "true or false", "str": "text"}.get(
+            wrong[1], wrong[1]
+        )
+        return f"must hold {kind}"
+    if re.match(r"Cannot assign \w+ to Dict", said):
+        return "must be keys with values, such as {key: value}"
     if "is not a ListConfig" in said:
         return "must be a list such as [1,2]"
     if said.startswith(("no viable", "mismatched input", "extraneous input", "token recognition", "missing")):

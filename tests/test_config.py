@@ -138,6 +138,9 @@ def test_model_auto_follows_the_device_and_keeps_what_was_said_about_it() -> Non
         ("rope.factor=2", "rope.factor=2.0: not used by rope=keep"),
         ("model.rope_scaling.rope_type=linear", "model.rope_scaling.factor is missing"),
         ("model.window_layers=[0]", "model.window_layers=[0]: give model.window too"),
+        ("seed=${oc.env:HOME}", "seed=${oc.env:HOME}: ${...} is not filled in here"),
+        ("seq_len_schedule=[[128.5,2]]", "seq_len_schedule=[[128.5,2]]: must hold whole numbers"),
+        ("attention.options=3", "attention.options=3: must be keys with values"),
         ("model.nope_layers=[4]", "model.nope_layers=[4]: layers from 0 to 3"),
     ],
 )

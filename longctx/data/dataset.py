@@ -19,7 +19,7 @@ from longctx.data.corpora import open_corpus
 from longctx.data.duplicates import validates
 from longctx.data.packing import Packing, pack
 from longctx.data.progress import Progress
-from longctx.data.store import Store, build
+from longctx.data.store import NothingToPredict, Store, build
 from longctx.data.tokenizer import Tokenizer, train
 
 if TYPE_CHECKING:
@@ -138,10 +138,16 @@ def _tokenize(config: DataConfig) -> tuple[Tokenizer, Store]:
         tokenizer = Tokenizer.load(cached(cache / "tokenizers" / key, train_here))
     else:
         tokenizer = Tokenizer.load(config.tokenizer)
+
+    def encode(folder: Path) -> None:
+        try:
+            build(folder, corpus, tokenizer, config.chat)
+        except NothingToPredict as error:
+            where = f"data.path={config.path}" if config.paths() else f"data={config.source}"
+            raise ValueError(f"{where}: {error}, so there is nothing to predict") from error
+
     key = fingerprint([identity, tokenizer.fingerprint])
-    return tokenizer, Store(
-        cached(cache / "documents" / key, lambda folder: build(folder, corpus, tokenizer, config.chat))
-    )
+    return tokenizer, Store(cached(cache / "documents" / key, encode))
 
 
 def _split(config: DataConfig, store: Store) -> np.ndarray:

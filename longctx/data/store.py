@@ -23,6 +23,10 @@ from longctx.data.tokenizer import Tokenizer
 _BATCH = 8 << 20  # characters tokenized and written together
 
 
+class NothingToPredict(ValueError):
+    """Of the documents none has a token that follows another."""
+
+
 class Store:
     """Documents of `folder`; `lengths` in tokens, `n_bytes`, `groups` are (documents,). Unpickling opens it again."""
 
@@ -116,7 +120,7 @@ def build(folder: Path, corpus: Corpus, tokenizer: Tokenizer, chat: bool = False
             writer.write_batch(pa.record_batch(columns, schema=schema))
             progress.advance(len(batch), int(offsets[-1]))
     if not keys:
-        raise ValueError(f"no document has 2 tokens or more ({dropped} are empty): there is nothing to predict")
+        raise NothingToPredict(f"none of {dropped:,} documents has 2 tokens" if dropped else "there is no document")
     np.savez(
         folder / "documents.npz",
         groups=duplicates.groups(np.stack(signatures)),

@@ -62,7 +62,7 @@ def run(source: Path, out: Path, options: dict[str, str]) -> None:
     checkpoint = opened(file)
     model, seq_len, added = build(file, checkpoint)
     if options.get("adapter") == "true":
-        run_adapter(model, file, checkpoint, added, out)
+        run_adapter(model, file, checkpoint, added, seq_len, out)
         return
     if added.rank is not None:
         from longctx.model import lora
@@ -73,22 +73,31 @@ def run(source: Path, out: Path, options: dict[str, str]) -> None:
     print(f"{out}: {model.config.parameters():,} parameters of {file}, {dtype}, for {context:,} tokens")
 
 
-def run_adapter(model: Any, file: Path, checkpoint: dict[str, Any], added: Any, out: Path) -> None:
-    """Write what LoRA trained, and say where."""
+def run_adapter(model: Any, file: Path, checkpoint: dict[str, Any], added: Any, seq_len: int, out: Path) -> None:
+    """Write what LoRA trained, and say where; of a model with stretched positions also its config.json, and what it is for."""
     from longctx.model import lora
+    from longctx.model.export import architecture
 
     if added.rank is None:
         raise ValueError(f"adapter=true: {file} was trained without lora.rank; leave adapter out")
-    base = str(checkpoint["longctx"]["config"].get("init"))
-    lora.export_adapter(model, added, base, out)
+    config = checkpoint["longctx"]["config"]
+    base = str(config.get("init"))
+    base = str(Path(base).resolve()) if Path(base).is_dir() else base
+    stretched = config.get("rope", {}).get("type", "keep") != "keep"
+    context = max(seq_len, model.config.context or 0)
+    lora.export_adapter(model, added, base, out, architecture(model.config, context) if stretched else None)
     print(f"{out}: {added.parameters(model.config):,} parameters of {file}, an adapter of {base}")
+    if stretched:
+        print(
+            f"its positions are stretched, which peft does not do: open {base} with config=AutoConfig.from_pretrained('{out}')"
+        )
 
 
 def newest(source: Path) -> Path:
     """The checkpoint file that `source` means; ValueError if there is none."""
     if source.is_file():
         return source
-    found = sorted((source / "checkpoints").glob("step-*.ckpt"))
+    found = sorted((source / "checkpoints").glob("step-*.ckpt"), key=lambda path: (len(path.name), path.name))
     if not found:
         raise ValueError(f"{source}: {'no run with a checkpoint' if source.exists() else 'no such run or checkpoint'}")
     return found[-1]

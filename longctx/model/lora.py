@@ -83,8 +83,13 @@ def merge(model: GPT) -> GPT:
     return model.requires_grad_(True)
 
 
-def export_adapter(model: GPT, config: LoraConfig, base: str, out: Path) -> None:
-    """Write the adapter of `model` to the new folder `out` as peft reads it; `base` names the model that it belongs to."""
+def export_adapter(
+    model: GPT, config: LoraConfig, base: str, out: Path, architecture: dict[str, Any] | None = None
+) -> None:
+    """Write the adapter of `model` to the new folder `out` as peft reads it; `base` names the model that it belongs to.
+
+    Where that has to be opened with another config.json, such as one with stretched positions, `architecture` is that.
+    """
     tensors: dict[str, Tensor] = {}
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
     for piece in pieces(model.config):
@@ -110,3 +115,5 @@ def export_adapter(model: GPT, config: LoraConfig, base: str, out: Path) -> None
         folder.mkdir(parents=True)
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         (folder / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        if architecture is not None:
+            (folder / "config.json").write_text(json.dumps(architecture, indent=2) + "\n", encoding="utf-8")

@@ -114,6 +114,8 @@ def load_model(
         found = runs.checkpoints(given)
         if not found:
             what = "the run has no checkpoint yet" if (given / "config.yaml").exists() else "not the folder of a run"
+            if (given / "adapter_config.json").exists():
+                what = "an adapter, which lacks the weights it adds to; give the run, or an export without adapter=true"
             raise ValueError(f"checkpoint={given}: {what}")
         given = found[-1]
     elif not given.exists():

@@ -29,12 +29,8 @@ RESUMABLE = {
     *(f"passkey.{key}" for key in ("enabled", "lengths", "depths", "samples", "kinds")),
     *(f"wandb.{key}" for key in ("project", "entity", "mode", "group", "job_type", "tags", "notes", "artifacts")),
 }
-DECISIVE = {
-    "attention",
-    "model",
-    "lora",
-    "rope",
-}  # groups of keys that decide what is computed; data has its fingerprint
+# Groups of keys that decide what is computed; data has its fingerprint.
+DECISIVE = {"attention", "model", "lora", "rope"}
 NOT_IN_NAMES = {"model", "attention", "seq_len", "data", "strategy", "name", "runs", "device", "init", *RESUMABLE}
 CHECKPOINT_NAME = re.compile(r"step-(\d+)\.ckpt")
 
@@ -158,7 +154,8 @@ def check_unedited(folder: Path, saved: dict[str, Any], config: Any) -> None:
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
     found = {path: CHECKPOINT_NAME.fullmatch(path.name) for path in (folder / "checkpoints").glob("step-*.ckpt")}
-    return sorted((path for path, match in found.items() if match), key=lambda path: path.name)
+    steps = {path: int(match[1]) for path, match in found.items() if match}
+    return sorted(steps, key=steps.__getitem__)
 
 
 def write_config(folder: Path, config: Any) -> None:

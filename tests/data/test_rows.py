@@ -145,7 +145,9 @@ def test_a_row_length_without_a_target_is_refused(text_config, seq_len) -> None:
 def test_nothing_to_predict_is_one_clear_line(text_config, corpus) -> None:
     for file in corpus.iterdir():
         file.write_text("")
-    with pytest.raises(ValueError, match="no document has 2 tokens or more"):
+    with pytest.raises(
+        ValueError, match=r"data\.path=.*: none of \d+ documents has 2 tokens, so there is nothing to predict"
+    ):
         load(text_config(), 16)
 
 

@@ -157,7 +157,7 @@ def test_a_finished_run_goes_on_with_more_steps(
         *([] if torch.cuda.is_available() else [({"device": "cuda"}, "device=cuda")]),
         ({"attention.options.kernel": "odd"}, "attention.options.kernel"),
         ({"data.path": "EMPTY"}, "data.path"),
-        ({"data.path": "SHORT"}, "no document has 2 tokens"),
+        ({"data.path": "SHORT"}, "none of 5 documents has 2 tokens, so there is nothing to predict"),
         ({"runs": "/proc/runs"}, "runs=/proc/runs"),
         ({"passkey": "true", "passkey.lengths": "[1000000]"}, "too few to fill 1,000,000"),
         ({"val_every": "1", "data.val_fraction": "0"}, "val_every=1: no document is left to validate on"),
@@ -189,7 +189,7 @@ def test_resume_refuses_other_data_and_other_models(
 ) -> None:
     folder = tmp_path / "runs" / "r"
     assert train.main(words(name="r", max_steps=2)) == 0
-    assert train.main([f"resume={folder}", "max_steps=3", "seed=5"]) == 2
+    assert train.main([f"resume='{folder}'", "max_steps=3", "seed=5"]) == 2
     assert "seed cannot change" in capsys.readouterr().err
     text = (folder / "config.yaml").read_text()
     for group, key, value, said in (

@@ -12,8 +12,10 @@ from types import ModuleType
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+import eval as evaluate
 import train
 from longctx.data import tokenizer as bpe
 from longctx.model.__main__ import main as export
@@ -170,6 +172,12 @@ def test_lora_from_start_to_export(
     assert export(["export", str(run), str(tmp_path / "adapter"), "adapter=true"]) == 0
     described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (described["r"], described["lora_alpha"], described["base_model_name_or_path"]) == (4, 8.0, str(folder))
+    assert "its positions are stretched, which peft does not do" in capsys.readouterr().out
+    base = AutoModelForCausalLM.from_pretrained(folder, config=AutoConfig.from_pretrained(tmp_path / "adapter"))
+    adapted = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    assert (adapted(tokens).logits - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert evaluate.main([f"checkpoint={tmp_path / 'adapter'}"]) == 2
+    assert "an adapter, which lacks the weights it adds to" in capsys.readouterr().err
     assert export(["export", str(run), str(tmp_path / "no"), "adapter=yes"]) == 2
     assert train.main(start(name="full", max_steps=1)) == 0
     assert export(["export", str(tmp_path / "runs" / "full"), str(tmp_path / "no"), "adapter=true"]) == 2

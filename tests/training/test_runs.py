@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from longctx.model.__main__ import newest
 from longctx.training import runs
 
 
@@ -30,6 +31,15 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
             runs.check_root(root)
     runs.check_root(tmp_path / "new" / "deep")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_last_checkpoint_is_that_of_the_last_step(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    for step in (99_999_999, 100_000_000, 5):
+        (tmp_path / "checkpoints" / f"step-{step:08d}.ckpt").touch()
+    names = [path.stem for path in runs.checkpoints(tmp_path)]
+    assert names == ["step-00000005", "step-99999999", "step-100000000"]
+    assert newest(tmp_path).stem == names[-1]
 
 
 def test_another_process_cannot_train_the_same_run(tmp_path: Path) -> None:
