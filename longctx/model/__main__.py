@@ -97,7 +97,9 @@ def newest(source: Path) -> Path:
     """The checkpoint file that `source` means; ValueError if there is none."""
     if source.is_file():
         return source
-    found = sorted((source / "checkpoints").glob("step-*.ckpt"), key=lambda path: (len(path.name), path.name))
+    from longctx.model.checkpoint import by_step
+
+    found = sorted((source / "checkpoints").glob("step-*.ckpt"), key=by_step)
     if not found:
         raise ValueError(f"{source}: {'no run with a checkpoint' if source.exists() else 'no such run or checkpoint'}")
     return found[-1]

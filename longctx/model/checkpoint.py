@@ -21,6 +21,11 @@ from longctx.model import GPT, GPTConfig, lora
 from longctx.model.config import LoraConfig
 
 
+def by_step(path: Path) -> tuple[int, str]:
+    """What checkpoints are sorted by: `step-` and at least eight digits, so that a longer name is of a later step."""
+    return len(path.name), path.name
+
+
 def verify(path: Path) -> None:
     """Raise ValueError, saying what to do, where a part of the checkpoint at `path` is not what was written.
 
@@ -43,7 +48,7 @@ def verify(path: Path) -> None:
 def _remedy(path: Path) -> str:
     """What to do about a damaged checkpoint."""
     place = path.resolve()
-    older = sorted(other for other in place.parent.glob("step-*.ckpt") if other.name < place.name)
+    older = sorted((x for x in place.parent.glob("step-*.ckpt") if by_step(x) < by_step(place)), key=by_step)
     instead = f"delete it to go on from {older[-1]}" if older else "start anew: there is no older one"
     return f"copy it here again, or {instead}"
 
