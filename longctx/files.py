@@ -41,3 +41,8 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def by_step(path: Path) -> tuple[int, str]:
+    """What checkpoints are sorted by: `step-` and at least eight digits, so that a longer name is of a later step."""
+    return len(path.name), path.name

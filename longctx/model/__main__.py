@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from longctx.files import by_step
 from longctx.options import answer
 
 HELP = """Write a trained model as a Hugging Face folder, which transformers, vLLM and lm-eval open.
@@ -77,13 +78,17 @@ def run_adapter(model: Any, file: Path, checkpoint: dict[str, Any], added: Any, 
     """Write what LoRA trained, and say where; of a model with stretched positions also its config.json, and what it is for."""
     from longctx.model import lora
     from longctx.model.export import architecture
+    from longctx.model.huggingface import read_config
 
     if added.rank is None:
         raise ValueError(f"adapter=true: {file} was trained without lora.rank; leave adapter out")
     config = checkpoint["longctx"]["config"]
     base = str(config.get("init"))
-    base = str(Path(base).resolve()) if Path(base).is_dir() else base
     stretched = config.get("rope", {}).get("type", "keep") != "keep"
+    if Path(base).is_dir():
+        base = str(Path(base).resolve())
+        positions = ("rope_theta", "rope_scaling", "context")
+        stretched = any(getattr(model.config, key) != getattr(read_config(base), key) for key in positions)
     context = max(seq_len, model.config.context or 0)
     lora.export_adapter(model, added, base, out, architecture(model.config, context) if stretched else None)
     print(f"{out}: {added.parameters(model.config):,} parameters of {file}, an adapter of {base}")
@@ -97,8 +102,6 @@ def newest(source: Path) -> Path:
     """The checkpoint file that `source` means; ValueError if there is none."""
     if source.is_file():
         return source
-    from longctx.model.checkpoint import by_step
-
     found = sorted((source / "checkpoints").glob("step-*.ckpt"), key=by_step)
     if not found:
         raise ValueError(f"{source}: {'no run with a checkpoint' if source.exists() else 'no such run or checkpoint'}")

@@ -17,13 +17,9 @@ from typing import Any
 import torch
 
 from longctx.attention.config import AttentionConfig
+from longctx.files import by_step
 from longctx.model import GPT, GPTConfig, lora
 from longctx.model.config import LoraConfig
-
-
-def by_step(path: Path) -> tuple[int, str]:
-    """What checkpoints are sorted by: `step-` and at least eight digits, so that a longer name is of a later step."""
-    return len(path.name), path.name
 
 
 def verify(path: Path) -> None:

@@ -153,9 +153,8 @@ def check_unedited(folder: Path, saved: dict[str, Any], config: Any) -> None:
 
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
-    found = {path: CHECKPOINT_NAME.fullmatch(path.name) for path in (folder / "checkpoints").glob("step-*.ckpt")}
-    steps = {path: int(match[1]) for path, match in found.items() if match}
-    return sorted(steps, key=steps.__getitem__)
+    found = (folder / "checkpoints").glob("step-*.ckpt")
+    return sorted((path for path in found if CHECKPOINT_NAME.fullmatch(path.name)), key=files.by_step)
 
 
 def write_config(folder: Path, config: Any) -> None:

@@ -184,6 +184,18 @@ def test_lora_from_start_to_export(
     assert "was trained without lora.rank" in capsys.readouterr().err
 
 
+def test_an_adapter_of_weights_that_kept_their_positions_is_all_that_is_written(
+    start: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(start(name="r", seq_len=64, rope="auto", lora__rank=2, max_steps=1)) == 0
+    assert export(["export", str(tmp_path / "runs" / "r"), str(tmp_path / "adapter"), "adapter=true"]) == 0
+    assert "positions are stretched" not in capsys.readouterr().out
+    assert {file.name for file in (tmp_path / "adapter").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+
+
 def test_conversations_by_the_folders_own_template(start: Words, folder: Path, tmp_path: Path) -> None:
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
