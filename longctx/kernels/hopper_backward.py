@@ -4,9 +4,10 @@ Equations, letters and masks are those of portable.py. A program owns BN keys of
 walks over the queries that see them, for all query heads of the group, so that dk and dv need no atomics. Scores are computed
 transposed, which makes p and ds register operands of dv and dk. ds also goes through shared memory, where both consumers meet:
 each forms half of the tile's dq, half of its columns or of its queries, one tile later, so that no consumer waits for the other's ds.
-A warp for each consumer, the adder, hears of that part once more a tile later, when nobody has to wait for its way to shared memory,
+A warp for each consumer, the writer, hears of that part once more a tile later, when nobody has to wait for its way to shared memory,
 and adds it, in fp32, to sums in global memory by TMA; the sums lie in the order in which products leave them in registers, and are
-put in place and scaled at the end. One more warp, the producer, loads. The next tile's scores are in flight meanwhile.
+put in place and scaled at the end. The writer also stores dk and dv. One more warp, the producer, loads. The next tile's scores are
+in flight meanwhile; the consumers take turns, so that one forms dq and scores while the other has its exponentials.
 
 The sum over key tiles arrives in any order, so dq may differ in its last bits from run to run. Ordered, it does not: hopper_order.py.
 
@@ -33,17 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from longctx.kernels.gluon import reinterpret, shared_layout, tma_add, tma_load, tma_store
-from longctx.kernels.hopper_common import (
-    addressable,
-    bar_arrive,
-    bar_sync,
-    descriptor,
-    hide,
-    letter,
-    processors,
-    receive,
-    send,
-)
+from longctx.kernels.hopper_common import addressable, bar_arrive, bar_sync, descriptor, hide, processors, receive, send
 from longctx.kernels.hopper_order import owned_keys, pass_turn, queries, query_tile, turn_before, walk_of
 from longctx.kernels.portable import LOG2E, rows_of_backward
 from longctx.kernels.walk import batch_stride, heads_together
@@ -66,11 +57,10 @@ ROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, ran
 KEYS = gl.constexpr(64)  # of a consumer warpgroup
 # Of the hardware's 16 named barriers, of which Triton takes 0 to 5 for five partitions. They cost less than an mbarrier's arrival, for
 # which the consumer's warps wait for one another.
-STORED = gl.constexpr(6)  # of 64 channels: what a consumer stored is gone, 6 + 9 · consumer, of its own warps
-TURN = gl.constexpr(6)  # of 128: it is a consumer's turn to form dq and scores, 6 + 9 · consumer
+TURN = gl.constexpr(6)  # it is a consumer's turn to form dq and scores: 6 + 9 · consumer
 DS = gl.constexpr(9)  # ds is there: 9 + 2 · consumer + tile & 1
 FREE = gl.constexpr(13)  # q and do of a tile have been read: 13 + tile & 1
-FULL = gl.constexpr(7)  # a consumer's part of dq is there: 7 + consumer
+FULL = gl.constexpr(7)  # a consumer's part of dq, or its dk and dv, are there: 7 + consumer
 
 
 @gluon.jit
@@ -151,11 +141,27 @@ def in_registers(x):
 
 
 @gluon.jit
-def adder(
-    dq, part, read, mail, mf, me, turns, qfirst, qlast, stride_ib, Tq, Tk, Hq, tiles, heads, together,
-    GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, ORDERED: gl.constexpr, WAYS: gl.constexpr, C: gl.constexpr,
+def results(stages, vs, it, D: gl.constexpr, BM: gl.constexpr, C: gl.constexpr):
+    """Where a consumer's dv and dk leave from after `it` steps.
+
+    Of 64 channels they fit into the place of the next ds, and k and v can be loaded meanwhile; else it is that of v, and of parts of dq.
+    """
+    if BM >= 2 * D:
+        dv = stages.index(4 * (it & 1) + C)
+        dk = stages.index(4 * (it & 1) + C + 2)
+    else:
+        dv = vs.index(C)
+        dk = stages.index(C)
+    return dv, dk
+
+
+@gluon.jit
+def writer(
+    dq, dk, dv, part, stages, vs, read, ve, mail, mf, me, turns, qfirst, qlast, stride_ib, Tq, Tk, Hq, tiles, heads, together,
+    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, ORDERED: gl.constexpr, WAYS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Adds a consumer's parts of dq to memory, so that nobody waits for it."""
+    """Adds a consumer's parts of dq to memory and stores its dk and dv; `read` tells the consumer that it may overwrite them."""
+    it = 0
     done = 0
     t = receive(mail, mf, me, done, 1)
     while t >= 0:
@@ -175,13 +181,23 @@ def adder(
             mbarrier.arrive(read, count=1)
             if ORDERED:
                 pass_turn(turns + at, n0, BN)
+        it += n * GROUP
+        bar_sync(FULL + C, 160)
+        dv_mine, dk_mine = results(stages, vs, it, D, BM, C)
+        at = [b, n0 + C * KEYS, hk, 0]
+        tma_store(dv, at, dv_mine.reshape([1, KEYS, 1, D]))
+        tma_store(dk, at, dk_mine.reshape([1, KEYS, 1, D]))
+        tma.store_wait(0)
+        mbarrier.arrive(read, count=1)
+        if BM < 2 * D:
+            mbarrier.arrive(ve, count=1)
         done += 1
         t = receive(mail, mf, me, done, 1)
 
 
 @gluon.jit
 def signal(there, C: gl.constexpr):
-    """Tell the adder, if so, that a part is there."""
+    """Tell the writer, if so, that what it is to write is there."""
     if there:
         fence_async_shared()
         bar_arrive(FULL + C, 160)
@@ -189,15 +205,16 @@ def signal(there, C: gl.constexpr):
 
 @gluon.jit
 def step(
-    s, dk, dv, ks, vs, qs, dos, lses, deltas, dss, part, m0, read, qf, dof, it, zero, x, more, qfirst_j, qlast_j, last_first, first_last, scale_log2,
-    D: gl.constexpr, BM: gl.constexpr, FENCE_LAST: gl.constexpr, TURNS: gl.constexpr, C: gl.constexpr,
+    s, dk, dv, ks, vs, qs, dos, lses, deltas, dss, part, m0, read, qf, dof, it, done, zero, x, more, qfirst_j, qlast_j, last_first,
+    first_last, scale_log2, D: gl.constexpr, BM: gl.constexpr, FENCE_LAST: gl.constexpr, SKIP: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Step x of a walk, one tile of queries, whose scores `s` are there: adds to dk, dv, and returns the next tile's scores.
 
-    Meanwhile dq of the tile before is formed, and the adder hears of the one before that. A consumer says that its ds is there once it
+    Meanwhile dq of the tile before is formed, and the writer hears of the one before that. A consumer says that its ds is there once it
     has used both ds of the tile before, so that the next ds may take their place.
 
-    `it & zero` is 0, which the compiler does not know: else it would keep the descriptors of k and v in registers, and spill others.
+    `SKIP`: one `if` around both halves of the mask. `it & zero` is 0, which the compiler does not know: else it would keep the
+    descriptors of k and v in registers, and spill others.
     """
     dtype: gl.constexpr = qs.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
@@ -205,7 +222,7 @@ def step(
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=a_layout, k_width=2)
     zeros = gl.zeros([KEYS, BM], gl.float32, layout=s_layout)
     now, after = it & 1, (it + 1) & 1
-    if D == 64 or (m0 < last_first) | (m0 + BM - 1 > first_last):
+    if not SKIP or (m0 < last_first) | (m0 + BM - 1 > first_last):
         s = hide(s, m0, qfirst_j, qlast_j, m0 < last_first, m0 + BM - 1 > first_last)
     mbarrier.wait(dof.index(now), (it >> 1) & 1)
     dpa = warpgroup_mma(vs.index(C + (it & zero)), dos.index(now).permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -220,8 +237,7 @@ def step(
     dss.index(now).slice(C * KEYS, KEYS, dim=0).store(d)
     if not FENCE_LAST:
         fence_async_shared()
-    if TURNS:
-        bar_sync(TURN + 9 * C, 256)
+    bar_sync(TURN + 9 * C, 256)
     dqa = product_dq(dss.index(after), ks.index(it & zero), BM, C)
     dk, dv = warpgroup_mma_wait(1, deps=(dka, dva))
     bar_arrive(FREE + now, 288)
@@ -233,18 +249,17 @@ def step(
         fence_async_shared()
     bar_arrive(DS + 2 * C + now, 256)
     if x > 0:
-        mbarrier.wait(read, it & 1)
+        mbarrier.wait(read, (it + done) & 1)
         part.store(in_registers(dq))
     s = warpgroup_mma_wait(0, deps=(sa,))
-    if TURNS:
-        bar_arrive(TURN + 9 * (1 - C), 256)
+    bar_arrive(TURN + 9 * (1 - C), 256)
     return s, dk, dv
 
 
 @gluon.jit
 def consumer(
-    dk_out, dv_out, qs, ks, vs, dos, lses, deltas, dss, part, stages, qf, dof, kf, ke, vf, ve, read, mail, mf, me, qfirst, qlast, stride_ib,
-    scale, scale_log2, Tk, Hq, tiles, heads, together, zero,
+    qs, ks, vs, dos, lses, deltas, dss, part, stages, qf, dof, kf, ke, vf, ve, read, mail, mf, me, qfirst, qlast, stride_ib, scale,
+    scale_log2, Tk, Hq, tiles, heads, together, zero,
     GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, FENCE_LAST: gl.constexpr, ORDERED: gl.constexpr,
     WAYS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
@@ -252,36 +267,34 @@ def consumer(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     a_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     zeros = gl.zeros([KEYS, BM], gl.float32, layout=s_layout)
-    # There dk and dv find place on their way out, and k and v can be loaded meanwhile.
     IN_DS: gl.constexpr = BM >= 2 * D
-    # For heads of a group it was faster if one consumer forms dq and scores while the other has its exponentials.
-    TURNS: gl.constexpr = GROUP > 1 and not IN_DS
-    if TURNS and C == 1:
+    # At 64 channels it is slower, but takes fewer registers.
+    SKIP: gl.constexpr = D == 128 or (ORDERED and GROUP > 1)
+    if C == 1:
         bar_arrive(TURN, 256)
     Hkv = Hq // GROUP
     it = 0
     done = 0
-    t = letter(mail, mf, done, 4)
+    t = receive(mail, mf, me, done, 4)
     m0, n, down, qfirst_j, qlast_j, last_first, first_last = walk_of(
         gl.maximum(t, 0), qfirst, qlast, stride_ib, tiles, Tk, Hkv, heads, together, BM, BN, ORDERED, WAYS, C, KEYS, s_layout,
     )  # fmt: skip
     while t >= 0:
         dk = gl.zeros([KEYS, D], gl.float32, layout=a_layout)
         dv = gl.zeros([KEYS, D], gl.float32, layout=a_layout)
-        if IN_DS:
-            tma.store_wait(0)
-            bar_sync(STORED + 9 * C, 128)
         mbarrier.wait(kf, done & 1)
         if n > 0:
             mbarrier.wait(qf.index(it & 1), (it >> 1) & 1)
             k_mine = ks.index((it if ORDERED or GROUP > 1 else done) & zero).slice(C * KEYS, KEYS, dim=0)
             sa = warpgroup_mma(k_mine, qs.index(it & 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            s = warpgroup_mma_wait(0, deps=(sa,))
             mbarrier.wait(vf, done & 1)
+            if IN_DS:
+                mbarrier.wait(read, (it + done + 1) & 1)
+            s = warpgroup_mma_wait(0, deps=(sa,))
             for x in range(n * GROUP):
                 s, dk, dv = step(
-                    s, dk, dv, ks, vs, qs, dos, lses, deltas, dss, part, m0, read, qf, dof, it, zero, x, x + 1 < n * GROUP,
-                    qfirst_j, qlast_j, last_first, first_last, scale_log2, D, BM, FENCE_LAST, TURNS, C,
+                    s, dk, dv, ks, vs, qs, dos, lses, deltas, dss, part, m0, read, qf, dof, it, done, zero, x, x + 1 < n * GROUP,
+                    qfirst_j, qlast_j, last_first, first_last, scale_log2, D, BM, FENCE_LAST, SKIP, C,
                 )  # fmt: skip
                 it += 1
                 if (x + 1) % GROUP == 0:
@@ -290,7 +303,7 @@ def consumer(
             bar_sync(DS + 2 * (1 - C) + ((it - 1) & 1), 256)
             dqa = product_dq(dss.index((it + 1) & 1), ks.index((done if ORDERED or GROUP > 1 else it) & zero), BM, C)
             dq = warpgroup_mma_wait(0, deps=(dqa,))
-            mbarrier.wait(read, it & 1)
+            mbarrier.wait(read, (it + done) & 1)
             part.store(in_registers(dq))
             signal(True, C)
         else:
@@ -298,32 +311,18 @@ def consumer(
         mbarrier.arrive(ke, count=1)
         if IN_DS:
             mbarrier.arrive(ve, count=1)
-        b, hk, n0, _ = owned_keys(
-            receive(mail, mf, me, done, 4), tiles, qlast, stride_ib, Tk, Hkv, heads, together, BN, ORDERED
-        )
-        if IN_DS:  # where the next ds goes: the other consumer has read what was there
-            dv_mine = stages.index(4 * (it & 1) + C)
-            dk_mine = stages.index(4 * (it & 1) + C + 2)
-        else:  # where v was, and where parts of dq go
-            dv_mine = vs.index(C)
-            dk_mine = stages.index(C)
-        dv_mine.store(dv.to(dtype))
-        if not IN_DS:
-            mbarrier.wait(read, (it & 1) ^ 1)
-        dk_mine.store((dk * scale).to(dtype))
-        fence_async_shared()
-        tma_store(dv_out, [b, n0 + C * KEYS, hk, 0], dv_mine.reshape([1, KEYS, 1, D]))
-        tma_store(dk_out, [b, n0 + C * KEYS, hk, 0], dk_mine.reshape([1, KEYS, 1, D]))
+        dv_mine, dk_mine = results(stages, vs, it, D, BM, C)
+        dv_out, dk_out = dv.to(dtype), (dk * scale).to(dtype)
+        mbarrier.wait(read, (it + done + 1) & 1)
+        dv_mine.store(dv_out)
+        dk_mine.store(dk_out)
+        signal(True, C)
         # what the next walk needs is on its way while this one's results leave
         done += 1
-        t = letter(mail, mf, done, 4)
+        t = receive(mail, mf, me, done, 4)
         m0, n, down, qfirst_j, qlast_j, last_first, first_last = walk_of(
             gl.maximum(t, 0), qfirst, qlast, stride_ib, tiles, Tk, Hkv, heads, together, BM, BN, ORDERED, WAYS, C, KEYS, s_layout,
         )  # fmt: skip
-        if not IN_DS:
-            tma.store_wait(0)
-            mbarrier.arrive(ve, count=1)
-    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["Tq", "Tk", "Hq", "tiles", "heads", "together", "zero"])
@@ -371,16 +370,16 @@ def backward_kernel(
         mbarrier.init(dof.index(i), count=1)
     # fmt: off
     gl.warp_specialize([
-        (consumer, (dk, dv, qs, ks, vs, dos, lses, deltas, dss, parts.index(0), stages, qf, dof, kf, ke, vf, ve, read.index(0), mail, mf, me,
+        (consumer, (qs, ks, vs, dos, lses, deltas, dss, parts.index(0), stages, qf, dof, kf, ke, vf, ve, read.index(0), mail, mf, me,
                     qfirst, qlast, stride_ib, scale, scale_log2, Tk, Hq, tiles, heads, together, zero, GROUP, D, BM, BN, FENCE_LAST, ORDERED, WAYS, 0)),
-        (consumer, (dk, dv, qs, ks, vs, dos, lses, deltas, dss, parts.index(1), stages, qf, dof, kf, ke, vf, ve, read.index(1), mail, mf, me,
+        (consumer, (qs, ks, vs, dos, lses, deltas, dss, parts.index(1), stages, qf, dof, kf, ke, vf, ve, read.index(1), mail, mf, me,
                     qfirst, qlast, stride_ib, scale, scale_log2, Tk, Hq, tiles, heads, together, zero, GROUP, D, BM, BN, FENCE_LAST, ORDERED, WAYS, 1)),
         (producer, (q, k, v, do, lse2, delta, qs, ks, vs, dos, lses, deltas, qf, dof, kf, ke, vf, ve, mail, mf, me, counter,
                     qfirst, qlast, stride_ib, Tq, Tk, Hq, tiles, heads, together, GROUP, D, BM, BN, ORDERED, WAYS)),
-        (adder, (dq, parts.index(0), read.index(0), mail, mf, me, turns, qfirst, qlast, stride_ib, Tq, Tk, Hq, tiles, heads, together,
-                 GROUP, BM, BN, ORDERED, WAYS, 0)),
-        (adder, (dq, parts.index(1), read.index(1), mail, mf, me, turns, qfirst, qlast, stride_ib, Tq, Tk, Hq, tiles, heads, together,
-                 GROUP, BM, BN, ORDERED, WAYS, 1)),
+        (writer, (dq, dk, dv, parts.index(0), stages, vs, read.index(0), ve, mail, mf, me, turns, qfirst, qlast, stride_ib, Tq, Tk, Hq, tiles,
+                  heads, together, GROUP, D, BM, BN, ORDERED, WAYS, 0)),
+        (writer, (dq, dk, dv, parts.index(1), stages, vs, read.index(1), ve, mail, mf, me, turns, qfirst, qlast, stride_ib, Tq, Tk, Hq, tiles,
+                  heads, together, GROUP, D, BM, BN, ORDERED, WAYS, 1)),
     ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])
     # fmt: on
 

@@ -41,17 +41,11 @@ def send(mail, mf, me, done, t):
 
 
 @gluon.jit
-def letter(mail, mf, done, WARPS: gl.constexpr):
-    """The next tile of this program, -1 after the last, for a reader of so many warps, who may read it again until it is thrown away."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    mbarrier.wait(mf.index(done % 2), (done // 2) & 1)
-    return gl.max(mail.index(done % 2).load(layout), axis=0)
-
-
-@gluon.jit
 def receive(mail, mf, me, done, WARPS: gl.constexpr):
     """The next tile of this program, -1 after the last, for a reader of so many warps."""
-    t = letter(mail, mf, done, WARPS)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    mbarrier.wait(mf.index(done % 2), (done // 2) & 1)
+    t = gl.max(mail.index(done % 2).load(layout), axis=0)
     mbarrier.arrive(me.index(done % 2), count=1)
     return t
 

@@ -6,9 +6,7 @@ A script of its own: it needs Triton's compiler, and the other tests of a machin
 import io
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from contextlib import redirect_stdout
 
 import triton
@@ -48,25 +46,6 @@ def build(source, capability, **options):
     return compiled, log.getvalue()
 
 
-def in_loops(cubin):
-    """Spilled registers' instructions in the innermost loops that multiply matrices."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
-        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    code = [(int(at, 16), what) for at, what in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
-    loops = []
-    for i, (at, what) in enumerate(code):
-        to = re.search(r"BRA.* (0x[0-9a-f]+)", what)
-        waits = any("TRYWAIT" in before for _, before in code[max(i - 3, 0) : i])  # once more, away from its loop
-        if to and not waits and any(int(to[1], 16) <= x <= at and "HGMMA" in y for x, y in code):
-            loops.append((int(to[1], 16), at))
-    inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
-    assert inner, "no loop multiplies"
-    return sum(bool(re.search(r"\b(STL|LDL)\b", what)) for to, at in inner for x, what in code if to <= x <= at)
-
-
 def ptxas(kernel, constants, descriptors):
     """Spilled bytes, registers and warnings of one kernel."""
     signature = {
@@ -81,7 +60,6 @@ def ptxas(kernel, constants, descriptors):
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", said))
     return {
         "spilled": spilled,
-        "in_loops": in_loops(compiled.asm["cubin"]),
         "shared": compiled.metadata.shared,
         "warnings": re.findall(r"C7\d+", said),
     }

@@ -13,8 +13,6 @@ SHARED_MEMORY = {"sm90": 227 * 1024, "any": 99 * 1024}  # bytes that a program m
 TUNED = ("3.6.", "3.7.")  # 3.8 and 3.9 spill up to 200 bytes, 3.9 some of it in loops
 BACKWARD = ("backward", "ordered backward", "backward of groups", "ordered backward of groups")
 HOPPER = [f"{part} {size}" for part in ("forward", "forward again", *BACKWARD) for size in (64, 128)]
-# Bytes, once per tile of keys; of the last, on Triton 3.6, some are read again where a tile is masked.
-SPILLED = {f"{part} 64": 16 for part in BACKWARD} | {"backward 128": 8, "ordered backward of groups 64": 64}
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +35,8 @@ def test_products_stay_asynchronous_and_fit(report, kernel):
     not triton.__version__.startswith(TUNED), reason="tiles and registers were chosen with Triton 3.6 and 3.7"
 )
 @pytest.mark.parametrize("kernel", HOPPER)
-def test_no_loop_spills(report, kernel):
-    assert report["hopper"][kernel]["in_loops"] <= (kernel == "ordered backward of groups 64")
-    assert report["hopper"][kernel]["spilled"] <= SPILLED.get(kernel, 0)
+def test_nothing_spills(report, kernel):
+    assert report["hopper"][kernel]["spilled"] == 0
 
 
 @pytest.mark.parametrize("arch", ["any", "sm90"])
