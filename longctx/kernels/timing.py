@@ -1,4 +1,4 @@
-"""Times of calls that compete: in turn, round by round, so that all see the same clocks; medians. And times of steps.
+"""Times of calls that compete: in turn, round by round, each after an untimed one of its own; medians. And times of steps.
 
 On a GPU the device is given something to sleep on while a round is handed to it. So it never waits for Python, and what the events
 between the calls measure is the device's own time.
@@ -88,6 +88,7 @@ def _round(calls: Mapping[Key, Callable[[], Any]], order: list[Key], on_gpu: boo
     marks: dict[Key, tuple[Any, Any]] = {}
     for key in order:
         if on_gpu:
+            calls[key]()  # what a call finds, its clock and its cache, is its own doing
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             calls[key]()
