@@ -7,7 +7,7 @@ each forms half of the tile's dq, half of its columns or of its queries, one til
 A warp for each consumer, the writer, hears of that part once more a tile later, when nobody has to wait for its way to shared memory,
 and adds it, in fp32, to sums in global memory by TMA; the sums lie in the order in which products leave them in registers, and are
 put in place and scaled at the end. The writer also stores dk and dv. One more warp, the producer, loads. The next tile's scores are
-in flight meanwhile; the consumers take turns, so that one forms dq and scores while the other has its exponentials.
+in flight meanwhile; the consumers take turns, so that one has products while the other has its exponentials.
 
 The sum over key tiles arrives in any order, so dq may differ in its last bits from run to run. Ordered, it does not: hopper_order.py.
 
@@ -57,7 +57,7 @@ ROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, ran
 KEYS = gl.constexpr(64)  # of a consumer warpgroup
 # Of the hardware's 16 named barriers, of which Triton takes 0 to 5 for five partitions. They cost less than an mbarrier's arrival, for
 # which the consumer's warps wait for one another.
-TURN = gl.constexpr(6)  # it is a consumer's turn to form dq and scores: 6 + 9 · consumer
+TURN = gl.constexpr(6)  # it is a consumer's turn to form products: 6 + 9 · consumer
 DS = gl.constexpr(9)  # ds is there: 9 + 2 · consumer + tile & 1
 FREE = gl.constexpr(13)  # q and do of a tile have been read: 13 + tile & 1
 FULL = gl.constexpr(7)  # a consumer's part of dq, or its dk and dv, are there: 7 + consumer
@@ -146,12 +146,8 @@ def results(stages, vs, it, D: gl.constexpr, BM: gl.constexpr, C: gl.constexpr):
 
     Of 64 channels they fit into the place of the next ds, and k and v can be loaded meanwhile; else it is that of v, and of parts of dq.
     """
-    if BM >= 2 * D:
-        dv = stages.index(4 * (it & 1) + C)
-        dk = stages.index(4 * (it & 1) + C + 2)
-    else:
-        dv = vs.index(C)
-        dk = stages.index(C)
+    dv = stages.index(4 * (it & 1) + C) if BM >= 2 * D else vs.index(C)
+    dk = stages.index(4 * (it & 1) + C + 2) if BM >= 2 * D else stages.index(C)
     return dv, dk
 
 
@@ -206,7 +202,7 @@ def signal(there, C: gl.constexpr):
 @gluon.jit
 def step(
     s, dk, dv, ks, vs, qs, dos, lses, deltas, dss, part, m0, read, qf, dof, it, done, zero, x, more, qfirst_j, qlast_j, last_first,
-    first_last, scale_log2, D: gl.constexpr, BM: gl.constexpr, FENCE_LAST: gl.constexpr, SKIP: gl.constexpr, C: gl.constexpr,
+    first_last, scale_log2, D: gl.constexpr, BM: gl.constexpr, FENCE_LAST: gl.constexpr, SKIP: gl.constexpr, TURNS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Step x of a walk, one tile of queries, whose scores `s` are there: adds to dk, dv, and returns the next tile's scores.
 
@@ -227,6 +223,9 @@ def step(
     mbarrier.wait(dof.index(now), (it >> 1) & 1)
     dpa = warpgroup_mma(vs.index(C + (it & zero)), dos.index(now).permute((1, 0)), zeros, use_acc=False, is_async=True)
     p = gl.exp2(s * scale_log2 - lses.index(now).load(s_layout))
+    if not TURNS and C == 0:  # noqa: SIM102 - the first is known to the compiler
+        if x == 0:
+            bar_arrive(TURN + 9, 256)
     signal(x > 1, C)
     dva = warpgroup_mma(gl.convert_layout(p.to(dtype), p_layout), dos.index(now), dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dpa,))
@@ -237,7 +236,8 @@ def step(
     dss.index(now).slice(C * KEYS, KEYS, dim=0).store(d)
     if not FENCE_LAST:
         fence_async_shared()
-    bar_sync(TURN + 9 * C, 256)
+    if TURNS:
+        bar_sync(TURN + 9 * C, 256)
     dqa = product_dq(dss.index(after), ks.index(it & zero), BM, C)
     dk, dv = warpgroup_mma_wait(1, deps=(dka, dva))
     bar_arrive(FREE + now, 288)
@@ -252,32 +252,31 @@ def step(
         mbarrier.wait(read, (it + done) & 1)
         part.store(in_registers(dq))
     s = warpgroup_mma_wait(0, deps=(sa,))
-    bar_arrive(TURN + 9 * (1 - C), 256)
+    if TURNS:
+        bar_arrive(TURN + 9 * (1 - C), 256)
     return s, dk, dv
 
 
 @gluon.jit
 def consumer(
     qs, ks, vs, dos, lses, deltas, dss, part, stages, qf, dof, kf, ke, vf, ve, read, mail, mf, me, qfirst, qlast, stride_ib, scale,
-    scale_log2, Tk, Hq, tiles, heads, together, zero,
-    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, FENCE_LAST: gl.constexpr, ORDERED: gl.constexpr,
-    WAYS: gl.constexpr, C: gl.constexpr,
+    scale_log2, Tk, Hq, tiles, heads, together, zero, GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    FENCE_LAST: gl.constexpr, ORDERED: gl.constexpr, WAYS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = qs.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     a_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     zeros = gl.zeros([KEYS, BM], gl.float32, layout=s_layout)
     IN_DS: gl.constexpr = BM >= 2 * D
-    # At 64 channels it is slower, but takes fewer registers.
-    SKIP: gl.constexpr = D == 128 or (ORDERED and GROUP > 1)
-    if C == 1:
+    SKIP: gl.constexpr = D == 128 or (ORDERED and GROUP > 1)  # at 64 channels slower, but takes fewer registers
+    TURNS: gl.constexpr = D == 128  # at every step; else at the first of a walk, which keeps consumers that far apart
+    if TURNS and C == 1:
         bar_arrive(TURN, 256)
-    Hkv = Hq // GROUP
     it = 0
     done = 0
     t = receive(mail, mf, me, done, 4)
     m0, n, down, qfirst_j, qlast_j, last_first, first_last = walk_of(
-        gl.maximum(t, 0), qfirst, qlast, stride_ib, tiles, Tk, Hkv, heads, together, BM, BN, ORDERED, WAYS, C, KEYS, s_layout,
+        gl.maximum(t, 0), qfirst, qlast, stride_ib, tiles, Tk, Hq // GROUP, heads, together, BM, BN, ORDERED, WAYS, C, KEYS, s_layout,
     )  # fmt: skip
     while t >= 0:
         dk = gl.zeros([KEYS, D], gl.float32, layout=a_layout)
@@ -285,6 +284,8 @@ def consumer(
         mbarrier.wait(kf, done & 1)
         if n > 0:
             mbarrier.wait(qf.index(it & 1), (it >> 1) & 1)
+            if not TURNS and C == 1:
+                bar_sync(TURN + 9, 256)
             k_mine = ks.index((it if ORDERED or GROUP > 1 else done) & zero).slice(C * KEYS, KEYS, dim=0)
             sa = warpgroup_mma(k_mine, qs.index(it & 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
             mbarrier.wait(vf, done & 1)
@@ -294,7 +295,7 @@ def consumer(
             for x in range(n * GROUP):
                 s, dk, dv = step(
                     s, dk, dv, ks, vs, qs, dos, lses, deltas, dss, part, m0, read, qf, dof, it, done, zero, x, x + 1 < n * GROUP,
-                    qfirst_j, qlast_j, last_first, first_last, scale_log2, D, BM, FENCE_LAST, SKIP, C,
+                    qfirst_j, qlast_j, last_first, first_last, scale_log2, D, BM, FENCE_LAST, SKIP, TURNS, C,
                 )  # fmt: skip
                 it += 1
                 if (x + 1) % GROUP == 0:
@@ -321,7 +322,7 @@ def consumer(
         done += 1
         t = receive(mail, mf, me, done, 4)
         m0, n, down, qfirst_j, qlast_j, last_first, first_last = walk_of(
-            gl.maximum(t, 0), qfirst, qlast, stride_ib, tiles, Tk, Hkv, heads, together, BM, BN, ORDERED, WAYS, C, KEYS, s_layout,
+            gl.maximum(t, 0), qfirst, qlast, stride_ib, tiles, Tk, Hq // GROUP, heads, together, BM, BN, ORDERED, WAYS, C, KEYS, s_layout,
         )  # fmt: skip
 
 
