@@ -83,16 +83,16 @@ def run(options: Options, command: str) -> None:
     clock = Clock(options.seconds)
     ceiling = matmul_tflops()
     print(f"this chip's bf16 matrix product: {ceiling:.0f} TFLOP/s")
+    about = {"command": command, **machine(), "matmul_tflops": ceiling, "reference": options.reference}
     rows: list[dict[str, Any]] = []
     cases = list(itertools.product(options.masks, options.head_sizes, options.lengths))
     for number, (mask, head_dim, length) in enumerate(cases):
         found = measure(options, mask, head_dim, length, clock, clock.left() / (len(cases) - number), "cuda", ceiling)
         rows += found
+        write_json(Path(f"{options.out}.json"), about | {"rows": rows})  # what is known so far outlives an interruption
         if shown := [row for row in found if "skipped" not in row]:
             lines = [readable(row) for row in shown]
             grid(f"{mask}, head size {head_dim}, {length:,} tokens; × {options.reference}", list(lines[0]), lines)
-    about = {"command": command, **machine(), "matmul_tflops": ceiling, "reference": options.reference}
-    write_json(Path(f"{options.out}.json"), about | {"rows": rows})
     if any("skipped" not in row for row in rows):
         for name in (name for name in options.backends if name.startswith("flash") and PEERS[name][0] == "flash"):
             if compared := against(rows, name):

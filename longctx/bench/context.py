@@ -67,21 +67,21 @@ def run(options: Options, command: str, words: list[str]) -> None:
         check_attention(config, "cuda")
     longest = {backend: find_longest(config, options, end) for backend, config in asked.items()}
     rows: list[dict[str, Any]] = []
-    points = [(n, b) for b in asked for n in ladder(options.shortest, longest[b]["tokens"])]
-    for tokens, backend in sorted(points):  # the short ones first: they are cheap
-        rows.append(measure(replace(asked[backend], seq_len=tokens), options.steps, end))
-        print(line(rows[-1]), flush=True)
-        report(rows[-1], asked[backend])
-    first = next(iter(asked.values()))
     found = {
         "command": command,
         **machine(),
         "options": asdict(options),
-        "parameters": first.model.parameters(),
+        "parameters": next(iter(asked.values())).model.parameters(),
         "gpu_memory_gib": gpu_memory() / GIB,
         "longest": longest,
         "rows": rows,
     }
+    points = [(n, b) for b in asked for n in ladder(options.shortest, longest[b]["tokens"])]
+    for tokens, backend in sorted(points):  # the short ones first: they are cheap
+        rows.append(measure(replace(asked[backend], seq_len=tokens), options.steps, end))
+        print(line(rows[-1]), flush=True)
+        write_json(Path(f"{options.out}.json"), found)  # what is known so far outlives an interruption
+        report(rows[-1], asked[backend])
     grid("Memory and speed over length", SHOWN, [row | {"mfu": percent(row.get("mfu"))} for row in rows])
     for backend, best in longest.items():
         print(f"{backend}: {best['tokens']:,} tokens, {best['how']}")

@@ -61,10 +61,14 @@ def run(options: Options, command: str, words: list[str]) -> None:
         raise ValueError("bench memory measures a GPU's memory and there is no CUDA GPU here")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")  # of each process
     configs = list(combinations(options, words))
+    rows: list[dict[str, Any]] = []
+    found: dict[str, Any] = {"command": command, **machine(), "options": asdict(options), "rows": rows}
     with ThreadPoolExecutor(options.parallel) as pool:
         end = time.monotonic() + 60 * options.minutes
         room = Room(0.95 * float(torch.cuda.mem_get_info()[0]))
-        rows = [row for row in pool.map(lambda config: point(config, end, room), configs) if row]
+        for row in pool.map(lambda config: point(config, end, room), configs):
+            rows += [row] if row else []
+            write_json(Path(f"{options.out}.json"), found)  # what is known so far outlives an interruption
     errors = sorted(abs(row["error"]) for row in rows if row["error"] is not None)
     shown = (
         "model",
@@ -82,8 +86,7 @@ def run(options: Options, command: str, words: list[str]) -> None:
     grid("Peak memory, predicted and measured", shown, [row | {"off": off(row["error"])} for row in rows])
     within = sum(error <= 0.03 for error in errors)
     print(f"{within} of {len(errors)} within 3%, the worst {max(errors, default=0.0):.1%}")
-    found = {"command": command, **machine(), "options": asdict(options), "within_3_percent": within, "rows": rows}
-    write_json(Path(f"{options.out}.json"), found)
+    write_json(Path(f"{options.out}.json"), found | {"within_3_percent": within})
     print(f"wrote {options.out}.json")
 
 

@@ -58,16 +58,6 @@ def run(options: Options, command: str, words: list[str]) -> None:
     configs = {n: shaped(options, words, n, device) for n in options.lengths}
     end = time.monotonic() + 60 * options.minutes
     rows: list[dict[str, Any]] = []
-    for tokens in options.lengths:
-        here: list[dict[str, Any]] = []
-        for peer in options.peers:
-            here.append(point(peer, configs[tokens], options, words, rows, end, device))
-            rows.append(here[-1])
-            print(line(rows[-1]), flush=True)
-        ours = next((r["tokens_per_second"] for r in here if r["peer"] == "longctx" and "ms" in r), None)
-        for row in here:
-            if ours is not None and "ms" in row:
-                row["longctx_over_it"] = ours / row["tokens_per_second"]
     first = next(iter(configs.values()))
     found = {
         "command": command,
@@ -78,6 +68,17 @@ def run(options: Options, command: str, words: list[str]) -> None:
         "clip": first.clip,
         "rows": rows,
     }
+    for tokens in options.lengths:
+        here: list[dict[str, Any]] = []
+        for peer in options.peers:
+            here.append(point(peer, configs[tokens], options, words, rows, end, device))
+            rows.append(here[-1])
+            print(line(rows[-1]), flush=True)
+            write_json(Path(f"{options.out}.json"), found)  # what is known so far outlives an interruption
+        ours = next((r["tokens_per_second"] for r in here if r["peer"] == "longctx" and "ms" in r), None)
+        for row in here:
+            if ours is not None and "ms" in row:
+                row["longctx_over_it"] = ours / row["tokens_per_second"]
     percents = [r | {key: f"{r[key]:.1%}" for key in ("mfu", "mfu_6n") if r.get(key) is not None} for r in rows]
     grid(
         "Whole training steps; mfu: visible pairs; mfu 6n: (6 parameters + 6 layers × channels × tokens in a row) a token",

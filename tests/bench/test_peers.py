@@ -254,3 +254,16 @@ def test_what_cannot_be_measured_says_why(card: list[dict[str, Any]], monkeypatc
 def test_a_wrong_word_is_one_line(word: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["peers", word]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_an_interruption_leaves_the_points_that_were_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(peer: str, *rest: Any) -> dict[str, Any]:
+        if peer == "nanogpt":
+            raise KeyboardInterrupt
+        return {"peer": peer, "tokens": 32, "rows": 1, "how": "made up"}
+
+    monkeypatch.setattr(peers, "point", interrupted)
+    words = ["peers", *TINY, "peers=longctx,nanogpt", "lengths=32", f"out={tmp_path / 'found'}"]
+    assert main(words) != 0
+    kept = json.loads((tmp_path / "found.json").read_text())
+    assert [row["peer"] for row in kept["rows"]] == ["longctx"]
