@@ -52,6 +52,7 @@ def answer(argv: list[str], help_text: Callable[[], str], do: Callable[[list[str
         if asks_help(argv):
             print(help_text(), flush=True)
             return 0
+        check_given_once(argv)
         code = do(argv) or 0
         sys.stdout.flush()
         return code
@@ -94,6 +95,15 @@ def read(options: type, words: list[str]) -> Any:
             )
         values[key] = _value(key, text, fields[key].default)
     return options(**values)
+
+
+def check_given_once(argv: list[str]) -> None:
+    """ValueError where a key is given two values, of which one would do nothing."""
+    given: dict[str, str] = {}
+    for word in argv:
+        key, equals, value = word.lstrip("+").partition("=")
+        if equals and "/" not in key and given.setdefault(key, value) != value:
+            raise ValueError(f"{word}: {key}={given[key]} is given too; leave one of them out")
 
 
 def _value(key: str, text: str, default: Any) -> Any:

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from longctx.options import libraries
+from longctx.options import answer, libraries
 
 
 def test_the_collector_rests_while_libraries_are_imported() -> None:
@@ -21,3 +21,19 @@ def test_the_collector_rests_while_libraries_are_imported() -> None:
         assert gc.isenabled()
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize(
+    ("words", "mistake"),
+    [
+        (["seq_len=64", "model=tiny", "seq_len=128"], "seq_len=128: seq_len=64 is given too"),
+        (["++model.layers=2", "model.layers=3"], "model.layers=3: model.layers=2 is given too"),
+        (["seq_len=64", "seq_len=64"], ""),
+        (["compare", "runs/lr=1", "runs/lr=2"], ""),
+    ],
+)
+def test_a_key_with_two_values_is_a_mistake(words: list[str], mistake: str, capsys: pytest.CaptureFixture[str]) -> None:
+    done: list[list[str]] = []
+    code = answer(words, lambda: "", done.append)
+    assert (code, done) == ((2, []) if mistake else (0, [words]))
+    assert mistake in capsys.readouterr().err
