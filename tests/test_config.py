@@ -188,6 +188,26 @@ def test_parts_of_memory_fit_together() -> None:
         compose("memory=fast", "memory.keep_every=2")
     with pytest.raises(ValueError, match=r"memory\.mlp_tile=64 needs memory\.recompute=mlp or block, not none"):
         compose("memory=fast", "memory.mlp_tile=64")
+    with pytest.raises(ValueError, match=r"memory\.offload=0\.5 needs memory\.recompute=block, not mlp"):
+        compose("memory.recompute=mlp", "memory.offload=0.5")
+
+
+@pytest.mark.parametrize(
+    ("words", "policies"),
+    [
+        ([], ["fast", "balanced", "long"]),
+        (["memory.mlp_tile=64"], ["balanced", "long"]),
+        (["memory.offload=0.5"], ["balanced", "long"]),
+        (["memory.recompute=none"], ["fast", "balanced"]),
+        (["memory=long", "memory.offload=0"], ["long"]),
+    ],
+)
+def test_auto_stands_for_the_policies_that_go_with_what_is_given(words: list[str], policies: list[str]) -> None:
+    asked = compose(*words).config
+    assert asked.memory.policies() == policies
+    assert complete(asked, "cpu").memory == asked.memory.filled(policies[0])
+    asked.memory.validate()
+    complete(asked, "cpu").memory.validate()
     assert compose("memory=long", "memory.offload=0.25").config.memory.filled("long").offload == 0.25
     assert str(compose("memory=fast").config.memory) == "fast"
     said = str(compose("memory=balanced", "memory.loss_chunk=512").config.memory)

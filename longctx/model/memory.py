@@ -41,20 +41,29 @@ class MemoryConfig:
                 raise ValueError(f"memory.{key}={value}: a number from {least} to {2**24:,}")
         if self.offload is not None and not 0 <= self.offload <= 1:
             raise ValueError(f"memory.offload={self.offload}: a share from 0 to 1")
-        if self.policy == "auto":
-            return
-        whole = self.filled(self.policy)
-        if whole.recompute != "block" and (whole.keep_every != 1 or whole.offload):
-            given = f"keep_every={whole.keep_every}" if whole.keep_every != 1 else f"offload={whole.offload}"
-            raise ValueError(f"memory.{given} needs memory.recompute=block, not {whole.recompute}")
-        if whole.recompute == "none" and whole.mlp_tile:
-            raise ValueError(f"memory.mlp_tile={whole.mlp_tile} needs memory.recompute=mlp or block, not none")
+        if not self.policies():
+            raise ValueError(self._contradiction("fast" if self.policy == "auto" else self.policy))
 
     def __str__(self) -> str:
         """The policy, and where it is not plain fast its parts: what a run says at its beginning."""
         plain = POLICIES["fast"] | {"loss_chunk": None}
         parts = [f"{key}={getattr(self, key)}" for key in plain if getattr(self, key) not in (None, plain[key])]
         return ", ".join([self.policy, *parts])
+
+    def policies(self) -> list[str]:
+        """The policies that this may stand for, the fastest first: its own, or if it is auto all that go with what is given."""
+        names = list(POLICIES) if self.policy == "auto" else [self.policy]
+        return [name for name in names if not self._contradiction(name)]
+
+    def _contradiction(self, policy: str) -> str:
+        """What does not go together where nulls are filled in as `policy` says; empty if all does."""
+        whole = self.filled(policy)
+        if whole.recompute != "block" and (whole.keep_every != 1 or whole.offload):
+            given = f"keep_every={whole.keep_every}" if whole.keep_every != 1 else f"offload={whole.offload}"
+            return f"memory.{given} needs memory.recompute=block, not {whole.recompute}"
+        if whole.recompute == "none" and whole.mlp_tile:
+            return f"memory.mlp_tile={whole.mlp_tile} needs memory.recompute=mlp or block, not none"
+        return ""
 
     def filled(self, policy: str) -> MemoryConfig:
         """Every null but `loss_chunk` filled in as `policy`, fast, balanced or long, says; what is given stands."""

@@ -228,7 +228,7 @@ def complete(config: TrainConfig, device: str) -> CompleteConfig:
         "val_rows": max(1, TOKENS_PER_VALIDATION[device] // config.seq_len)
         if config.val_rows is None
         else config.val_rows,
-        "memory": config.memory.filled("fast" if config.memory.policy == "auto" else config.memory.policy),
+        "memory": config.memory.filled(config.memory.policies()[0]),
         "precision": {"cuda": "bf16", "cpu": "fp32"}[device] if config.precision == "auto" else config.precision,
         "compile": str(device == "cuda").lower() if config.compile.lower() == "auto" else config.compile.lower(),
     }

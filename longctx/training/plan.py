@@ -40,14 +40,8 @@ def with_policy(config: CompleteConfig, policy: str) -> CompleteConfig:
 
 def policies(config: CompleteConfig) -> list[CompleteConfig]:
     """`config` with each policy that memory= may stand for, the fastest first: its own, or where it is auto all."""
-    found = []
-    for name in POLICIES if config.memory.policy == "auto" else [config.memory.policy]:
-        try:
-            found.append(with_policy(config, name))
-        except ValueError:
-            if config.memory.policy != "auto":
-                raise
-    return found
+    config.memory.validate()
+    return [with_policy(config, name) for name in config.memory.policies()]
 
 
 def fits(config: CompleteConfig, gpu: float, host: float) -> bool:
