@@ -190,6 +190,10 @@ def test_parts_of_memory_fit_together() -> None:
         compose("memory=fast", "memory.mlp_tile=64")
     with pytest.raises(ValueError, match=r"memory\.offload=0\.5 needs memory\.recompute=block, not mlp"):
         compose("memory.recompute=mlp", "memory.offload=0.5")
+    assert compose("memory=long", "memory.offload=0.25").config.memory.filled("long").offload == 0.25
+    assert str(compose("memory=fast").config.memory) == "fast"
+    said = str(compose("memory=balanced", "memory.loss_chunk=512").config.memory)
+    assert said == "balanced, recompute=block, loss_chunk=512"
 
 
 @pytest.mark.parametrize(
@@ -208,10 +212,6 @@ def test_auto_stands_for_the_policies_that_go_with_what_is_given(words: list[str
     assert complete(asked, "cpu").memory == asked.memory.filled(policies[0])
     asked.memory.validate()
     complete(asked, "cpu").memory.validate()
-    assert compose("memory=long", "memory.offload=0.25").config.memory.filled("long").offload == 0.25
-    assert str(compose("memory=fast").config.memory) == "fast"
-    said = str(compose("memory=balanced", "memory.loss_chunk=512").config.memory)
-    assert said == "balanced, recompute=block, loss_chunk=512"
 
 
 def test_two_lengths_of_one_run_are_a_mistake() -> None:

@@ -76,16 +76,16 @@ def run(options: Options, command: str, words: list[str]) -> None:
         "longest": longest,
         "rows": rows,
     }
+    write_json(Path(f"{options.out}.json"), found)  # what is known so far outlives an interruption
     points = [(n, b) for b in asked for n in ladder(options.shortest, longest[b]["tokens"])]
     for tokens, backend in sorted(points):  # the short ones first: they are cheap
         rows.append(measure(replace(asked[backend], seq_len=tokens), options.steps, end))
         print(line(rows[-1]), flush=True)
-        write_json(Path(f"{options.out}.json"), found)  # what is known so far outlives an interruption
+        write_json(Path(f"{options.out}.json"), found)
         report(rows[-1], asked[backend])
     grid("Memory and speed over length", SHOWN, [row | {"mfu": percent(row.get("mfu"))} for row in rows])
     for backend, best in longest.items():
         print(f"{backend}: {best['tokens']:,} tokens, {best['how']}")
-    write_json(Path(f"{options.out}.json"), found)
     plot(found, Path(f"{options.out}.png"))
     print(f"wrote {options.out}.json and {options.out}.png")
 

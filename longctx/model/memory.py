@@ -41,8 +41,7 @@ class MemoryConfig:
                 raise ValueError(f"memory.{key}={value}: a number from {least} to {2**24:,}")
         if self.offload is not None and not 0 <= self.offload <= 1:
             raise ValueError(f"memory.offload={self.offload}: a share from 0 to 1")
-        if not self.policies():
-            raise ValueError(self._contradiction("fast" if self.policy == "auto" else self.policy))
+        self.policies()
 
     def __str__(self) -> str:
         """The policy, and where it is not plain fast its parts: what a run says at its beginning."""
@@ -51,9 +50,15 @@ class MemoryConfig:
         return ", ".join([self.policy, *parts])
 
     def policies(self) -> list[str]:
-        """The policies that this may stand for, the fastest first: its own, or if it is auto all that go with what is given."""
+        """The policies that this may stand for, the fastest first: its own, or if it is auto all that go with what is given.
+
+        ValueError where none does.
+        """
         names = list(POLICIES) if self.policy == "auto" else [self.policy]
-        return [name for name in names if not self._contradiction(name)]
+        found = [name for name in names if not self._contradiction(name)]
+        if not found:
+            raise ValueError(self._contradiction(names[0]))
+        return found
 
     def _contradiction(self, policy: str) -> str:
         """What does not go together where nulls are filled in as `policy` says; empty if all does."""

@@ -40,7 +40,6 @@ def with_policy(config: CompleteConfig, policy: str) -> CompleteConfig:
 
 def policies(config: CompleteConfig) -> list[CompleteConfig]:
     """`config` with each policy that memory= may stand for, the fastest first: its own, or where it is auto all."""
-    config.memory.validate()
     return [with_policy(config, name) for name in config.memory.policies()]
 
 

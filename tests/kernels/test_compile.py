@@ -10,7 +10,7 @@ import pytest
 import triton
 
 SHARED_MEMORY = {"sm90": 227 * 1024, "any": 99 * 1024}  # bytes that a program may have
-TUNED = ("3.6.", "3.7.")  # 3.8 and 3.9 spill up to 200 bytes, 3.9 some of it in loops
+TUNED = ("3.6.", "3.7.")  # the forward spills up to 172 bytes on 3.8 and 3.9, the backward of 64 up to 136 on 3.9
 BACKWARD = ("backward", "ordered backward", "backward of groups", "ordered backward of groups")
 HOPPER = [f"{part} {size}" for part in ("forward", "forward again", *BACKWARD) for size in (64, 128)]
 

@@ -66,7 +66,7 @@ def test_peaks_measured_on_a_gpu_are_within_three_percent() -> None:
 
 
 # Whole models on one H200, attention=flash, one micro-batch a step: GiB and tokens/s. Those of the portable kernel were measured
-# with another one of its speed.
+# with another one of its speed, "auto" with the Hopper kernels of that day.
 WHOLE = [
     ("124m", "fast", 16, 4096, 20.41, 432_778, "portable"),
     ("124m", "fast", 4, 16384, 20.41, 235_406, "portable"),
