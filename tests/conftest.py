@@ -11,6 +11,8 @@ if not torch.cuda.is_available():
     import longctx.kernels.adamw
     import longctx.kernels.cross_entropy
     import longctx.kernels.portable
+    import longctx.kernels.rms_norm
+    import longctx.kernels.rope
     import longctx.kernels.swiglu  # noqa: F401
 
     del os.environ["TRITON_INTERPRET"]

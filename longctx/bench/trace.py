@@ -37,7 +37,7 @@ OPERATORS = (
     (re.compile(r"^Optimizer\.|clip_grad|adamw?\b", re.IGNORECASE), OPTIMIZER),
     (re.compile(r"enumerate\(DataLoader\)"), DATA),
     (re.compile(r"::(mm|addmm|linear|matmul|_scaled_mm|silu|silu_backward)\b|swiglu", re.IGNORECASE), MATRICES),
-    (re.compile(r"rms_norm|::rope|rotate|embedding", re.IGNORECASE), SMALL),
+    (re.compile(r"rms_norm|rope_|::rope|rotate|embedding", re.IGNORECASE), SMALL),
 )
 KERNELS = (
     (
@@ -86,7 +86,6 @@ class Leaf:
 @contextmanager
 def marked(compiled: bool) -> Iterator[None]:
     """Inside, models run with ranges around their parts; where blocks are compiled, only around what is not."""
-    from torch import nn
     from torch.profiler import record_function
 
     from longctx.model import gpt, layers
@@ -100,11 +99,11 @@ def marked(compiled: bool) -> Iterator[None]:
         return wrapped
 
     targets: list[tuple[Any, str, str]] = [(gpt.GPT, "forward", MODEL), (gpt, "linear_cross_entropy", RANGE + LOSS)]
-    targets += [(nn.Embedding, "forward", RANGE + SMALL)]
+    targets += [(gpt.F, "embedding", RANGE + SMALL)]
     if not compiled:
         targets += [(layers, "attention", RANGE + ATTENTION), (layers, "rotate", RANGE + SMALL)]
-        targets += [(layers.RMSNorm, "forward", RANGE + SMALL), (layers.SwiGLU, "forward", RANGE + MATRICES)]
-        targets += [(nn.Linear, "forward", RANGE + MATRICES)]
+        targets += [(layers.RMSNorm, "of_stream", RANGE + SMALL), (layers.SwiGLU, "forward", RANGE + MATRICES)]
+        targets += [(layers.RMSNorm, "forward", RANGE + SMALL), (layers.Linear, "forward", RANGE + MATRICES)]
     with ExitStack() as stack:
         for owner, name, part in targets:
             stack.enter_context(mock.patch.object(owner, name, inside(part, getattr(owner, name))))

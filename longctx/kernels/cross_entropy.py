@@ -17,6 +17,7 @@ from torch import Tensor
 IGNORED = tl.constexpr(-100)
 LOG2E = tl.constexpr(1.4426950408889634)
 EIGHT = tl.constexpr(8)
+MULTIPLIED = 2048  # elements at a time
 
 
 @triton.jit
@@ -70,6 +71,23 @@ def cross_entropy_(z: Tensor, target: Tensor, loss: Tensor, scale: Tensor | None
     block, warps = launch(V)
     with torch.cuda.device_of(z):
         cross_entropy_kernel[(n,)](z, target, loss, scale, z.stride(0), V, scale is not None, block, num_warps=warps)
+
+
+@triton.jit
+def multiply_kernel(x, by, N, BLOCK: tl.constexpr):
+    factor = tl.load(by)
+    if factor != 1.0:
+        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, N, tl.num_programs(0) * BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            y = tl.load(x + at, mask=at < N).to(tl.float32) * factor
+            tl.store(x + at, y.to(x.dtype.element_ty), mask=at < N)
+
+
+def multiply_(x: Tensor, by: Tensor) -> Tensor:
+    """x, contiguous, times the fp32 scalar `by` on its device, in place; where that is 1 nothing is read, and nobody waits to know."""
+    with torch.cuda.device_of(x):
+        multiply_kernel[(min(1024, triton.cdiv(x.numel(), MULTIPLIED)),)](x, by, x.numel(), MULTIPLIED)
+    return x
 
 
 def launch(V: int) -> tuple[int, int]:

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longctx.kernels.linear import weight_gradient
+
 
 @triton.jit
 def swiglu_kernel(gate_up, act, width, BLOCK: tl.constexpr):
@@ -81,24 +83,24 @@ def _grid(N: int, width: int) -> tuple[tuple[int, int], int]:
 class _GatedDown(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, weight: Tensor, bias: Tensor | None, valued: bool) -> Tensor:
-        ctx.save_for_backward(gate_up, weight)
-        return (
-            F.linear(swiglu(gate_up), weight, bias)
-            if valued
-            else gate_up.new_zeros(1).expand(len(gate_up), len(weight))
-        )
+        narrow = weight.to(gate_up.dtype)
+        ctx.save_for_backward(gate_up, narrow)
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        if not valued:
+            return gate_up.new_zeros(1).expand(len(gate_up), len(weight))
+        return F.linear(swiglu(gate_up), narrow, None if bias is None else bias.to(gate_up.dtype))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        gate_up, weight = ctx.saved_tensors
-        dgate_up, act = swiglu_backward(gate_up, dy @ weight)
-        dweight = dy.t() @ act if ctx.needs_input_grad[1] else None
-        dbias = dy.sum(0) if ctx.needs_input_grad[2] else None
+        gate_up, narrow = ctx.saved_tensors
+        dgate_up, act = swiglu_backward(gate_up, dy @ narrow)
+        dweight = weight_gradient(dy, act, ctx.dtypes[0]) if ctx.needs_input_grad[1] else None
+        dbias = dy.sum(0, dtype=ctx.dtypes[1]) if ctx.needs_input_grad[2] else None
         return dgate_up, dweight, dbias, None
 
 
 def gated_down(gate_up: Tensor, weight: Tensor, bias: Tensor | None, valued: bool = True) -> Tensor:
-    """silu(gate) · up through the down projection: gate_up (..., 2F), weight (C, F), all of one dtype → (..., C).
+    """silu(gate) · up through the down projection: gate_up (..., 2F), weight (C, F), bias (C,) → (..., C) of gate_up's dtype.
 
     Only gate_up is kept for backward. Unless `valued` the result is 0, and only its gradients are right: all that a
     recomputation in backward wants, without a third of the MLP's products.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from longctx.attention import Mask
 from longctx.attention.config import AttentionConfig
@@ -107,16 +108,20 @@ class GPT(nn.Module):
         masks: dict[int | None, Mask] = {None: mask}  # by window; each made once, for all layers that have it
         if self.config.window is not None:
             masks[self.config.window] = mask.windowed(self.config.window)
-        x = self.embed(tokens)
+        embedding, unembedding = self.embed.weight, self.unembedding
+        both = self.head is None and targets is not None and tokens.is_cuda and torch.is_grad_enabled()
+        if both:
+            embedding, unembedding = _Tied.apply(self.embed.weight)
+        x = F.embedding(tokens, embedding, sparse=both)
         if torch.is_autocast_enabled(x.device.type):  # the residual stream too is in 16 bits
             x = x.to(torch.get_autocast_dtype(x.device.type))
         in_turn = [masks[self.config.window_of(n)] for n in range(len(self.blocks))]
-        x = self.norm(self._through_blocks(x, cos, sin, in_turn))
+        x = self.norm.of_stream(self._through_blocks(x, cos, sin, in_turn))[1]
         if targets is None:
             x = x if at is None else x.gather(1, at[..., None].expand(-1, -1, x.shape[-1]))
-            return F.linear(x, self.unembedding)
+            return F.linear(x, unembedding)
         chunk = self.memory.chunk(self.embed.num_embeddings, x.device.type)
-        return linear_cross_entropy(x, self.unembedding, targets, chunk, reduction, scale)
+        return linear_cross_entropy(x, unembedding, targets, chunk, reduction, scale)
 
     def _through_blocks(self, x: Tensor, cos: Tensor, sin: Tensor, masks: list[Mask]) -> Tensor:
         again = self.memory.recompute if torch.is_grad_enabled() else "none"
@@ -131,3 +136,17 @@ class GPT(nn.Module):
             else:
                 x = block(x, cos, sin, mask)
         return x
+
+
+class _Tied(torch.autograd.Function):
+    """A weight once for the embedding, whose gradient is sparse, and once for the head: their sum takes the head's place."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return weight.view_as(weight), weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, embedding: Tensor | None, head: Tensor | None) -> Tensor | None:
+        return embedding if head is None else head if embedding is None else head.add_(embedding)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from longctx.attention import Mask, attention
 from longctx.attention.config import AttentionConfig
 from longctx.kernels import HAS_TRITON
+from longctx.kernels.linear import linear
 from longctx.model.config import GPTConfig
 from longctx.model.rope import rotate
 
@@ -28,12 +29,29 @@ def fused(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and HAS_TRITON
 
 
+class Linear(nn.Linear):
+    """x Wᵀ + b, where 16-bit inputs give fp32 weights their gradient unrounded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
 class RMSNorm(nn.RMSNorm):
     """x / rms(x) · weight, computed in fp32 and returned in x's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, self.weight.dtype)  # of a 16-bit stream and 32-bit weights: 32 bits
         return F.rms_norm(x.to(wide), self.normalized_shape, self.weight.to(wide), self.eps).to(x.dtype)
+
+    def of_stream(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x (..., C), `branch` added to it where there is one, and its norm: both of one pass, each way, on a GPU."""
+        if fused(x):
+            from longctx.kernels.rms_norm import add_and_norm
+
+            assert self.eps is not None
+            return add_and_norm(x, branch, self.weight, self.eps)
+        x = x if branch is None else x + branch
+        return x, self(x)
 
 
 class SelfAttention(nn.Module):
@@ -44,15 +62,20 @@ class SelfAttention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_size
         self.rotary = rotary
         self.backend, self.options = chosen.backend, dict(chosen.options)
-        self.qkv = nn.Linear(config.channels, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=config.qkv_bias)
-        self.out = nn.Linear(self.heads * self.head_dim, config.channels, bias=config.out_bias)
+        self.qkv = Linear(config.channels, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=config.qkv_bias)
+        self.out = Linear(self.heads * self.head_dim, config.channels, bias=config.out_bias)
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, C) → q (B, T, H, D), k and v (B, T, Hkv, D), q and k turned by their positions if `rotary`."""
-        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
-        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+        qkv = self.qkv(x)
+        if self.rotary and isinstance(self.q_norm, nn.Identity) and fused(qkv):
+            from longctx.kernels.rope import turned
+
+            return turned(qkv, cos, sin, self.heads, self.kv_heads)
+        heads = self.heads, self.kv_heads, self.kv_heads
+        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(heads, dim=2)
         q, k = self.q_norm(q), self.k_norm(k)
         return (rotate(q, cos, sin), rotate(k, cos, sin), v) if self.rotary else (q, k, v)
 
@@ -66,19 +89,16 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(config.channels, 2 * config.ffn, bias=config.mlp_bias)
-        self.down = nn.Linear(config.ffn, config.channels, bias=config.mlp_bias)
+        self.gate_up = Linear(config.channels, 2 * config.ffn, bias=config.mlp_bias)
+        self.down = Linear(config.ffn, config.channels, bias=config.mlp_bias)
 
     def forward(self, x: Tensor, valued: bool = True) -> Tensor:
         """Unless `valued` the result may be 0, and only its gradients are right."""
         gate_up = self.gate_up(x)
-        if fused(gate_up) and type(self.down) is nn.Linear:
+        if fused(gate_up) and type(self.down) is Linear:
             from longctx.kernels.swiglu import gated_down
 
-            weight, bias = self.down.weight, self.down.bias
-            return gated_down(
-                gate_up, weight.to(gate_up.dtype), None if bias is None else bias.to(gate_up.dtype), valued
-            )
+            return gated_down(gate_up, self.down.weight, self.down.bias, valued)
         gate, up = gate_up.chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
 
@@ -95,15 +115,16 @@ class Block(nn.Module):
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v of the block's input; each token by itself."""
-        return self.attention.project(self.attention_norm(x), cos, sin)
+        return self.attention.project(self.attention_norm.of_stream(x)[1], cos, sin)
 
     def after(self, x: Tensor, out: Tensor, valued: bool = True) -> Tensor:
         """The block's output from its input and attention's output (B, T, H, D); each token by itself.
 
         Unless `valued`, only its gradients are right: for those who know the output and want its graph again.
         """
-        x = x + self.attention.out(out.flatten(2))
-        return x + self.mlp(self.mlp_norm(x), valued)
+        x, normed = self.mlp_norm.of_stream(x, self.attention.out(out.flatten(2)))
+        return x + self.mlp(normed, valued)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
-        return self.after(x, self.attention(*self.before(x, cos, sin), mask))
+        x, normed = self.attention_norm.of_stream(x)  # x again, so that its two gradients meet in the norm's backward
+        return self.after(x, self.attention(*self.attention.project(normed, cos, sin), mask))

@@ -21,7 +21,7 @@ from longctx import files
 from longctx.model.config import LoraConfig
 from longctx.model.gpt import GPT
 from longctx.model.huggingface import pieces
-from longctx.model.layers import RMSNorm
+from longctx.model.layers import Linear, RMSNorm
 
 OF_BLOCK = {"qkv": "attention", "out": "attention", "gate_up": "mlp", "down": "mlp"}
 
@@ -43,9 +43,9 @@ class LoraLinear(nn.Linear):
         low = F.linear(x, self.lora_a.to(x.dtype)) * self.scale
         return F.linear(x, self.weight, self.bias) + F.linear(low, self.lora_b.to(low.dtype))
 
-    def merged(self) -> nn.Linear:
+    def merged(self) -> Linear:
         """A plain layer that computes the same, its sum formed in fp32."""
-        plain = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        plain = Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
         added = self.weight.float() + self.scale * (self.lora_b @ self.lora_a)
         plain.weight = nn.Parameter(added.to(self.weight.dtype))
         plain.bias = self.bias

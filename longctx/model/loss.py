@@ -66,9 +66,18 @@ class _SummedLoss(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("the gradients of this loss were already taken; compute the loss again")
         (dh, dw), ctx.gradients = ctx.gradients, None
-        dh = None if dh is None else dh.to(ctx.dtypes[0]).mul_(grad)
-        dw = None if dw is None else dw.mul_(grad).to(ctx.dtypes[1])
+        dh = None if dh is None else _times(dh.to(ctx.dtypes[0]), grad)
+        dw = None if dw is None else _times(dw, grad).to(ctx.dtypes[1])
         return dh, dw, None, None, None
+
+
+def _times(x: Tensor, by: Tensor) -> Tensor:
+    """x times a scalar, in place."""
+    if not fused(x.device, x.dtype):
+        return x.mul_(by)
+    from longctx.kernels.cross_entropy import multiply_
+
+    return multiply_(x, by)
 
 
 def fused(device: torch.device, dtype: torch.dtype) -> bool:

@@ -82,7 +82,8 @@ class _Step:
         self.copy = self.e if self.e < FP32 and not self.added else 0  # and of its copy in 16 bits
         # One kernel makes the product of gate and up again in backward, see longctx.kernels.swiglu.
         targets = config.lora.targets if self.added else []
-        self.fused = device == "cuda" and self.e < FP32 and "down" not in targets
+        self.kernels = device == "cuda" and self.e < FP32
+        self.fused = self.kernels and "down" not in targets
         # Of N × F elements, where a product has a thin one beside it and both are there before they are added up:
         self.lora_product = 1 if "down" in targets else 0  # the gradient of gate and up's product
         self.lora_gate_up = 6 if "gate_up" in targets else 0  # gate and up, uncompiled
@@ -99,8 +100,8 @@ class _Step:
         yield "loss", _sum(always, {GRADIENTS: before}, self.kept(self.L), self.loss())
         # The head's gradient is there at once; a tied one waits beside the sum for that of the embedding.
         head = embedding if tied or not full else 0.0
-        # The norm's input and both its gradients in fp32, and the loss's gradient as it came.
-        norm = (3 * FP32 + self.e) * self.C * self.N
+        # The norm's input and both its gradients; where no kernel of ours takes them as they are, in fp32, and the loss's too.
+        norm = (3 * self.e if self.kernels else 3 * FP32 + self.e) * self.C * self.N
         yield "backward of the last norm", _sum(always, {GRADIENTS: before + head, LOSS: norm}, self.kept(self.L))
         for layer in range(self.L, 0, -1):
             held = _sum(
@@ -109,7 +110,9 @@ class _Step:
             for name, work in (("MLP", self.mlp_backward(layer)), ("attention", self.attention_backward(layer))):
                 yield f"backward of block {layer}, {name}", _sum(held, work)
         last = (gradients if full else gradients - embedding) + (embedding if tied else 0.0)
-        tokens = {GRADIENTS: last + embedding, KEPT: (FP32 + self.e) * self.C * self.N}
+        if not (tied and self.device == "cuda"):  # there it is sparse, and added to the head's in place
+            last += embedding
+        tokens = {GRADIENTS: last, KEPT: (FP32 + self.e) * self.C * self.N}
         yield "backward of the embedding", _sum(always, tokens)
         yield "optimizer", _sum(always, {GRADIENTS: gradients, OPTIMIZER: self.update()})
         if self.config.val_rows:
@@ -182,9 +185,11 @@ class _Step:
         return float(bytes_each * self.V * self.tile_of(chunk))
 
     def loss(self) -> Terms:
-        """The last norm's input in fp32 and its output, logits of a chunk, and the gradients computed with them."""
+        """The last norm's input, in fp32 where no kernel of ours takes it as it is, and its output, logits of a chunk, and the
+        gradients computed with them.
+        """
         weight = (self.copy + self.gradient) * self.V * self.C
-        hidden = (FP32 + 2 * self.e) * self.C * self.N
+        hidden = ((self.e if self.kernels else FP32) + 2 * self.e) * self.C * self.N
         return {LOSS: weight + hidden + self.logits(self.e) + FP32 * self.N}
 
     def mlp_backward(self, layer: int) -> Terms:

@@ -7,11 +7,13 @@ import sys
 from compile_report import build
 from triton.compiler import ASTSource
 
-from longctx.kernels import adamw, cross_entropy, swiglu
+from longctx.kernels import adamw, cross_entropy, rms_norm, rope, swiglu
 
 KINDS = {"target": "*i64", "loss": "*fp32", "scale": "*fp32", "p": "*fp32", "grad": "*fp32", "factor": "*fp32"}
 KINDS |= dict.fromkeys(("shrink", "rate", "root", "beta1", "beta2", "eps"), "fp32")
-KINDS |= dict.fromkeys(("V", "N", "width", "stride_z"), "i32")
+KINDS |= dict.fromkeys(("V", "N", "C", "H", "G", "width", "stride_z"), "i32") | dict.fromkeys(
+    ("weight", "r", "dw", "by", "cos", "sin"), "*fp32"
+)
 
 
 def compiled(kernel, capability, warps, dtype, **constants):
@@ -42,6 +44,23 @@ if __name__ == "__main__":
                 spilled[f"{kernel.__name__} {capability} {width}"] = compiled(
                     kernel, capability, 4, "bf16", BLOCK=block
                 )
+        for C in (768, 2048, 4096):
+            rows, block, warps, _ = rms_norm.launch(C)
+            tile = {"ROWS": rows, "BLOCK": block}
+            spilled[f"rms norm {capability} {C}"] = compiled(
+                rms_norm.rms_norm_kernel, capability, warps, "bf16", ADD=True, **tile
+            )
+            spilled[f"rms norm backward {capability} {C}"] = compiled(
+                rms_norm.rms_norm_backward_kernel, capability, warps, "bf16", PAST=True, **tile
+            )
+        for D in (64, 128, 256):
+            heads, block, warps = rope.launch(40, D)
+            tile = {"HALF": D // 2, "HEADS": heads, "BLOCK": block}
+            for kernel in (rope.rope_kernel, rope.rope_backward_kernel):
+                spilled[f"{kernel.__name__} {capability} {D}"] = compiled(kernel, capability, warps, "bf16", **tile)
+        spilled[f"multiply {capability}"] = compiled(
+            cross_entropy.multiply_kernel, capability, 4, "bf16", BLOCK=cross_entropy.MULTIPLIED
+        )
         for dtype in ("bf16", "fp32"):
             spilled[f"adamw {capability} {dtype}"] = compiled(
                 adamw.adamw_kernel, capability, adamw.WARPS, dtype, CLIPPED=True, BLOCK=adamw.BLOCK

@@ -13,5 +13,5 @@ def test_nothing_spills() -> None:
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     spilled = json.loads(done.stdout)
-    assert len(spilled) == 24
+    assert len(spilled) == 50
     assert set(spilled.values()) == {0}

@@ -1,0 +1,46 @@
+"""A linear layer of 16-bit inputs with fp32 weights whose weights get the product's own fp32 sums as their gradient.
+
+Under autocast a weight is cast to 16 bits and its gradient computed in them, rounded, and cast back: one rounding of every sum,
+and one more pass over it, that nobody needs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """dyᵀ x (O, I) of dy (..., O) and x (..., I), in `dtype`: on a GPU fp32 sums of 16-bit inputs are never rounded."""
+    dy, x = dy.reshape(-1, dy.shape[-1]).t(), x.reshape(-1, x.shape[-1])
+    if dy.is_cuda and dtype == torch.float32 and dy.dtype != dtype:
+        return torch.mm(dy, x, out_dtype=dtype)
+    return (dy @ x).to(dtype)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        narrow = weight.to(x.dtype)
+        ctx.save_for_backward(x, narrow)
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        return F.linear(x, narrow, None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, narrow = ctx.saved_tensors
+        dx = dy @ narrow if ctx.needs_input_grad[0] else None
+        dweight = weight_gradient(dy, x, ctx.dtypes[0]) if ctx.needs_input_grad[1] else None
+        dbias = dy.flatten(0, -2).sum(0, dtype=ctx.dtypes[1]) if ctx.needs_input_grad[2] else None
+        return dx, dweight, dbias
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x Wᵀ + b: x (..., I), weight (O, I), bias (O,)."""
+    if x.itemsize < weight.itemsize:
+        y: Tensor = _Linear.apply(x, weight, bias)
+        return y
+    return F.linear(x, weight, bias)

@@ -1,0 +1,56 @@
+"""The linear layer of 16-bit inputs and fp32 weights against autograd's own, and the precision of its weights' gradient."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longctx.kernels.linear import linear
+from longctx.model.layers import Linear
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def inputs(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_it_is_the_formula(dtype: torch.dtype, bias: bool) -> None:
+    x, weight, b = inputs(2, 9, 13).to(dtype), inputs(7, 13, seed=1), inputs(7, seed=2)
+    leaves = [t.requires_grad_() for t in (x, weight, b)[: 3 if bias else 2]]
+    exact = [leaves[0].detach().double(), leaves[1].detach().to(dtype).double(), b.detach().double()]
+    exact = [t.requires_grad_() for t in exact[: len(leaves)]]
+    got, want = linear(x, weight, b if bias else None), F.linear(*exact)
+    dy = inputs(2, 9, 7, seed=3).to(dtype)
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 0.03}
+    torch.testing.assert_close(got.double(), want, **close)
+    found, wanted = torch.autograd.grad(got, leaves, dy), torch.autograd.grad(want, exact, dy.double())
+    for leaf, a, b in zip(leaves, found, wanted, strict=True):
+        assert a.dtype == leaf.dtype
+        torch.testing.assert_close(a.double(), b, **close)
+
+
+def test_nothing_is_computed_for_what_rests() -> None:
+    layer = Linear(5, 3).to(DEVICE)
+    layer.weight.requires_grad_(False)
+    x = inputs(4, 5).bfloat16().requires_grad_()
+    layer(x).sum().backward()
+    assert layer.weight.grad is None
+    assert layer.bias.grad is not None
+    assert x.grad is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_gradient_of_fp32_weights_is_not_rounded(compiled: bool) -> None:
+    layer, x = Linear(96, 64, bias=False).cuda(), inputs(4096, 96).bfloat16()
+    run = torch.compile(layer) if compiled else layer
+    dy = inputs(4096, 64, seed=1).bfloat16()
+    with torch.autocast("cuda", torch.bfloat16):
+        run(x).backward(dy)
+    want = dy.double().t() @ x.double()
+    assert layer.weight.grad is not None
+    error = (layer.weight.grad.double() - want).norm() / want.norm()
+    assert error < 1e-5  # rounded to bf16 it would be 2e-3

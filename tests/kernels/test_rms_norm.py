@@ -1,0 +1,114 @@
+"""RMSNorm's kernels against fp64 at odd sizes; in Triton's interpreter, or on a GPU."""
+
+import os
+from functools import partial, partialmethod
+
+import pytest
+import torch
+from torch import Tensor
+
+from longctx.kernels.rms_norm import add_and_norm, rms_norm, rms_norm_backward
+from longctx.model.config import GPTConfig
+from longctx.model.layers import Block, RMSNorm
+from longctx.model.memory import MemoryConfig
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EPS = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":
+        monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
+
+
+def inputs(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+@pytest.mark.parametrize(("N", "C"), [(1, 1), (3, 5), (7, 127), (40, 64), (9, 768), (5, 1025), (2, 4100)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("past", [False, True])
+def test_forward_and_backward(N: int, C: int, dtype: torch.dtype, past: bool) -> None:
+    x, dy, residual = (inputs(N, C, seed=seed).to(dtype) for seed in range(3))
+    weight = 1 + inputs(C, seed=3)
+    exact, w = x.double().requires_grad_(), weight.double().requires_grad_()
+    want = norm(exact, w)
+    dx_want, dw_want = torch.autograd.grad(want, (exact, w), dy.double())
+    y, r = rms_norm(x, weight, EPS)
+    dx, dw = rms_norm_backward(dy, x, r, weight, residual if past else None)
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 2e-2}
+    torch.testing.assert_close(y.double(), want.detach(), **close)
+    torch.testing.assert_close(dx.double(), dx_want + residual.double() if past else dx_want, **close)
+    torch.testing.assert_close(dw.double(), dw_want, rtol=1e-4, atol=1e-4 * N**0.5)
+
+
+@pytest.mark.parametrize("used", ["both", "stream", "norm"])
+@pytest.mark.parametrize("branch", [False, True])
+def test_gradients_of_what_goes_on_and_of_the_norm_meet(branch: bool, used: str) -> None:
+    leaves = [inputs(2, 9, 24), inputs(24, seed=1), inputs(2, 9, 24, seed=2)][: 3 if branch else 2]
+    leaves = [x.requires_grad_() for x in leaves]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    x, y = add_and_norm(leaves[0], leaves[2] if branch else None, leaves[1], EPS)
+    total = exact[0] + exact[2] if branch else 1.0 * exact[0]
+    pairs = list(zip((x, y), (total, norm(total, exact[1])), strict=True))
+    for got, want in pairs:
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+    pairs = {"both": pairs, "stream": pairs[:1], "norm": pairs[1:]}[used]
+    douts = [inputs(2, 9, 24, seed=5 + n) for n in range(len(pairs))]
+    found = torch.autograd.grad([p[0] for p in pairs], leaves, douts, allow_unused=True)
+    wanted = torch.autograd.grad([p[1] for p in pairs], exact, [d.double() for d in douts], allow_unused=True)
+    for a, b in zip(found, wanted, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+
+
+def test_the_stream_in_16_bits_is_rounded_once() -> None:
+    a, b, weight = inputs(5, 33).half(), inputs(5, 33, seed=1).half(), inputs(33, seed=2)
+    x, y = add_and_norm(a, b, weight, EPS)
+    assert torch.equal(x, a + b)
+    want = norm(x.double(), weight.double())
+    torch.testing.assert_close(y.double(), want, rtol=2**-10, atol=1e-6)
+
+
+def test_a_frozen_weight_and_a_frozen_stream() -> None:
+    x, weight = inputs(4, 20), inputs(20, seed=1)
+    y = add_and_norm(x.requires_grad_(), None, weight, EPS)[1]
+    y.sum().backward()
+    assert weight.grad is None
+    assert x.grad is not None
+    y = add_and_norm(x.detach(), None, weight.requires_grad_(), EPS)[1]
+    y.sum().backward()
+    assert weight.grad is not None
+
+
+@pytest.mark.parametrize("policy", ["fast", "balanced"])
+def test_a_compiled_block_has_the_gradients_of_the_formula(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from longctx.model import GPT
+
+    config = GPTConfig(layers=2, channels=24, heads=3, kv_heads=1, ffn=40, vocab_size=61)
+    tokens = torch.randint(61, (2, 33), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    found = []
+    for kernel in (True, False):
+        torch.manual_seed(0)
+        model = GPT(config, "naive", MemoryConfig(policy)).to(DEVICE)
+        if kernel:
+            monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+            monkeypatch.setattr(Block, "compile", partialmethod(Block.compile, backend="aot_eager", fullgraph=True))
+            model.compile_blocks()
+        else:
+            monkeypatch.setattr(RMSNorm, "of_stream", plainly)
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        found.append([p.grad for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def plainly(self: RMSNorm, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    x = x if branch is None else x + branch
+    return x, self(x)

@@ -1,0 +1,70 @@
+"""Rope's kernels against the formula in fp64 at odd sizes; in Triton's interpreter, or on a GPU."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from longctx.attention.config import AttentionConfig
+from longctx.kernels.rope import turned
+from longctx.model.config import GPTConfig
+from longctx.model.layers import SelfAttention
+from longctx.model.rope import Rope, rotate
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":
+        monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
+
+
+def inputs(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def angles(B: int, T: int, D: int) -> tuple[Tensor, Tensor]:
+    positions = torch.randint(100_000, (B, T), generator=torch.Generator().manual_seed(7))
+    cos, sin = Rope(D, 500_000.0)(positions)
+    return cos.to(DEVICE), sin.to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("H", "G", "D"), [(1, 1, 2), (3, 1, 6), (4, 2, 32), (12, 12, 64), (5, 5, 96), (32, 8, 64), (3, 3, 258)]
+)
+def test_forward_and_backward(H: int, G: int, D: int, dtype: torch.dtype) -> None:
+    qkv, (cos, sin) = inputs(2, 5, (H + 2 * G) * D).to(dtype).requires_grad_(), angles(2, 5, D)
+    exact = qkv.detach().double().requires_grad_()
+    q, k, v = exact.unflatten(-1, (-1, D)).split((H, G, G), dim=2)
+    want = rotate(q, cos.double(), sin.double()), rotate(k, cos.double(), sin.double()), v
+    got = turned(qkv, cos, sin, H, G)
+    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2**-9, "atol": 2e-3}
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape
+        torch.testing.assert_close(a.double(), b, **close)
+    assert torch.equal(got[2], qkv.detach().unflatten(-1, (-1, D))[:, :, H + G :])
+    douts = [inputs(*t.shape, seed=n + 1).to(dtype) for n, t in enumerate(got)]
+    (dqkv,) = torch.autograd.grad(got, qkv, douts)
+    (dwant,) = torch.autograd.grad(want, exact, [d.double() for d in douts])
+    torch.testing.assert_close(dqkv.double(), dwant, **close)
+
+
+@pytest.mark.parametrize("unlike", ["", "qk_norm", "nope"])
+def test_the_layer_takes_it_only_where_heads_are_turned_as_they_are(
+    unlike: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(GPTConfig(channels=24, heads=3, kv_heads=1), qk_norm=unlike == "qk_norm")
+    layer = SelfAttention(config, AttentionConfig("naive"), rotary=unlike != "nope").to(DEVICE)
+    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    x, (cos, sin) = inputs(2, 7, 24).to(dtype), angles(2, 7, 8)
+    taken: list[int] = []
+    monkeypatch.setattr("longctx.kernels.rope.turned", lambda *args: taken.append(1) or turned(*args))  # type: ignore[func-returns-value]
+    got = layer.project(x, cos, sin)
+    monkeypatch.setattr("longctx.model.layers.fused", lambda x: False)
+    for a, b in zip(got, layer.project(x, cos, sin), strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-2 if DEVICE == "cuda" else 1e-5)
+    assert len(taken) == (unlike == "")
