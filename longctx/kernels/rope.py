@@ -10,6 +10,7 @@ Shapes: N tokens, H query and G key-value heads of D channels, cos and sin (N, D
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,53 +18,78 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 1024  # half-head channels that a program turns
+TILE = 1024  # channels of half heads that a program turns
 
 
 @triton.jit
-def rope_kernel(qkv, q, k, cos, sin, H, G, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    n = tl.program_id(0).to(tl.int64)
-    h, c = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None], tl.arange(0, BLOCK)[None, :]
-    inside = (h < H + G) & (c < HALF)
-    from_qkv = (n * (H + 2 * G) + h) * (2 * HALF) + c
-    x1 = tl.load(qkv + from_qkv, mask=inside, other=0.0).to(tl.float32)
-    x2 = tl.load(qkv + from_qkv + HALF, mask=inside, other=0.0).to(tl.float32)
-    co = tl.load(cos + n * HALF + c, mask=c < HALF, other=0.0)
-    si = tl.load(sin + n * HALF + c, mask=c < HALF, other=0.0)
-    y1, y2 = (x1 * co - x2 * si).to(q.dtype.element_ty), (x2 * co + x1 * si).to(q.dtype.element_ty)
-    to_q, to_k = (n * H + h) * (2 * HALF) + c, (n * G + h - H) * (2 * HALF) + c
-    tl.store(q + to_q, y1, mask=inside & (h < H))
-    tl.store(q + to_q + HALF, y2, mask=inside & (h < H))
-    tl.store(k + to_k, y1, mask=inside & (h >= H))
-    tl.store(k + to_k + HALF, y2, mask=inside & (h >= H))
+def place(PARTS, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """A program's tokens, its heads, HEADS at a time of q's, then k's, then v's, and the channels of a half."""
+    part, row = tl.program_id(0) % PARTS, tl.arange(0, TOKENS * HEADS)
+    n = (tl.program_id(0) // PARTS).to(tl.int64) * TOKENS + row // HEADS
+    return part * HEADS, n[:, None], (part * HEADS + row % HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
+
+
+@triton.jit
+def rope_kernel(
+    qkv, q, k, cos, sin, N, H, G, HALF: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr
+):
+    first, n, h, c = place((H + G) // HEADS, TOKENS, HEADS, BLOCK)
+    inside = (n < N) & (c < HALF)
+    at = (n * (H + 2 * G) + h) * (2 * HALF) + c
+    x1 = tl.load(qkv + at, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(qkv + at + HALF, mask=inside, other=0.0).to(tl.float32)
+    co = tl.load(cos + n * HALF + c, mask=inside, other=0.0)
+    si = tl.load(sin + n * HALF + c, mask=inside, other=0.0)
+    if first < H:  # noqa: SIM108
+        to = q + (n * H + h) * (2 * HALF) + c
+    else:
+        to = k + (n * G + h - H) * (2 * HALF) + c
+    tl.store(to, (x1 * co - x2 * si).to(qkv.dtype.element_ty), mask=inside)
+    tl.store(to + HALF, (x2 * co + x1 * si).to(qkv.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def rope_backward_kernel(
-    dq, dk, dv, dqkv, cos, sin, H, G, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr
+    dq,
+    dk,
+    dv,
+    dqkv,
+    cos,
+    sin,
+    N,
+    H,
+    G,
+    HALF: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    n = tl.program_id(0).to(tl.int64)
-    h, c = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None], tl.arange(0, BLOCK)[None, :]
-    inside = (h < H + 2 * G) & (c < HALF)
-    is_q, is_v = inside & (h < H), inside & (h >= H + G)
-    is_k = inside & (h >= H) & (h < H + G)
-    at_q, at_k, at_v = ((n * H + h) * 2 * HALF + c, (n * G + h - H) * 2 * HALF + c, (n * G + h - H - G) * 2 * HALF + c)
-    x1 = tl.load(dq + at_q, mask=is_q, other=0.0) + tl.load(dk + at_k, mask=is_k, other=0.0)
-    x2 = tl.load(dq + at_q + HALF, mask=is_q, other=0.0) + tl.load(dk + at_k + HALF, mask=is_k, other=0.0)
-    x1 = (x1 + tl.load(dv + at_v, mask=is_v, other=0.0)).to(tl.float32)  # of the three one is not 0
-    x2 = (x2 + tl.load(dv + at_v + HALF, mask=is_v, other=0.0)).to(tl.float32)
-    co = tl.where(is_v, 1.0, tl.load(cos + n * HALF + c, mask=c < HALF, other=0.0))
-    si = tl.where(is_v, 0.0, tl.load(sin + n * HALF + c, mask=c < HALF, other=0.0))
-    to = (n * (H + 2 * G) + h) * (2 * HALF) + c
-    tl.store(dqkv + to, (x1 * co + x2 * si).to(dqkv.dtype.element_ty), mask=inside)
-    tl.store(dqkv + to + HALF, (x2 * co - x1 * si).to(dqkv.dtype.element_ty), mask=inside)
+    first, n, h, c = place((H + 2 * G) // HEADS, TOKENS, HEADS, BLOCK)
+    inside = (n < N) & (c < HALF)
+    if first < H:
+        at = dq + (n * H + h) * (2 * HALF) + c
+    elif first < H + G:
+        at = dk + (n * G + h - H) * (2 * HALF) + c
+    else:
+        at = dv + (n * G + h - H - G) * (2 * HALF) + c
+    x1, x2 = tl.load(at, mask=inside, other=0.0), tl.load(at + HALF, mask=inside, other=0.0)
+    if first < H + G:
+        co = tl.load(cos + n * HALF + c, mask=inside, other=0.0)
+        si = tl.load(sin + n * HALF + c, mask=inside, other=0.0)
+        y1, y2 = x1.to(tl.float32), x2.to(tl.float32)
+        x1, x2 = (y1 * co + y2 * si).to(x1.dtype), (y2 * co - y1 * si).to(x2.dtype)
+    to = dqkv + (n * (H + 2 * G) + h) * (2 * HALF) + c
+    tl.store(to, x1, mask=inside)
+    tl.store(to + HALF, x2, mask=inside)
 
 
-def launch(heads: int, D: int) -> tuple[int, int, int]:
-    """Heads of a program, the width of a half in it, and warps."""
-    block = triton.next_power_of_2(D // 2)
-    together = min(triton.next_power_of_2(heads), max(1, TILE // block))
-    return together, block, max(1, together * block // 256)
+def launch(H: int, G: int, D: int) -> tuple[int, int, int, int]:
+    """Tokens of a program, heads of it, which divide H and G, the width of a half, and warps."""
+    both = math.gcd(H, G)
+    block, heads = triton.next_power_of_2(D // 2), both & -both
+    heads = min(heads, max(1, TILE // block))
+    tokens = max(1, TILE // (heads * block))
+    return tokens, heads, block, max(1, tokens * heads * block // 256)
 
 
 @torch.library.custom_op("longctx::rope", mutates_args=())
@@ -71,9 +97,11 @@ def rope(qkv: Tensor, cos: Tensor, sin: Tensor, H: int, G: int) -> tuple[Tensor,
     """q (N, H, D) and k (N, G, D), turned, of qkv (N, (H + 2 G) D); all contiguous."""
     N, D = qkv.shape[0], qkv.shape[1] // (H + 2 * G)
     q, k = qkv.new_empty(N, H, D), qkv.new_empty(N, G, D)
-    heads, block, warps = launch(H + G, D)
+    tokens, heads, block, warps = launch(H, G, D)
     with torch.cuda.device_of(qkv):
-        rope_kernel[(N, triton.cdiv(H + G, heads))](qkv, q, k, cos, sin, H, G, D // 2, heads, block, num_warps=warps)
+        rope_kernel[(triton.cdiv(N, tokens) * ((H + G) // heads),)](
+            qkv, q, k, cos, sin, N, H, G, D // 2, tokens, heads, block, num_warps=warps
+        )
     return q, k
 
 
@@ -82,10 +110,10 @@ def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) 
     """The gradient (N, (H + 2 G) D) of qkv for those of q (N, H, D), of k and of v (N, G, D); all contiguous."""
     (N, H, D), G = dq.shape, dk.shape[1]
     dqkv = dq.new_empty(N, (H + 2 * G) * D)
-    heads, block, warps = launch(H + 2 * G, D)
+    tokens, heads, block, warps = launch(H, G, D)
     with torch.cuda.device_of(dq):
-        rope_backward_kernel[(N, triton.cdiv(H + 2 * G, heads))](
-            dq, dk, dv, dqkv, cos, sin, H, G, D // 2, heads, block, num_warps=warps
+        rope_backward_kernel[(triton.cdiv(N, tokens) * ((H + 2 * G) // heads),)](
+            dq, dk, dv, dqkv, cos, sin, N, H, G, D // 2, tokens, heads, block, num_warps=warps
         )
     return dqkv
 

@@ -54,8 +54,8 @@ if __name__ == "__main__":
                 rms_norm.rms_norm_backward_kernel, capability, warps, "bf16", PAST=True, **tile
             )
         for D in (64, 128, 256):
-            heads, block, warps = rope.launch(40, D)
-            tile = {"HALF": D // 2, "HEADS": heads, "BLOCK": block}
+            tokens, heads, block, warps = rope.launch(32, 8, D)
+            tile = {"HALF": D // 2, "TOKENS": tokens, "HEADS": heads, "BLOCK": block}
             for kernel in (rope.rope_kernel, rope.rope_backward_kernel):
                 spilled[f"{kernel.__name__} {capability} {D}"] = compiled(kernel, capability, warps, "bf16", **tile)
         spilled[f"multiply {capability}"] = compiled(
