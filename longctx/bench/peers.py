@@ -223,11 +223,13 @@ def of_other(
     from longctx.model.export import architecture
     from longctx.training import runs
     from longctx.training.fit import decide_memory
+    from longctx.training.optimizer import learning_rate
     from longctx.training.probe import OUT_OF_MEMORY, child
 
     bare = peer == "longctx-bare"
     config = decide_memory(config, config, device) if bare else config
     warm, timed = steps_of(config, options, device)
+    config = replace(config, max_steps=warm + timed)
     job = Job(
         trainer=peer,
         model=asdict(config.model),
@@ -238,7 +240,7 @@ def of_other(
         timed=timed,
         device=device,
         bf16=config.precision == "bf16",
-        lr=config.lr,
+        lrs=[learning_rate(n, config) for n in range(warm + timed)],
         betas=config.betas,
         weight_decay=config.weight_decay,
         clip=config.clip,

@@ -2,8 +2,9 @@
 
 transformers, with Liger's kernels, with peft's LoRA: weights, gradients and AdamW's averages in bf16, SDPA. nanoGPT: fp32
 weights under autocast to bf16, torch.compile. longctx-bare is our own model and optimizer in this same loop, without
-Lightning, loader and log. A step is forward, backward, clipping of the gradients, AdamW (fused on a GPU), zero_grad. Each
-runs in a child process, in which memory may run out without harm:
+Lightning, loader and log. A step is forward, backward, clipping of the gradients, AdamW (fused on a GPU), zero_grad; its
+learning rate is that of the same step of train.py, so that all compute with numbers alike. Each runs in a child process, in
+which memory may run out without harm:
 
     python -m longctx.bench.trainers REQUEST OUT        both files of JSON: a `Job`, and what `measure` returns
 """
@@ -48,7 +49,7 @@ class Job:
     timed: int
     device: str  # "cuda" or "cpu"
     bf16: bool
-    lr: float
+    lrs: list[float]  # of each step, warm ones first
     betas: tuple[float, float]
     weight_decay: float
     clip: float | None
@@ -77,7 +78,7 @@ def transformers(job: Job, liger: bool = False) -> Built:
     model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
     fused = {"fused": True} if job.device == "cuda" else {}
-    optimizer = torch.optim.AdamW(trained, lr=job.lr, betas=job.betas, weight_decay=job.weight_decay, **fused)
+    optimizer = torch.optim.AdamW(trained, lr=job.lrs[0], betas=job.betas, weight_decay=job.weight_decay, **fused)
 
     def loss(tokens: Tensor) -> Tensor:
         rows = tokens[:, :-1].contiguous()
@@ -123,7 +124,7 @@ def nanogpt(job: Job) -> Built:
         bias=False,
     )
     model = module.GPT(config).to(job.device)
-    optimizer = model.configure_optimizers(job.weight_decay, job.lr, job.betas, job.device)
+    optimizer = model.configure_optimizers(job.weight_decay, job.lrs[0], job.betas, job.device)
     compiled = torch.compile(model) if job.device == "cuda" else model
     autocast = torch.autocast(job.device, torch.bfloat16) if job.bf16 else nullcontext()
 
@@ -211,6 +212,8 @@ def timed_steps(
     laps, last, operators = Laps(job.device == "cuda"), torch.zeros(()), set()
     for n in range(job.warm + job.timed):
         tokens = torch.randint(job.model["vocab_size"], (job.rows, job.tokens + 1), device=job.device)
+        for group in optimizer.param_groups:
+            group["lr"] = job.lrs[n]
         laps.begin()
         if n == job.warm - 1:
             with profile(activities=[ProfilerActivity.CPU]) as seen:

@@ -155,7 +155,7 @@ def seconds(config: CompleteConfig, chip: Chip) -> Seconds | None:
     each = 4 if added else 6  # weights that rest have no gradient
     products = N * (m.layers * (each * (before + after) + 2 * again) + 6 * added) / rate
     loss = each * N * int(m.vocab_size or 0) * C / rate
-    moved = e * N * m.layers * (30 * C + 16 * m.ffn) * (1.3 if again else 1)
+    moved = e * N * m.layers * (32 * C + 9 * m.ffn) * (1.3 if again else 1)
     attended = attention_seconds(config, chip)
     per_micro = {
         "attention": attended,

@@ -65,7 +65,7 @@ def job(words: list[str], **changes: Any) -> trainers.Job:
         timed=2,
         device="cpu",
         bf16=False,
-        lr=1e-3,
+        lrs=[1e-3] * 3,
         betas=(0.9, 0.95),
         weight_decay=0.1,
         clip=1.0,
@@ -110,6 +110,18 @@ def test_transformers_learns_nothing_from_random_tokens(checkpointing: bool) -> 
     assert found["loss"] == pytest.approx(math.log(512), rel=0.1)
     assert found["attention"].startswith("scaled_dot_product_flash")
     assert set(found["versions"]) == {"transformers"}
+
+
+def test_every_step_has_the_learning_rate_that_train_py_gives_it() -> None:
+    weight, seen = torch.nn.Parameter(torch.ones(1)), []
+
+    class Seeing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            seen.append(self.param_groups[0]["lr"])
+
+    made = torch.nn.ParameterList([weight]), Seeing([weight], lr=9.0), lambda tokens: weight.sum()
+    trainers.timed_steps(job([], lrs=[0.1, 0.2, 0.3]), *made)
+    assert seen == [0.1, 0.2, 0.3]
 
 
 def test_peft_trains_what_our_lora_trains() -> None:
