@@ -87,6 +87,20 @@ def test_a_frozen_weight_and_a_frozen_stream() -> None:
     assert weight.grad is not None
 
 
+@pytest.mark.gpu
+def test_more_elements_than_an_int32_counts() -> None:
+    N, C = 2**31 // 4096 + 5, 4096
+    x = torch.empty(N, C, dtype=torch.bfloat16, device="cuda").normal_()
+    dy, weight = torch.empty_like(x).normal_(), 1 + inputs(C)
+    y, r = rms_norm(x, weight, EPS)
+    dx, _ = rms_norm_backward(dy, x, r, weight, dy)
+    some = [t[-5:].clone() for t in (x, dy)]
+    y_want, r_want = rms_norm(some[0], weight, EPS)
+    dx_want, _ = rms_norm_backward(some[1], some[0], r_want, weight, some[1])
+    assert torch.equal(y[-5:], y_want)
+    assert torch.equal(dx[-5:], dx_want)
+
+
 @pytest.mark.parametrize("policy", ["fast", "balanced"])
 def test_a_compiled_block_has_the_gradients_of_the_formula(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from longctx.model import GPT

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longctx.attention.config import AttentionConfig
-from longctx.kernels.rope import turned
+from longctx.kernels.rope import rope, rope_backward, turned
 from longctx.model.config import GPTConfig
 from longctx.model.layers import SelfAttention
 from longctx.model.rope import Rope, rotate
@@ -51,6 +51,21 @@ def test_forward_and_backward(H: int, G: int, D: int, dtype: torch.dtype) -> Non
     (dqkv,) = torch.autograd.grad(got, qkv, douts)
     (dwant,) = torch.autograd.grad(want, exact, [d.double() for d in douts])
     torch.testing.assert_close(dqkv.double(), dwant, **close)
+
+
+@pytest.mark.gpu
+def test_more_elements_than_an_int32_counts() -> None:
+    H, G, D = 32, 8, 64
+    N = 2**31 // ((H + 2 * G) * D) + 5
+    qkv = torch.empty(N, (H + 2 * G) * D, dtype=torch.bfloat16, device="cuda").normal_()
+    cos, sin = inputs(N, D // 2), inputs(N, D // 2, seed=1)
+    q, k = rope(qkv, cos, sin, H, G)
+    dqkv = rope_backward(q, k, k, cos, sin)
+    last = [t[-5:].clone() for t in (qkv, cos, sin)]
+    q_want, k_want = rope(*last, H, G)
+    assert torch.equal(q[-5:], q_want)
+    assert torch.equal(k[-5:], k_want)
+    assert torch.equal(dqkv[-5:], rope_backward(q_want, k_want, k_want, *last[1:]))
 
 
 @pytest.mark.parametrize("unlike", ["", "qk_norm", "nope"])
