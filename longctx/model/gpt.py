@@ -109,10 +109,10 @@ class GPT(nn.Module):
         if self.config.window is not None:
             masks[self.config.window] = mask.windowed(self.config.window)
         embedding, unembedding = self.embed.weight, self.unembedding
-        both = self.head is None and targets is not None and tokens.is_cuda and torch.is_grad_enabled()
-        if both:
+        together = self.head is None and targets is not None and self._adds_in_place(tokens)
+        if together:
             embedding, unembedding = _Tied.apply(self.embed.weight)
-        x = F.embedding(tokens, embedding, sparse=both)
+        x = F.embedding(tokens, embedding, sparse=together)
         if torch.is_autocast_enabled(x.device.type):  # the residual stream too is in 16 bits
             x = x.to(torch.get_autocast_dtype(x.device.type))
         in_turn = [masks[self.config.window_of(n)] for n in range(len(self.blocks))]
@@ -122,6 +122,11 @@ class GPT(nn.Module):
             return F.linear(x, unembedding)
         chunk = self.memory.chunk(self.embed.num_embeddings, x.device.type)
         return linear_cross_entropy(x, unembedding, targets, chunk, reduction, scale)
+
+    @staticmethod
+    def _adds_in_place(tokens: Tensor) -> bool:
+        """Whether a tied weight's two gradients are added up in place: on a GPU by atomics, in any order."""
+        return tokens.is_cuda and torch.is_grad_enabled() and not torch.are_deterministic_algorithms_enabled()
 
     def _through_blocks(self, x: Tensor, cos: Tensor, sin: Tensor, masks: list[Mask]) -> Tensor:
         again = self.memory.recompute if torch.is_grad_enabled() else "none"

@@ -110,7 +110,9 @@ class _Step:
             for name, work in (("MLP", self.mlp_backward(layer)), ("attention", self.attention_backward(layer))):
                 yield f"backward of block {layer}, {name}", _sum(held, work)
         last = (gradients if full else gradients - embedding) + (embedding if tied else 0.0)
-        if not (tied and self.device == "cuda"):  # there it is sparse, and added to the head's in place
+        if (
+            not tied or self.device != "cuda" or self.config.deterministic
+        ):  # else sparse, and added to the head's in place
             last += embedding
         tokens = {GRADIENTS: last, KEPT: (FP32 + self.e) * self.C * self.N}
         yield "backward of the embedding", _sum(always, tokens)
