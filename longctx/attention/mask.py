@@ -181,10 +181,8 @@ def _checked(window: int | None) -> int | None:
 
 def _document_starts(doc_ids: Tensor) -> Tensor:
     """(B, T) int64: index in the row of the first token of each token's document."""
-    i = torch.arange(doc_ids.shape[1], device=doc_ids.device).expand(doc_ids.shape)
-    inside = torch.zeros_like(doc_ids, dtype=torch.bool)
-    inside[:, 1:] = doc_ids[:, 1:] == doc_ids[:, :-1]
-    return torch.where(inside, 0, i).cummax(dim=1).values
+    ids = doc_ids.contiguous()
+    return torch.searchsorted(ids, ids)
 
 
 def causal_pairs(lengths: Tensor, window: int | None) -> Tensor:
