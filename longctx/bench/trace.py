@@ -102,8 +102,9 @@ def marked(compiled: bool) -> Iterator[None]:
     targets += [(gpt.F, "embedding", RANGE + SMALL)]
     if not compiled:
         targets += [(layers, "attention", RANGE + ATTENTION), (layers, "rotate", RANGE + SMALL)]
-        targets += [(layers.RMSNorm, "of_stream", RANGE + SMALL), (layers.SwiGLU, "forward", RANGE + MATRICES)]
-        targets += [(layers.RMSNorm, "forward", RANGE + SMALL), (layers.Linear, "forward", RANGE + MATRICES)]
+        targets += [(layers.StreamNorm, "onward", RANGE + SMALL), (layers.SwiGLU, "forward", RANGE + MATRICES)]
+        targets += [(layers.StreamNorm, "forward", RANGE + SMALL), (layers.RMSNorm, "forward", RANGE + SMALL)]
+        targets += [(layers.Linear, "forward", RANGE + MATRICES)]
     with ExitStack() as stack:
         for owner, name, part in targets:
             stack.enter_context(mock.patch.object(owner, name, inside(part, getattr(owner, name))))

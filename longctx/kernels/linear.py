@@ -1,4 +1,4 @@
-"""A linear layer of 16-bit inputs with fp32 weights whose weights get the product's own fp32 sums as their gradient.
+"""A linear layer of 16-bit inputs with fp32 weights whose weights get, on a GPU, the product's own fp32 sums as gradient.
 
 Under autocast a weight is cast to 16 bits and its gradient computed in them, rounded, and cast back: one rounding of every sum,
 and one more pass over it, that nobody needs.
@@ -34,7 +34,7 @@ class _Linear(torch.autograd.Function):
         x, narrow = ctx.saved_tensors
         dx = dy @ narrow if ctx.needs_input_grad[0] else None
         dweight = weight_gradient(dy, x, ctx.dtypes[0]) if ctx.needs_input_grad[1] else None
-        dbias = dy.flatten(0, -2).sum(0, dtype=ctx.dtypes[1]) if ctx.needs_input_grad[2] else None
+        dbias = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=ctx.dtypes[1]) if ctx.needs_input_grad[2] else None
         return dx, dweight, dbias
 
 

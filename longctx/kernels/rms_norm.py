@@ -19,8 +19,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-STAGES = tl.constexpr(3)  # of backward's loop: the next rows are on their way
-
 
 @triton.jit
 def rms_norm_kernel(
@@ -41,9 +39,21 @@ def rms_norm_kernel(
 
 @triton.jit
 def rms_norm_backward_kernel(
-    dy, x, r, weight, past, dx, dw, N, C, PAST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    dy,
+    x,
+    r,
+    weight,
+    past,
+    dx,
+    dw,
+    N,
+    C,
+    PAST: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """`dw` (programs, C): the sum of this program's rows."""
+    """`dw` (programs, C): the sum of this program's rows. With STAGES the next rows are on their way."""
     program, programs, c = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK)
     w = tl.load(weight + c, mask=c < C, other=0.0).to(tl.float32)
     share = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -68,10 +78,15 @@ def launch(C: int) -> tuple[int, int, int, int]:
     return max(1, 1024 // block), block, min(8, max(4, block // 256)), 8 if block <= 1024 else 2
 
 
+def stages(block: int) -> int:
+    """Of backward's loop; rows wider than 8,192 channels would not fit into the shared memory of every GPU more than once."""
+    return 3 if block <= 8192 else 1
+
+
 @torch.library.custom_op("longctx::rms_norm", mutates_args=())
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """y (N, C) and r (N,) of x (N, C), contiguous."""
-    y, r = torch.empty_like(x), x.new_empty(len(x), dtype=torch.float32)
+    y, r = torch.empty_like(x), x.new_empty(x.shape[0], dtype=torch.float32)
     _run(x, None, weight, None, y, r, eps)
     return y, r
 
@@ -79,7 +94,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("longctx::add_rms_norm", mutates_args=())
 def add_rms_norm(stream: Tensor, branch: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """x, y (N, C) and r (N,) of a stream and a branch (N, C), contiguous."""
-    x, y, r = torch.empty_like(stream), torch.empty_like(stream), stream.new_empty(len(stream), dtype=torch.float32)
+    x, y, r = torch.empty_like(stream), torch.empty_like(stream), stream.new_empty(stream.shape[0], dtype=torch.float32)
     _run(stream, branch, weight, x, y, r, eps)
     return x, y, r
 
@@ -103,19 +118,19 @@ def rms_norm_backward(dy: Tensor, x: Tensor, r: Tensor, weight: Tensor, past: Te
     dx, dw = torch.empty_like(x), x.new_empty(programs, C, dtype=torch.float32)
     with torch.cuda.device_of(x):
         rms_norm_backward_kernel[(programs,)](
-            dy, x, r, weight, past, dx, dw, N, C, past is not None, rows, block, num_warps=warps
+            dy, x, r, weight, past, dx, dw, N, C, past is not None, rows, block, stages(block), num_warps=warps
         )
     return dx, dw.sum(0)
 
 
 @rms_norm.register_fake
 def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(len(x), dtype=torch.float32)
+    return torch.empty_like(x), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 @add_rms_norm.register_fake
 def _(stream: Tensor, branch: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(stream), torch.empty_like(stream), stream.new_empty(len(stream), dtype=torch.float32)
+    return torch.empty_like(stream), torch.empty_like(stream), stream.new_empty(stream.shape[0], dtype=torch.float32)
 
 
 @rms_norm_backward.register_fake
@@ -125,29 +140,38 @@ def _(dy: Tensor, x: Tensor, r: Tensor, weight: Tensor, past: Tensor | None) -> 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, stream: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, stream: Tensor, branch: Tensor | None, weight: Tensor, eps: float, onward: bool
+    ) -> tuple[Tensor, Tensor] | Tensor:
         if branch is None:
             x = stream
             y, r = rms_norm(x, weight, eps)
         else:
             x, y, r = add_rms_norm(stream, branch, weight, eps)
         ctx.save_for_backward(x, r, weight)
-        ctx.added = branch is not None
+        ctx.added, ctx.onward = branch is not None, onward
         ctx.set_materialize_grads(False)
-        return x, y
+        return (x, y) if onward else y
 
     @staticmethod
-    def backward(ctx: Any, past: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        past, dy = gradients if ctx.onward else (None, *gradients)
         x, r, weight = ctx.saved_tensors
         if dy is None:
-            return past, past if ctx.added else None, None, None
+            return past, past if ctx.added else None, None, None, None
         dx, dw = rms_norm_backward(dy.contiguous(), x, r, weight, None if past is None else past.contiguous())
-        return dx, dx if ctx.added else None, dw.to(weight.dtype) if ctx.needs_input_grad[2] else None, None
+        return dx, dx if ctx.added else None, dw.to(weight.dtype) if ctx.needs_input_grad[2] else None, None, None
 
 
 def add_and_norm(stream: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x = stream + branch, or the stream where there is none, and its norm; both (..., C), weight (C,)."""
     shape = stream.shape
     flat = [None if t is None else t.reshape(-1, shape[-1]).contiguous() for t in (stream, branch)]
-    x, y = _Norm.apply(*flat, weight, eps)
+    x, y = _Norm.apply(*flat, weight, eps, True)
     return x.view(shape), y.view(shape)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The norm of x (..., C) alone, weight (C,): nothing goes on past it."""
+    y: Tensor = _Norm.apply(x.reshape(-1, x.shape[-1]).contiguous(), None, weight, eps, False)
+    return y.view(x.shape)

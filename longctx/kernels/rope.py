@@ -134,7 +134,7 @@ class _Turned(torch.autograd.Function):
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, H: int, G: int) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         q, k = rope(qkv, cos, sin, H, G)
-        return q, k, qkv.view(len(qkv), H + 2 * G, -1)[:, H + G :]
+        return q, k, qkv.unflatten(1, (H + 2 * G, -1))[:, H + G :]
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
@@ -152,4 +152,4 @@ def turned(qkv: Tensor, cos: Tensor, sin: Tensor, H: int, G: int) -> tuple[Tenso
     rows = qkv.shape[:2]
     angles = (t.reshape(-1, t.shape[-1]).contiguous() for t in (cos, sin))
     q, k, v = _Turned.apply(qkv.reshape(-1, qkv.shape[-1]).contiguous(), *angles, H, G)
-    return q.view(*rows, H, -1), k.view(*rows, G, -1), v.unflatten(0, rows)
+    return q.view(*rows, *q.shape[1:]), k.view(*rows, *k.shape[1:]), v.unflatten(0, rows)

@@ -14,7 +14,7 @@ from longctx.attention import Mask
 from longctx.attention.config import AttentionConfig
 from longctx.model import recompute
 from longctx.model.config import GPTConfig
-from longctx.model.layers import Block, RMSNorm
+from longctx.model.layers import Block, RMSNorm, StreamNorm
 from longctx.model.loss import linear_cross_entropy
 from longctx.model.memory import MemoryConfig
 from longctx.model.rope import Rope
@@ -46,7 +46,7 @@ class GPT(nn.Module):
         self.blocks: Any = nn.ModuleList(
             Block(config, chosen, n not in config.nope_layers) for n in range(config.layers)
         )
-        self.norm = RMSNorm(config.channels, config.norm_eps)
+        self.norm = StreamNorm(config.channels, config.norm_eps)
         self.head = None if config.tied else nn.Linear(config.channels, config.vocab_size, bias=False)
         self.init_weights()
 
@@ -116,17 +116,17 @@ class GPT(nn.Module):
         if torch.is_autocast_enabled(x.device.type):  # the residual stream too is in 16 bits
             x = x.to(torch.get_autocast_dtype(x.device.type))
         in_turn = [masks[self.config.window_of(n)] for n in range(len(self.blocks))]
-        x = self.norm.of_stream(self._through_blocks(x, cos, sin, in_turn))[1]
+        x = self.norm(self._through_blocks(x, cos, sin, in_turn))
         if targets is None:
             x = x if at is None else x.gather(1, at[..., None].expand(-1, -1, x.shape[-1]))
             return F.linear(x, unembedding)
         chunk = self.memory.chunk(self.embed.num_embeddings, x.device.type)
         return linear_cross_entropy(x, unembedding, targets, chunk, reduction, scale)
 
-    @staticmethod
-    def _adds_in_place(tokens: Tensor) -> bool:
-        """Whether a tied weight's two gradients are added up in place: on a GPU by atomics, in any order."""
-        return tokens.is_cuda and torch.is_grad_enabled() and not torch.are_deterministic_algorithms_enabled()
+    def _adds_in_place(self, tokens: Tensor) -> bool:
+        """Whether a tied weight's two gradients are added up in place: on a GPU by atomics, in any order, and in fp32."""
+        any_order = tokens.is_cuda and not torch.are_deterministic_algorithms_enabled()
+        return any_order and torch.is_grad_enabled() and self.embed.weight.dtype == torch.float32
 
     def _through_blocks(self, x: Tensor, cos: Tensor, sin: Tensor, masks: list[Mask]) -> Tensor:
         again = self.memory.recompute if torch.is_grad_enabled() else "none"
@@ -153,5 +153,6 @@ class _Tied(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, embedding: Tensor | None, head: Tensor | None) -> Tensor | None:
-        return embedding if head is None else head if embedding is None else head.add_(embedding)
+    def backward(ctx: Any, embedding: Tensor | None, head: Tensor | None) -> Tensor:
+        assert head is not None  # the loss makes it wherever this weight is trained
+        return head if embedding is None else head.add_(embedding)

@@ -30,7 +30,7 @@ def fused(x: Tensor) -> bool:
 
 
 class Linear(nn.Linear):
-    """x Wᵀ + b, where 16-bit inputs give fp32 weights their gradient unrounded."""
+    """x Wᵀ + b, where 16-bit inputs give fp32 weights their gradient, on a GPU unrounded."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
@@ -43,15 +43,27 @@ class RMSNorm(nn.RMSNorm):
         wide = torch.promote_types(x.dtype, self.weight.dtype)  # of a 16-bit stream and 32-bit weights: 32 bits
         return F.rms_norm(x.to(wide), self.normalized_shape, self.weight.to(wide), self.eps).to(x.dtype)
 
-    def of_stream(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x (..., C), `branch` added to it where there is one, and its norm: both of one pass, each way, on a GPU."""
-        if fused(x):
-            from longctx.kernels.rms_norm import add_and_norm
 
-            assert self.eps is not None
-            return add_and_norm(x, branch, self.weight, self.eps)
-        x = x if branch is None else x + branch
-        return x, self(x)
+class StreamNorm(RMSNorm):
+    """An RMSNorm of the residual stream, by one kernel each way on a GPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not fused(x):
+            return super().forward(x)
+        from longctx.kernels.rms_norm import norm
+
+        assert self.eps is not None
+        return norm(x, self.weight, self.eps)
+
+    def onward(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x (..., C), `branch` added to it where there is one, as it goes on, and its norm; their gradients meet in backward."""
+        if not fused(x):
+            x = x if branch is None else x + branch
+            return x, super().forward(x)
+        from longctx.kernels.rms_norm import add_and_norm
+
+        assert self.eps is not None
+        return add_and_norm(x, branch, self.weight, self.eps)
 
 
 class SelfAttention(nn.Module):
@@ -108,23 +120,23 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig, chosen: AttentionConfig, rotary: bool = True) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.channels, config.norm_eps)
+        self.attention_norm = StreamNorm(config.channels, config.norm_eps)
         self.attention = SelfAttention(config, chosen, rotary)
-        self.mlp_norm = RMSNorm(config.channels, config.norm_eps)
+        self.mlp_norm = StreamNorm(config.channels, config.norm_eps)
         self.mlp = SwiGLU(config)
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v of the block's input; each token by itself."""
-        return self.attention.project(self.attention_norm.of_stream(x)[1], cos, sin)
+        return self.attention.project(self.attention_norm(x), cos, sin)
 
     def after(self, x: Tensor, out: Tensor, valued: bool = True) -> Tensor:
         """The block's output from its input and attention's output (B, T, H, D); each token by itself.
 
         Unless `valued`, only its gradients are right: for those who know the output and want its graph again.
         """
-        x, normed = self.mlp_norm.of_stream(x, self.attention.out(out.flatten(2)))
+        x, normed = self.mlp_norm.onward(x, self.attention.out(out.flatten(2)))
         return x + self.mlp(normed, valued)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
-        x, normed = self.attention_norm.of_stream(x)  # x again, so that its two gradients meet in the norm's backward
+        x, normed = self.attention_norm.onward(x)
         return self.after(x, self.attention(*self.attention.project(normed, cos, sin), mask))

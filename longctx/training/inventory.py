@@ -95,7 +95,8 @@ class _Step:
         gradients, embedding = FP32 * self.trained, self.gradient * self.V * self.C
         block = self.gradient * (self.before_weights + self.after_weights) + FP32 * self.added / self.L
         tied = self.model.tied
-        full = self.config.accumulate > 1  # from the second micro-batch on every gradient is there all the time
+        # From the second micro-batch on every gradient is there all the time, and always where DDP keeps them in its buckets.
+        full = self.config.accumulate > 1 or self.config.devices > 1 or self.config.strategy.name == "ddp"
         before = gradients if full else 0.0
         yield "loss", _sum(always, {GRADIENTS: before}, self.kept(self.L), self.loss())
         # The head's gradient is there at once; a tied one waits beside the sum for that of the embedding.

@@ -46,7 +46,8 @@ def policies(config: CompleteConfig) -> list[CompleteConfig]:
 def fits(config: CompleteConfig, gpu: float, host: float) -> bool:
     """Whether `config`, of a decided policy, stays within so many bytes of GPU and host memory."""
     memory = predict(config)
-    return memory.peak <= gpu and (not any(memory.host.values()) or sum(memory.host.values()) <= host - HOST_LEFT)
+    taken = config.devices * sum(memory.host.values())  # every process of this machine has its own
+    return memory.peak <= gpu and (not taken or taken <= host - HOST_LEFT)
 
 
 def first_that_fits(config: CompleteConfig, gpu: float, host: float) -> CompleteConfig | None:

@@ -50,8 +50,9 @@ if __name__ == "__main__":
             spilled[f"rms norm {capability} {C}"] = compiled(
                 rms_norm.rms_norm_kernel, capability, warps, "bf16", ADD=True, **tile
             )
+            tile |= {"PAST": True, "STAGES": rms_norm.stages(block)}
             spilled[f"rms norm backward {capability} {C}"] = compiled(
-                rms_norm.rms_norm_backward_kernel, capability, warps, "bf16", PAST=True, **tile
+                rms_norm.rms_norm_backward_kernel, capability, warps, "bf16", **tile
             )
         for D in (64, 128, 256):
             tokens, heads, block, warps = rope.launch(32, 8, D)

@@ -6,11 +6,14 @@ from functools import partial, partialmethod
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
+from longctx.attention.config import AttentionConfig
 from longctx.kernels.rms_norm import add_and_norm, rms_norm, rms_norm_backward
 from longctx.model.config import GPTConfig
-from longctx.model.layers import Block, RMSNorm
+from longctx.model.layers import Block
 from longctx.model.memory import MemoryConfig
+from longctx.model.rope import Rope
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-5
@@ -116,13 +119,23 @@ def test_a_compiled_block_has_the_gradients_of_the_formula(policy: str, monkeypa
             monkeypatch.setattr(Block, "compile", partialmethod(Block.compile, backend="aot_eager", fullgraph=True))
             model.compile_blocks()
         else:
-            monkeypatch.setattr(RMSNorm, "of_stream", plainly)
+            monkeypatch.setattr("longctx.model.layers.fused", lambda x: False)
         model(tokens[:, :-1], tokens[:, 1:]).backward()
         found.append([p.grad for p in model.parameters()])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
-def plainly(self: RMSNorm, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    x = x if branch is None else x + branch
-    return x, self(x)
+@pytest.mark.parametrize("half", ["before", "after"])
+def test_one_graph_serves_rows_of_any_length(half: str) -> None:
+    config = GPTConfig(layers=1, channels=24, heads=3, kv_heads=1, ffn=40)
+    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    block, rope = Block(config, AttentionConfig("naive")).to(DEVICE, dtype), Rope(8, 500_000.0)
+    counted = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(getattr(block, half), backend=counted, dynamic=True, fullgraph=True)
+    for T in (9, 14, 30, 41, 55):
+        x = inputs(1, T, 24).to(dtype).requires_grad_()
+        others = rope(torch.arange(T, device=DEVICE)[None]) if half == "before" else [inputs(1, T, 3, 8).to(dtype)]
+        found = run(x, *others)
+        torch.stack([t.sum() for t in (found if half == "before" else [found])]).sum().backward()
+    assert counted.frame_count <= 2  # one for the first length, one for any other
