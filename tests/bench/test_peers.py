@@ -15,6 +15,7 @@ from longctx.bench import peers, trainers
 from longctx.bench.words import main, training_config
 from longctx.training import chips, fit, probe
 from longctx.training.chips import GIB
+from longctx.training.optimizer import learning_rate
 
 TINY = [
     *("model=tiny", "model.layers=2", "model.channels=96", "model.kv_heads=4", "model.ffn=256"),
@@ -122,6 +123,16 @@ def test_every_step_has_the_learning_rate_that_train_py_gives_it() -> None:
     made = torch.nn.ParameterList([weight]), Seeing([weight], lr=9.0), lambda tokens: weight.sum()
     trainers.timed_steps(job([], lrs=[0.1, 0.2, 0.3]), *made)
     assert seen == [0.1, 0.2, 0.3]
+
+
+def test_other_trainers_are_asked_for_the_learning_rates_of_train_py(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr("longctx.training.probe.child", lambda _, request, seconds: asked.append(request) or "ended")  # type: ignore[func-returns-value]
+    config = training_config([*TINY, "seq_len=33", "batch_size=2", "warmup_steps=3"], "cpu")
+    peers.of_other("transformers", config, peers.Options(steps=4), [], 9.0, "cpu")
+    run = dataclasses.replace(config, max_steps=7)  # three warm steps and four
+    assert asked[0]["lrs"] == [learning_rate(n, run) for n in range(7)]
+    assert len(set(asked[0]["lrs"])) > 3
 
 
 def test_peft_trains_what_our_lora_trains() -> None:

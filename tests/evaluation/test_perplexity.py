@@ -3,8 +3,10 @@
 import copy
 import json
 import math
+import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -270,3 +272,14 @@ def test_parts_of_several_processes_are_the_whole(model: GPT, processes: int) ->
     assert [(g.owner, g.position) for g in together.contexts.gains] == [
         (g.owner, g.position) for g in whole.contexts.gains
     ]
+
+
+def test_on_a_cpu_no_batch_is_computed_before_the_clock_starts(model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = GPT.forward
+
+    def slow(*args: Any, **kwargs: Any) -> Tensor:
+        time.sleep(0.2)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(GPT, "forward", slow)
+    assert perplexity(model, documents(31, 31), 32).speed.seconds >= 0.2  # of the second batch of two

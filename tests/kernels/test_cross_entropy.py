@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longctx.kernels.cross_entropy import cross_entropy_
+from longctx.kernels.cross_entropy import cross_entropy_, multiply_
 from longctx.model.loss import linear_cross_entropy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -97,8 +97,18 @@ def test_the_chunked_loss_by_the_kernel(chunk: int) -> None:
     loss = linear_cross_entropy(hidden, weight, targets, chunk, scale=scale)
     want = 0.375 * F.cross_entropy(hidden.double() @ weight.double().t(), targets)
     torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=0)
-    got, expected = (torch.autograd.grad(x, (hidden, weight), retain_graph=True) for x in (loss, want))
+    incoming = [torch.tensor(-2.75, dtype=x.dtype, device=DEVICE) for x in (loss, want)]
+    leaves = hidden, weight
+    got, expected = (torch.autograd.grad(x, leaves, by) for x, by in zip((loss, want), incoming, strict=True))
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("by", [1.0, -2.5, 0.0])
+def test_a_gradient_is_multiplied_whole(by: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longctx.kernels.cross_entropy.MULTIPLIED", 4)  # every program has several turns
+    x = torch.randn(9_001, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    want = x * by
+    assert torch.equal(multiply_(x, torch.tensor(by, device=DEVICE)), want)
 
 
 @pytest.mark.gpu

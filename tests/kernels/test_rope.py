@@ -36,8 +36,9 @@ def angles(B: int, T: int, D: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("H", "G", "D"), [(1, 1, 2), (3, 1, 6), (4, 2, 32), (12, 12, 64), (5, 5, 96), (32, 8, 64), (3, 3, 258)]
 )
-def test_forward_and_backward(H: int, G: int, D: int, dtype: torch.dtype) -> None:
-    qkv, (cos, sin) = inputs(2, 5, (H + 2 * G) * D).to(dtype).requires_grad_(), angles(2, 5, D)
+@pytest.mark.parametrize("rows", [(2, 5), (1, 11)])
+def test_forward_and_backward(rows: tuple[int, int], H: int, G: int, D: int, dtype: torch.dtype) -> None:
+    qkv, (cos, sin) = inputs(*rows, (H + 2 * G) * D).to(dtype).requires_grad_(), angles(*rows, D)
     exact = qkv.detach().double().requires_grad_()
     q, k, v = exact.unflatten(-1, (-1, D)).split((H, G, G), dim=2)
     want = rotate(q, cos.double(), sin.double()), rotate(k, cos.double(), sin.double()), v

@@ -15,7 +15,7 @@ from longctx.model.memory import MemoryConfig
 from longctx.training import chips, plan
 from longctx.training.chips import GIB
 from longctx.training.config import CompleteConfig, complete
-from longctx.training.inventory import ATTENTION, HOPPER_HEAD_SIZES, KEPT, OPTIMIZER, TERMS, predict
+from longctx.training.inventory import ATTENTION, GRADIENTS, HOPPER_HEAD_SIZES, KEPT, OPTIMIZER, TERMS, _Step, predict
 
 H200 = chips.chip("NVIDIA H200", 139.8 * GIB)
 ROOT = Path(__file__).parents[2]
@@ -223,3 +223,26 @@ def test_a_memory_key_that_a_policy_cannot_have_is_passed_over() -> None:
     assert "long" not in [chosen.memory.policy for chosen in plan.policies(config)]
     with pytest.raises(ValueError, match=r"memory\.offload"):
         plan.policies(replace(config, memory=MemoryConfig("fast", offload=0.5)))
+
+
+def test_every_process_of_a_machine_takes_host_memory() -> None:
+    config = one_b("memory=long", "seq_len=1048576", "batch_size=1", "accumulate=1")
+    gpu, host = 139 * GIB, sum(predict(config).host.values())
+    assert plan.fits(config, gpu, 1.1 * host + plan.HOST_LEFT)
+    assert not plan.fits(replace(config, devices=8), gpu, 1.1 * host + plan.HOST_LEFT)
+    assert plan.fits(replace(config, devices=8), gpu, 8.1 * host + plan.HOST_LEFT)
+
+
+def test_ddp_keeps_all_gradients_all_the_time() -> None:
+    config = one_b("memory=fast", "seq_len=4096", "batch_size=4", "accumulate=1")
+    alone, shared = (dict(_Step(c, "cuda").moments())["loss"][GRADIENTS] for c in (config, replace(config, devices=2)))
+    assert (alone, shared) == (0.0, 4 * config.model.parameters())
+
+
+def test_a_tied_weights_second_gradient_takes_room_only_where_sums_have_an_order() -> None:
+    config = one_b("memory=fast", "seq_len=4096", "batch_size=1", "accumulate=1")
+    configs = config, replace(config, deterministic=True)
+    any_order, one_order = (
+        sum(dict(_Step(c, "cuda").moments())["backward of the embedding"].values()) for c in configs
+    )
+    assert one_order - any_order == 4 * config.model.vocab_size * config.model.channels
