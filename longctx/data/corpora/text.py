@@ -49,7 +49,8 @@ def open_corpus(config: DataConfig) -> Corpus:
     identity, parts = [], []
     for name, file in files.values():
         status = file.stat()
-        identity.append((name, status.st_size, status.st_mtime_ns))
+        # The last time is of the file on this disk: a copy, or one unpacked with the time of another, has its own.
+        identity.append((name, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
         parts.append(Part(name, partial(_read, name, file, config)))
     one_each = all(_format(file)[0] not in OF_ROWS for _, file in files.values())
     settings: list[Any] = [identity, config.text_column, config.errors]
