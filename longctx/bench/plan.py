@@ -15,7 +15,7 @@ from longctx.bench.words import check_backends, request, training_config
 from longctx.training import chips, plan
 from longctx.training.chips import GIB, Chip
 from longctx.training.config import CompleteConfig
-from longctx.training.inventory import ATTENTION, GRADIENTS, KEPT, MLP, OPTIMIZER, PARAMETERS, TERMS, Memory, predict
+from longctx.training.inventory import ATTENTION, GRADIENTS, KEPT, MLP, OPTIMIZER, PARAMETERS, TERMS, predict
 
 TAKES_TRAINING_KEYS = True
 BACKENDS = ("naive", "sdpa", "flash")
@@ -108,7 +108,7 @@ def row(backend: str, config: CompleteConfig, chip: Chip, host: float) -> dict[s
     if fit == "no" and plan.fits(config, chip.usable, math.inf):
         fit = "no: host"
     terms = {SHORT.get(term, term): f"{memory.gpu[term] / GIB:.2f}" for term in TERMS}
-    return _chosen(backend, config) | {**terms, "fits": fit} | _sizes(memory) | _speed(config, chip)
+    return _chosen(backend, config) | {**terms, "fits": fit} | _sizes(config) | _speed(config, chip)
 
 
 def longest(backend: str, config: CompleteConfig, chip: Chip, host: float) -> dict[str, Any]:
@@ -116,15 +116,15 @@ def longest(backend: str, config: CompleteConfig, chip: Chip, host: float) -> di
     found = plan.longest(plan.one_row(config), chip.usable, host)
     if found is None:
         return {"backend": backend, "memory": config.memory.policy, "tokens": "none"}
-    return _chosen(backend, found) | {"tokens": found.seq_len} | _sizes(predict(found)) | _speed(found, chip)
+    return _chosen(backend, found) | {"tokens": found.seq_len} | _sizes(found) | _speed(found, chip)
 
 
 def _chosen(backend: str, config: CompleteConfig) -> dict[str, str]:
     return {"backend": backend, "memory": config.memory.policy, "rows": f"{config.batch_size} × {config.accumulate}"}
 
 
-def _sizes(memory: Memory) -> dict[str, str]:
-    return {"GPU GiB": f"{memory.peak / GIB:.1f}", "host GiB": f"{sum(memory.host.values()) / GIB:.1f}"}
+def _sizes(config: CompleteConfig) -> dict[str, str]:
+    return {"GPU GiB": f"{predict(config).peak / GIB:.1f}", "host GiB": f"{plan.on_host(config) / GIB:.1f}"}
 
 
 def _speed(config: CompleteConfig, chip: Chip) -> dict[str, str]:

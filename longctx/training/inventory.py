@@ -26,7 +26,7 @@ HOPPER_HEAD_SIZES = range(64, 129, 8)  # see longctx.kernels.flash, which needs 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by term at the moment of a step that takes most of the GPU, and on the host."""
+    """Bytes by term that one process takes of its GPU, at the moment of a step when that is most, and of the host."""
 
     moment: str
     gpu: Terms
@@ -111,10 +111,8 @@ class _Step:
             for name, work in (("MLP", self.mlp_backward(layer)), ("attention", self.attention_backward(layer))):
                 yield f"backward of block {layer}, {name}", _sum(held, work)
         last = (gradients if full else gradients - embedding) + (embedding if tied else 0.0)
-        if (
-            not tied or self.device != "cuda" or self.config.deterministic
-        ):  # else sparse, and added to the head's in place
-            last += embedding
+        sparse = tied and self.device == "cuda" and not self.config.deterministic  # added to the head's in place
+        last += 0.0 if sparse else embedding
         tokens = {GRADIENTS: last, KEPT: (FP32 + self.e) * self.C * self.N}
         yield "backward of the embedding", _sum(always, tokens)
         yield "optimizer", _sum(always, {GRADIENTS: gradients, OPTIMIZER: self.update()})

@@ -45,9 +45,13 @@ def policies(config: CompleteConfig) -> list[CompleteConfig]:
 
 def fits(config: CompleteConfig, gpu: float, host: float) -> bool:
     """Whether `config`, of a decided policy, stays within so many bytes of GPU and host memory."""
-    memory = predict(config)
-    taken = config.devices * sum(memory.host.values())  # every process of this machine has its own
-    return memory.peak <= gpu and (not taken or taken <= host - HOST_LEFT)
+    taken = on_host(config)
+    return predict(config).peak <= gpu and (not taken or taken <= host - HOST_LEFT)
+
+
+def on_host(config: CompleteConfig) -> float:
+    """Bytes of host memory that all processes of the machine take, each of which has its own."""
+    return config.devices * sum(predict(config).host.values())
 
 
 def first_that_fits(config: CompleteConfig, gpu: float, host: float) -> CompleteConfig | None:

@@ -147,7 +147,6 @@ def test_the_arrow_file_opens_in_datasets(text_config) -> None:
 
 
 def test_the_cache_lies_where_the_environment_says(monkeypatch, tmp_path) -> None:
-
     monkeypatch.delenv("LONGCTX_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert DataConfig().cache_folder() == tmp_path / "xdg" / "longctx"

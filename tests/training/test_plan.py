@@ -228,6 +228,7 @@ def test_a_memory_key_that_a_policy_cannot_have_is_passed_over() -> None:
 def test_every_process_of_a_machine_takes_host_memory() -> None:
     config = one_b("memory=long", "seq_len=1048576", "batch_size=1", "accumulate=1")
     gpu, host = 139 * GIB, sum(predict(config).host.values())
+    assert plan.on_host(replace(config, devices=8)) == 8 * host
     assert plan.fits(config, gpu, 1.1 * host + plan.HOST_LEFT)
     assert not plan.fits(replace(config, devices=8), gpu, 1.1 * host + plan.HOST_LEFT)
     assert plan.fits(replace(config, devices=8), gpu, 8.1 * host + plan.HOST_LEFT)
