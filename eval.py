@@ -69,6 +69,8 @@ def evaluate(asked: EvalConfig, other_data: bool, words: list[str]) -> None:
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     subject = opened(asked, device, other_data)
     model, run, backend = subject.model, subject.run, asked.attention.backend
+    if run is None and (split := next((word for word in words if word.startswith("split=")), None)):
+        raise ValueError(f"{split}: a Hugging Face folder has no documents of its own to split; leave it out")
     check(backend, device=device, dtype=dtype, head_dim=model.config.head_size, options=asked.attention.options)
     results = writable(subject.folder / "eval", asked)
     context = asked.seq_len or subject.seq_len
@@ -159,7 +161,8 @@ def probe(asked: EvalConfig, subject: Subject, other_data: bool, context: int, d
     usual = [length for length in doubling(context) if length >= SHORTEST] or [context]
     lengths, tokenizer = asked.passkey.lengths or usual, subject.tokenizer
     own = subject.run is not None and not other_data
-    found = documents_of(subject, asked, other_data, 0) if own else documents.of_source(asked.data, tokenizer)
+    share = documents.Share(most=asked.documents)
+    found = documents_of(subject, asked, other_data, 0) if own else documents.of_source(asked.data, tokenizer, share)
     started = time.perf_counter()
     cells = recall(
         subject.model,

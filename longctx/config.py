@@ -23,7 +23,11 @@ from typing import Any, NamedTuple
 from longctx.options import answer
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-SCHEMAS = {"train": "longctx.training.config:TrainConfig", "eval": "longctx.evaluation.config:EvalConfig"}
+SCHEMAS = {
+    "train": "longctx.training.config:TrainConfig",
+    "eval": "longctx.evaluation.config:EvalConfig",
+    "describe": "longctx.data.describe:DescribeConfig",
+}
 AUTO_MODEL = {False: "tiny", True: "124m"}  # is there a GPU → preset that model=auto stands for
 
 
@@ -48,7 +52,7 @@ def run(script: str, argv: list[str], do: Callable[[Words], int]) -> int:
 
 
 def read_words(script: str, argv: list[str]) -> Words:
-    """Sort the words of `script`, "train" or "eval"; ValueError for a word or a key that does not exist."""
+    """Sort the words of `script`, one of SCHEMAS; ValueError for a word or a key that does not exist."""
     sweep = [word for word in argv if word in ("-m", "--multirun")]
     return Words(bool(sweep), [_checked_word(script, word) for word in argv if word not in sweep])
 
@@ -141,6 +145,9 @@ def help_text(script: str) -> str:
         "  python train.py resume=runs/NAME",
         "eval": "Evaluate a run or a checkpoint, on documents it has not seen or on any text.\n\n"
         "  python eval.py checkpoint=runs/NAME seq_len=16384",
+        "describe": "Describe a data set: documents, tokens, lengths, split, and packing into rows.\n\n"
+        "  python -m longctx.data seq_len=16384\n"
+        "  python -m longctx.data data=text data.path=docs/ out=docs.png",
     }
     lines = [doc[script], "", "Choices (group=name):"]
     for group in _groups(script):

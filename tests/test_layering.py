@@ -10,7 +10,7 @@ MAY_IMPORT = {
     "kernels": {"options"},
     "attention": {"kernels", "options"},
     "model": {"attention", "kernels", "options"},
-    "data": {"options"},
+    "data": {"config", "options"},
     "training": {"model", "attention", "kernels", "data", "evaluation"},  # it validates with it
     "evaluation": {"model", "attention", "kernels", "data"},
     "report": {"options"},

@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from longctx.bench.report import grid, machine, save_figure, write_json
-from longctx.bench.words import check_backends, training_config
+from longctx.bench.words import check_backends, check_unused, training_config
 from longctx.training import plan
 from longctx.training.chips import GIB, host_memory
 from longctx.training.config import CompleteConfig, WandbConfig
 from longctx.training.inventory import predict
 
 TAKES_TRAINING_KEYS = True
+TAKEN = {"seq_len": "use shortest= and longest=", "attention": "use backends="} | dict.fromkeys(
+    ("batch_size", "accumulate"), "it is one row"
+)
 START = 45.0  # seconds that a child takes before its first step: libraries, compilation
 SHOWN = (
     "backend",
@@ -55,6 +58,7 @@ def run(options: Options, command: str, words: list[str]) -> None:
     import torch
 
     check_backends(options.backends)
+    check_unused(words, TAKEN)
     if not torch.cuda.is_available():
         raise ValueError("bench context measures what fits a GPU and there is no CUDA GPU here")
     from longctx.training.fit import check_attention

@@ -19,12 +19,21 @@ from pathlib import Path
 from typing import Any
 
 from longctx.bench.report import grid, machine, write_json
-from longctx.bench.words import training_config
+from longctx.bench.words import check_unused, training_config
 from longctx.training.chips import GIB
 from longctx.training.config import CompleteConfig
 from longctx.training.inventory import predict
 
 TAKES_TRAINING_KEYS = True
+TAKEN = {
+    "model": "use models=",
+    "model.layers": "use layers=",
+    "memory": "use policies=",
+    "attention": "use backends=",
+    "seq_len": "use lengths=, long_lengths= and naive_lengths=",
+    "batch_size": "it is one row",
+    "lora.rank": "use lora_models=",
+}
 DOCUMENT = 2048  # tokens
 SECONDS = 300.0  # that a point may take
 CONTEXT = 1.5 * GIB  # that a process takes besides its tensors
@@ -57,6 +66,7 @@ def run(options: Options, command: str, words: list[str]) -> None:
     """Measure, print predicted and measured of every point, write `out`.json."""
     import torch
 
+    check_unused(words, TAKEN)
     if not torch.cuda.is_available():
         raise ValueError("bench memory measures a GPU's memory and there is no CUDA GPU here")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")  # of each process

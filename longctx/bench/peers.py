@@ -17,13 +17,14 @@ from typing import Any
 
 from longctx.bench.report import grid, machine, save_figure, write_json
 from longctx.bench.step import short
-from longctx.bench.words import training_config
+from longctx.bench.words import check_unused, training_config
 from longctx.training import plan
 from longctx.training.config import CompleteConfig
 
 TAKES_TRAINING_KEYS = True
 PEERS = ("longctx", "longctx-bare", "longctx-sdpa", "nanogpt", "transformers", "transformers-liger")
 PINNED = ["attention=sdpa", "attention.options.kernel=flash"]  # longctx-sdpa: torch's FlashAttention-2
+TAKEN = {"seq_len": "use lengths=", "batch_size": "use step_tokens=", "devices": "one is compared"}
 WARM = 3
 TIMED_SECONDS = 15.0  # as many steps are timed as longctx is predicted to do in this time, `steps` at most
 SMALL = 500e6  # parameters; below, a step has 65,536 tokens, else 16,384
@@ -101,10 +102,7 @@ def check(options: Options, words: list[str]) -> None:
         raise ValueError(f"step_tokens={options.step_tokens}: a number of tokens, or auto")
     if options.nanogpt and not Path(options.nanogpt, "model.py").is_file():
         raise ValueError(f"nanogpt={options.nanogpt}: no model.py there; give the folder of nanoGPT's source")
-    for word in words:
-        key = word.partition("=")[0]
-        if key in ("seq_len", "batch_size", "devices"):
-            raise ValueError(f"{word}: bench peers sets it for all trainers alike; use lengths= and step_tokens=")
+    check_unused(words, TAKEN)
 
 
 def shaped(options: Options, words: list[str], tokens: int, device: str) -> CompleteConfig:

@@ -19,7 +19,7 @@ from typing import Any
 
 from longctx.bench.report import grid, machine, save_figure, write_json
 from longctx.bench.trace import ATTENTION, IDLE, MATRICES, OTHER, PARTS, marked, time_by_part
-from longctx.bench.words import check_backends, request, training_config
+from longctx.bench.words import check_backends, check_unused, request, training_config
 
 TAKES_TRAINING_KEYS = True
 WARM, TIMED = 2, 4  # steps without the profiler: not counted, counted
@@ -43,6 +43,7 @@ def run(options: Options, command: str, words: list[str]) -> None:
     from longctx.training.fit import decide_memory
 
     check_backends(options.backends)
+    check_unused(words, {"seq_len": "use lengths=", "attention": "use backends="})
     device = "cuda" if torch.cuda.is_available() else "cpu"
     points = {
         (n, backend): [*words, f"seq_len={n}", f"attention={backend}"]

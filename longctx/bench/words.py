@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from longctx import config
@@ -60,6 +60,14 @@ def help_text(argv: list[str]) -> str:
         if getattr(module, "TAKES_TRAINING_KEYS", False):
             lines.append("      and the keys of python train.py --help")
     return "\n".join(lines)
+
+
+def check_unused(words: Iterable[str], taken: Mapping[str, str]) -> None:
+    """ValueError for one of the `words` of train.py that a benchmark sets itself: key → what to use instead."""
+    for word in words:
+        key = word.lstrip("+").partition("=")[0]
+        if key in taken:
+            raise ValueError(f"{word.lstrip('+')}: is set for each point; {taken[key]}")
 
 
 def check_backends(names: Iterable[str]) -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 SOURCES = ("embedded", "text", "hub", "needles", "mix")
 FOR = {  # keys that not every source has a use for → what they are for
@@ -130,7 +130,8 @@ class DataConfig:
             raise ValueError(
                 "data.mix is not set: give sources, such as data.mix.long.source=text data.mix.long.path=docs/"
             )
-        allowed = {item.name for item in fields(DataConfig)} - set(OF_ALL)
+        kinds = get_type_hints(DataConfig)
+        allowed = kinds.keys() - set(OF_ALL)
         found = {}
         for name, keys in self.mix.items():
             if not isinstance(keys, Mapping):
@@ -144,14 +145,16 @@ class DataConfig:
             if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight < float("inf"):
                 raise ValueError(f"data.mix.{name}.weight={weight}: a number above 0")
             said = {"source": "text" if keys.get("path") else "embedded"} | {
-                k: v for k, v in keys.items() if k != "weight"
+                key: _typed(f"data.mix.{name}.{key}", value, kinds[key])
+                for key, value in keys.items()
+                if key != "weight"
             }
             one = replace(self, mix={}, **said)
             try:
                 if one.source == "mix":
                     raise ValueError("data.source=mix: a source of a mix is no mix")
                 one.validate()
-            except (ValueError, TypeError) as error:
+            except ValueError as error:
                 raise ValueError(f"data.mix.{name}: {error}") from error
             found[name] = float(weight), one
         return found
@@ -181,3 +184,16 @@ def _strings(value: Any, key: str) -> list[str]:
     if isinstance(value, Sequence) and all(isinstance(item, str | os.PathLike) for item in value):
         return [os.fspath(item) for item in value]
     raise ValueError(f"{key}={value}: use a path or a list of paths")
+
+
+def _typed(key: str, value: Any, hint: Any) -> Any:
+    """`value` as the field of DataConfig with this type hint has it, since a dictionary checks nothing; ValueError names `key`."""
+    kinds = get_args(hint) or (hint,)
+    if hint is Any or type(value) in kinds:
+        return value
+    if str in kinds and type(value) in (int, float):  # data.mix.a.name=2024
+        return str(value)
+    if float in kinds and type(value) is int:
+        return float(value)
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    raise ValueError(f"{key}={value}: must be {next(words[kind] for kind in kinds if kind in words)}")

@@ -56,6 +56,11 @@ class Data:
         self.packings = self._pack()
 
     @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of every document."""
+        return self.store.lengths
+
+    @property
     def train(self) -> Rows:
         return self._rows("train")
 

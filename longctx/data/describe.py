@@ -1,128 +1,62 @@
-"""What `python -m longctx.data` prints and draws: size, tokens, how long the documents are, how well they fill rows.
-
-The key=value words are those of train.py. The presets in configs/data are read as plain YAML: one group needs no
-composition, and data/ does not know Hydra.
-"""
+"""What `python -m longctx.data` prints and draws: size, tokens, how long the documents are, how well they fill rows."""
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import inspect
-import re
 import sys
-import typing
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from longctx import files
+from longctx import config, files
 from longctx.data.config import DataConfig
-from longctx.options import answer
 
 if TYPE_CHECKING:
     from longctx.data.dataset import Data
+    from longctx.data.mix import Mixture
 
-_PRESETS = Path(__file__).resolve().parents[2] / "configs" / "data"
 _LONG = (4096, 16384, 65536)  # tokens; documents above these are what a long context is for
 
 
-class Options(NamedTuple):
-    config: DataConfig
-    seq_len: int
-    out: str | None
+@dataclass
+class DescribeConfig:
+    """The data set, and the rows that it is to fill; the keys of `data` are those of train.py."""
+
+    seq_len: int = 4096  # tokens in a row
+    out: str | None = "lengths.png"  # picture of the document lengths; null: none
+    data: DataConfig = field(default_factory=DataConfig)
+
+    def validate(self) -> None:
+        """Raise ValueError naming the first key that cannot be right, before anything is read."""
+        if self.seq_len < 2:
+            raise ValueError(f"seq_len={self.seq_len}: a row holds at least 2 tokens")
+        if self.out == "":
+            raise ValueError("out= names no picture; give a file such as out=lengths.png, or out=null for none")
+        self.data.validate_words()
 
 
 def main(argv: list[str]) -> int:
     """Describe the data set that `argv` names; 0, or 2 after one line on stderr."""
-    return answer(argv, help_text, run)
+    return config.run("describe", argv, lambda words: describe(read(words)))
 
 
-def run(argv: list[str]) -> None:
+def read(words: config.Words) -> DescribeConfig:
+    """The configuration that the words make; ValueError, one line, where they make none."""
+    if words.sweep:
+        raise ValueError("-m: one data set is described at a time")
+    asked: DescribeConfig = config.compose("describe", words.overrides).config
+    return asked
+
+
+def describe(asked: DescribeConfig) -> int:
     """Print and draw; ValueError or OSError, one line, for what cannot be described."""
-    options = read_words(argv)
-    from longctx.data.dataset import Data
+    from longctx.data.dataset import load
 
-    data = Data(options.config, options.seq_len)
+    data = load(asked.data, asked.seq_len)
     _print(data)
-    if options.out is not None:
-        draw(data, Path(options.out))
-        print(f"\nHistogram of document lengths: {options.out}")
-
-
-def help_text() -> str:
-    lines = [
-        "Describe a data set: documents, tokens, lengths, split, and packing into rows.",
-        "",
-        "  python -m longctx.data seq_len=16384",
-        "  python -m longctx.data data=text data.path=docs/ out=docs.png",
-        "",
-        "Keys (key=value):",
-        f"  {'data=embedded':<34}{' | '.join(_preset_names())}",
-        f"  {'seq_len=4096':<34}tokens in a row",
-        f"  {'out=lengths.png':<34}picture of the document lengths; null: none",
-    ]
-    meanings = re.findall(r"^    (\w+): [^#\n]*  # (.*)$", inspect.getsource(DataConfig), re.MULTILINE)
-    words = {None: "null", dataclasses.MISSING: "{}", False: "false"}
-    defaults = {field.name: words.get(field.default, field.default) for field in dataclasses.fields(DataConfig)}
-    lines += [f"  {f'data.{name}={defaults[name]}':<34}{meaning}" for name, meaning in meanings]
-    return "\n".join(lines)
-
-
-def read_words(argv: list[str]) -> Options:
-    """key=value words as Options; ValueError with one line for a word, key or value that cannot be."""
-    given: dict[str, str] = {}
-    for word in argv:
-        key, equals, value = word.partition("=")
-        if not equals:
-            raise ValueError(f"{word}: not of the form key=value, such as seq_len=16384; see --help")
-        if key not in _keys():
-            close = difflib.get_close_matches(key, _keys(), n=1) or difflib.get_close_matches(
-                f"data.{key}", _keys(), n=1
-            )
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise ValueError(f"{key} is not a key{hint} (keys: {', '.join(_keys())})")
-        given[key] = value
-    preset = given.get("data", "embedded")
-    if preset not in _preset_names():
-        raise ValueError(f"data={preset}: not one of {', '.join(_preset_names())}")
-    import yaml
-
-    values = yaml.safe_load((_PRESETS / f"{preset}.yaml").read_text()) or {}
-    hints = typing.get_type_hints(DataConfig)
-    for key, text in given.items():
-        if key.startswith("data."):
-            name = key.removeprefix("data.")
-            values[name] = _value(key, text, hints[name])
-    config = DataConfig(**values)
-    config.validate_words()
-    config.check_words(given)
-    out = _value("out", given.get("out", "lengths.png"), str | None)
-    if out == "":
-        raise ValueError("out= names no picture; give a file such as out=lengths.png, or out=null for none")
-    return Options(config, _value("seq_len", given.get("seq_len", "4096"), int), out)
-
-
-def _keys() -> list[str]:
-    return ["data", "seq_len", "out", *(f"data.{field.name}" for field in dataclasses.fields(DataConfig))]
-
-
-def _preset_names() -> list[str]:
-    return sorted(file.stem for file in _PRESETS.glob("*.yaml"))
-
-
-def _value(key: str, text: str, hint: Any) -> Any:
-    kinds = typing.get_args(hint) or (hint,)
-    if text == "null" and (type(None) in kinds or hint is Any):
-        return None
-    if hint is Any and text.startswith("[") and text.endswith("]"):
-        return [part.strip().strip("'\"") for part in text[1:-1].split(",") if part.strip()]
-    for kind, what in ((int, "a whole number"), (float, "a number")):
-        if kind in kinds:
-            try:
-                return kind(text)
-            except ValueError as error:
-                raise ValueError(f"{key}={text}: must be {what}") from error
-    return text
+    if asked.out is not None:
+        draw(data, Path(asked.out))
+        print(f"\nHistogram of document lengths: {asked.out}")
+    return 0
 
 
 class Bin(NamedTuple):
@@ -133,11 +67,11 @@ class Bin(NamedTuple):
     tokens: int
 
 
-def histogram(data: Data) -> list[Bin]:
+def histogram(data: Data | Mixture) -> list[Bin]:
     """Document lengths in bins from one power of two to the next, without gaps."""
     import numpy as np
 
-    lengths = data.store.lengths
+    lengths = data.lengths
     power = np.frexp(lengths.astype(np.float64))[1] - 1  # floor(log2(length)), exact
     first, count = int(power.min()), int(power.max() - power.min()) + 1
     documents = np.bincount(power - first, minlength=count)
@@ -145,13 +79,13 @@ def histogram(data: Data) -> list[Bin]:
     return [Bin(2 ** (first + i), int(documents[i]), int(tokens[i])) for i in range(count)]
 
 
-def share_in_longer(data: Data, length: int) -> float:
+def share_in_longer(data: Data | Mixture, length: int) -> float:
     """Share of all tokens that lie in documents of more than `length` tokens."""
-    lengths = data.store.lengths
+    lengths = data.lengths
     return float(lengths[lengths > length].sum() / lengths.sum())
 
 
-def _print(data: Data) -> None:
+def _print(data: Data | Mixture) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -168,7 +102,7 @@ def _print(data: Data) -> None:
     facts.add_row("tokens", f"{about['tokens']:,}")
     facts.add_row("vocabulary", f"{about['vocab_size']:,} tokens")
     facts.add_row("bytes per token", f"{about['bytes'] / about['tokens']:.2f}")
-    facts.add_row("longest document", f"{int(data.store.lengths.max()):,} tokens")
+    facts.add_row("longest document", f"{int(data.lengths.max()):,} tokens")
     for length in _LONG:
         facts.add_row(f"tokens in documents > {length // 1024}K", f"{share_in_longer(data, length):.1%}")
     console.print(facts)
@@ -180,6 +114,15 @@ def _print(data: Data) -> None:
         counts = [f"{about[f'{split}_{what}']:,}" for what in ("documents", "tokens", "rows")]
         rows.add_row(split, *counts, f"{about[f'{split}_efficiency']:.2%}" if about[f"{split}_rows"] else "-")
     console.print(rows)
+
+    if "mix" in about:
+        mix = Table(title="\nSources", title_justify="left", box=None, pad_edge=False)
+        for name in ("name", "weight", "documents", "tokens", "rows to train on"):
+            mix.add_column(name, justify="left" if name == "name" else "right", header_style="dim")
+        for name, part in about["mix"].items():
+            counts = [f"{part[key]:,}" for key in ("documents", "tokens", "train_rows")]
+            mix.add_row(name, f"{part['weight']:g}", *counts)
+        console.print(mix)
 
     lengths = Table(title="\nDocument lengths", title_justify="left", box=None, pad_edge=False)
     for name in ("tokens", "documents", "share of all tokens"):
@@ -193,7 +136,7 @@ def _print(data: Data) -> None:
     console.print(lengths)
 
 
-def draw(data: Data, path: Path) -> None:
+def draw(data: Data | Mixture, path: Path) -> None:
     """Write the histogram of document lengths as a picture: how many documents, and where the tokens are."""
     import matplotlib
 
@@ -202,7 +145,7 @@ def draw(data: Data, path: Path) -> None:
     from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 
     bins = histogram(data)
-    total = int(data.store.lengths.sum())
+    total = int(data.lengths.sum())
     lows = [one.low for one in bins]
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 5.6), sharex=True, layout="constrained")
     style = {"width": [0.94 * low for low in lows], "align": "edge"}
@@ -230,7 +173,7 @@ def draw(data: Data, path: Path) -> None:
     source = (
         data.config.source if data.config.path is None else f"{data.config.source}: {', '.join(data.config.paths())}"
     )
-    above.set_title(f"{source} · {len(data.store):,} documents, {total:,} tokens", loc="left")
+    above.set_title(f"{source} · {len(data.lengths):,} documents, {total:,} tokens", loc="left")
     try:
         with files.whole(path) as partial:
             figure.savefig(partial, dpi=150, format=path.suffix.lstrip(".") or "png")

@@ -52,6 +52,11 @@ class Mixture:
         self.fingerprint: str = fingerprint(["mix 1", described])
 
     @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of every document."""
+        return np.concatenate([part.lengths for part in self.parts.values()])
+
+    @property
     def train(self) -> Joined:
         return Joined([part.train for part in self.parts.values()])
 

@@ -13,7 +13,7 @@ IGNORED = -100  # target that is not scored
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
-    """Row i -> tokens, targets, doc_ids, each (seq_len,) int64.
+    """Row i -> tokens, targets, doc_ids, each (seq_len,) int64, and padding, the number of tokens that no document fills.
 
     `targets[t]` is the document's token after `tokens[t]`, also where a row ends before the document does; IGNORED at
     a document's last token, in the padding, and where a conversation is not the assistant's. `doc_ids` counts the row's
@@ -46,4 +46,4 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
             doc_ids[at : at + length] = number
             at += length
         doc_ids[at:] = last - first
-        return {"tokens": tokens, "targets": targets, "doc_ids": doc_ids}
+        return {"tokens": tokens, "targets": targets, "doc_ids": doc_ids, "padding": torch.tensor(self.seq_len - at)}

@@ -71,10 +71,10 @@ class Collate:
 
 
 def micro_batch(rows: list[dict[str, Tensor]], windows: Mapping[int | None, int] | None = None) -> MicroBatch:
-    """Stack rows of tokens, targets and doc_ids, each (T,), and count what they hold, for layers with these `windows`."""
-    tokens, targets, doc_ids = (torch.stack([row[key] for row in rows]) for key in ("tokens", "targets", "doc_ids"))
+    """Stack rows (see `longctx.data.rows`) and count what they hold, for layers with these `windows`."""
+    keys = ("tokens", "targets", "doc_ids", "padding")
+    tokens, targets, doc_ids, padding = (torch.stack([row[key] for row in rows]) for key in keys)
     mask = Mask.documents(doc_ids)
-    padding = padding_per_row(targets, doc_ids)
     B, T = tokens.shape
     layers = {None: 1} if windows is None else windows
     each = {
@@ -84,13 +84,6 @@ def micro_batch(rows: list[dict[str, Tensor]], windows: Mapping[int | None, int]
     pairs = round(sum(each[w] * n for w, n in layers.items()) / sum(layers.values()))
     real = tokens.numel() - int(padding.sum())
     return MicroBatch(tokens, targets, mask, int((targets != IGNORED).sum()), real, pairs)
-
-
-def padding_per_row(targets: Tensor, doc_ids: Tensor) -> Tensor:
-    """(B,) int64: tokens of padding in each row, which are a last document of which nothing is scored."""
-    last = doc_ids == doc_ids[:, -1:]
-    scored = (last & (targets != IGNORED)).any(dim=1)
-    return torch.where(scored, 0, last.sum(dim=1))
 
 
 def train_loader(

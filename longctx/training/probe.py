@@ -58,7 +58,7 @@ class RandomRows(Dataset[dict[str, Tensor]]):
         draw = torch.Generator().manual_seed(row)
         tokens = torch.randint(self.vocab_size, (self.seq_len + 1,), generator=draw)
         doc_ids = torch.arange(self.seq_len) // self.document
-        return {"tokens": tokens[:-1], "targets": tokens[1:], "doc_ids": doc_ids}
+        return {"tokens": tokens[:-1], "targets": tokens[1:], "doc_ids": doc_ids, "padding": torch.tensor(0)}
 
 
 class Endless(Sampler[int]):

@@ -13,6 +13,7 @@ from rich.table import Table
 from longctx.training.runs import checkpoints, read_metrics
 
 Row = dict[str, Any]
+UNSCORED = "nothing scored"  # of conversations, pieces in which the assistant says nothing
 
 
 def console(silent: bool = False) -> Console:
@@ -58,7 +59,7 @@ class Display:
     def show(self, row: Row) -> None:
         """Show a logged row: in the bar, or as a line where the output is no terminal."""
         said = brief(row)
-        if "val_perplexity" in row:
+        if "tokens_per_second" not in row:
             self.say(f"step {row['step']:,}/{self.steps:,}  {said}")
         elif self._bar is not None:
             self._bar.update(self._task, completed=row["step"], said=said)
@@ -68,12 +69,15 @@ class Display:
 
 def brief(row: Row) -> str:
     """A row of metrics.jsonl in one line."""
-    if "val_perplexity" in row:
+    if "tokens_per_second" not in row:
         found = {key.split("/", 1)[1]: share for key, share in row.items() if key.startswith("facts_found/")}
         facts = "".join(f"  {key.replace('/', ' at ')} {share:.0%}" for key, share in found.items())
-        return f"validation  loss {row['val_loss']:.4f}  perplexity {row['val_perplexity']:,.1f}{facts}"
+        scored = (
+            f"loss {row['val_loss']:.4f}  perplexity {row['val_perplexity']:,.1f}" if "val_loss" in row else UNSCORED
+        )
+        return f"validation  {scored}{facts}"
     speed = f"{row['tokens_per_second']:,.0f} tokens/s  {row['ms_per_step']:,.0f} ms/step"
-    parts = [f"loss {row['loss']:.4f}", speed]
+    parts = [f"loss {row['loss']:.4f}" if "loss" in row else UNSCORED, speed]
     if "mfu" in row:
         parts.append(f"MFU {row['mfu']:.1%}")
     return "  ".join([*parts, gib(row)])

@@ -144,7 +144,7 @@ class Recorder(pl.Callback):
         row["lr"] = learning_rate(step - 1, self.config)
         row["epoch"] = self.epoch(step)
         self._record(row)
-        self._require_finite("loss", row["loss"], step)
+        self._require_finite("loss", row.get("loss", 0.0), step)
 
     def _logs(self, step: int) -> bool:
         """Whether there is a row after `step`; one is before each validation and at the end."""

@@ -73,9 +73,9 @@ class Meter:
     def row(self, grad_norm: Tensor) -> dict[str, Any]:
         """The measured part of a row of metrics.jsonl; waits for the device.
 
-        `loss` is the mean over the scored tokens of the window; tokens per second count real tokens of all ranks;
-        `padding_share` is of all tokens; `data_wait_ms` is the time per step between one step and the arrival of the
-        next batch.
+        `loss` is the mean over the scored tokens of the window, absent where it has none; tokens per second count real
+        tokens of all ranks; `padding_share` is of all tokens; `data_wait_ms` is the time per step between one step and the
+        arrival of the next batch.
         """
         loss, scored, real, everything, pairs = self._over_ranks()
         now = time.perf_counter()
@@ -83,7 +83,7 @@ class Meter:
         self.tokens_seen += int(real)
         row = {
             "tokens_seen": self.tokens_seen,
-            "loss": loss / max(scored, 1.0),
+            **({"loss": loss / scored} if scored else {}),
             "grad_norm": float(grad_norm),  # the same on every rank
             "tokens_per_second": real / elapsed,
             "ms_per_step": 1000 * elapsed / self.steps,

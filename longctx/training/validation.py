@@ -32,7 +32,7 @@ MOST = 32  # buckets; rows are shorter than 2^32 tokens
 
 
 def validate(module: TrainingModule, data: Data | Mixture, config: CompleteConfig) -> dict[str, float]:
-    """Loss, perplexity and loss by position over `val_rows` rows, each scored token once over all ranks.
+    """Loss, perplexity and loss by position over `val_rows` rows, each scored token once over all ranks; empty where none is.
 
     Without torch.compile, which would compile everything a second time for it.
     """
@@ -53,7 +53,9 @@ def validate(module: TrainingModule, data: Data | Mixture, config: CompleteConfi
     if ranks > 1:
         dist.all_reduce(sums)
     total, scored = totals.tolist()
-    loss = total / max(scored, 1.0)
+    if not scored:
+        return {}
+    loss = total / scored
     row = {"val_loss": loss, "val_perplexity": math.exp(min(loss, 700.0))}
     return row | by_position(nats.view(MOST, MOST).tolist(), pieces.tolist())
 

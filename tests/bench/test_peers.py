@@ -268,7 +268,7 @@ def test_what_cannot_be_measured_says_why(card: list[dict[str, Any]], monkeypatc
         ("nanogpt=/no/such/folder", "nanogpt=/no/such/folder: no model.py there"),
         ("checkpointing=yes", "checkpointing=yes: one of auto, always, never"),
         ("step_tokens=many", "step_tokens=many: a number of tokens"),
-        ("seq_len=4096", "use lengths= and step_tokens="),
+        ("seq_len=4096", "seq_len=4096: is set for each point; use lengths="),
         ("accumulate=3", "accumulate=3: does not divide the 16 rows"),
         ("model.window=1024", "model.window=1024: bench peers compares whole causal attention"),
         ("modell=1b", "did you mean model"),

@@ -68,6 +68,18 @@ def test_a_profiled_step_sums_to_the_step(tmp_path, capsys):
     assert "over naive" in capsys.readouterr().out.replace("_", " ")
 
 
-def test_a_training_key_that_is_wrong_is_one_line(capsys):
-    assert main(["step", "modell=tiny"]) == 2
-    assert "did you mean model" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["step", "modell=tiny"], "did you mean model"),
+        (["step", "seq_len=64"], "seq_len=64: is set for each point; use lengths="),
+        (["step", "attention=flash"], "attention=flash: is set for each point; use backends="),
+        (["memory", "model=8b"], "model=8b: is set for each point; use models="),
+        (["plan", "attention=sdpa", "backends=naive"], "attention=sdpa: backends=naive is given too"),
+    ],
+)
+def test_a_training_key_that_is_wrong_or_would_do_nothing_is_one_line(words, said, capsys):
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1

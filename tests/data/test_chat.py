@@ -155,3 +155,12 @@ def test_what_has_no_conversations_is_refused(folder: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             load(chats(folder, {"messages": TALK}, **changes), 64)
+
+
+def test_half_of_a_surrogate_pair_stops_a_conversation_or_is_replaced(folder: Path) -> None:
+    talk = [{"role": "user", "content": "a \ud83d rose"}, {"role": "assistant", "content": "rose \ud83d"}]
+    with pytest.raises(ValueError, match=r"chats\.jsonl:1: half of a surrogate pair"):
+        load(chats(folder, {"messages": talk}), 64)
+    data = load(chats(folder, {"messages": talk}, errors="replace"), 64)
+    scored = [t for t in data.train[0]["targets"].tolist() if t != IGNORED]
+    assert AutoTokenizer.from_pretrained(folder).decode(scored) == "rose ?<|im_end|>\n"

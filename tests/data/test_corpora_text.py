@@ -33,13 +33,13 @@ def jsonl(texts, field="text") -> bytes:
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-@pytest.mark.parametrize("kind", [".txt", ".md", ".jsonl", ".parquet"])
+@pytest.mark.parametrize("kind", [".txt", ".md", ".jsonl", ".ndjson", ".parquet"])
 def test_every_format_compressed_or_not(tmp_path, kind, suffix) -> None:
     if kind == ".parquet":
         pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS, "id": [1, 2, 3]}), tmp_path / "plain")
         data = (tmp_path / "plain").read_bytes()
     else:
-        data = jsonl(TEXTS) if kind == ".jsonl" else TEXTS[1].encode()
+        data = jsonl(TEXTS) if kind in (".jsonl", ".ndjson") else TEXTS[1].encode()
     file = tmp_path / f"file{kind}{suffix}"
     file.write_bytes(COMPRESS[suffix](data))
     found = read(str(file))
@@ -172,7 +172,7 @@ def test_replacing_undecodable_bytes_can_be_asked_for(tmp_path) -> None:
     ("path", "message"),
     [
         ("missing", "no such file or folder"),
-        ("empty", "no .txt, .md, .jsonl, .parquet file in this folder"),
+        ("empty", "no .txt, .md, .jsonl, .ndjson, .parquet file in this folder"),
         ("empty/*.txt", "matches no file"),
         ("missing/*.txt", "matches no file"),
         (None, "data.path is not set"),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
+from longctx import config
 from longctx.data import DataConfig, describe
 from longctx.data.dataset import Data
 
@@ -62,7 +63,7 @@ def test_it_prints_and_draws(corpus, tmp_path, capsys) -> None:
     [
         (
             ["data.pth=x"],
-            r"data\.pth is not a key; did you mean data\.path\? \(keys: data, seq_len, out, .*data\.cache\)",
+            r"data\.pth is not a key; did you mean data\.path\?",
         ),
         (["path=x"], r"path is not a key; did you mean data\.path\?"),
         (["seq_len=abc"], r"seq_len=abc: must be a whole number"),
@@ -85,22 +86,37 @@ def test_it_prints_and_draws(corpus, tmp_path, capsys) -> None:
             ["data.tokenizer=a/b", "data.vocab_size=16384"],
             r"data\.vocab_size=16384: data\.tokenizer=a/b has its own; leave one out",
         ),
+        (["data.chat=maybe"], r"data\.chat=maybe: must be true or false"),
+        (["data=mix", "data.mix.a.pth=x"], r"data\.mix\.a\.pth: not a key of a source"),
+        (["-m", "seq_len=64,128"], r"-m: one data set is described at a time"),
         (["data.length=9000"], r"data\.length=9000: only data=needles has it"),
     ],
 )
 def test_a_wrong_word_is_one_clear_line(words, message, capsys) -> None:
     with pytest.raises(ValueError, match=message):
-        describe.read_words(words)
+        describe.read(config.read_words("describe", words))
     assert describe.main(words) == 2
     assert capsys.readouterr().err.startswith("error: ")
 
 
 def test_words_become_the_configuration() -> None:
     words = ["data=text", "data.path=[a, 'b c']", "data.documents=3", "data.cache=null", "seq_len=128", "out=null"]
-    config, seq_len, out = describe.read_words(words)
-    assert config == DataConfig(source="text", path=["a", "b c"], documents=3)
-    assert (seq_len, out) == (128, None)
-    assert describe.read_words(["data=hub", "data.path=some/set"]).config.documents == 10000
+    asked = describe.read(config.read_words("describe", words))
+    assert asked.data == DataConfig(source="text", path=["a", "b c"], documents=3)
+    assert (asked.seq_len, asked.out) == (128, None)
+    hub = describe.read(config.read_words("describe", ["data=hub", "data.path=some/set"]))
+    assert hub.data.documents == 10000
+
+
+def test_a_mix_is_described_with_its_sources(corpus, tmp_path, capsys) -> None:
+    words = ["data=mix", f"data.mix.long.path={corpus}", "data.mix.long.weight=3", "data.mix.recall.source=needles"]
+    words += [f"data.mix.recall.path={corpus}", "data.mix.recall.documents=4", "data.mix.recall.length=600"]
+    words += ["data.vocab_size=400", f"data.cache={tmp_path / 'c'}", "seq_len=64", f"out={tmp_path / 'mix.png'}"]
+    assert describe.main(words) == 0
+    shown = capsys.readouterr().out
+    assert "Sources" in shown
+    assert "recall       1          4" in shown
+    assert (tmp_path / "mix.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)

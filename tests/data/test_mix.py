@@ -96,6 +96,11 @@ def test_no_rows_join_to_no_rows() -> None:
     [
         ({"mix": {}}, "data.mix is not set: give sources"),
         ({"mix": {"a": 3}}, r"data.mix.a=3: give its keys, such as data.mix.a.path=docs/"),
+        ({"mix": {"a": {"chat": "no"}}}, "data.mix.a.chat=no: must be true or false"),
+        ({"mix": {"a": {"documents": "many"}}}, "data.mix.a.documents=many: must be a whole number"),
+        ({"mix": {"a": {"documents": True}}}, "data.mix.a.documents=True: must be a whole number"),
+        ({"mix": {"a": {"val_fraction": [0.1]}}}, "data.mix.a.val_fraction=.0.1.: must be a number"),
+        ({"mix": {"a": {"errors": None}}}, "data.mix.a.errors=None: must be text"),
         ({"mix": {"a": {"pth": "x"}}}, "data.mix.a.pth: not a key of a source; there are weight, chat, documents"),
         ({"mix": {"a": {"tokenizer": "x"}}}, "data.mix.a.tokenizer: not a key of a source"),
         ({"mix": {"a": {"weight": 0}}}, "data.mix.a.weight=0: a number above 0"),

@@ -49,7 +49,11 @@ def test_rows_keep_their_contract(text_config, seq_len) -> None:
     filled = 0
     for index in range(len(data.train)):
         row = data.train[index]
+        padding = int(row.pop("padding"))
         assert all(tensor.shape == (seq_len,) and tensor.dtype == torch.int64 for tensor in row.values())
+        last = row["doc_ids"] == row["doc_ids"][-1]
+        assert not padding or (int(last.sum()) == padding and (row["targets"][last] == -100).all())
+        filled += seq_len - padding
         steps = row["doc_ids"].diff()
         assert row["doc_ids"][0] == 0
         assert ((steps == 0) | (steps == 1)).all()
@@ -58,14 +62,9 @@ def test_rows_keep_their_contract(text_config, seq_len) -> None:
             .logical_or(row["tokens"][:-1][steps == 1] == data.tokenizer.eos_id)
             .all()
         )
-        for tokens, targets in pieces(row):
-            padding = all(target == -100 for target in targets) and len(tokens) > 1
-            filled += 0 if padding else len(tokens)
     about = data.summary()
     assert about["train_tokens"] == int(data.store.lengths[data.split["train"]].sum())
-    assert filled / (len(data.train) * seq_len) == pytest.approx(
-        about["train_efficiency"], abs=0.02 if seq_len > 2 else 0.5
-    )
+    assert filled / (len(data.train) * seq_len) == pytest.approx(about["train_efficiency"], abs=1e-6)
 
 
 def test_a_cut_document_goes_on_in_the_target(text_config, corpus) -> None:

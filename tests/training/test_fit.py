@@ -105,7 +105,8 @@ class Uneven:
     def _cut(row: dict[str, torch.Tensor], scored: int) -> dict[str, torch.Tensor]:
         place = torch.arange(len(row["tokens"]))
         targets = torch.where(place < scored, row["tokens"].roll(-1), -100)
-        return {"tokens": row["tokens"], "targets": targets, "doc_ids": (place > scored).long()}
+        behind = place > scored
+        return row | {"targets": targets, "doc_ids": behind.long(), "padding": behind.sum()}
 
 
 @pytest.mark.parametrize(("precision", "rel"), [("fp32", 1e-5), ("bf16", 1e-2)])

@@ -22,7 +22,8 @@ def row(lengths: list[int], padding: int) -> dict[str, torch.Tensor]:
         targets[at : at + length - 1] = 1
         doc_ids[at : at + length] = number
         at += length
-    return {"tokens": torch.zeros(total, dtype=torch.int64), "targets": targets, "doc_ids": doc_ids}
+    tokens = torch.zeros(total, dtype=torch.int64)
+    return {"tokens": tokens, "targets": targets, "doc_ids": doc_ids, "padding": torch.tensor(padding)}
 
 
 def test_every_target_of_a_full_bucket_has_its_place() -> None:

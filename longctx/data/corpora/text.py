@@ -1,4 +1,4 @@
-"""Local files: .txt and .md (one document each), .jsonl and .parquet (one document per line or row), compressed or not.
+"""Local files: .txt and .md (one document each), .jsonl (or .ndjson) and .parquet (a document a line or row), compressed or not.
 
 A folder is searched for files with these endings; a file that is named, or that a glob finds, may have any other ending
 and is then read as plain text. Links are followed, and every folder and file is read once, so loops of links end.
@@ -23,7 +23,8 @@ from typing import IO, Any
 from longctx.data.config import DataConfig
 from longctx.data.corpora import Corpus, Document, Part, template_of
 
-OF_ROWS = (".jsonl", ".parquet")
+OF_LINES = (".jsonl", ".ndjson")
+OF_ROWS = (*OF_LINES, ".parquet")
 FORMATS = (".txt", ".md", *OF_ROWS)
 
 
@@ -55,7 +56,7 @@ def open_corpus(config: DataConfig) -> Corpus:
     one_each = all(_format(file)[0] not in OF_ROWS for _, file in files.values())
     settings: list[Any] = [identity, config.text_column, config.errors]
     if config.chat:
-        others = [str(file) for _, file in files.values() if _format(file)[0] != ".jsonl"]
+        others = [str(file) for _, file in files.values() if _format(file)[0] not in OF_LINES]
         if others:
             raise ValueError(f"data.chat=true: {others[0]} is no .jsonl file, in which every line is a conversation")
         settings.append(template_of(config).fingerprint)
@@ -131,7 +132,7 @@ def _format(file: Path) -> tuple[str, str]:
 
 def _read(name: str, file: Path, config: DataConfig) -> Iterator[Document]:
     kind, compression = _format(file)
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    readers = {".parquet": _read_parquet} | dict.fromkeys(OF_LINES, _read_jsonl)
     try:
         with _COMPRESSIONS[compression](file) if compression else file.open("rb") as stream:
             yield from readers.get(kind, _read_text)(name, file, stream, config)
@@ -167,6 +168,7 @@ def _read_jsonl(name: str, file: Path, stream: IO[bytes], config: DataConfig) ->
                 f"{place}: expected an object with a field '{config.text_column}', found a {type(row).__name__}"
             )
         if template is not None:
+            row = json.loads(_encodable(json.dumps(row, ensure_ascii=False), place, config))
             yield template.render(f"{name}:{number}", place, row)
             continue
         if config.text_column not in row:
@@ -174,15 +176,7 @@ def _read_jsonl(name: str, file: Path, stream: IO[bytes], config: DataConfig) ->
         text = row[config.text_column]
         if not isinstance(text, str):
             raise ValueError(f"{place}: field '{config.text_column}' is a {type(text).__name__}, expected a string")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            if config.errors == "strict":
-                raise ValueError(
-                    f"{place}: half of a surrogate pair, which no text holds; data.errors=replace"
-                ) from error
-            text = text.encode(errors="replace").decode()
-        yield Document(f"{name}:{number}", text)
+        yield Document(f"{name}:{number}", _encodable(text, place, config))
 
 
 def _read_parquet(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> Iterator[Document]:
@@ -213,6 +207,17 @@ def _read_parquet(name: str, file: Path, stream: IO[bytes], config: DataConfig) 
 def _no_column(place: str, config: DataConfig, columns: list[str]) -> ValueError:
     has = ", ".join(columns[:8]) or "none"
     return ValueError(f"{place}: no field '{config.text_column}' (there are: {has}); set data.text_column")
+
+
+def _encodable(text: str, place: str, config: DataConfig) -> str:
+    """`text` without halves of surrogate pairs, which JSON can write and no text holds: data.errors says what becomes of them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        if config.errors == "strict":
+            raise ValueError(f"{place}: half of a surrogate pair, which no text holds; data.errors=replace") from error
+        return text.encode(errors="replace").decode()
+    return text
 
 
 def _decode(data: bytes, place: str, config: DataConfig) -> str:
