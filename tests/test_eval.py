@@ -285,6 +285,12 @@ def test_passkeys_of_a_run_and_of_its_export(
     said = ["passkey.lengths=[600]", "data=text", f"data.path={SCRIPT.parent / 'README.md'}"]
     assert script.main([f"checkpoint={tmp_path / 'out'}", *words, *said]) == 0
     assert (tmp_path / "out" / "eval" / "passkey-out-600-flash.json").exists()
+    assert script.main([f"checkpoint={tmp_path / 'out'}", *words, "split=val"]) == 2
+    assert "split=val: a Hugging Face folder has no documents of its own" in capsys.readouterr().err
+    (tmp_path / "two.jsonl").write_text('{"text": "short"}\n' + json.dumps({"text": "long " * 3000}) + "\n")
+    said = ["passkey.lengths=[600]", "data=text", f"data.path={tmp_path / 'two.jsonl'}"]
+    assert script.main([f"checkpoint={run}", *words, *said, "documents=1"]) == 2
+    assert "too few to fill 600" in capsys.readouterr().err
     assert script.main([f"checkpoint={run}", *words, "passkey.lengths=[128000]"]) == 2
     assert "too few to fill 128,000" in capsys.readouterr().err
     assert script.main([f"checkpoint={run}", *words, "devices=2"]) == 2
