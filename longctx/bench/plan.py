@@ -46,7 +46,9 @@ def run(options: Options, command: str, words: list[str]) -> None:
     chip, host = machine(options)
     chosen = next((word.partition("=")[2] for word in words if word.startswith("attention=")), None)
     if chosen and options.backends != BACKENDS:
-        raise ValueError(f"attention={chosen}: backends={','.join(options.backends)} is given too; leave one of them out")
+        raise ValueError(
+            f"attention={chosen}: backends={','.join(options.backends)} is given too; leave one of them out"
+        )
     configs = {
         backend: each_policy([*words, f"attention={backend}"], chip, host)
         for backend in ((chosen,) if chosen else options.backends)

@@ -20,6 +20,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.strategies.launchers import subprocess_script
 from lightning.pytorch.strategies import DDPStrategy
 
 from longctx import attention
@@ -263,9 +264,12 @@ def run(
     except SelfTestFailed as error:
         problem = str(error)
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        if is_out_of_memory(error):
+            problem = out_of_memory(config, device, module.steps_done)
+        elif config.devices > 1 and is_lost_connection(error):
+            problem = f"another process of the run is gone; python train.py resume={folder} goes on"
+        else:
             raise
-        problem = out_of_memory(config, device, module.steps_done)
     except FloatingPointError as error:
         problem = str(error)
     finally:
@@ -370,6 +374,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether another process went away in the middle of a collective (for which gloo has no exception of its own)."""
+    return isinstance(error, torch.distributed.DistError) or "gloo/transport" in str(error)
+
+
 def out_of_memory(config: CompleteConfig, device: str, steps_done: int) -> str:
     """What ran out, predicted and measured, which term takes most, and the smallest change that fits."""
     predicted = predict(config, device)
@@ -401,9 +410,24 @@ def announce(folder: Path, devices: int) -> None:
         Path(os.environ[RESULT_VARIABLE]).write_text(str(folder), encoding="utf-8")
 
 
+class LostProcess(logging.Handler):
+    """Says which of a run's processes is gone, which Lightning notes just before it kills the others."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        what, folder = record.getMessage().partition(". ")[0], os.environ.get(RUN_VARIABLE, "runs/NAME")
+        print(
+            f"error: {what}, and the run with it; python train.py resume={folder} goes on", file=sys.stderr, flush=True
+        )
+
+
 def quiet_lightning() -> None:
     """Silence advice that does not apply here: own loggers, own checkpoints, workers chosen by the configuration."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    launcher = logging.getLogger(subprocess_script.__name__)
+    if not any(isinstance(handler, LostProcess) for handler in launcher.handlers):
+        launcher.addHandler(LostProcess())
+    launcher.setLevel(logging.INFO)
+    launcher.propagate = False
     warnings.filterwarnings("ignore", module=r"lightning\..*")
     warnings.filterwarnings("ignore", message=r".*(does not have many workers|LeafSpec|pkg_resources).*")

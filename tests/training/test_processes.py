@@ -187,3 +187,18 @@ def test_two_processes_stop_together(words: Words, tmp_path: Path) -> None:
     assert process.returncode == 143, err
     done = runs.read_metrics(folder)[-1]["step"]
     assert torch.load(runs.checkpoints(folder)[-1], weights_only=True)["steps_done"] == done
+
+
+def test_a_process_that_is_lost_ends_the_run_with_a_line(words: Words, tmp_path: Path) -> None:
+    process = start(words(name="r", max_steps=100_000, devices=2, accumulate=1, workers=0), tmp_path)
+    folder = tmp_path / "runs" / "r"
+    wait_for_step(folder, 1, process)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    [other] = [int(pid) for pid in children if str(SCRIPT).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(other, signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode in (1, -signal.SIGKILL), "who notices first: the process that talked to it, or Lightning"
+    assert "Traceback" not in err
+    [said] = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert "another process of the run is gone" in said or f"PID {other} terminated with code -9" in said
+    assert f"python train.py resume={folder} goes on" in said
