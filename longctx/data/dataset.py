@@ -7,7 +7,7 @@ packings/KEY      which piece lies in which row       key: documents, split, seq
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,15 +41,24 @@ class EncodedDocument(NamedTuple):
     n_bytes: int
 
 
+class Part(NamedTuple):
+    """A source of a mix, tokenized and split."""
+
+    tokenizer: Tokenizer
+    store: Store
+    validates: np.ndarray  # (documents,) bool
+
+
 class Data:
     """A data set at one row length: `train` and `val` rows, the tokenizer, whole documents, and counts of it all."""
 
-    def __init__(self, config: DataConfig, seq_len: int):
+    def __init__(self, config: DataConfig, seq_len: int, part: Part | None = None):
+        """`part` is what `Mixture` knows of a source of its own: else the documents are tokenized and split here."""
         if seq_len < 2:
             raise ValueError(f"seq_len={seq_len}: a row holds at least 2 tokens")
         self.config, self.seq_len = config, seq_len
-        self.tokenizer, self.store = _tokenize(config)
-        validating = _split(config, self.store)
+        self.tokenizer, self.store = (part.tokenizer, part.store) if part else tokenize(config)
+        validating = part.validates if part else split(config, self.store)
         self.split = {"train": np.flatnonzero(~validating), "val": np.flatnonzero(validating)}
         content = [self.store.content(), self.tokenizer.fingerprint, self.split["val"].tolist()]
         self.fingerprint: str = fingerprint([_VERSION, *content])
@@ -129,8 +138,9 @@ def load(config: DataConfig, seq_len: int) -> Data | Mixture:
     return Data(config, seq_len)
 
 
-def _tokenize(config: DataConfig) -> tuple[Tokenizer, Store]:
-    corpus = open_corpus(config)
+def tokenize(config: DataConfig, without: Set[bytes] = frozenset()) -> tuple[Tokenizer, Store]:
+    """The tokenizer and the documents in its tokens; generated ones hold no text whose key (see `Store.keys`) is in `without`."""
+    corpus = open_corpus(config, without)
     identity = [_VERSION, config.source, corpus.identity, *(["chat"] if config.chat else [])]
     cache = config.cache_folder()
     if config.tokenizer is None:
@@ -151,10 +161,10 @@ def _tokenize(config: DataConfig) -> tuple[Tokenizer, Store]:
             where = f"data.path={config.path}" if config.paths() else f"data={config.source}"
             raise ValueError(f"{where}: {error}, so there is nothing to predict") from error
 
-    key = fingerprint([identity, tokenizer.fingerprint])
+    key = fingerprint([identity, tokenizer.fingerprint, "signatures"])
     return tokenizer, Store(cached(cache / "documents" / key, encode))
 
 
-def _split(config: DataConfig, store: Store) -> np.ndarray:
-    keys = np.ascontiguousarray(store.keys[:, :8]).view(">u8")[:, 0].astype(np.uint64)
-    return validates(keys, store.groups, config.val_fraction)
+def split(config: DataConfig, store: Store) -> np.ndarray:
+    """Which documents validate, (documents,) bool."""
+    return validates(store.hashes(), store.groups, config.val_fraction)

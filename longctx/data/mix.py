@@ -20,12 +20,13 @@ from torch.utils.data import Dataset, Sampler
 from longctx.data.cache import cached, fingerprint
 from longctx.data.config import DataConfig
 from longctx.data.corpora import open_corpus
+from longctx.data.duplicates import groups, validates
 from longctx.data.progress import Progress
 from longctx.data.sampler import SampleStream, mixed, permutation
 from longctx.data.tokenizer import Tokenizer, train
 
 if TYPE_CHECKING:
-    from longctx.data.dataset import Data, EncodedDocument
+    from longctx.data.dataset import Data, EncodedDocument, Part
 
 _AHEAD = 1 << 16  # samples whose sources are drawn at one time
 _SAMPLE = 16 << 20  # characters that the BPE is trained on
@@ -42,9 +43,10 @@ class Mixture:
         tokenizer = config.tokenizer or _trained({name: one for name, (_, one) in sources.items()}, config)
         self.weights = {name: weight for name, (weight, _) in sources.items()}
         self.parts: dict[str, Data] = {}
+        known = _split_together({name: replace(one, tokenizer=tokenizer) for name, (_, one) in sources.items()})
         for name, (_, one) in sources.items():
             with _named(name):
-                self.parts[name] = Data(replace(one, tokenizer=tokenizer), seq_len)
+                self.parts[name] = Data(replace(one, tokenizer=tokenizer), seq_len, known[name])
             if not len(self.parts[name].train):
                 raise ValueError(f"data.mix.{name}: no document is left to train on")
         self.tokenizer: Tokenizer = next(iter(self.parts.values())).tokenizer
@@ -173,6 +175,43 @@ def _named(name: str) -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         raise ValueError(f"data.mix.{name}: {error}") from error
+
+
+def _split_together(sources: dict[str, DataConfig]) -> dict[str, Part]:
+    """Every source tokenized, and split so that what validates is trained on nowhere.
+
+    Near-duplicates in several sources lie on one side, and train if one of them does; generated documents have no text in
+    them that validates.
+    """
+    from longctx.data.dataset import Part, split, tokenize
+
+    encoded = {}
+    for name, config in sources.items():
+        if config.source != "needles":
+            with _named(name):
+                encoded[name] = tokenize(config)
+    found: dict[str, Part] = {}
+    unseen: set[bytes] = set()
+    if encoded:
+        stores = [store for _, store in encoded.values()]
+        group = groups(np.concatenate([store.signatures for store in stores]))
+        smallest = np.full(len(group), 2**64 - 1, np.uint64)
+        np.minimum.at(smallest, group, np.concatenate([store.hashes() for store in stores]))
+        bounds = np.cumsum([len(store) for store in stores])[:-1]
+        chosen = []
+        for name, key, own in zip(encoded, np.split(smallest[group], bounds), np.split(group, bounds), strict=True):
+            with _named(name):
+                chosen.append(validates(key, np.unique(own, return_inverse=True)[1], sources[name].val_fraction))
+        trained = np.zeros(len(group), bool)
+        np.logical_or.at(trained, group, ~np.concatenate(chosen))
+        for (name, (tokenizer, store)), own, some in zip(encoded.items(), np.split(group, bounds), chosen, strict=True):
+            found[name] = Part(tokenizer, store, some & ~trained[own])
+            unseen |= {key.tobytes() for key in store.keys[found[name].validates]}
+    for name in [name for name in sources if name not in found]:
+        with _named(name):
+            tokenizer, store = tokenize(sources[name], unseen)
+            found[name] = Part(tokenizer, store, split(sources[name], store))
+    return found
 
 
 def _trained(sources: dict[str, DataConfig], config: DataConfig) -> str:

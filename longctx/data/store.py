@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from longctx.data import duplicates
 from longctx.data.chat import Conversation
-from longctx.data.corpora import Corpus, Document
+from longctx.data.corpora import Corpus, Document, key
 from longctx.data.progress import Progress
 from longctx.data.tokenizer import Tokenizer
 
@@ -37,6 +37,7 @@ class Store:
         with np.load(folder / "documents.npz") as extra:
             self.groups: np.ndarray = extra["groups"]
             self.keys: np.ndarray = extra["keys"]  # (documents, 16) uint8
+            self.signatures: np.ndarray = extra["signatures"]  # see `duplicates`
             self.dropped = int(extra["dropped"])
         chunks = self.table.column("input_ids").chunks
         self._ids = [chunk.values.to_numpy(zero_copy_only=True) for chunk in chunks]
@@ -76,9 +77,19 @@ class Store:
     def name(self, document: int) -> str:
         return str(self.table.column("name")[document])
 
+    def hashes(self) -> np.ndarray:
+        """(documents,) uint64: a hash of each document's content."""
+        found: np.ndarray = np.ascontiguousarray(self.keys[:, :8]).view(">u8")[:, 0].astype(np.uint64)
+        return found
+
     def content(self) -> str:
-        """A hash of all documents' contents, in order."""
-        return hashlib.sha256(self.keys.tobytes()).hexdigest()[:32]
+        """A hash of all documents' contents, in order, and of what is to be learned of them where that is not all."""
+        whole = hashlib.sha256(self.keys.tobytes())
+        if self._scored is not None:
+            whole.update(self.lengths.tobytes())
+            for chunk in self._scored:
+                whole.update(chunk.tobytes())
+        return whole.hexdigest()[:32]
 
 
 def build(folder: Path, corpus: Corpus, tokenizer: Tokenizer, chat: bool = False) -> None:
@@ -105,9 +116,8 @@ def build(folder: Path, corpus: Corpus, tokenizer: Tokenizer, chat: bool = False
             dropped += len(batch) - len(kept)
             sizes = []
             for n in kept:
-                data = batch[n].text.encode()
-                sizes.append(len(data))
-                keys.append(hashlib.sha256(data).digest()[:16])
+                sizes.append(len(batch[n].text.encode()))
+                keys.append(key(batch[n].text))
                 signatures.append(duplicates.signature(batch[n].text))
             offsets = np.cumsum([0, *(len(encoded[n]) for n in kept)]).astype(np.int32)
             columns: list[Any] = [
@@ -124,6 +134,7 @@ def build(folder: Path, corpus: Corpus, tokenizer: Tokenizer, chat: bool = False
     np.savez(
         folder / "documents.npz",
         groups=duplicates.groups(np.stack(signatures)),
+        signatures=np.stack(signatures),
         keys=np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16),
         dropped=dropped,
     )

@@ -1,6 +1,7 @@
 """Conversations: the text that transformers makes of them, only the assistant's words scored, templates in a sandbox."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,18 @@ def test_what_has_no_conversations_is_refused(folder: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             load(chats(folder, {"messages": TALK}, **changes), 64)
+
+
+def test_the_same_words_as_plain_text_are_other_data(folder: Path) -> None:
+    talk = [{"role": "user", "content": "a rose is"}, {"role": "assistant", "content": "a rose " * 40}]
+    config = chats(folder, *({"messages": [{**talk[0], "content": f"rose {n}"}, talk[1]]} for n in range(9)))
+    said = load(config, 32)
+    text = [said.tokenizer.decode(document.ids.tolist()) for document in said.documents("train")]
+    (folder / "plain.jsonl").write_text("\n".join(json.dumps({"text": one}) for one in text))
+    plain = load(replace(config, path=str(folder / "plain.jsonl"), chat=False), 32)
+    assert plain.fingerprint != said.fingerprint
+    for data in (said, plain):
+        assert int(data.packings["train"].length.sum()) == data.summary()["train_tokens"]
 
 
 def test_half_of_a_surrogate_pair_stops_a_conversation_or_is_replaced(folder: Path) -> None:

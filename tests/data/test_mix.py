@@ -14,6 +14,7 @@ import torch
 
 from longctx.data import DataConfig, load
 from longctx.data.mix import Joined, MixStream, Mixture
+from tests.data.conftest import prose
 
 Make = Callable[..., DataConfig]
 
@@ -75,6 +76,45 @@ def test_a_mix_is_its_sources_one_after_the_other(config: DataConfig) -> None:
     assert summary["mix"]["long"]["weight"] == 3
     assert 0 < summary["train_efficiency"] <= 1
     assert next(iter(data.order(1, 0, 1, 0))) in range(len(data.train))
+
+
+def test_what_validates_is_trained_on_in_no_source(text_config: Make, tmp_path: Path) -> None:
+    """Nearly the same documents in two sources, and a third that makes its own out of those of the first."""
+    for name, ending in (("a", ""), ("b", " again")):
+        (tmp_path / name).mkdir()
+        for n in range(60):
+            (tmp_path / name / f"{n}.txt").write_text(prose(200, n) + ending)
+    (tmp_path / "b" / "own.txt").write_text(prose(200, 99))
+    mix = {name: {"path": str(tmp_path / name)} for name in "ab"}
+    mix["recall"] = {
+        "source": "needles",
+        "path": str(tmp_path / "a"),
+        "documents": 20,
+        "length": 4000,
+        "val_fraction": 0,
+    }
+    data = load(text_config(source="mix", path=None, mix=mix), 64)
+    texts = {
+        split: {d.name: data.tokenizer.decode(d.ids[:-1]).removesuffix(" again") for d in data.documents(split)}
+        for split in ("train", "val")
+    }
+    assert {name[0] for name in texts["val"]} == {"a", "b"}
+    assert len(texts["val"]) > 10
+    assert not set(texts["val"].values()) & set(texts["train"].values())
+    made = "\n".join(text for name, text in texts["train"].items() if name.startswith("recall/"))
+    lines = {split: {line for text in found.values() for line in text.split("\n")} for split, found in texts.items()}
+    assert any(line in made for line in lines["train"])
+    assert not any(line in made for line in lines["val"])
+
+
+def test_a_near_duplicate_of_what_is_always_trained_on_does_not_validate(text_config: Make, tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    for n in range(23):
+        (tmp_path / "b" / f"{n}.txt").write_text((tmp_path / "corpus" / f"{n:02}.txt").read_text() + " again")
+    (tmp_path / "b" / "own.txt").write_text(prose(300, 99))
+    mix = {"a": {"path": str(tmp_path / "corpus")}, "b": {"path": str(tmp_path / "b"), "val_fraction": 0}}
+    validating = load(text_config(source="mix", path=None, mix=mix), 64).documents("val")
+    assert all(len(document.ids) < 100 for document in validating), "only such as one word makes another document"
 
 
 def test_what_is_mixed_is_in_the_fingerprint(config: DataConfig) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import islice
@@ -21,6 +21,11 @@ class Document(NamedTuple):
 
     name: str
     text: str
+
+
+def key(text: str) -> bytes:
+    """16 bytes that stand for a text."""
+    return hashlib.sha256(text.encode()).digest()[:16]
 
 
 class Part(NamedTuple):
@@ -60,10 +65,14 @@ class Corpus:
                 return
 
 
-def open_corpus(config: DataConfig) -> Corpus:
-    """Find the documents that `config` names; raises ValueError or OSError with one line if that cannot work."""
+def open_corpus(config: DataConfig, without: Set[bytes] = frozenset()) -> Corpus:
+    """Find the documents that `config` names; raises ValueError or OSError with one line if that cannot work.
+
+    Generated documents are made of others, but of none whose `key` is in `without`.
+    """
     config.validate()
-    corpus: Corpus = import_module(f"longctx.data.corpora.{config.source}").open_corpus(config)
+    module = import_module(f"longctx.data.corpora.{config.source}")
+    corpus: Corpus = module.open_corpus(config, without) if config.source == "needles" else module.open_corpus(config)
     limit = config.documents
     if limit is None:
         return corpus

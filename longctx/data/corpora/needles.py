@@ -5,14 +5,15 @@ For teaching a small model to use its context, as one source of `data.mix`. Ever
 
 from __future__ import annotations
 
+import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import replace
 from functools import partial
 
 from longctx.data import needles
 from longctx.data.config import DataConfig
-from longctx.data.corpora import Corpus, Document, Part
+from longctx.data.corpora import Corpus, Document, Part, key
 from longctx.data.corpora import open_corpus as open_other
 
 DOCUMENTS = 2000  # where data.documents does not say
@@ -21,12 +22,18 @@ PER_FACT = 125  # characters that a fact and its question take
 MOST_FILLER = 64 << 20  # characters that are read from the other corpus
 
 
-def open_corpus(config: DataConfig) -> Corpus:
+def open_corpus(config: DataConfig, without: Set[bytes] = frozenset()) -> Corpus:
     other = replace(config, source="text" if config.paths() else "embedded", documents=None)
     corpus = open_other(other)
+    left_out = [hashlib.sha256(b"".join(sorted(without))).hexdigest()] if without else []
+    parts = [Part(part.name, partial(_others, part, without)) for part in corpus.parts]
     count = config.documents or DOCUMENTS
-    part = Part("needles", partial(_documents, corpus, count, config.length))
-    return Corpus([corpus.identity, "needles 1", config.length, EVERY], [part], count)
+    made = Part("needles", partial(_documents, replace(corpus, parts=parts), count, config.length))
+    return Corpus([corpus.identity, "needles 1", config.length, EVERY, *left_out], [made], count)
+
+
+def _others(part: Part, without: Set[bytes]) -> Iterator[Document]:
+    return (document for document in part.read() if not without or key(document.text) not in without)
 
 
 def _documents(corpus: Corpus, count: int, length: int) -> Iterator[Document]:
