@@ -164,6 +164,16 @@ def test_what_goes_wrong_in_another_process_is_said(
         (["checkpoint={run}", "tasks=[a]", "passkey=true"], "two evaluations"),
         (["checkpoint={run}", "passkey=true", "stride=8"], "stride=8: passkey=true has no use for it"),
         (["checkpoint={run}", "passkey.samples=3"], "passkey.samples=3: does nothing without passkey=true"),
+        (["checkpoint={run}", "passkey=true", "passkey.lengths=[256,256]"], "passkey.lengths=[256, 256]: each once"),
+        (
+            ["checkpoint={run}", "passkey=true", "passkey.lengths=[256]", "seq_len=64"],
+            "seq_len=64: passkey.lengths says how long",
+        ),
+        (
+            ["checkpoint={run}", "data=text", "data.path={docs}", "data.cache=x"],
+            "data.cache=x: nothing of data= is kept",
+        ),
+        (["checkpoint={run}", "documents=99999999999999999999"], "documents=99999999999999999999: a number from 1 up"),
         (["checkpoint="], "checkpoint= names nothing"),
         (["checkpoint={run}", "sequence=4"], "sequence is not a key"),
         (["checkpoint={run}", "split=test"], "split=test: one of val, train"),

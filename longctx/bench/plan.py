@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from longctx.bench.report import grid
-from longctx.bench.words import check_backends, request, training_config
+from longctx.bench.words import check_backends, check_unused, request, training_config
 from longctx.training import chips, plan
 from longctx.training.chips import GIB, Chip
 from longctx.training.config import CompleteConfig
@@ -44,6 +44,7 @@ def run(options: Options, command: str, words: list[str]) -> None:
     """Print memory by term and time by policy, and the longest context, for every backend."""
     check_backends(options.backends)
     chip, host = machine(options)
+    check_unused(words, {"device": "it is a GPU"})
     chosen = next((word.partition("=")[2] for word in words if word.startswith("attention=")), None)
     if chosen and options.backends != BACKENDS:
         raise ValueError(

@@ -58,6 +58,7 @@ class Template:
         """
         tools = row.get("tools")
         messages = self._checked(place, row.get("messages"))
+        self._check_words(place, "tools", tools)
         whole = self._rendered(place, messages, tools)
         spans: list[Span] = []
         for n, message in enumerate(messages):
@@ -84,12 +85,13 @@ class Template:
             content = message.get("content")
             if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
                 raise ValueError(f"{place}: message {n} must have its text in 'content'")
-            for token in self.special:
-                if token in json.dumps(message, ensure_ascii=False):
-                    raise ValueError(
-                        f"{place}: message {n} contains {token}, which has a meaning of its own; take it out"
-                    )
+            self._check_words(place, f"message {n}", message)
         return messages
+
+    def _check_words(self, place: str, what: str, said: Any) -> None:
+        for token in self.special:
+            if token in json.dumps(said, ensure_ascii=False):
+                raise ValueError(f"{place}: {what} contains {token}, which has a meaning of its own; take it out")
 
     def _rendered(self, place: str, messages: Any, tools: Any, prompt: bool = False) -> str:
         data = json.loads(json.dumps({"messages": messages, "tools": tools or None}))

@@ -66,14 +66,14 @@ class DataConfig:
             raise ValueError(f"data.path={self.path}: data=hub takes one data set's name")
         if self.errors not in ("strict", "replace"):
             raise ValueError(f"data.errors={self.errors}: use strict or replace")
-        if self.documents is not None and self.documents < 1:
+        if self.documents is not None and not 1 <= self.documents <= 10**12:
             raise ValueError(f"data.documents={self.documents}: use a number of documents from 1 up, or null for all")
         if not 0 <= self.val_fraction < 1:
             raise ValueError(f"data.val_fraction={self.val_fraction}: use a share from 0 (no validation) to below 1")
         if not 256 <= self.length <= 2**30:
             raise ValueError(f"data.length={self.length}: use a number of characters from 256 up")
-        if self.tokenizer is None and self.vocab_size < 257:
-            raise ValueError(f"data.vocab_size={self.vocab_size}: a byte-level vocabulary has at least 257 tokens")
+        if self.tokenizer is None and not 257 <= self.vocab_size <= 2**20:
+            raise ValueError(f"data.vocab_size={self.vocab_size}: from 257 tokens, all bytes and an end, to 1,048,576")
 
     def validate_words(self) -> None:
         """`validate`, and a ValueError for a key that somebody gave and this source has no use for."""
@@ -159,6 +159,17 @@ class DataConfig:
             found[name] = float(weight), one
         return found
 
+    def absolute(self) -> DataConfig:
+        """The same, with paths that hold from every folder."""
+        made = replace(self, cache=_absolute(self.cache), tokenizer=_absolute(self.tokenizer))
+        if self.source in ("text", "needles") and self.paths():
+            made.path = [_absolute(path) for path in self.paths()]
+            made.path = made.path[0] if isinstance(self.path, str) else made.path
+        for name, (_, one) in (self.sources() if self.source == "mix" else {}).items():
+            if self.mix[name].get("path"):
+                made.mix = made.mix | {name: dict(self.mix[name]) | {"path": one.absolute().path}}
+        return made
+
     def paths(self) -> list[str]:
         """`path` as a list of strings, whichever way it was written."""
         return _strings(self.path, "data.path")
@@ -184,6 +195,10 @@ def _strings(value: Any, key: str) -> list[str]:
     if isinstance(value, Sequence) and all(isinstance(item, str | os.PathLike) for item in value):
         return [os.fspath(item) for item in value]
     raise ValueError(f"{key}={value}: use a path or a list of paths")
+
+
+def _absolute(path: str | None) -> str | None:
+    return os.path.abspath(os.path.expanduser(path)) if path else path
 
 
 def _typed(key: str, value: Any, hint: Any) -> Any:

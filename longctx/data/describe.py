@@ -27,8 +27,8 @@ class DescribeConfig:
 
     def validate(self) -> None:
         """Raise ValueError naming the first key that cannot be right, before anything is read."""
-        if self.seq_len < 2:
-            raise ValueError(f"seq_len={self.seq_len}: a row holds at least 2 tokens")
+        if not 2 <= self.seq_len < 2**31:
+            raise ValueError(f"seq_len={self.seq_len}: a row holds 2 tokens or more, and fewer than 2^31")
         if self.out == "":
             raise ValueError("out= names no picture; give a file such as out=lengths.png, or out=null for none")
         self.data.validate_words()

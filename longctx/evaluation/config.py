@@ -29,6 +29,10 @@ class PasskeyConfig:
             raise ValueError(f"passkey.lengths={self.lengths}: lengths from {SHORTEST} tokens up, such as [4096,16384]")
         if self.depths is not None and (not self.depths or not all(0 <= depth <= 1 for depth in self.depths)):
             raise ValueError(f"passkey.depths={self.depths}: shares from 0 to 1, such as [0,0.5,1]")
+        for key in ("lengths", "depths", "kinds"):
+            values = getattr(self, key) or []
+            if len(set(values)) < len(values):
+                raise ValueError(f"passkey.{key}={values}: each once")
         if not 1 <= self.samples <= 10**6:
             raise ValueError(f"passkey.samples={self.samples}: a number from 1 up")
         if not self.kinds or set(self.kinds) - set(KINDS):
@@ -64,7 +68,7 @@ class EvalConfig:
             raise ValueError("checkpoint is not set; give a run, such as checkpoint=runs/NAME")
         for key in ("seq_len", "stride", "documents", "batch_size"):
             value = getattr(self, key)
-            if value is not None and value < 1:
+            if value is not None and not 1 <= value <= 10**12:
                 raise ValueError(f"{key}={value}: a number from 1 up")
         if not 1 <= self.devices <= 4096:
             raise ValueError(f"devices={self.devices}: a number from 1 to 4,096")
@@ -83,6 +87,10 @@ class EvalConfig:
         if self.passkey.enabled and self.devices > 1:
             raise ValueError(f"devices={self.devices}: passkey=true runs on one device; leave devices out")
         self._validate_tasks()
+        if self.passkey.enabled and self.passkey.lengths is not None and self.seq_len is not None:
+            raise ValueError(
+                f"seq_len={self.seq_len}: passkey.lengths says how long the texts are; leave one of them out"
+            )
         unused = ("stride", "contexts", "batch_size") if self.passkey.enabled else ("contexts",) if self.tasks else ()
         for key in unused:
             if getattr(self, key) is not None:
@@ -113,6 +121,8 @@ def names_data(changed: dict[str, str]) -> bool:
     for key in ("data.tokenizer", "data.vocab_size"):
         if key in changed:
             raise ValueError(f"{key}={changed[key]}: the checkpoint brings its tokenizer; leave {key} out")
+    if "data.cache" in changed:
+        raise ValueError(f"data.cache={changed['data.cache']}: nothing of data= is kept; leave data.cache out")
     keys = [key for key in changed if key == "data" or key.startswith("data.")]
     if keys and "data" not in changed:
         raise ValueError(f"{keys[0]}={changed[keys[0]]}: say which source too, such as data=text")

@@ -91,8 +91,8 @@ class GPTConfig:
     def validate(self) -> None:
         """Raise ValueError naming `model.<key>` for sizes of which no model can be made."""
         for key in ("layers", "channels", "heads", "kv_heads", "ffn"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"model.{key}={getattr(self, key)} must be at least 1")
+            if not 1 <= getattr(self, key) <= 2**20:
+                raise ValueError(f"model.{key}={getattr(self, key)} must be at least 1 and at most 1,048,576")
         if self.vocab_size is not None and self.vocab_size < 2:
             raise ValueError(f"model.vocab_size={self.vocab_size} must be at least 2 (or null: the tokenizer's)")
         if self.context is not None and self.context < 1:

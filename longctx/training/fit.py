@@ -89,7 +89,7 @@ def train(request: TrainConfig, choices: dict[str, str], changed: dict[str, str]
             return run(config, folder, continue_from(config, data, device), data, device, preset="")
     kernels = lock.of_run(config, device) if rank() == 0 else None
     folder = claim_folder(config, runs.stem(choices, config.seq_len, changed), data)
-    config = replace(config, name=folder.name)
+    config = replace(config, name=folder.name, data=config.data.absolute())
     with runs.locked(folder) if rank() == 0 else nullcontext():
         fill_folder(config, folder, data, kernels)
         return run(config, folder, None, data, device, preset)
@@ -329,6 +329,7 @@ def opening(
     rows = config.rows_per_step
     compiled = ", torch.compile" if config.compile == "true" else ""
     summary = data.summary()
+    left_out = f" ({summary['documents_dropped']:,} empty left out)" if summary["documents_dropped"] else ""
     added = config.lora.parameters(config.model)
     lora = f", which rest; LoRA of rank {config.lora.rank} trains {added:,} beside them" if added else ""
     return [
@@ -338,7 +339,7 @@ def opening(
         f"attention  {config.attention.backend}"
         + "".join(f", {key}={value}" for key, value in config.attention.options.items()),
         f"memory     {config.memory}",
-        f"data       {config.data.source}, {summary['documents']:,} documents, {summary['tokens']:,} tokens, "
+        f"data       {config.data.source}, {summary['documents']:,} documents{left_out}, {summary['tokens']:,} tokens, "
         f"{len(data.train):,} rows of {config.seq_len:,}",
         f"step       {rows * config.seq_len:,} tokens = {config.batch_size} rows × {config.accumulate} "
         + ("micro-batch" if config.accumulate == 1 else "micro-batches")

@@ -92,8 +92,8 @@ def gib(row: Row) -> str:
 
 def summarize(rows: list[Row]) -> Row:
     """What a run's rows come to; keys are absent where there is nothing to say."""
-    steps = [row for row in rows if "loss" in row]
-    validations = [row for row in rows if "val_perplexity" in row]
+    steps = [row for row in rows if row.get("loss") is not None]
+    validations = [row for row in rows if row.get("val_perplexity") is not None]
     summary: Row = {}
     if steps:
         settled = steps[1:] or steps

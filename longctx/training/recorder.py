@@ -161,10 +161,12 @@ class Recorder(pl.Callback):
     def _require_finite(self, name: str, value: float, step: int) -> None:
         """Raise FloatingPointError otherwise, so that no checkpoint holds weights that are no numbers."""
         if not math.isfinite(value):
-            now = f"lr={self.config.lr} warmup_steps={self.config.warmup_steps}"
-            raise FloatingPointError(
-                f"the {name} is {value} at step {step}; try a smaller lr or longer warm-up ({now})"
-            )
+            config = self.config
+            advice = f"try a smaller lr or longer warm-up (lr={config.lr} warmup_steps={config.warmup_steps})"
+            if not step:
+                began = f"init={config.init}" if config.init else f"model.init_std={config.model.init_std}"
+                advice = f"the weights that the run begins with make it so ({began})"
+            raise FloatingPointError(f"the {name} is {value} at step {step}; {advice}")
 
     def _validate(self, module: TrainingModule) -> None:
         if len(self.data.val):
@@ -173,6 +175,7 @@ class Recorder(pl.Callback):
             if self.config.passkey.enabled:
                 row |= facts_found(module, self.data, self.config)
             self._record(row)
+            self._require_finite("validation loss", row.get("val_loss", 0.0), module.steps_done)
 
     def _record(self, row: dict[str, Any]) -> None:
         if self.tracker is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,15 +29,19 @@ def sweep(script: str, words_of_jobs: list[list[str]]) -> int:
 
 
 def _run(script: str, words: list[str]) -> Job:
-    """One job to its end. Ctrl-C reaches it too, and it saves a checkpoint and ends; here it only means to wait for that."""
+    """One job to its end. Ctrl-C reaches it too, a SIGTERM is passed on: it saves a checkpoint and ends; here one waits for it."""
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "folder"
         env = os.environ | {RESULT_VARIABLE: str(result)}
         process = subprocess.Popen([sys.executable, os.path.abspath(script), *words], env=env)
-        while True:
-            try:
-                code = process.wait()
-                break
-            except KeyboardInterrupt:
-                continue
+        before = signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
+        try:
+            while True:
+                try:
+                    code = process.wait()
+                    break
+                except KeyboardInterrupt:
+                    continue
+        finally:
+            signal.signal(signal.SIGTERM, before)
         return Job(words, code, Path(result.read_text()) if result.exists() else None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import netrc
 import os
 import secrets
@@ -38,9 +39,10 @@ class Tracker:
         self._run: Any = None
 
     def log(self, row: dict[str, Any]) -> None:
-        """Record one row; `step` and `tokens_seen` are among its keys."""
+        """Record one row; `step` and `tokens_seen` are among its keys. In the file what is no finite number is null."""
+        finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in row.items()}
         try:
-            self._file.write(json.dumps(row) + "\n")
+            self._file.write(json.dumps(finite, allow_nan=False) + "\n")
             self._file.flush()
         except OSError as error:
             raise OSError(f"{self._file.name}: cannot be written: {error.strerror}") from error
@@ -158,7 +160,7 @@ def positions(row: dict[str, Any]) -> list[list[Any]]:
     return [
         [row["tokens_seen"], int(key.removeprefix(POSITIONS)), value]
         for key, value in row.items()
-        if key.startswith(POSITIONS)
+        if key.startswith(POSITIONS) and value is not None
     ]
 
 

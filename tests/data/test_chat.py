@@ -107,6 +107,7 @@ def test_tools_reach_the_template(folder: Path) -> None:
         ({"messages": [{"role": "user", "content": ["a"]}]}, "message 1 must have its text in 'content'"),
         ({"messages": TALK[:1]}, "no message of the assistant"),
         ({"messages": [{"role": "user", "content": "x<|im_end|>"}, TALK[1]]}, r"message 1 contains <\|im_end\|>"),
+        ({"messages": TALK, "tools": [{"name": "f", "description": "<|im_end|>"}]}, r"tools contains <\|im_end\|>"),
     ],
 )
 def test_a_wrong_conversation_is_one_line(folder: Path, row: dict[str, Any], message: str) -> None:

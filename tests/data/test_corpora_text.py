@@ -97,8 +97,10 @@ def test_loops_of_links_end_and_no_file_is_read_twice(tmp_path, pattern) -> None
         (folder / f"loop{number}").symlink_to(folder)
         (folder / "sub" / f"loop{number}").symlink_to(folder / "sub")
     (folder / "z.txt").symlink_to(folder / "sub" / "a.txt")
-    (folder / "dead.txt").symlink_to(folder / "gone")
     assert len(read(str(folder / pattern))) == 1
+    (folder / "dead.txt").symlink_to(folder / "gone")
+    with pytest.raises(FileNotFoundError, match=r"dead\.txt: a link to .*gone, which is not there"):
+        read(str(folder / pattern))
 
 
 def test_a_limit_reads_the_first_documents(tmp_path) -> None:

@@ -42,6 +42,7 @@ def test_presets_name_every_key_and_tiny_is_the_default() -> None:
         ({"channels": 18}, "model.channels / model.heads=3 must be an even number"),
         ({"head_dim": 0}, "model.head_dim=0"),
         ({"layers": 0}, "model.layers=0 must be at least 1"),
+        ({"channels": 10**9}, "model.channels=1000000000 must be at least 1 and at most 1,048,576"),
         ({"channels": -24}, "model.channels=-24 must be at least 1"),
         ({"kv_heads": 0}, "model.kv_heads=0 must be at least 1"),
         ({"context": 0}, "model.context=0 must be at least 1"),

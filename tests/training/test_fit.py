@@ -205,9 +205,18 @@ def test_resume_refuses_other_data_and_other_models(
         assert said in capsys.readouterr().err
 
 
-def test_a_loss_that_is_no_number_ends_the_run_with_advice(words: Words, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main(words(max_steps=30, lr=10.0, warmup_steps=0, clip=None, model__init_std=1e30)) == 1
-    assert "try a smaller lr" in capsys.readouterr().err
+def test_a_loss_that_is_no_number_ends_the_run_with_advice(
+    words: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    wild = {"max_steps": 30, "lr": 10.0, "warmup_steps": 0, "clip": None}
+    for name, std, advice in (("loss", 1e30, "try a smaller lr"), ("val_loss", 1e18, "(model.init_std=1e+18)")):
+        assert train.main(words(name=name, model__init_std=std, **wild)) == 1
+        assert advice in capsys.readouterr().err
+        lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(lines[-1], parse_constant=refuse)[name] is None
 
 
 def test_weights_that_are_no_numbers_are_not_saved(
@@ -217,6 +226,20 @@ def test_weights_that_are_no_numbers_are_not_saved(
     assert train.main(words(name="r", max_steps=30, log_every=30, val_every=30, checkpoint_every=3)) == 1
     assert "gradient norm is nan at step 3" in capsys.readouterr().err
     assert not runs.checkpoints(tmp_path / "runs" / "r")
+
+
+def test_a_run_finds_its_documents_from_every_folder(
+    words: Words, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n' * 3)
+    monkeypatch.chdir(corpus.parent)
+    said = words(
+        name="r", max_steps=2, data__path=f"[{corpus.name},{tmp_path / 'empty.jsonl'}]", runs=tmp_path / "runs"
+    )
+    assert train.main(said) == 0
+    assert "60 documents (3 empty left out)" in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    assert train.main(["resume=runs/r", "max_steps=3"]) == 0
 
 
 def test_running_out_of_memory_says_what_to_change(

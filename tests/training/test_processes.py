@@ -189,6 +189,23 @@ def test_two_processes_stop_together(words: Words, tmp_path: Path) -> None:
     assert torch.load(runs.checkpoints(folder)[-1], weights_only=True)["steps_done"] == done
 
 
+def test_a_sweep_that_is_told_to_end_has_its_job_save_first(words: Words, tmp_path: Path) -> None:
+    process = start(["-m", *words(max_steps="100000,100001", workers=0)], tmp_path)
+    deadline = time.monotonic() + 120
+    while not [folder for folder in (tmp_path / "runs").glob("*") if runs.read_metrics(folder)]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    [folder] = (tmp_path / "runs").iterdir()
+    wait_for_step(folder, 1, process)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert "stopped by SIGTERM" in out
+    assert "val perplexity" in out, "the table of all jobs"
+    done = runs.read_metrics(folder)[-1]["step"]
+    assert torch.load(runs.checkpoints(folder)[-1], weights_only=True)["steps_done"] == done
+
+
 def test_a_process_that_is_lost_ends_the_run_with_a_line(words: Words, tmp_path: Path) -> None:
     process = start(words(name="r", max_steps=100_000, devices=2, accumulate=1, workers=0), tmp_path)
     folder = tmp_path / "runs" / "r"

@@ -49,6 +49,10 @@ def open_corpus(config: DataConfig) -> Corpus:
             files.setdefault(os.path.realpath(file), (name, file))
     identity, parts = [], []
     for name, file in files.values():
+        if _leads_nowhere(file):
+            raise FileNotFoundError(
+                f"{file}: a link to {os.readlink(file)}, which is not there; mend it, or take it out"
+            )
         status = file.stat()
         # The last time is of the file on this disk: a copy, or one unpacked with the time of another, has its own.
         identity.append((name, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
@@ -119,9 +123,13 @@ def _walk(root: Path) -> list[tuple[str, Path]]:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in files:
             file = Path(folder, name)
-            if not name.startswith(".") and file.is_file():
+            if not name.startswith(".") and (file.is_file() or _leads_nowhere(file)):
                 found.append((file.relative_to(root).as_posix(), file))
     return sorted(found)
+
+
+def _leads_nowhere(file: Path) -> bool:
+    return file.is_symlink() and not file.exists()
 
 
 def _format(file: Path) -> tuple[str, str]:
