@@ -83,8 +83,9 @@ def run(options: Options, command: str, words: list[str]) -> None:
     write_json(Path(f"{options.out}.json"), found)  # what is known so far outlives an interruption
     points = [(n, b) for b in asked for n in ladder(options.shortest, longest[b]["tokens"])]
     for tokens, backend in sorted(points):  # the short ones first: they are cheap
+        print(f"{backend} {tokens:,} tokens:", end=" ", flush=True)
         rows.append(measure(replace(asked[backend], seq_len=tokens), options.steps, end))
-        print(line(rows[-1]), flush=True)
+        print(said(rows[-1]), flush=True)
         write_json(Path(f"{options.out}.json"), found)
         report(rows[-1], asked[backend])
     grid("Memory and speed over length", SHOWN, [row | {"mfu": percent(row.get("mfu"))} for row in rows])
@@ -188,14 +189,14 @@ def gpu_memory() -> float:
     return gpu().memory
 
 
-def line(row: dict[str, Any]) -> str:
-    """A point as soon as it is known."""
-    said = row.get("note")
+def said(row: dict[str, Any]) -> str:
+    """Policy, speed and memory of a point, or why there is none."""
+    found = row.get("note")
     if "tokens_per_second" in row:
-        said = (
+        found = (
             f"{row['tokens_per_second']:,.0f} tokens/s, MFU {percent(row.get('mfu'))}, {row['memory_peak_gib']:.1f} GiB"
         )
-    return f"{row['backend']} {row['tokens']:,} tokens, memory={row['memory']}: {said}"
+    return f"memory={row['memory']}, {found}"
 
 
 def percent(share: float | None) -> str:

@@ -72,9 +72,10 @@ def run(options: Options, command: str, words: list[str]) -> None:
     for tokens in options.lengths:
         here: list[dict[str, Any]] = []
         for peer in options.peers:
+            print(f"{configs[tokens].rows_per_step} × {tokens:,} tokens, {peer}:", end=" ", flush=True)
             here.append(point(peer, configs[tokens], options, words, rows, end, device))
             rows.append(here[-1])
-            print(line(rows[-1]), flush=True)
+            print(said(rows[-1]), flush=True)
             write_json(Path(f"{options.out}.json"), found)  # what is known so far outlives an interruption
         ours = next((r["tokens_per_second"] for r in here if r["peer"] == "longctx" and "ms" in r), None)
         for row in here:
@@ -296,12 +297,9 @@ def utilization(config: CompleteConfig, tokens_per_second: float, parameters: in
     return found if added else found | {"mfu_6n": usual * tokens_per_second / peak}
 
 
-def line(row: dict[str, Any]) -> str:
-    """A row as soon as it is known."""
-    said = row["how"]
-    if "ms" in row:
-        said = f"{row['tokens_per_second']:,.0f} tokens/s ({said})"
-    return f"{row['rows']} × {row['tokens']:,} tokens, {row['peer']}: {said}"
+def said(row: dict[str, Any]) -> str:
+    """The speed of a row, or why there is none."""
+    return f"{row['tokens_per_second']:,.0f} tokens/s ({row['how']})" if "ms" in row else str(row["how"])
 
 
 def plot(found: dict[str, Any], path: Path) -> None:

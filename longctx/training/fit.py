@@ -267,7 +267,8 @@ def run(
         if is_out_of_memory(error):
             problem = out_of_memory(config, device, module.steps_done)
         elif config.devices > 1 and is_lost_connection(error):
-            problem = f"another process of the run is gone; python train.py resume={folder} goes on"
+            said = str(error).splitlines()[0].partition(". ")[0]
+            problem = f"a process of the run is gone ({said}); python train.py resume={folder} goes on"
         else:
             raise
     except FloatingPointError as error:

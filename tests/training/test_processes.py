@@ -217,5 +217,5 @@ def test_a_process_that_is_lost_ends_the_run_with_a_line(words: Words, tmp_path:
     assert process.returncode in (1, -signal.SIGKILL), "who notices first: the process that talked to it, or Lightning"
     assert "Traceback" not in err
     [said] = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert "another process of the run is gone" in said or f"PID {other} terminated with code -9" in said
+    assert "a process of the run is gone" in said or f"PID {other} terminated with code -9" in said
     assert f"python train.py resume={folder} goes on" in said
