@@ -216,6 +216,8 @@ def test_a_process_that_is_lost_ends_the_run_with_a_line(words: Words, tmp_path:
     _, err = process.communicate(timeout=60)
     assert process.returncode in (1, -signal.SIGKILL), "who notices first: the process that talked to it, or Lightning"
     assert "Traceback" not in err
-    [said] = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert "a process of the run is gone" in said or f"PID {other} terminated with code -9" in said
-    assert f"python train.py resume={folder} goes on" in said
+    said = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert 1 <= len(said) <= 2, "one, or both"
+    for line in said:
+        assert "a process of the run is gone" in line or f"PID {other} terminated with code -9" in line
+        assert f"python train.py resume={folder} goes on" in line
