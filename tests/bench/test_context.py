@@ -55,7 +55,7 @@ def test_every_point_is_measured_or_says_why_not(card: chips.Chip, tmp_path, cap
     assert rows["naive", 131072]["note"] == probe.OUT_OF_MEMORY
     assert matplotlib.image.imread(tmp_path / "c.png").std() > 0.01
     assert sorted(path.name for path in (tmp_path / "runs").iterdir())[0] == "context-flash-131072-001"
-    assert "flash 131,072 tokens, memory=balanced: 262,144 tokens/s" in capsys.readouterr().out
+    assert "flash 131,072 tokens: memory=balanced, 262,144 tokens/s" in capsys.readouterr().out
 
 
 def test_the_longest_is_found_by_probes(card: chips.Chip) -> None:
