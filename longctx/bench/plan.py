@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from longctx.bench.report import grid
-from longctx.bench.words import check_backends, check_unused, request, training_config
+from longctx.bench.words import check_backends, check_unused, filled, request
 from longctx.training import chips, plan
 from longctx.training.chips import GIB, Chip
 from longctx.training.config import CompleteConfig
@@ -77,7 +77,7 @@ def each_policy(words: list[str], chip: Chip, host: float) -> list[CompleteConfi
     """What a GPU run with `words` of train.py takes, with the policy that they name or with each where that is auto."""
     asked = request(words, "cuda")
     merge = asked.batch_size is None and asked.accumulate is None
-    return [plan.decide(chosen, chip, host, merge) for chosen in plan.policies(training_config(words, "cuda"))]
+    return [plan.decide(chosen, chip, host, merge) for chosen in plan.policies(filled(asked, "cuda"))]
 
 
 def machine(options: Options) -> tuple[Chip, float]:

@@ -85,14 +85,18 @@ def request(words: list[str], device: str) -> TrainConfig:
 
 
 def training_config(words: list[str], device: str) -> CompleteConfig:
-    """The configuration of a run with the `words` of train.py on "cuda" or "cpu", nothing left open but memory=auto on a GPU.
+    """The configuration of a run with the `words` of train.py on "cuda" or "cpu", see `filled`."""
+    return filled(request(words, device), device)
+
+
+def filled(asked: TrainConfig, device: str) -> CompleteConfig:
+    """The configuration of a run on "cuda" or "cpu", nothing left open but memory=auto on a GPU.
 
     Without a corpus there is no tokenizer: where the vocabulary is open, it is what data.vocab_size asks for. ValueError for words
     about weights that are there already.
     """
     from longctx.training.config import complete
 
-    asked = request(words, device)
     for key in ("init", "resume"):
         if getattr(asked, key) is not None:
             raise ValueError(
