@@ -191,7 +191,8 @@ def figures(rows: list[Row]) -> Row:
     result: Row = {}
     if steps:
         last, settled = steps[-1], steps[1:] or steps
-        result |= {key: last[key] for key in ("step", "tokens_seen", "loss", "seconds") if key in last}
+        result |= {key: last[key] for key in ("step", "tokens_seen", "seconds") if key in last}
+        result["loss"] = math.nan if last["loss"] is None else last["loss"]  # null is what was no number
         some = settled[:: max(1, len(settled) // 1000)]
         for key in ("tokens_per_second", "mfu", *TIMES):
             if found := finite(row.get(key) for row in (some if key in TIMES else settled)):

@@ -125,12 +125,13 @@ def test_how_a_run_ended(tmp_path):
     assert read(folder, 100).ended == "stopped at step 12 of 20"
 
 
-def test_a_loss_that_is_no_number_is_shown_and_not_drawn(tmp_path, capsys):
-    folders = [make(tmp_path / name, [step(1), step(2, loss=math.nan, grad_norm=math.inf)]) for name in "ab"]
+@pytest.mark.parametrize(("nan", "inf"), [(None, None), (math.nan, math.inf)])  # null, and as runs once wrote it
+def test_a_loss_that_is_no_number_is_shown_and_not_drawn(tmp_path, capsys, nan, inf):
+    folders = [make(tmp_path / name, [step(1), step(2, loss=nan, grad_norm=inf)]) for name in "ab"]
     assert compare(*folders, make(tmp_path / "c"), f"out={tmp_path}/x.html") == 0
     assert "nan" in capsys.readouterr().out
     assert page_data(tmp_path / "x.html")["runs"][0]["curves"]["loss"]["y"] == [5.0]
-    assert compare(folders[0], make(tmp_path / "d", [step(1, loss=math.nan)]), f"out={tmp_path}/x.html") == 0
+    assert compare(folders[0], make(tmp_path / "d", [step(1, loss=nan)]), f"out={tmp_path}/x.html") == 0
 
 
 def test_evaluations_are_shown(tmp_path, capsys):
