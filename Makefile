@@ -9,7 +9,7 @@ train: .venv/installed
 	$(BIN)/python train.py $(ARGS)
 
 extend: .venv/installed
-	$(BIN)/python -m longctx.bench extension $(ARGS)
+	$(BIN)/python -m benchmarks extension $(ARGS)
 
 test: .venv/installed
 	$(BIN)/python -m pytest -n 2 $(ARGS)

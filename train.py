@@ -1,55 +1,74 @@
-"""Train a GPT: `python train.py attention=flash seq_len=16384`; every key: `python train.py --help`.
+"""Train a GPT: `python train.py attention=flash seq_len=16384`; every key: `python train.py
+--help`.
 
 torch is imported only once the command line is known to make sense.
 """
 
 import sys
 
-from longctx import config
+from longctx import cli
 from longctx.options import libraries
 
 
 def main(argv: list[str]) -> int:
-    """Exit code: 0 done, 1 the run failed, 2 a mistake (one line on stderr), 130 or 143 stopped by a signal."""
-    return config.run("train", argv, lambda words: sweep(words.overrides) if words.sweep else train(words.overrides))
+    """Exit code: 0 done, 1 the run failed, 2 a mistake (one line on stderr), 130 or 143 stopped by
+    a signal.
+    """
+    return cli.run(
+        "train",
+        argv,
+        lambda words: sweep(words.overrides) if words.sweep else train(words.overrides),
+    )
 
 
 def train(overrides: list[str]) -> int:
     """One run in this process."""
-    composed = resumed(overrides) or config.compose("train", overrides)
+    composed = resumed(overrides) or cli.compose("train", overrides)
     with libraries():
         import torch
 
         from longctx.training.fit import train as fit
 
-    if composed.config.resume is None and composed.config.device != "cpu" and torch.cuda.is_available():
-        composed = config.compose("train", overrides, gpu=True)
+    if (
+        composed.config.resume is None
+        and composed.config.device != "cpu"
+        and torch.cuda.is_available()
+    ):
+        composed = cli.compose("train", overrides, gpu=True)
     return fit(*composed)
 
 
-def resumed(overrides: list[str]) -> config.Composed | None:
-    """The configuration of the run that resume= names, with the few other words applied; None for a new run."""
-    from longctx.training import runs
+def resumed(overrides: list[str]) -> cli.Composed | None:
+    """The configuration of the run that resume= names, with the few other words applied; None for a
+    new run.
+    """
+    from longctx.runs import run_folder
 
-    paths = [config.unquoted(word.removeprefix("resume=")) for word in overrides if word.startswith("resume=")]
+    paths = [
+        cli.unquoted(word.removeprefix("resume="))
+        for word in overrides
+        if word.startswith("resume=")
+    ]
     if not paths or paths[-1] in ("", "null"):
         return None
     words = [word for word in overrides if not word.startswith("resume=")]
-    folder = runs.find(paths[-1])
-    runs.check_resumable(folder, words)
-    composed = config.from_file("train", folder / "config.yaml", words)
+    folder = run_folder.find(paths[-1])
+    run_folder.check_resumable(folder, words)
+    composed = cli.from_file("train", folder / "config.yaml", words)
     composed.config.resume = str(folder)
     return composed
 
 
 def sweep(overrides: list[str]) -> int:
     """Every combination of the choices in the words, checked before the first one starts."""
-    jobs = config.jobs(overrides)
+    jobs = cli.jobs(overrides)
     for word in overrides:
         if word.startswith(("resume=", "name=")) and len(jobs) > 1:
-            raise ValueError(f"{word}: each job of a sweep is a new run with a name of its own; leave it out")
+            raise ValueError(
+                f"{word}: each job of a sweep is a new run with a name of its own; leave it out"
+            )
     for job in jobs:
-        config.compose("train", job)
+        cli.compose("train", job)
     from longctx.training.sweep import sweep as run
 
     return run(__file__, jobs)

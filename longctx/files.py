@@ -1,4 +1,6 @@
-"""Files that are replaced whole: a reader finds the old one or the new one, never a part, and a failure leaves the old one."""
+"""Files that are replaced whole: a reader finds the old one or the new one, never a part, and a
+failure leaves the old one.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,11 @@ from pathlib import Path
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A free name beside `path`, with its suffix, for a file, link or folder that becomes `path` where the block ends.
+    """A free name beside `path`, with its suffix, for a file, link or folder that becomes `path`
+    where the block ends.
 
-    Where the block raises, what it wrote is removed and `path` stays as it was; an OSError that names no file, such as a full
-    disk's, names `path`. A folder replaces none but an empty one.
+    Where the block raises, what it wrote is removed and `path` stays as it was; an OSError that
+    names no file, such as a full disk's, names `path`. A folder replaces none but an empty one.
     """
     given, path = path, path.absolute()
     partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
@@ -44,5 +47,7 @@ def _remove(path: Path) -> None:
 
 
 def by_step(path: Path) -> tuple[int, str]:
-    """What checkpoints are sorted by: `step-` and at least eight digits, so that a longer name is of a later step."""
+    """What checkpoints are sorted by: `step-` and at least eight digits, so that a longer name is
+    of a later step.
+    """
     return len(path.name), path.name

@@ -20,7 +20,9 @@ from typing import Any
 
 @contextmanager
 def libraries() -> Iterator[None]:
-    """Around their imports: Python's garbage collector rests, which else takes a quarter of the time to look through what stays."""
+    """Around their imports: Python's garbage collector rests, which else takes a quarter of the
+    time to look through what stays.
+    """
     if not gc.isenabled():
         yield
         return
@@ -32,11 +34,14 @@ def libraries() -> Iterator[None]:
         gc.enable()
 
 
-def answer(argv: list[str], help_text: Callable[[], str], do: Callable[[list[str]], int | None]) -> int:
-    """The exit code of `do(argv)`, None for 0: help is 0, a mistake one line on stderr and 2, Ctrl-C 130.
+def answer(
+    argv: list[str], help_text: Callable[[], str], do: Callable[[list[str]], int | None]
+) -> int:
+    """The exit code of `do(argv)`, None for 0: help is 0, a mistake one line on stderr and 2,
+    Ctrl-C 130.
 
-    A mistake is a ValueError or an OSError; LONGCTX_TRACEBACK=1 shows where it came from. Ctrl-C is Ctrl-C also where a
-    compiled module makes another error of it, as numpy's import does.
+    A mistake is a ValueError or an OSError; LONGCTX_TRACEBACK=1 shows where it came from. Ctrl-C is
+    Ctrl-C also where a compiled module makes another error of it, as numpy's import does.
     """
     interrupts: list[int] = []
 
@@ -45,7 +50,10 @@ def answer(argv: list[str], help_text: Callable[[], str], do: Callable[[list[str
         signal.default_int_handler(number, frame)
 
     before = signal.getsignal(signal.SIGINT)
-    ours = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    ours = (
+        before is signal.default_int_handler
+        and threading.current_thread() is threading.main_thread()
+    )
     if ours:
         signal.signal(signal.SIGINT, interrupt)
     try:
@@ -81,7 +89,9 @@ def asks_help(argv: list[str]) -> bool:
 
 
 def read(options: type, words: list[str]) -> Any:
-    """`options` filled from key=value words; lists are separated by commas. ValueError names the word that is wrong."""
+    """`options` filled from key=value words; lists are separated by commas. ValueError names the
+    word that is wrong.
+    """
     fields = {field.name: field for field in dataclasses.fields(options)}
     values: dict[str, Any] = {}
     for word in words:
@@ -115,8 +125,12 @@ def _value(key: str, text: str, default: Any) -> Any:
     try:
         values = tuple(kind(part) for part in parts)
     except ValueError:
-        several, one = ("whole numbers", "a whole number") if kind is int else ("numbers", "a number")
-        raise ValueError(f"{key}={text}: not {several if isinstance(default, tuple) else one}") from None
+        several, one = (
+            ("whole numbers", "a whole number") if kind is int else ("numbers", "a number")
+        )
+        raise ValueError(
+            f"{key}={text}: not {several if isinstance(default, tuple) else one}"
+        ) from None
     if not values or any(isinstance(value, int | float) and not value > 0 for value in values):
         wanted = "give at least one, above 0" if isinstance(default, tuple) else "must be above 0"
         raise ValueError(f"{key}={text}: {wanted}")
@@ -127,6 +141,8 @@ def help_lines(options: type) -> list[str]:
     """Each key with its default and meaning."""
     lines = []
     for field in dataclasses.fields(options):
-        default = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+        default = (
+            ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+        )
         lines.append(f"      {f'{field.name}={default}':<60}  {field.metadata['help']}")
     return lines

@@ -1,4 +1,6 @@
-"""Without a GPU the Triton kernels run in Triton's interpreter, which has to be chosen before triton is first imported."""
+"""Without a GPU the Triton kernels run in Triton's interpreter, which has to be chosen before
+triton is first imported.
+"""
 
 import os
 from collections.abc import Callable
@@ -27,7 +29,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[[int, str], str]:
-    """Checks what a user sees of a mistake, from the exit code and what it must name: 2, and one line, which is returned."""
+    """Checks what a user sees of a mistake, from the exit code and what it must name: 2, and one
+    line, which is returned.
+    """
 
     def check(code: int, message: str) -> str:
         error = capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""eval.py from the command line: a run in, a table and a JSON out; every mistake one line and exit code 2."""
+"""eval.py from the command line: a run in, a table and a JSON out; every mistake one line and exit
+code 2.
+"""
 
 import importlib.util
 import json
@@ -16,13 +18,13 @@ from types import ModuleType
 import pytest
 import torch
 
-from longctx.attention.config import AttentionConfig
+from longctx.config.model_config import AttentionConfig
+from longctx.config.train_config import TrainConfig
 from longctx.data import DataConfig, load
 from longctx.data.tokenizer import train
 from longctx.model import GPT, GPTConfig
 from longctx.model.__main__ import main as export
-from longctx.training import checkpoints, runs
-from longctx.training.config import TrainConfig
+from longctx.runs import checkpoints, run_folder
 
 SCRIPT = Path(__file__).parents[1] / "eval.py"
 TEXTS = [f"# file {n}\n" + "a rose is a rose is a rose\n" * (n + 1) for n in range(30)]
@@ -58,9 +60,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     weights = {f"model.{name}": x for name, x in GPT(config.model).state_dict().items()}
     tokenizer.save(folder / "tokenizer.json")
     data = load(replace(config.data, tokenizer=str(folder)), config.seq_len)
-    content = {"state_dict": weights, "longctx": checkpoints.describe(config, data.fingerprint, 1, None)}
+    content = {
+        "state_dict": weights,
+        "longctx": checkpoints.describe(config, data.fingerprint, 1, None),
+    }
     checkpoints.WholeFiles().save_checkpoint(content, checkpoints.path_of(folder, 3))
-    runs.write_config(folder, config)
+    run_folder.write_config(folder, config)
     return folder
 
 
@@ -91,12 +96,21 @@ def test_a_run_is_scored_on_its_validation_documents(
     assert "longer than" not in out
 
 
-def test_splits_lengths_limits_and_backends(script: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_splits_lengths_limits_and_backends(
+    script: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = run / "checkpoints" / "last.ckpt"
     file.symlink_to(checkpoints.path_of(run, 3).name)
     scores = {}
     for attention in ("naive", "flash"):
-        words = [f"checkpoint={file}", "seq_len=200", "stride=50", "split=train", "documents=4", "device=cpu"]
+        words = [
+            f"checkpoint={file}",
+            "seq_len=200",
+            "stride=50",
+            "split=train",
+            "documents=4",
+            "device=cpu",
+        ]
         assert script.main([*words, f"attention={attention}"]) == 0
         out = capsys.readouterr().out
         assert "seq_len=200 is longer than the 64 tokens" in out
@@ -121,7 +135,9 @@ def test_any_text_is_scored_with_the_tokenizer_of_the_run(
     assert document["bytes"] < 9 * 23
 
 
-def test_processes_share_the_documents(script: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_processes_share_the_documents(
+    script: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [f"checkpoint={run}", "device=cpu", "split=train"]
     threads = torch.get_num_threads()
     found = []
@@ -138,7 +154,10 @@ def test_processes_share_the_documents(script: ModuleType, run: Path, capsys: py
 
 
 def test_what_goes_wrong_in_another_process_is_said(
-    script: ModuleType, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    script: ModuleType,
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(script, "__file__", str(SCRIPT.with_name("none.py")))
     assert script.main([f"checkpoint={run}", "device=cpu", "devices=2"]) == 2
@@ -153,18 +172,30 @@ def test_what_goes_wrong_in_another_process_is_said(
         (["checkpoint={docs}"], "not the folder of a run"),
         (["checkpoint={docs}/00.txt"], "00.txt: not a checkpoint"),
         (["checkpoint={run}", "seq_len=abc"], "seq_len=abc: must be a whole number"),
-        (["checkpoint={run}", "seq_len=0"], "seq_len=0: a number from 1 up"),
+        (["checkpoint={run}", "seq_len=0"], "seq_len=0: a number from 1"),
         (["checkpoint={run}", "stride=65"], "stride=65: from 1 to seq_len=64"),
-        (["checkpoint={run}", "contexts=[16,65]"], "contexts=[16, 65]: lengths from 1 to seq_len=64"),
+        (
+            ["checkpoint={run}", "contexts=[16,65]"],
+            "contexts=[16, 65]: lengths from 1 to seq_len=64",
+        ),
         (["checkpoint={run}", "contexts=[1]"], "contexts=[1]: lengths from 2 up"),
         (["checkpoint={run}", "devices=0"], "devices=0: a number from 1"),
         (["checkpoint={run}", "fewshot=2"], "fewshot=2: name the tasks too"),
         (["checkpoint={run}", "tasks_path=x"], "tasks_path=x: name the tasks too"),
         (["checkpoint={run}", "tasks=[a]", "devices=2"], "devices=2: tasks run on one device"),
         (["checkpoint={run}", "tasks=[a]", "passkey=true"], "two evaluations"),
-        (["checkpoint={run}", "passkey=true", "stride=8"], "stride=8: passkey=true has no use for it"),
-        (["checkpoint={run}", "passkey.samples=3"], "passkey.samples=3: does nothing without passkey=true"),
-        (["checkpoint={run}", "passkey=true", "passkey.lengths=[256,256]"], "passkey.lengths=[256, 256]: each once"),
+        (
+            ["checkpoint={run}", "passkey=true", "stride=8"],
+            "stride=8: passkey=true has no use for it",
+        ),
+        (
+            ["checkpoint={run}", "passkey.samples=3"],
+            "passkey.samples=3: does nothing without passkey=true",
+        ),
+        (
+            ["checkpoint={run}", "passkey=true", "passkey.lengths=[256,256]"],
+            "passkey.lengths=[256, 256]: each once",
+        ),
         (
             ["checkpoint={run}", "passkey=true", "passkey.lengths=[256]", "seq_len=64"],
             "seq_len=64: passkey.lengths says how long",
@@ -173,27 +204,43 @@ def test_what_goes_wrong_in_another_process_is_said(
             ["checkpoint={run}", "data=text", "data.path={docs}", "data.cache=x"],
             "data.cache=x: nothing of data= is kept",
         ),
-        (["checkpoint={run}", "documents=99999999999999999999"], "documents=99999999999999999999: a number from 1 up"),
+        (
+            ["checkpoint={run}", "documents=99999999999999999999"],
+            "documents=99999999999999999999: a number from 1",
+        ),
         (["checkpoint="], "checkpoint= names nothing"),
         (["checkpoint={run}", "sequence=4"], "sequence is not a key"),
         (["checkpoint={run}", "split=test"], "split=test: one of val, train"),
         (["checkpoint={run}", "attention=best"], "attention=best: not one of"),
         (["checkpoint={run}", "data.path={docs}"], "data=text"),
-        (["checkpoint={run}", "data=text", "data.path=x", "data.tokenizer=x"], "the checkpoint brings its tokenizer"),
+        (
+            ["checkpoint={run}", "data=text", "data.path=x", "data.tokenizer=x"],
+            "the checkpoint brings its tokenizer",
+        ),
         (["checkpoint={run}", "data.val_fraction=0.5"], "say which source too, such as data=text"),
         (
             ["checkpoint={run}", "data=text", "data.path={docs}", "data.val_fraction=0.5"],
             "all documents of data= are scored",
         ),
-        (["checkpoint={run}", "data=mix", "data.mix.a.path={docs}"], "data=mix: an evaluation scores one source"),
+        (
+            ["checkpoint={run}", "data=mix", "data.mix.a.path={docs}"],
+            "data=mix: an evaluation scores one source",
+        ),
         (["-m", "checkpoint={run}", "seq_len=64,128"], "one evaluation at a time"),
         (["checkpoint={run}", "data=text"], "data.path is not set"),
         (["checkpoint={run}", "data=text", "data.path={docs}/none.txt"], "none.txt"),
-        (["checkpoint={run}", "data=text", "data.path={docs}", "split=val"], "only the run's own data is split"),
+        (
+            ["checkpoint={run}", "data=text", "data.path={docs}", "split=val"],
+            "only the run's own data is split",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_writes_nothing(
-    script: ModuleType, run: Path, refused: Callable[[int, str], str], words: list[str], message: str
+    script: ModuleType,
+    run: Path,
+    refused: Callable[[int, str], str],
+    words: list[str],
+    message: str,
 ) -> None:
     places = {"run": run, "docs": run.parents[1] / "docs"}
     before = sorted(run.rglob("*"))
@@ -206,16 +253,25 @@ def test_a_file_in_the_place_of_the_results_is_named_before_anything_is_scored(
 ) -> None:
     other = Path(shutil.copytree(run, tmp_path / "other", ignore=shutil.ignore_patterns("eval")))
     (other / "eval").write_text("")
-    refused(script.main([f"checkpoint={other}", "device=cpu"]), f"the folder {other}/eval, which is a file")
+    refused(
+        script.main([f"checkpoint={other}", "device=cpu"]),
+        f"the folder {other}/eval, which is a file",
+    )
 
 
 def test_tasks_without_the_harness_say_what_to_install(
-    script: ModuleType, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    script: ModuleType,
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("longctx.evaluation.config.find_spec", lambda name: None)
+    monkeypatch.setattr("longctx.config.eval_config.find_spec", lambda name: None)
     assert script.main([f"checkpoint={run}", "tasks=[wikitext,lambada]"]) == 2
     error = capsys.readouterr().err
-    assert "tasks=[wikitext,lambada]: lm-evaluation-harness is not installed; pip install 'longctx[lm-eval]'" in error
+    assert (
+        "tasks=[wikitext,lambada]: lm-evaluation-harness is not installed; pip install 'longctx[lm-eval]'"
+        in error
+    )
 
 
 def test_tasks_run_from_the_command_line(
@@ -225,9 +281,13 @@ def test_tasks_run_from_the_command_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'longctx[lm-eval]'")
+    pytest.importorskip(
+        "lm_eval", reason="needs lm-evaluation-harness: pip install 'longctx[lm-eval]'"
+    )
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:3]))
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:3])
+    )
     (tmp_path / "mine.yaml").write_text(
         f"task: mine\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/data.jsonl}}}}\n"
         "test_split: test\noutput_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{text}}'\n"
@@ -244,14 +304,18 @@ def test_tasks_run_from_the_command_line(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_a_gpu_that_is_not_there_is_said(script: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpu_that_is_not_there_is_said(
+    script: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert script.main([f"checkpoint={run}", "device=cuda"]) == 2
     assert "device=cuda: torch finds no GPU" in capsys.readouterr().err
 
 
 def test_help_answers_at_once_and_names_every_key() -> None:
     started = time.perf_counter()
-    done = subprocess.run([sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, check=True
+    )
     assert time.perf_counter() - started < 1.5
     for key in (
         "checkpoint",
@@ -271,7 +335,11 @@ def test_the_script_runs_from_any_folder(run: Path, tmp_path: Path) -> None:
     words = [f"checkpoint={run}", "documents=1", "device=cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *words], cwd=tmp_path, env=environment, capture_output=True, text=True
+        [sys.executable, str(SCRIPT), *words],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert "perplexity" in done.stdout
@@ -297,7 +365,9 @@ def test_passkeys_of_a_run_and_of_its_export(
     assert (tmp_path / "out" / "eval" / "passkey-out-600-flash.json").exists()
     assert script.main([f"checkpoint={tmp_path / 'out'}", *words, "split=val"]) == 2
     assert "split=val: a Hugging Face folder has no documents of its own" in capsys.readouterr().err
-    (tmp_path / "two.jsonl").write_text('{"text": "short"}\n' + json.dumps({"text": "long " * 3000}) + "\n")
+    (tmp_path / "two.jsonl").write_text(
+        '{"text": "short"}\n' + json.dumps({"text": "long " * 3000}) + "\n"
+    )
     said = ["passkey.lengths=[600]", "data=text", f"data.path={tmp_path / 'two.jsonl'}"]
     assert script.main([f"checkpoint={run}", *words, *said, "documents=1"]) == 2
     assert "too few to fill 600" in capsys.readouterr().err

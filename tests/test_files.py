@@ -15,7 +15,9 @@ def test_a_file_is_replaced_whole_with_the_permissions_of_any_new_file(tmp_path:
     path.write_text("old")
     with files.whole(path) as partial:
         partial.write_text("new")
-        assert partial.parent == tmp_path and partial.suffix == ".json" and path.read_text() == "old"
+        assert (
+            partial.parent == tmp_path and partial.suffix == ".json" and path.read_text() == "old"
+        )
     files.write_text(tmp_path / "ü", "→")
     assert path.read_text() == "new" and (tmp_path / "ü").read_bytes() == "→".encode()
     assert path.stat().st_mode == usual.stat().st_mode
@@ -43,7 +45,9 @@ def test_a_failure_leaves_the_old_file_and_no_part(tmp_path: Path) -> None:
     assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["a.json"]
 
 
-def test_folders_and_links_too_and_what_a_killed_process_left_is_no_obstacle(tmp_path: Path) -> None:
+def test_folders_and_links_too_and_what_a_killed_process_left_is_no_obstacle(
+    tmp_path: Path,
+) -> None:
     left = tmp_path / f".out.{os.getpid()}"
     left.mkdir()
     (left / "part").write_text("")
@@ -53,5 +57,7 @@ def test_folders_and_links_too_and_what_a_killed_process_left_is_no_obstacle(tmp
     for name in ("one", "two"):
         with files.whole(tmp_path / "last") as partial:
             partial.symlink_to(name)
-    assert (tmp_path / "out" / "x").read_text() == "whole" and os.readlink(tmp_path / "last") == "two"
+    assert (tmp_path / "out" / "x").read_text() == "whole" and os.readlink(
+        tmp_path / "last"
+    ) == "two"
     assert {p.name for p in tmp_path.iterdir()} == {"out", "last"}

@@ -32,7 +32,9 @@ def test_the_collector_rests_while_libraries_are_imported() -> None:
         (["compare", "runs/lr=1", "runs/lr=2"], ""),
     ],
 )
-def test_a_key_with_two_values_is_a_mistake(words: list[str], mistake: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_with_two_values_is_a_mistake(
+    words: list[str], mistake: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     done: list[list[str]] = []
     code = answer(words, lambda: "", done.append)
     assert (code, done) == ((2, []) if mistake else (0, [words]))

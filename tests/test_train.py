@@ -1,4 +1,6 @@
-"""train.py as a command: how it answers mistakes and --help, from any directory, and what it leaves behind (nothing)."""
+"""train.py as a command: how it answers mistakes and --help, from any directory, and what it leaves
+behind (nothing).
+"""
 
 import subprocess
 import sys
@@ -11,7 +13,9 @@ SCRIPT = Path(__file__).resolve().parent.parent / "train.py"
 
 
 def train(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *words], cwd=cwd, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *words], cwd=cwd, capture_output=True, text=True, timeout=300
+    )
 
 
 def test_help_is_quick_and_leaves_nothing(tmp_path: Path) -> None:
@@ -40,7 +44,9 @@ def test_help_is_quick_and_leaves_nothing(tmp_path: Path) -> None:
         (["device=cpu", "runs=/proc/here"], "runs=/proc/here"),
     ],
 )
-def test_a_mistake_is_one_line_and_leaves_nothing(tmp_path: Path, words: list[str], said: str) -> None:
+def test_a_mistake_is_one_line_and_leaves_nothing(
+    tmp_path: Path, words: list[str], said: str
+) -> None:
     done = train(*words, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""

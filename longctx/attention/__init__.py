@@ -18,7 +18,16 @@ if TYPE_CHECKING:
     from longctx.attention.registry import reproducible as reproducible
 
 __all__ = [
-    *("Mask", "attention", "attention_backward", "backends", "check", "keeps_output", "kernels_run", "register"),
+    *(
+        "Mask",
+        "attention",
+        "attention_backward",
+        "backends",
+        "check",
+        "keeps_output",
+        "kernels_run",
+        "register",
+    ),
     "reproducible",
 ]
 

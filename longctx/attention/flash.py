@@ -1,4 +1,6 @@
-"""flash: our own FlashAttention. Fused, exact, O(T) memory; on a GPU in Triton, on a CPU in torch tiles."""
+"""flash: our own FlashAttention. Fused, exact, O(T) memory; on a GPU in Triton, on a CPU in torch
+tiles.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,22 @@ from torch import Tensor
 from longctx.attention.mask import Mask
 from longctx.attention.registry import Request, register
 from longctx.kernels import HAS_TRITON
-from longctx.kernels.flash import HEAD_SIZES, flash_backward, flash_forward, implementation, runs_hopper
+from longctx.kernels.flash import (
+    HEAD_SIZES,
+    flash_backward,
+    flash_forward,
+    implementation,
+    runs_hopper,
+)
 
 
 class Flash:
-    """Any interval mask, any length, grouped-query, fp32, bf16, fp16; the lse is differentiable too.
+    """Any interval mask, any length, grouped-query, fp32, bf16, fp16; the lse is differentiable
+    too.
 
-    `kernel`: portable is for every GPU; hopper is Hopper's own, for 16-bit heads of 64 to 128, and adds dq up in any order
-    unless torch is told to use deterministic algorithms; auto is hopper where that runs, and portable elsewhere.
+    `kernel`: portable is for every GPU; hopper is Hopper's own, for 16-bit heads of 64 to 128, and
+    adds dq up in any order unless torch is told to use deterministic algorithms; auto is hopper
+    where that runs, and portable elsewhere.
     """
 
     options: dict[str, tuple[Any, ...]] = {"kernel": ("auto", "portable", "hopper")}
@@ -33,7 +43,10 @@ class Flash:
             return f"its kernels take fp32, bf16 and fp16, not {request.dtype}; use attention=naive"
         if request.options.get("kernel") == "hopper" and (reason := _not_hopper(request)):
             return f"kernel=hopper {reason}; use attention.options.kernel=portable"
-        if implementation(request.device, request.dtype, request.head_dim, "portable") == "torch-tiled":
+        if (
+            implementation(request.device, request.dtype, request.head_dim, "portable")
+            == "torch-tiled"
+        ):
             return None
         if request.device.type == "cpu" and request.dtype == torch.bfloat16:
             return "Triton's interpreter computes bf16 products wrongly; use fp32 or fp16, or unset TRITON_INTERPRET"
@@ -47,7 +60,9 @@ class Flash:
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, kernel: str = "auto"
     ) -> tuple[Tensor, Tensor, str]:
         chosen = implementation(q.device, q.dtype, q.shape[3], kernel)
-        out, lse = flash_forward(q, k, v, mask.first, mask.last, mask.qfirst, mask.qlast, scale, chosen)
+        out, lse = flash_forward(
+            q, k, v, mask.first, mask.last, mask.qfirst, mask.qlast, scale, chosen
+        )
         return out, lse, chosen
 
     def backward(

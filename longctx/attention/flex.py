@@ -1,4 +1,6 @@
-"""flex: torch's FlexAttention, the intervals given as its mask function and block mask, compiled by inductor on a GPU."""
+"""flex: torch's FlexAttention, the intervals given as its mask function and block mask, compiled by
+inductor on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Flex:
             return f"head size {request.head_dim} is outside 16 to 256; use attention=naive"
         return None
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor, str]:
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
+    ) -> tuple[Tensor, Tensor, str]:
         from torch.nn.attention.flex_attention import AuxRequest
 
         heads = (x.transpose(1, 2) for x in (q, k, v))
@@ -37,9 +41,15 @@ class Flex:
         if torch.compiler.is_compiling():
             out, aux = _attend()(*heads, block_mask=block_mask(mask, k.shape[1]), **options)
         else:
-            blocks = mask.cache.get("flex") or mask.cache.setdefault("flex", block_mask(mask, k.shape[1]))
-            # Also where the caller forbids compiling: FlexAttention not compiled has the (Tq, Tk) scores in memory.
-            with torch.compiler.set_stance("default"), torch._dynamo.config.patch(recompile_limit=64):
+            blocks = mask.cache.get("flex") or mask.cache.setdefault(
+                "flex", block_mask(mask, k.shape[1])
+            )
+            # Also where the caller forbids compiling: FlexAttention not compiled has the (Tq, Tk)
+            # scores in memory.
+            with (
+                torch.compiler.set_stance("default"),
+                torch._dynamo.config.patch(recompile_limit=64),
+            ):
                 out, aux = _attend()(*heads, block_mask=blocks, **options)
         return out.transpose(1, 2), aux.lse, "torch flex, compiled"
 
@@ -48,7 +58,9 @@ class Flex:
 def _attend() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, fullgraph=True)  # at the recompile limit an error, never the scores in memory
+    return torch.compile(
+        flex_attention, fullgraph=True
+    )  # at the recompile limit an error, never the scores in memory
 
 
 def block_mask(mask: Mask, Tk: int) -> Any:
@@ -74,12 +86,18 @@ def block_mask(mask: Mask, Tk: int) -> Any:
         return (j >= first[row, i]) & (j <= last[row, i])
 
     return BlockMask.from_kv_blocks(
-        *_ordered(partial), *_ordered(full), BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(first.shape[1], Tk)
+        *_ordered(partial),
+        *_ordered(full),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=sees,
+        seq_lengths=(first.shape[1], Tk),
     )
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row of blocks: how many are chosen, and all indices with the chosen ones first, (B, 1, rows[, columns]) int32."""
+    """Per row of blocks: how many are chosen, and all indices with the chosen ones first, (B, 1,
+    rows[, columns]) int32.
+    """
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]
 

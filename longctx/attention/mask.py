@@ -1,9 +1,10 @@
 """What a query may see: one interval of keys per query.
 
-Query i of row b sees the keys first[b, i] .. last[b, i], both ends included and both non-decreasing in i; an interval with
-last < first is empty. Causal attention, packed documents, sliding windows, their intersections and full attention are all of
-this form. It costs O(T) memory, and its transpose has the same form: key j is seen by the queries qfirst[b, j] .. qlast[b, j],
-which is what the backward of a tiled kernel walks over (compare FlashMask, arXiv 2410.01359).
+Query i of row b sees the keys first[b, i] .. last[b, i], both ends included and both non-decreasing
+in i; an interval with last < first is empty. Causal attention, packed documents, sliding windows,
+their intersections and full attention are all of this form. It costs O(T) memory, and its transpose
+has the same form: key j is seen by the queries qfirst[b, j] .. qlast[b, j], which is what the
+backward of a tiled kernel walks over (compare FlashMask, arXiv 2410.01359).
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Which keys each query sees; build with `causal`, `full`, `documents` or `intervals`, once per batch.
+    """Which keys each query sees; build with `causal`, `full`, `documents` or `intervals`, once per
+    batch.
 
-    After `bind` it holds int32 tensors: `first`, `last` (B or 1, Tq) and `qfirst`, `qlast` (B or 1, Tk). A batch of 1 stands for
-    every row. `doc_ids` (B, T) and `offsets` (documents + 1,) describe packed documents over the flattened batch; none is longer
-    than `longest`, a power of two, so that code compiled for it serves many batches.
+    After `bind` it holds int32 tensors: `first`, `last` (B or 1, Tq) and `qfirst`, `qlast` (B or 1,
+    Tk). A batch of 1 stands for every row. `doc_ids` (B, T) and `offsets` (documents + 1,) describe
+    packed documents over the flattened batch; none is longer than `longest`, a power of two, so
+    that code compiled for it serves many batches.
     """
 
     kind: str
@@ -34,11 +37,15 @@ class Mask:
     offsets: Tensor | None = None
     longest: int = 0
     visible: int = -1
-    cache: dict[str, Any] = field(default_factory=dict)  # what a backend derives from a bound mask, once per batch
+    cache: dict[str, Any] = field(
+        default_factory=dict
+    )  # what a backend derives from a bound mask, once per batch
 
     @staticmethod
     def causal(window: int | None = None) -> Mask:
-        """Each query sees the keys up to its own, the last `window` of them if given; the last query sees the last key."""
+        """Each query sees the keys up to its own, the last `window` of them if given; the last
+        query sees the last key.
+        """
         return Mask("causal", _checked(window))
 
     @staticmethod
@@ -48,17 +55,20 @@ class Mask:
 
     @staticmethod
     def documents(doc_ids: Tensor, window: int | None = None) -> Mask:
-        """Causal attention inside packed documents: `doc_ids` (B, T) integers, non-decreasing along each row.
+        """Causal attention inside packed documents: `doc_ids` (B, T) integers, non-decreasing along
+        each row.
 
-        Give it on the CPU where you can: then counting pairs and offsets never waits for a device. Raises ValueError for ids that
-        are not integers of two dimensions, or that decrease.
+        Give it on the CPU where you can: then counting pairs and offsets never waits for a device.
+        Raises ValueError for ids that are not integers of two dimensions, or that decrease.
         """
         if doc_ids.ndim != 2 or doc_ids.is_floating_point():
             raise ValueError(
                 f"doc_ids must be integers of shape (B, T), got {doc_ids.dtype} of shape {tuple(doc_ids.shape)}"
             )
         if bool((doc_ids[:, 1:] < doc_ids[:, :-1]).any()):
-            raise ValueError("doc_ids must not decrease along a row; sort the documents of each row, or renumber them")
+            raise ValueError(
+                "doc_ids must not decrease along a row; sort the documents of each row, or renumber them"
+            )
         B, T = doc_ids.shape
         changes = torch.ones(B, T, dtype=torch.bool, device=doc_ids.device)
         changes[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
@@ -68,13 +78,24 @@ class Mask:
         pairs = causal_pairs(lengths, window)
         visible = int(pairs.sum()) if pairs.numel() else 0
         longest = 1 << (int(lengths.max()) - 1).bit_length() if lengths.numel() else 0
-        return Mask("documents", _checked(window), doc_ids=doc_ids, offsets=offsets, longest=longest, visible=visible)
+        return Mask(
+            "documents",
+            _checked(window),
+            doc_ids=doc_ids,
+            offsets=offsets,
+            longest=longest,
+            visible=visible,
+        )
 
     @staticmethod
     def intervals(first: Tensor, last: Tensor) -> Mask:
-        """Any intervals: `first`, `last` (B or 1, Tq) integers, both non-decreasing along Tq; last < first sees nothing."""
+        """Any intervals: `first`, `last` (B or 1, Tq) integers, both non-decreasing along Tq; last
+        < first sees nothing.
+        """
         if first.shape != last.shape or first.ndim != 2:
-            raise ValueError(f"first and last must both be (B, Tq), got {tuple(first.shape)} and {tuple(last.shape)}")
+            raise ValueError(
+                f"first and last must both be (B, Tq), got {tuple(first.shape)} and {tuple(last.shape)}"
+            )
         for name, x in (("first", first), ("last", last)):
             if bool((x[:, 1:] < x[:, :-1]).any()):
                 raise ValueError(f"{name} must not decrease along a row")
@@ -85,29 +106,38 @@ class Mask:
         names = ("doc_ids", "first", "last", "qfirst", "qlast", "offsets")
         tensors = {name: getattr(self, name) for name in names}
         moved: dict[str, Any] = {
-            name: x.to(device, non_blocking=non_blocking) for name, x in tensors.items() if x is not None
+            name: x.to(device, non_blocking=non_blocking)
+            for name, x in tensors.items()
+            if x is not None
         }
         return replace(self, **moved, cache={})
 
     def windowed(self, window: int) -> Mask:
-        """The same mask where a query sees at most the last `window` of its keys, its own among them; waits for nothing.
+        """The same mask where a query sees at most the last `window` of its keys, its own among
+        them; waits for nothing.
 
-        Raises ValueError for full attention, and for free intervals, in which the last key need not be the query's own.
+        Raises ValueError for full attention, and for free intervals, in which the last key need not
+        be the query's own.
         """
         window = _checked(window) or window
         if self.kind not in ("causal", "documents"):
-            raise ValueError(f"a window of {window} is for causal attention and packed documents, not for {self.kind}")
+            raise ValueError(
+                f"a window of {window} is for causal attention and packed documents, not for {self.kind}"
+            )
         window = window if self.window is None else min(window, self.window)
         if self.qfirst is None:
             return replace(self, window=window, visible=-1, cache={})
         assert self.first is not None and self.last is not None
         first = torch.maximum(self.first, self.last - (window - 1))
-        keys = torch.arange(self.qfirst.shape[1], device=first.device, dtype=torch.int32).expand(self.qfirst.shape)
+        keys = torch.arange(self.qfirst.shape[1], device=first.device, dtype=torch.int32).expand(
+            self.qfirst.shape
+        )
         qlast = torch.searchsorted(first, keys.contiguous(), right=True, out_int32=True) - 1
         return replace(self, window=window, visible=-1, first=first, qlast=qlast, cache={})
 
     def bind(self, B: int, Tq: int, Tk: int, device: torch.device | str) -> Mask:
-        """The mask with its O(T) interval tensors on `device`; call it once per batch, outside a compiled region.
+        """The mask with its O(T) interval tensors on `device`; call it once per batch, outside a
+        compiled region.
 
         Raises ValueError where the mask was made for another batch size or length.
         """
@@ -116,7 +146,11 @@ class Mask:
             return self if self.qfirst.device == torch.device(device) else self.to(device)
         mask = self.to(device)
         first, last = mask._queries(B, Tq, Tk, torch.device(device))
-        keys = torch.arange(Tk, device=device, dtype=torch.int32).expand(first.shape[0], Tk).contiguous()
+        keys = (
+            torch.arange(Tk, device=device, dtype=torch.int32)
+            .expand(first.shape[0], Tk)
+            .contiguous()
+        )
         qfirst = torch.searchsorted(last, keys, right=False, out_int32=True)
         qlast = torch.searchsorted(first, keys, right=True, out_int32=True) - 1
         return replace(mask, first=first, last=last, qfirst=qfirst, qlast=qlast, cache={})
@@ -149,8 +183,12 @@ class Mask:
             raise ValueError(
                 f"mask is for doc_ids of shape {tuple(self.doc_ids.shape)}, not for B={B}, Tq={Tq}, Tk={Tk}"
             )
-        if self.first is not None and (self.first.shape[0] not in (1, B) or self.first.shape[1] != Tq):
-            raise ValueError(f"mask is for intervals of shape {tuple(self.first.shape)}, not for B={B}, Tq={Tq}")
+        if self.first is not None and (
+            self.first.shape[0] not in (1, B) or self.first.shape[1] != Tq
+        ):
+            raise ValueError(
+                f"mask is for intervals of shape {tuple(self.first.shape)}, not for B={B}, Tq={Tq}"
+            )
         if self.qfirst is not None and self.qfirst.shape[1] != Tk:
             raise ValueError(f"mask is bound to {self.qfirst.shape[1]} keys, not to Tk={Tk}")
 
@@ -164,7 +202,10 @@ class Mask:
         if self.kind == "full":
             return torch.zeros_like(i), torch.full_like(i, Tk - 1)
         if self.doc_ids is not None:
-            first, last = _document_starts(self.doc_ids.to(device)).int(), i.expand(B, Tq).contiguous()
+            first, last = (
+                _document_starts(self.doc_ids.to(device)).int(),
+                i.expand(B, Tq).contiguous(),
+            )
         else:
             last = (i + (Tk - Tq)).clamp(min=-1)
             first = torch.zeros_like(last)
@@ -175,7 +216,9 @@ class Mask:
 
 def _checked(window: int | None) -> int | None:
     if window is not None and window < 1:
-        raise ValueError(f"window={window} must be at least 1 key, the query's own; leave it out for no window")
+        raise ValueError(
+            f"window={window} must be at least 1 key, the query's own; leave it out for no window"
+        )
     return window
 
 
@@ -186,6 +229,8 @@ def _document_starts(doc_ids: Tensor) -> Tensor:
 
 
 def causal_pairs(lengths: Tensor, window: int | None) -> Tensor:
-    """Pairs that causal attention sees in sequences of these lengths: a triangle, or a band of `window` keys."""
+    """Pairs that causal attention sees in sequences of these lengths: a triangle, or a band of
+    `window` keys.
+    """
     w = lengths if window is None else lengths.clamp(max=window)
     return w * (w + 1) // 2 + (lengths - w) * w

@@ -1,4 +1,6 @@
-"""naive: scores, softmax and weighted sum as the formula says, with the (Tq, Tk) matrix in memory. The oracle of the others."""
+"""naive: scores, softmax and weighted sum as the formula says, with the (Tq, Tk) matrix in memory.
+The oracle of the others.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ class Naive:
     def refusal(self, request: Request) -> str | None:
         return None
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor, str]:
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
+    ) -> tuple[Tensor, Tensor, str]:
         B, Tq, Hq, D = q.shape
         Tk, Hkv = k.shape[1], k.shape[2]
         qh = q.transpose(1, 2).reshape(B, Hkv, Hq // Hkv * Tq, D)

@@ -1,8 +1,9 @@
 """sdpa: torch's fused kernels, the one that runs pinned by us and never chosen behind our back.
 
-On a GPU: FlashAttention-2 (`aten::_flash_attention_forward`, the kernel under torch's varlen attention, which packed documents
-use), or cuDNN for whole causal or full rows where it is right and faster. On a CPU: torch's fused CPU kernel, document by
-document, and for windows and Tq ≠ Tk query tile by query tile. No N×N mask is ever built.
+On a GPU: FlashAttention-2 (`aten::_flash_attention_forward`, the kernel under torch's varlen
+attention, which packed documents use), or cuDNN for whole causal or full rows where it is right and
+faster. On a CPU: torch's fused CPU kernel, document by document, and for windows and Tq ≠ Tk query
+tile by query tile. No N×N mask is ever built.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ class Sdpa:
         if request.device.type == "cpu":
             if request.dtype == torch.float64:
                 return None
-            return "kernel=cudnn needs a GPU; leave attention.options.kernel=auto" if kernel == "cudnn" else None
+            return (
+                "kernel=cudnn needs a GPU; leave attention.options.kernel=auto"
+                if kernel == "cudnn"
+                else None
+            )
         if request.device.type != "cuda":
             return f"its kernels are pinned for CUDA GPUs and CPUs, not {request.device.type}; use attention=naive"
         if reason := beyond_flash_attention(request):
@@ -51,7 +56,9 @@ class Sdpa:
         if not q.is_cuda:
             return *_cpu(q, k, v, mask, scale), "torch CPU flash"
         request = Request(q.device, q.dtype, q.shape[3], mask)
-        lengths_fit = q.shape[1] == k.shape[1] and q.shape[1] % 128 == 0  # other lengths: pytorch#196678
+        lengths_fit = (
+            q.shape[1] == k.shape[1] and q.shape[1] % 128 == 0
+        )  # other lengths: pytorch#196678
         if kernel == "cudnn" and not lengths_fit:
             raise ValueError(
                 f"kernel=cudnn is trusted for Tq = Tk, a multiple of 128, not {q.shape[1]} and {k.shape[1]}; use kernel=flash"
@@ -62,11 +69,17 @@ class Sdpa:
 
 
 def beyond_flash_attention(request: Request) -> str | None:
-    """What of the request no FlashAttention kernel takes, torch's or the user's own, and what to use instead; or None."""
+    """What of the request no FlashAttention kernel takes, torch's or the user's own, and what to
+    use instead; or None.
+    """
     if request.dtype not in (torch.bfloat16, torch.float16):
-        return f"it takes bf16 and fp16, not {request.dtype}; use precision=bf16, or attention=flash"
+        return (
+            f"it takes bf16 and fp16, not {request.dtype}; use precision=bf16, or attention=flash"
+        )
     if request.head_dim % 8 or request.head_dim > 256:
-        return f"head size {request.head_dim} must be a multiple of 8 up to 256; use attention=flash"
+        return (
+            f"head size {request.head_dim} must be a multiple of 8 up to 256; use attention=flash"
+        )
     if request.mask is not None and request.mask.kind == "intervals":
         return "it takes causal, windowed, packed and full masks, not free intervals; use attention=flash"
     return None
@@ -77,7 +90,9 @@ def _not_cudnn(request: Request) -> str | None:
         return "is faster on Hopper and later only"
     if request.head_dim % 8 or request.head_dim > 128:
         return f"takes head sizes up to 128, not {request.head_dim}"
-    if request.mask is not None and (request.mask.kind not in ("causal", "full") or request.mask.window is not None):
+    if request.mask is not None and (
+        request.mask.kind not in ("causal", "full") or request.mask.window is not None
+    ):
         return "takes whole causal or full rows, not packed documents or windows"
     return None
 
@@ -106,7 +121,9 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[T
         q, k, v, None, None, Tq, k.shape[1], 0.0, causal and left < 0, False, scale=scale, **window
     )
     lse = lse.detach()
-    return out, lse.masked_fill(lse == float("inf"), float("-inf"))  # its mark for rows that see nothing
+    return out, lse.masked_fill(
+        lse == float("inf"), float("-inf")
+    )  # its mark for rows that see nothing
 
 
 @torch.compiler.disable
@@ -129,7 +146,9 @@ def _cpu(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Ten
                 )
                 for s, e, causal in documents
             ]  # fmt: skip
-        rows.append([torch.cat(x, dim) for x, dim in zip(zip(*parts, strict=True), (1, 2), strict=True)])
+        rows.append(
+            [torch.cat(x, dim) for x, dim in zip(zip(*parts, strict=True), (1, 2), strict=True)]
+        )
     out, lse = (torch.cat(x) for x in zip(*rows, strict=True))
     return out, lse
 

@@ -1,4 +1,5 @@
-"""Documents in, rows of tokens out: corpora, tokenizer, packing, and the order in which rows are seen.
+"""Documents in, rows of tokens out: corpora, tokenizer, packing, and the order in which rows are
+seen.
 
 Names are imported when first used, so that reading a DataConfig does not wait for torch or pyarrow.
 """
@@ -9,24 +10,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from longctx.data.config import DataConfig as DataConfig
-    from longctx.data.corpora import Document as Document
-    from longctx.data.corpora import read_documents as read_documents
+    from longctx.config.data_config import DataConfig as DataConfig
     from longctx.data.dataset import Data as Data
     from longctx.data.dataset import load as load
     from longctx.data.mix import Mixture as Mixture
     from longctx.data.sampler import SampleStream as SampleStream
+    from longctx.data.sources import Document as Document
+    from longctx.data.sources import read_documents as read_documents
     from longctx.data.tokenizer import Tokenizer as Tokenizer
 
 _HOME = {
-    "DataConfig": "config",
-    "Document": "corpora",
-    "read_documents": "corpora",
-    "Data": "dataset",
-    "load": "dataset",
-    "Mixture": "mix",
-    "SampleStream": "sampler",
-    "Tokenizer": "tokenizer",
+    "DataConfig": "longctx.config.data_config",
+    "Document": "longctx.data.sources",
+    "read_documents": "longctx.data.sources",
+    "Data": "longctx.data.dataset",
+    "load": "longctx.data.dataset",
+    "Mixture": "longctx.data.mix",
+    "SampleStream": "longctx.data.sampler",
+    "Tokenizer": "longctx.data.tokenizer",
 }
 __all__ = list(_HOME)
 
@@ -34,4 +35,4 @@ __all__ = list(_HOME)
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(import_module(_HOME[name]), name)

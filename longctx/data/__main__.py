@@ -1,4 +1,6 @@
-"""`python -m longctx.data`: what a data set holds, and how well it fills rows of a length. See `--help`."""
+"""`python -m longctx.data`: what a data set holds, and how well it fills rows of a length. See
+`--help`.
+"""
 
 import sys
 

@@ -1,7 +1,8 @@
 """Folders that are built once, found again by a fingerprint, and never seen half-built.
 
-A build writes to `KEY.partial` under a file lock and renames it to `KEY` when it is complete, so a killed build leaves
-only what the next one removes, and of two runs that start together one builds and the other waits.
+A build writes to `KEY.partial` under a file lock and renames it to `KEY` when it is complete, so a
+killed build leaves only what the next one removes, and of two runs that start together one builds
+and the other waits.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ def fingerprint(value: Any) -> str:
 def cached(folder: Path, build: Callable[[Path], None]) -> Path:
     """Return `folder`, calling `build(empty folder)` first unless an earlier call completed it.
 
-    `folder` then holds what `build` wrote and `complete.json` with the size of every file; a folder whose files no
-    longer have these sizes is built again. Raises OSError with one clear line when the cache cannot be written.
+    `folder` then holds what `build` wrote and `complete.json` with the size of every file; a folder
+    whose files no longer have these sizes is built again. Raises OSError with one clear line when
+    the cache cannot be written.
     """
     if _is_complete(folder):
         return folder
@@ -59,7 +61,11 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
         raise _unwritable(folder, error) from error
     try:
         build(partial)
-        sizes = {str(file.relative_to(partial)): file.stat().st_size for file in partial.rglob("*") if file.is_file()}
+        sizes = {
+            str(file.relative_to(partial)): file.stat().st_size
+            for file in partial.rglob("*")
+            if file.is_file()
+        }
         (partial / "complete.json").write_text(json.dumps(sizes))
         os.replace(partial, folder)
     except OSError as error:
@@ -84,4 +90,6 @@ def _remove(folder: Path) -> None:
 
 def _unwritable(folder: Path, error: OSError) -> OSError:
     reason = error.strerror or str(error)
-    return OSError(f"data.cache: cannot write {folder} ({reason}); give another folder with data.cache=FOLDER")
+    return OSError(
+        f"data.cache: cannot write {folder} ({reason}); give another folder with data.cache=FOLDER"
+    )

@@ -1,8 +1,10 @@
-"""Conversations as text, by the chat template of the tokenizer's own folder, and which parts of it are the assistant's.
+"""Conversations as text, by the chat template of the tokenizer's own folder, and which parts of it
+are the assistant's.
 
-A template is a program that came with a model: it runs in jinja2's immutable sandbox, on plain data, and without the date
-(templates that ask for one have a default), so that the same conversation is always the same tokens. The assistant's part
-of a message is what the template adds after its own prompt for it, the token that ends the turn included.
+A template is a program that came with a model: it runs in jinja2's immutable sandbox, on plain
+data, and without the date (templates that ask for one have a default), so that the same
+conversation is always the same tokens. The assistant's part of a message is what the template adds
+after its own prompt for it, the token that ends the turn included.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from longctx.data.corpora import Document
+from longctx.data.sources import Document
 from longctx.data.tokenizer import read_json
 
 Span = tuple[int, int]  # characters first .. end - 1
@@ -36,7 +38,9 @@ class Conversation(Document):
 
 
 class Template:
-    """The chat template of a tokenizer's folder; ValueError or FileNotFoundError, one line, where it has none."""
+    """The chat template of a tokenizer's folder; ValueError or FileNotFoundError, one line, where
+    it has none.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser()
@@ -46,15 +50,22 @@ class Template:
             self.template = _environment().from_string(source)
         except jinja2.TemplateError as error:
             raise ValueError(f"{self.folder}: its chat template is not one ({error})") from error
-        self.tokens = {f"{kind}_token": _text(settings.get(f"{kind}_token")) for kind in ("bos", "eos", "pad", "unk")}
+        self.tokens = {
+            f"{kind}_token": _text(settings.get(f"{kind}_token"))
+            for kind in ("bos", "eos", "pad", "unk")
+        }
         described = read_json(self.folder / "tokenizer.json").get("added_tokens", [])
         self.special = [token["content"] for token in described if token.get("special")]
-        self.fingerprint = hashlib.sha256(json.dumps([source, self.tokens]).encode()).hexdigest()[:32]
+        self.fingerprint = hashlib.sha256(json.dumps([source, self.tokens]).encode()).hexdigest()[
+            :32
+        ]
 
     def render(self, name: str, place: str, row: Mapping[str, Any]) -> Conversation:
-        """The conversation row["messages"] as text, called `name`, with the parts of it that the assistant says.
+        """The conversation row["messages"] as text, called `name`, with the parts of it that the
+        assistant says.
 
-        ValueError names `place` and the message where it is none, or where the assistant's part cannot be told apart.
+        ValueError names `place` and the message where it is none, or where the assistant's part
+        cannot be told apart.
         """
         tools = row.get("tools")
         messages = self._checked(place, row.get("messages"))
@@ -78,7 +89,9 @@ class Template:
 
     def _checked(self, place: str, messages: Any) -> list[dict[str, Any]]:
         if not isinstance(messages, list) or not messages:
-            raise ValueError(f"{place}: 'messages' must be a list of messages, found {json.dumps(messages)[:60]}")
+            raise ValueError(
+                f"{place}: 'messages' must be a list of messages, found {json.dumps(messages)[:60]}"
+            )
         for n, message in enumerate(messages, start=1):
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise ValueError(f"{place}: message {n} must be an object with a role")
@@ -91,18 +104,24 @@ class Template:
     def _check_words(self, place: str, what: str, said: Any) -> None:
         for token in self.special:
             if token in json.dumps(said, ensure_ascii=False):
-                raise ValueError(f"{place}: {what} contains {token}, which has a meaning of its own; take it out")
+                raise ValueError(
+                    f"{place}: {what} contains {token}, which has a meaning of its own; take it out"
+                )
 
     def _rendered(self, place: str, messages: Any, tools: Any, prompt: bool = False) -> str:
         data = json.loads(json.dumps({"messages": messages, "tools": tools or None}))
         try:
-            return self.template.render(**data, add_generation_prompt=prompt, documents=None, **self.tokens)
+            return self.template.render(
+                **data, add_generation_prompt=prompt, documents=None, **self.tokens
+            )
         except Exception as error:  # somebody else's program: it can raise anything
             raise ValueError(f"{place}: the chat template does not take it ({error})") from error
 
 
 class _Generation(Extension):
-    """{% generation %} … {% endgeneration %}: marks the assistant's words for other tools; here only its inside counts."""
+    """{% generation %} … {% endgeneration %}: marks the assistant's words for other tools; here
+    only its inside counts.
+    """
 
     tags = {"generation"}
 
@@ -121,9 +140,15 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _refuse(message: str) -> None:
@@ -136,7 +161,14 @@ def _source(folder: Path, settings: Mapping[str, Any]) -> str:
         return file.read_text(encoding="utf-8")
     found = settings.get("chat_template")
     if isinstance(found, Sequence) and not isinstance(found, str):
-        found = next((x.get("template") for x in found if isinstance(x, dict) and x.get("name") == "default"), None)
+        found = next(
+            (
+                x.get("template")
+                for x in found
+                if isinstance(x, dict) and x.get("name") == "default"
+            ),
+            None,
+        )
     if not isinstance(found, str):
         raise ValueError(
             f"data.chat=true: {folder} has no chat template; give a tokenizer's folder that has one with data.tokenizer="

@@ -1,4 +1,5 @@
-"""From a DataConfig to rows: tokenizer, tokens, split and packing, each cached by a fingerprint of what it depends on.
+"""From a DataConfig to rows: tokenizer, tokens, split and packing, each cached by a fingerprint of
+what it depends on.
 
 tokenizers/KEY    BPE trained on the corpus           key: the corpus' identity, vocabulary size
 documents/KEY     documents as tokens (Arrow)         key: the corpus' identity, tokenizer
@@ -13,12 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from longctx.config.data_config import DataConfig
 from longctx.data.cache import cached, fingerprint
-from longctx.data.config import DataConfig
-from longctx.data.corpora import open_corpus
 from longctx.data.duplicates import validates
 from longctx.data.packing import Packing, pack
 from longctx.data.progress import Progress
+from longctx.data.sources import open_corpus
 from longctx.data.store import NothingToPredict, Store, build
 from longctx.data.tokenizer import Tokenizer, train
 
@@ -28,13 +29,17 @@ if TYPE_CHECKING:
     from longctx.data.mix import Mixture
     from longctx.data.rows import Rows
 
-_VERSION = 1  # of what is in the cache; raised when the same documents would become other tokens or rows
+_VERSION = (
+    1  # of what is in the cache; raised when the same documents would become other tokens or rows
+)
 _SAMPLE = 16 << 20  # characters that the BPE is trained on
 SPLITS = ("train", "val")
 
 
 class EncodedDocument(NamedTuple):
-    """A whole document, uncut: its tokens (tokens,) int64, the last one end-of-text, and its size in UTF-8 bytes."""
+    """A whole document, uncut: its tokens (tokens,) int64, the last one end-of-text, and its size
+    in UTF-8 bytes.
+    """
 
     name: str
     ids: np.ndarray
@@ -50,10 +55,14 @@ class Part(NamedTuple):
 
 
 class Data:
-    """A data set at one row length: `train` and `val` rows, the tokenizer, whole documents, and counts of it all."""
+    """A data set at one row length: `train` and `val` rows, the tokenizer, whole documents, and
+    counts of it all.
+    """
 
     def __init__(self, config: DataConfig, seq_len: int, part: Part | None = None):
-        """`part` is what `Mixture` knows of a source of its own: else the documents are tokenized and split here."""
+        """`part` is what `Mixture` knows of a source of its own: else the documents are tokenized
+        and split here.
+        """
         if seq_len < 2:
             raise ValueError(f"seq_len={seq_len}: a row holds at least 2 tokens")
         self.config, self.seq_len = config, seq_len
@@ -92,7 +101,9 @@ class Data:
             yield EncodedDocument(self.store.name(document), ids, int(self.store.n_bytes[document]))
 
     def summary(self) -> dict[str, Any]:
-        """Counts for a table or a log; `efficiency` is the share of row positions that are not padding."""
+        """Counts for a table or a log; `efficiency` is the share of row positions that are not
+        padding.
+        """
         result: dict[str, Any] = {
             "source": self.config.source,
             "documents": len(self.store),
@@ -118,7 +129,9 @@ class Data:
     def _pack(self) -> dict[str, Packing]:
         def write(folder: Path) -> None:
             for split, documents in self.split.items():
-                pack(self.store.lengths[documents], self.seq_len, documents).save(folder / f"{split}.npz")
+                pack(self.store.lengths[documents], self.seq_len, documents).save(
+                    folder / f"{split}.npz"
+                )
 
         key = fingerprint([self.fingerprint, self.seq_len])
         folder = cached(self.config.cache_folder() / "packings" / key, write)
@@ -126,9 +139,11 @@ class Data:
 
 
 def load(config: DataConfig, seq_len: int) -> Data | Mixture:
-    """Open a data set, or a mix of several, in rows of `seq_len` tokens, building what the cache lacks.
+    """Open a data set, or a mix of several, in rows of `seq_len` tokens, building what the cache
+    lacks.
 
-    Raises ValueError or OSError with one line that names the key or file, whatever is wrong with the documents.
+    Raises ValueError or OSError with one line that names the key or file, whatever is wrong with
+    the documents.
     """
     config.validate()
     if config.source == "mix":
@@ -139,7 +154,9 @@ def load(config: DataConfig, seq_len: int) -> Data | Mixture:
 
 
 def tokenize(config: DataConfig, without: Set[bytes] = frozenset()) -> tuple[Tokenizer, Store]:
-    """The tokenizer and the documents in its tokens; generated ones hold no text whose key (see `Store.keys`) is in `without`."""
+    """The tokenizer and the documents in its tokens; generated ones hold no text whose key (see
+    `Store.keys`) is in `without`.
+    """
     corpus = open_corpus(config, without)
     identity = [_VERSION, config.source, corpus.identity, *(["chat"] if config.chat else [])]
     cache = config.cache_folder()

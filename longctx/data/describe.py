@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from longctx import config, files
-from longctx.data.config import DataConfig
+from longctx import cli, files
+from longctx.config.data_config import DataConfig
+from longctx.config.fields import group, key
 
 if TYPE_CHECKING:
     from longctx.data.dataset import Data
@@ -21,29 +22,33 @@ _LONG = (4096, 16384, 65536)  # tokens; documents above these are what a long co
 class DescribeConfig:
     """The data set, and the rows that it is to fill; the keys of `data` are those of train.py."""
 
-    seq_len: int = 4096  # tokens in a row
-    out: str | None = "lengths.png"  # picture of the document lengths; null: none
-    data: DataConfig = field(default_factory=DataConfig)
+    seq_len: int = key(4096, "tokens in a row")
+    out: str | None = key("lengths.png", "picture of the document lengths; null: none")
+    data: DataConfig = group(DataConfig)
 
     def validate(self) -> None:
         """Raise ValueError naming the first key that cannot be right, before anything is read."""
         if not 2 <= self.seq_len < 2**31:
-            raise ValueError(f"seq_len={self.seq_len}: a row holds 2 tokens or more, and fewer than 2^31")
+            raise ValueError(
+                f"seq_len={self.seq_len}: a row holds 2 tokens or more, and fewer than 2^31"
+            )
         if self.out == "":
-            raise ValueError("out= names no picture; give a file such as out=lengths.png, or out=null for none")
+            raise ValueError(
+                "out= names no picture; give a file such as out=lengths.png, or out=null for none"
+            )
         self.data.validate_words()
 
 
 def main(argv: list[str]) -> int:
     """Describe the data set that `argv` names; 0, or 2 after one line on stderr."""
-    return config.run("describe", argv, lambda words: describe(read(words)))
+    return cli.run("describe", argv, lambda words: describe(read(words)))
 
 
-def read(words: config.Words) -> DescribeConfig:
+def read(words: cli.Words) -> DescribeConfig:
     """The configuration that the words make; ValueError, one line, where they make none."""
     if words.sweep:
         raise ValueError("-m: one data set is described at a time")
-    asked: DescribeConfig = config.compose("describe", words.overrides).config
+    asked: DescribeConfig = cli.compose("describe", words.overrides).config
     return asked
 
 
@@ -91,12 +96,21 @@ def _print(data: Data | Mixture) -> None:
 
     console = Console(width=None if sys.stdout.isatty() else 100)
     about = data.summary()
-    facts = Table(title=f"data={about['source']}", title_justify="left", show_header=False, box=None, pad_edge=False)
+    facts = Table(
+        title=f"data={about['source']}",
+        title_justify="left",
+        show_header=False,
+        box=None,
+        pad_edge=False,
+    )
     facts.add_column(style="dim")
     facts.add_column(justify="right")
-    dropped = f", {about['documents_dropped']:,} empty left out" if about["documents_dropped"] else ""
+    dropped = (
+        f", {about['documents_dropped']:,} empty left out" if about["documents_dropped"] else ""
+    )
     facts.add_row(
-        "documents", f"{about['documents']:,} ({about['near_duplicates']:,} near-duplicates of others{dropped})"
+        "documents",
+        f"{about['documents']:,} ({about['near_duplicates']:,} near-duplicates of others{dropped})",
     )
     facts.add_row("bytes", f"{about['bytes']:,}")
     facts.add_row("tokens", f"{about['tokens']:,}")
@@ -104,15 +118,21 @@ def _print(data: Data | Mixture) -> None:
     facts.add_row("bytes per token", f"{about['bytes'] / about['tokens']:.2f}")
     facts.add_row("longest document", f"{int(data.lengths.max()):,} tokens")
     for length in _LONG:
-        facts.add_row(f"tokens in documents > {length // 1024}K", f"{share_in_longer(data, length):.1%}")
+        facts.add_row(
+            f"tokens in documents > {length // 1024}K", f"{share_in_longer(data, length):.1%}"
+        )
     console.print(facts)
 
-    rows = Table(title=f"\nRows of {data.seq_len:,} tokens", title_justify="left", box=None, pad_edge=False)
+    rows = Table(
+        title=f"\nRows of {data.seq_len:,} tokens", title_justify="left", box=None, pad_edge=False
+    )
     for name in ("split", "documents", "tokens", "rows", "filled"):
         rows.add_column(name, justify="left" if name == "split" else "right", header_style="dim")
     for split in ("train", "val"):
         counts = [f"{about[f'{split}_{what}']:,}" for what in ("documents", "tokens", "rows")]
-        rows.add_row(split, *counts, f"{about[f'{split}_efficiency']:.2%}" if about[f"{split}_rows"] else "-")
+        rows.add_row(
+            split, *counts, f"{about[f'{split}_efficiency']:.2%}" if about[f"{split}_rows"] else "-"
+        )
     console.print(rows)
 
     if "mix" in about:
@@ -126,7 +146,9 @@ def _print(data: Data | Mixture) -> None:
 
     lengths = Table(title="\nDocument lengths", title_justify="left", box=None, pad_edge=False)
     for name in ("tokens", "documents", "share of all tokens"):
-        lengths.add_column(name, justify="left" if name.startswith("share") else "right", header_style="dim")
+        lengths.add_column(
+            name, justify="left" if name.startswith("share") else "right", header_style="dim"
+        )
     bins = histogram(data)
     widest = max(one.tokens for one in bins)
     for one in bins:
@@ -147,7 +169,9 @@ def draw(data: Data | Mixture, path: Path) -> None:
     bins = histogram(data)
     total = int(data.lengths.sum())
     lows = [one.low for one in bins]
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 5.6), sharex=True, layout="constrained")
+    figure, (above, below) = pyplot.subplots(
+        2, 1, figsize=(8, 5.6), sharex=True, layout="constrained"
+    )
     style = {"width": [0.94 * low for low in lows], "align": "edge"}
     above.bar(lows, [one.documents for one in bins], color="#4c78a8", **style)
     below.bar(lows, [one.tokens / total for one in bins], color="#f58518", **style)
@@ -168,10 +192,17 @@ def draw(data: Data | Mixture, path: Path) -> None:
             axes.axvline(data.seq_len, color="#333333", linestyle="--", linewidth=1)
     if edges[0] <= data.seq_len <= edges[-1]:
         side = "left" if 4 * data.seq_len <= edges[-1] else "right"
-        place = {"xy": (data.seq_len, 0.97), "xycoords": ("data", "axes fraction"), "va": "top", "ha": side}
+        place = {
+            "xy": (data.seq_len, 0.97),
+            "xycoords": ("data", "axes fraction"),
+            "va": "top",
+            "ha": side,
+        }
         above.annotate(f" seq_len {data.seq_len:,} ", **place)
     source = (
-        data.config.source if data.config.path is None else f"{data.config.source}: {', '.join(data.config.paths())}"
+        data.config.source
+        if data.config.path is None
+        else f"{data.config.source}: {', '.join(data.config.paths())}"
     )
     above.set_title(f"{source} · {len(data.lengths):,} documents, {total:,} tokens", loc="left")
     try:

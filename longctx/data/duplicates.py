@@ -1,8 +1,9 @@
 """Near-duplicate documents, so that a copy of a training document never validates.
 
-MinHash (Broder 1997) over shingles of five words, banded so that documents that share most of them meet in a bucket,
-then joined if their signatures agree in at least `SIMILAR` of the places. Words are compared in lower case and split at
-white space, so that indentation and line breaks do not count.
+MinHash (Broder 1997) over shingles of five words, banded so that documents that share most of them
+meet in a bucket, then joined if their signatures agree in at least `SIMILAR` of the places. Words
+are compared in lower case and split at white space, so that indentation and line breaks do not
+count.
 """
 
 from __future__ import annotations
@@ -12,16 +13,22 @@ import zlib
 import numpy as np
 
 PLACES = 64  # of a signature
-_BAND = 4  # places per bucket key: documents alike by 0.8 share at least one of 16 keys with probability 0.9998
+# places per bucket key: documents alike by 0.8 share at least one of 16 keys with probability
+# 0.9998
+_BAND = 4
 _SHINGLE = 5  # words
 SIMILAR = 0.6  # share of equal places from which two documents are one group
 
-_ODD = np.random.Generator(np.random.PCG64(20)).integers(0, 2**64, PLACES, dtype=np.uint64) | np.uint64(1)
+_ODD = np.random.Generator(np.random.PCG64(20)).integers(
+    0, 2**64, PLACES, dtype=np.uint64
+) | np.uint64(1)
 _ADD = np.random.Generator(np.random.PCG64(21)).integers(0, 2**64, PLACES, dtype=np.uint64)
 
 
 def signature(text: str) -> np.ndarray:
-    """MinHash of a text, (PLACES,) uint32: two texts agree in about the share of shingles that they share."""
+    """MinHash of a text, (PLACES,) uint32: two texts agree in about the share of shingles that they
+    share.
+    """
     words = text.lower().encode("utf-8", "replace").split()
     if not words:
         return np.zeros(PLACES, np.uint32)
@@ -42,7 +49,9 @@ def signature(text: str) -> np.ndarray:
 
 
 def groups(signatures: np.ndarray) -> np.ndarray:
-    """Group near-duplicates: (documents, PLACES) uint32 -> (documents,) int64, the first document of each group."""
+    """Group near-duplicates: (documents, PLACES) uint32 -> (documents,) int64, the first document
+    of each group.
+    """
     count = len(signatures)
     parent = list(range(count))
 
@@ -67,10 +76,12 @@ def groups(signatures: np.ndarray) -> np.ndarray:
 
 
 def validates(keys: np.ndarray, group: np.ndarray, fraction: float) -> np.ndarray:
-    """Which documents validate, (documents,) bool: those whose group's smallest key lies in the lowest `fraction`.
+    """Which documents validate, (documents,) bool: those whose group's smallest key lies in the
+    lowest `fraction`.
 
-    `keys` are hashes of the documents' contents, (documents,) uint64. Where none would validate, or all would, the
-    group with the smallest key alone does. Raises ValueError if there is only one group to split.
+    `keys` are hashes of the documents' contents, (documents,) uint64. Where none would validate, or
+    all would, the group with the smallest key alone does. Raises ValueError if there is only one
+    group to split.
     """
     if fraction == 0:
         return np.zeros(len(keys), bool)

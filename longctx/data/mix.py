@@ -1,8 +1,9 @@
 """Several sources as one data set: every row comes from a source drawn by weight.
 
-Sample g is of the source that a hash of (seed, g) draws, and of that source the next row of its own endless order (see
-`sampler.py`), so the whole order is a pure function of seed, weights and g. A weight is a share of the rows; what a
-source's documents fill of them is in its counts. Validation reads the rows of all sources, each as many as it has.
+Sample g is of the source that a hash of (seed, g) draws, and of that source the next row of its own
+endless order (see `sampler.py`), so the whole order is a pure function of seed, weights and g. A
+weight is a share of the rows; what a source's documents fill of them is in its counts. Validation
+reads the rows of all sources, each as many as it has.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
+from longctx.config.data_config import DataConfig
 from longctx.data.cache import cached, fingerprint
-from longctx.data.config import DataConfig
-from longctx.data.corpora import open_corpus
 from longctx.data.duplicates import groups, validates
 from longctx.data.progress import Progress
 from longctx.data.sampler import SampleStream, mixed, permutation
+from longctx.data.sources import open_corpus
 from longctx.data.tokenizer import Tokenizer, train
 
 if TYPE_CHECKING:
@@ -33,24 +34,32 @@ _SAMPLE = 16 << 20  # characters that the BPE is trained on
 
 
 class Mixture:
-    """What `Data` is for one source, for those of `config.mix`; `parts` are their data sets, in the order of their names."""
+    """What `Data` is for one source, for those of `config.mix`; `parts` are their data sets, in the
+    order of their names.
+    """
 
     def __init__(self, config: DataConfig, seq_len: int) -> None:
         from longctx.data.dataset import Data
 
         sources = config.sources()
         self.config, self.seq_len = config, seq_len
-        tokenizer = config.tokenizer or _trained({name: one for name, (_, one) in sources.items()}, config)
+        tokenizer = config.tokenizer or _trained(
+            {name: one for name, (_, one) in sources.items()}, config
+        )
         self.weights = {name: weight for name, (weight, _) in sources.items()}
         self.parts: dict[str, Data] = {}
-        known = _split_together({name: replace(one, tokenizer=tokenizer) for name, (_, one) in sources.items()})
+        known = _split_together(
+            {name: replace(one, tokenizer=tokenizer) for name, (_, one) in sources.items()}
+        )
         for name, (_, one) in sources.items():
             with _named(name):
                 self.parts[name] = Data(replace(one, tokenizer=tokenizer), seq_len, known[name])
             if not len(self.parts[name].train):
                 raise ValueError(f"data.mix.{name}: no document is left to train on")
         self.tokenizer: Tokenizer = next(iter(self.parts.values())).tokenizer
-        described = [[name, self.weights[name], part.fingerprint] for name, part in self.parts.items()]
+        described = [
+            [name, self.weights[name], part.fingerprint] for name, part in self.parts.items()
+        ]
         self.fingerprint: str = fingerprint(["mix 1", described])
 
     @property
@@ -72,7 +81,8 @@ class Mixture:
         starts = np.cumsum([0, *(len(part.store) for part in self.parts.values())])
         each = list(zip(starts, self.parts.values(), strict=False))
         return {
-            split: np.concatenate([first + part.split[split] for first, part in each]) for split in ("train", "val")
+            split: np.concatenate([first + part.split[split] for first, part in each])
+            for split in ("train", "val")
         }
 
     def order(self, seed: int, rank: int, world_size: int, consumed: int) -> Sampler[int]:
@@ -90,13 +100,21 @@ class Mixture:
         """Counts over all sources, and under `mix` those of each."""
         each = {name: part.summary() for name, part in self.parts.items()}
         first = next(iter(each.values()))
-        sums = {key: sum(one[key] for one in each.values()) for key, value in first.items() if isinstance(value, int)}
+        sums = {
+            key: sum(one[key] for one in each.values())
+            for key, value in first.items()
+            if isinstance(value, int)
+        }
         result: dict[str, Any] = {"source": "mix"} | sums
         result |= {"vocab_size": self.tokenizer.vocab_size, "seq_len": self.seq_len}
         for split in ("train", "val"):
             room = sum(one[f"{split}_rows"] for one in each.values()) * self.seq_len
-            result[f"{split}_efficiency"] = round(sums[f"{split}_tokens"] / room, 6) if room else 1.0
-        return result | {"mix": {name: {"weight": self.weights[name]} | one for name, one in each.items()}}
+            result[f"{split}_efficiency"] = (
+                round(sums[f"{split}_tokens"] / room, 6) if room else 1.0
+            )
+        return result | {
+            "mix": {name: {"weight": self.weights[name]} | one for name, one in each.items()}
+        }
 
 
 class Joined(Dataset[dict[str, torch.Tensor]]):
@@ -118,9 +136,11 @@ class Joined(Dataset[dict[str, torch.Tensor]]):
 
 
 class MixStream(Sampler[int]):
-    """Endless stream of row numbers of a `Joined` of sources with `rows` rows each, drawn by `weights`.
+    """Endless stream of row numbers of a `Joined` of sources with `rows` rows each, drawn by
+    `weights`.
 
-    Rank r of `world_size` takes the samples consumed + r, consumed + r + world_size, …, as `SampleStream` does.
+    Rank r of `world_size` takes the samples consumed + r, consumed + r + world_size, …, as
+    `SampleStream` does.
     """
 
     def __init__(
@@ -133,7 +153,13 @@ class MixStream(Sampler[int]):
         consumed: int = 0,
     ):
         SampleStream(min(rows), seed, rank, world_size, consumed)  # the same checks
-        self.rows, self.seed, self.rank, self.world_size, self.consumed = list(rows), seed, rank, world_size, consumed
+        self.rows, self.seed, self.rank, self.world_size, self.consumed = (
+            list(rows),
+            seed,
+            rank,
+            world_size,
+            consumed,
+        )
         share = np.cumsum(np.asarray(weights, dtype=np.float64) / sum(weights))
         self.bounds = np.minimum(share * 2.0**64, float(2**64 - 2048)).astype(np.uint64)
         self.bounds[-1] = np.iinfo(np.uint64).max
@@ -155,7 +181,10 @@ class MixStream(Sampler[int]):
                 if (first + offset - self.consumed) % self.world_size != self.rank:
                     continue
                 if orders[source][0] != epoch:
-                    orders[source] = epoch, permutation(self.rows[source], self.seed + source, epoch)
+                    orders[source] = (
+                        epoch,
+                        permutation(self.rows[source], self.seed + source, epoch),
+                    )
                 yield int(self.starts[source] + orders[source][1][position])
             first += _AHEAD
 
@@ -180,8 +209,8 @@ def _named(name: str) -> Iterator[None]:
 def _split_together(sources: dict[str, DataConfig]) -> dict[str, Part]:
     """Every source tokenized, and split so that what validates is trained on nowhere.
 
-    Near-duplicates in several sources lie on one side, and train if one of them does; generated documents have no text in
-    them that validates.
+    Near-duplicates in several sources lie on one side, and train if one of them does; generated
+    documents have no text in them that validates.
     """
     from longctx.data.dataset import Part, split, tokenize
 
@@ -199,12 +228,20 @@ def _split_together(sources: dict[str, DataConfig]) -> dict[str, Part]:
         np.minimum.at(smallest, group, np.concatenate([store.hashes() for store in stores]))
         bounds = np.cumsum([len(store) for store in stores])[:-1]
         chosen = []
-        for name, key, own in zip(encoded, np.split(smallest[group], bounds), np.split(group, bounds), strict=True):
+        for name, key, own in zip(
+            encoded, np.split(smallest[group], bounds), np.split(group, bounds), strict=True
+        ):
             with _named(name):
-                chosen.append(validates(key, np.unique(own, return_inverse=True)[1], sources[name].val_fraction))
+                chosen.append(
+                    validates(
+                        key, np.unique(own, return_inverse=True)[1], sources[name].val_fraction
+                    )
+                )
         trained = np.zeros(len(group), bool)
         np.logical_or.at(trained, group, ~np.concatenate(chosen))
-        for (name, (tokenizer, store)), own, some in zip(encoded.items(), np.split(group, bounds), chosen, strict=True):
+        for (name, (tokenizer, store)), own, some in zip(
+            encoded.items(), np.split(group, bounds), chosen, strict=True
+        ):
             found[name] = Part(tokenizer, store, some & ~trained[own])
             unseen |= {key.tobytes() for key in store.keys[found[name].validates]}
     for name in [name for name in sources if name not in found]:

@@ -1,8 +1,10 @@
-"""Facts hidden in long texts, and questions that only they answer: to measure whether a context is used, and to train on.
+"""Facts hidden in long texts, and questions that only they answer: to measure whether a context is
+used, and to train on.
 
-passkey: one number, told once (Mohtashami & Jaggi 2023, arXiv 2305.16300). needle: the number of one city among those of
-others, so that the question must be matched and not only the form (RULER, arXiv 2404.06654). Everything follows from a
-seed. Measuring draws from other seeds than training, so that no answer was seen.
+passkey: one number, told once (Mohtashami & Jaggi 2023, arXiv 2305.16300). needle: the number of
+one city among those of others, so that the question must be matched and not only the form (RULER,
+arXiv 2404.06654). Everything follows from a seed. Measuring draws from other seeds than training,
+so that no answer was seen.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-KINDS = ("passkey", "needle")
 DISTRACTORS = 3  # other cities' numbers in a needle task
 DIGITS = 5
 _NAMES = (
@@ -27,7 +28,9 @@ CITIES = _NAMES.split()
 
 
 class Task(NamedTuple):
-    """A fact to hide, other facts that do not answer, and a question that `question + answer` completes."""
+    """A fact to hide, other facts that do not answer, and a question that `question + answer`
+    completes.
+    """
 
     fact: str
     others: list[str]
@@ -67,17 +70,21 @@ def needle_question(city: str) -> str:
 
 
 def document(filler: str, every: int, rng: random.Random) -> str:
-    """`filler` with a fact per about `every` characters and, later on, a question with its answer for each.
+    """`filler` with a fact per about `every` characters and, later on, a question with its answer
+    for each.
 
-    One fact is a pass key, which the end of the text asks for; the others are cities' numbers, each asked for once, at a
-    distance that may be anything up to the whole text.
+    One fact is a pass key, which the end of the text asks for; the others are cities' numbers, each
+    asked for once, at a distance that may be anything up to the whole text.
     """
     cities = rng.sample(CITIES, max(1, min(len(CITIES), len(filler) // every)))
     events: list[tuple[float, str]] = []
     for city in cities:
         answer = number(rng)
         told, asked = sorted((_place(rng), _place(rng)))
-        events += [(told, needle_fact(city, answer)), (asked, f"{needle_question(city)} {answer}.\n")]
+        events += [
+            (told, needle_fact(city, answer)),
+            (asked, f"{needle_question(city)} {answer}.\n"),
+        ]
     key = number(rng)
     events.append((_place(rng), passkey_fact(key)))
     return f"{_with(filler, sorted(events))}{PASSKEY_QUESTION} {key}.\n"
@@ -89,7 +96,9 @@ def _place(rng: random.Random) -> float:
 
 
 def _with(filler: str, events: Sequence[tuple[float, str]]) -> str:
-    """`filler` with each text of `events` at the end of the line nearest after its place, a share of the whole."""
+    """`filler` with each text of `events` at the end of the line nearest after its place, a share
+    of the whole.
+    """
     parts, at = [], 0
     for place, text in events:
         line = filler.find("\n", max(at, int(place * len(filler))))

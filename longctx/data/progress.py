@@ -1,4 +1,6 @@
-"""What the terminal shows while documents become tokens: one moving line, and a last one that stays."""
+"""What the terminal shows while documents become tokens: one moving line, and a last one that
+stays.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from rich.progress import Progress as Bar
 
 
 class Progress:
-    """`with Progress("tokenizing", total) as progress: progress.advance(documents, tokens)`; `total` None if unknown.
+    """`with Progress("tokenizing", total) as progress: progress.advance(documents, tokens)`;
+    `total` None if unknown.
 
     Where stderr is no terminal there is only the last line, and none after an error.
     """
@@ -21,9 +24,20 @@ class Progress:
     def __init__(self, what: str, total: int | None):
         self._what, self._began = what, time.monotonic()
         self._documents = self._tokens = 0
-        columns = [SpinnerColumn(), TextColumn(f"data: {what}"), BarColumn(), TextColumn("{task.fields[state]}")]
+        columns = [
+            SpinnerColumn(),
+            TextColumn(f"data: {what}"),
+            BarColumn(),
+            TextColumn("{task.fields[state]}"),
+        ]
         console = Console(stderr=True)
-        self._bar = Bar(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not sys.stderr.isatty())
+        self._bar = Bar(
+            *columns,
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not sys.stderr.isatty(),
+        )
         self._task = self._bar.add_task(what, total=total, state="")
 
     def advance(self, documents: int, tokens: int) -> None:
@@ -36,12 +50,17 @@ class Progress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._bar.stop()
         if kind is None:
             done = f"{self._state()} in " if self._documents else ""
-            print(f"data: {self._what}: {done}{time.monotonic() - self._began:.1f} s", file=sys.stderr)
+            print(
+                f"data: {self._what}: {done}{time.monotonic() - self._began:.1f} s", file=sys.stderr
+            )
 
     def _state(self) -> str:
         return f"{self._documents:,} documents, {self._tokens / 1e6:,.1f} M tokens"

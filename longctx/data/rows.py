@@ -1,4 +1,6 @@
-"""Rows of tokens as a map-style torch data set, put together from the Arrow file when they are asked for."""
+"""Rows of tokens as a map-style torch data set, put together from the Arrow file when they are
+asked for.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,12 @@ IGNORED = -100  # target that is not scored
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
-    """Row i -> tokens, targets, doc_ids, each (seq_len,) int64, and padding, the number of tokens that no document fills.
+    """Row i -> tokens, targets, doc_ids, each (seq_len,) int64, and padding, the number of tokens
+    that no document fills.
 
-    `targets[t]` is the document's token after `tokens[t]`, also where a row ends before the document does; IGNORED at
-    a document's last token, in the padding, and where a conversation is not the assistant's. `doc_ids` counts the row's
-    pieces from 0; padding is the last of them.
+    `targets[t]` is the document's token after `tokens[t]`, also where a row ends before the
+    document does; IGNORED at a document's last token, in the padding, and where a conversation is
+    not the assistant's. `doc_ids` counts the row's pieces from 0; padding is the last of them.
     """
 
     def __init__(self, store: Store, packing: Packing, seq_len: int, padding: int):
@@ -37,7 +40,9 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         for number, piece in enumerate(range(first, last)):
             document, start = int(self.packing.document[piece]), int(self.packing.start[piece])
             length = int(self.packing.length[piece])
-            ids = torch.from_numpy(self.store.tokens(document, start, start + length + 1).astype(np.int64))
+            ids = torch.from_numpy(
+                self.store.tokens(document, start, start + length + 1).astype(np.int64)
+            )
             tokens[at : at + length] = ids[:length]
             targets[at : at + len(ids) - 1] = ids[1:]
             scored = self.store.scored(document, start + 1, start + length + 1)
@@ -46,4 +51,9 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
             doc_ids[at : at + length] = number
             at += length
         doc_ids[at:] = last - first
-        return {"tokens": tokens, "targets": targets, "doc_ids": doc_ids, "padding": torch.tensor(self.seq_len - at)}
+        return {
+            "tokens": tokens,
+            "targets": targets,
+            "doc_ids": doc_ids,
+            "padding": torch.tensor(self.seq_len - at),
+        }

@@ -1,8 +1,9 @@
 """The order of training rows, as a pure function of (seed, epoch, samples consumed).
 
-Nothing is remembered between samples, so a run resumed with `consumed` sees what the uninterrupted one would have seen,
-on the same or another number of ranks. Own 64-bit mixing instead of a library's shuffle: the order must not change with
-a version of numpy or torch. The mixing is SplitMix64 (Steele, Lea & Flood 2014).
+Nothing is remembered between samples, so a run resumed with `consumed` sees what the uninterrupted
+one would have seen, on the same or another number of ranks. Own 64-bit mixing instead of a
+library's shuffle: the order must not change with a version of numpy or torch. The mixing is
+SplitMix64 (Steele, Lea & Flood 2014).
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from torch.utils.data import Sampler
 
 
 def permutation(rows: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of `rows` rows in `epoch`, (rows,) int64: rows sorted by a hash of (seed, epoch, row)."""
+    """The order of `rows` rows in `epoch`, (rows,) int64: rows sorted by a hash of (seed, epoch,
+    row).
+    """
     return np.argsort(mixed([seed, epoch], np.arange(rows, dtype=np.uint64)), kind="stable")
 
 
@@ -35,10 +38,12 @@ def _mix(x: np.ndarray | np.uint64) -> np.ndarray:
 
 
 class SampleStream(Sampler[int]):
-    """Endless stream of row numbers: sample g is row `permutation(rows, seed, g // rows)[g % rows]`.
+    """Endless stream of row numbers: sample g is row `permutation(rows, seed, g // rows)[g %
+    rows]`.
 
-    Rank r of `world_size` takes g = consumed + r, consumed + r + world_size, ...; `consumed` counts the samples that
-    all ranks together have taken. Raises ValueError for no rows or a rank outside the world.
+    Rank r of `world_size` takes g = consumed + r, consumed + r + world_size, ...; `consumed` counts
+    the samples that all ranks together have taken. Raises ValueError for no rows or a rank outside
+    the world.
     """
 
     def __init__(self, rows: int, seed: int, rank: int = 0, world_size: int = 1, consumed: int = 0):
@@ -48,7 +53,13 @@ class SampleStream(Sampler[int]):
             raise ValueError(f"rank={rank}: not one of {world_size} ranks")
         if consumed < 0:
             raise ValueError(f"consumed={consumed}: use a count from 0 up")
-        self.rows, self.seed, self.rank, self.world_size, self.consumed = rows, seed, rank, world_size, consumed
+        self.rows, self.seed, self.rank, self.world_size, self.consumed = (
+            rows,
+            seed,
+            rank,
+            world_size,
+            consumed,
+        )
 
     def __iter__(self) -> Iterator[int]:
         sample = self.consumed + self.rank

@@ -1,7 +1,9 @@
-"""Tokenized documents in one Arrow file, a row per document (name, input_ids, n_bytes), read through the memory map.
+"""Tokenized documents in one Arrow file, a row per document (name, input_ids, n_bytes), read
+through the memory map.
 
-The file is what `datasets.Dataset.from_file` opens; it is written and read through pyarrow, which datasets is built on,
-because that starts in a tenth of the time. Beside it lie the near-duplicate groups and the content hashes.
+The file is what `datasets.Dataset.from_file` opens; it is written and read through pyarrow, which
+datasets is built on, because that starts in a tenth of the time. Beside it lie the near-duplicate
+groups and the content hashes.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ import pyarrow as pa
 
 from longctx.data import duplicates
 from longctx.data.chat import Conversation
-from longctx.data.corpora import Corpus, Document, key
 from longctx.data.progress import Progress
+from longctx.data.sources import Corpus, Document, key
 from longctx.data.tokenizer import Tokenizer
 
 _BATCH = 8 << 20  # characters tokenized and written together
@@ -28,7 +30,9 @@ class NothingToPredict(ValueError):
 
 
 class Store:
-    """Documents of `folder`; `lengths` in tokens, `n_bytes`, `groups` are (documents,). Unpickling opens it again."""
+    """Documents of `folder`; `lengths` in tokens, `n_bytes`, `groups` are (documents,). Unpickling
+    opens it again.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -44,12 +48,20 @@ class Store:
         self._scored: list[np.ndarray] | None = None
         if "scored" in self.table.column_names:
             marks = self.table.column("scored").chunks
-            self._scored = [chunk.values.to_numpy(zero_copy_only=True).view(bool) for chunk in marks]
+            self._scored = [
+                chunk.values.to_numpy(zero_copy_only=True).view(bool) for chunk in marks
+            ]
         offsets = [chunk.offsets.to_numpy(zero_copy_only=True) for chunk in chunks]
         self._first = (
-            np.concatenate([np.asarray(o[:-1], np.int64) for o in offsets]) if chunks else np.zeros(0, np.int64)
+            np.concatenate([np.asarray(o[:-1], np.int64) for o in offsets])
+            if chunks
+            else np.zeros(0, np.int64)
         )
-        ends = np.concatenate([np.asarray(o[1:], np.int64) for o in offsets]) if chunks else np.zeros(0, np.int64)
+        ends = (
+            np.concatenate([np.asarray(o[1:], np.int64) for o in offsets])
+            if chunks
+            else np.zeros(0, np.int64)
+        )
         self._chunk = np.repeat(np.arange(len(chunks)), [len(chunk) for chunk in chunks])
         self.lengths = ends - self._first
         self.n_bytes = self.table.column("n_bytes").to_numpy()
@@ -72,18 +84,24 @@ class Store:
         if self._scored is None:
             return None
         first = int(self._first[document])
-        return self._scored[self._chunk[document]][first + start : first + min(stop, int(self.lengths[document]))]
+        return self._scored[self._chunk[document]][
+            first + start : first + min(stop, int(self.lengths[document]))
+        ]
 
     def name(self, document: int) -> str:
         return str(self.table.column("name")[document])
 
     def hashes(self) -> np.ndarray:
         """(documents,) uint64: a hash of each document's content."""
-        found: np.ndarray = np.ascontiguousarray(self.keys[:, :8]).view(">u8")[:, 0].astype(np.uint64)
+        found: np.ndarray = (
+            np.ascontiguousarray(self.keys[:, :8]).view(">u8")[:, 0].astype(np.uint64)
+        )
         return found
 
     def content(self) -> str:
-        """A hash of all documents' contents, in order, and of what is to be learned of them where that is not all."""
+        """A hash of all documents' contents, in order, and of what is to be learned of them where
+        that is not all.
+        """
         whole = hashlib.sha256(self.keys.tobytes())
         if self._scored is not None:
             whole.update(self.lengths.tobytes())
@@ -93,10 +111,12 @@ class Store:
 
 
 def build(folder: Path, corpus: Corpus, tokenizer: Tokenizer, chat: bool = False) -> None:
-    """Tokenize every document into `folder`, with its near-duplicate group and a hash of its content.
+    """Tokenize every document into `folder`, with its near-duplicate group and a hash of its
+    content.
 
-    Documents without a token to predict (empty ones) are left out and counted. With `chat` every document says which part
-    of it is to be learned, and a column `scored` says so of its tokens. Raises ValueError if no document is left.
+    Documents without a token to predict (empty ones) are left out and counted. With `chat` every
+    document says which part of it is to be learned, and a column `scored` says so of its tokens.
+    Raises ValueError if no document is left.
     """
     kind = pa.uint16() if tokenizer.vocab_size <= 1 << 16 else pa.int32()
     fields = {"name": pa.string(), "input_ids": pa.list_(kind), "n_bytes": pa.int64()}
@@ -130,7 +150,9 @@ def build(folder: Path, corpus: Corpus, tokenizer: Tokenizer, chat: bool = False
             writer.write_batch(pa.record_batch(columns, schema=schema))
             progress.advance(len(batch), int(offsets[-1]))
     if not keys:
-        raise NothingToPredict(f"none of {dropped:,} documents has 2 tokens" if dropped else "there is no document")
+        raise NothingToPredict(
+            f"none of {dropped:,} documents has 2 tokens" if dropped else "there is no document"
+        )
     np.savez(
         folder / "documents.npz",
         groups=duplicates.groups(np.stack(signatures)),

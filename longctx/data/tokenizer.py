@@ -1,7 +1,9 @@
-"""Text to token ids and back: a byte-level BPE trained here, or any tokenizer that a tokenizer.json describes.
+"""Text to token ids and back: a byte-level BPE trained here, or any tokenizer that a tokenizer.json
+describes.
 
-Around Hugging Face `tokenizers`; adds what training needs and tokenizer.json does not say: which token ends a document.
-Text never turns into special tokens: a document that quotes `<|endoftext|>` does not end there.
+Around Hugging Face `tokenizers`; adds what training needs and tokenizer.json does not say: which
+token ends a document. Text never turns into special tokens: a document that quotes `<|endoftext|>`
+does not end there.
 """
 
 from __future__ import annotations
@@ -19,13 +21,19 @@ import tokenizers
 
 from longctx import files
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # unset, the library warns at every fork of a data worker
+os.environ.setdefault(
+    "TOKENIZERS_PARALLELISM", "true"
+)  # unset, the library warns at every fork of a data worker
 
 EOS = "<|endoftext|>"
 _KNOWN_EOS = (EOS, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|eot_id|>")
-_SEGMENT = 1 << 20  # characters; longer texts are tokenized in parts, which bounds memory and uses every core
+_SEGMENT = (
+    1 << 20
+)  # characters; longer texts are tokenized in parts, which bounds memory and uses every core
 _BOUNDARY = re.compile(r"[^\W_]\n")
-_LONGEST_RUN = 1000  # characters; the BPE trainer takes time that is quadratic in the length of a word
+_LONGEST_RUN = (
+    1000  # characters; the BPE trainer takes time that is quadratic in the length of a word
+)
 _ENDLESS = re.compile(rf"\S{{{_LONGEST_RUN},}}|\s{{{_LONGEST_RUN},}}")
 
 
@@ -44,7 +52,9 @@ class Tokenizer:
         self.eos_id: int = eos_id
         self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.bos_id: int | None = self._find_bos()
-        self.fingerprint: str = hashlib.sha256(f"{tokenizer.to_str()} {eos}".encode()).hexdigest()[:32]
+        self.fingerprint: str = hashlib.sha256(f"{tokenizer.to_str()} {eos}".encode()).hexdigest()[
+            :32
+        ]
         self._can_split = self.encode("a b\nc\n\nd") == [
             *self.encode("a b"),
             *self.encode("\nc"),
@@ -60,7 +70,9 @@ class Tokenizer:
         return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of whole documents, (tokens,) int32 each: begin-of-text if there is one, text, end-of-text."""
+        """Token ids of whole documents, (tokens,) int32 each: begin-of-text if there is one, text,
+        end-of-text.
+        """
         parts: list[str] = []
         ends = []
         for text in texts:
@@ -71,13 +83,18 @@ class Tokenizer:
         documents, first = [], 0
         for end in ends:
             documents.append(
-                np.concatenate([np.asarray(x, np.int32) for x in (head, *encoded[first:end], [self.eos_id])])
+                np.concatenate(
+                    [np.asarray(x, np.int32) for x in (head, *encoded[first:end], [self.eos_id])]
+                )
             )
             first = end
         return documents
 
-    def encode_parts_of(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids (tokens,) int32 of `text`, in which special tokens are meant, and (tokens,) bool: begins in one of `spans`.
+    def encode_parts_of(
+        self, text: str, spans: Sequence[tuple[int, int]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids (tokens,) int32 of `text`, in which special tokens are meant, and (tokens,)
+        bool: begins in one of `spans`.
 
         For a rendered conversation: nothing is put before or after it.
         """
@@ -93,28 +110,40 @@ class Tokenizer:
         return np.asarray(encoding.ids, np.int32), inside
 
     def save(self, path: str | Path) -> None:
-        """Write `path` (tokenizer.json) and, beside it, tokenizer_config.json that names the end-of-text token."""
+        """Write `path` (tokenizer.json) and, beside it, tokenizer_config.json that names the
+        end-of-text token.
+        """
         path = Path(path)
-        settings: dict[str, str | None] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos}
+        settings: dict[str, str | None] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": self.eos,
+        }
         if self.bos_id is not None:
             settings["bos_token"] = self._tokenizer.id_to_token(self.bos_id)
-        files.write_text(path.parent / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
+        files.write_text(
+            path.parent / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n"
+        )
         files.write_text(path, self._tokenizer.to_str(pretty=True))
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
         """Read a tokenizer.json, or a folder that has one (a run, a Hugging Face model).
 
-        Raises FileNotFoundError or ValueError with one line if there is none, it is broken, or no token ends a text.
+        Raises FileNotFoundError or ValueError with one line if there is none, it is broken, or no
+        token ends a text.
         """
         place = Path(path).expanduser()
         file = place / "tokenizer.json" if place.is_dir() else place
         if not file.is_file():
-            raise FileNotFoundError(f"tokenizer {path}: give a tokenizer.json, or a Hugging Face folder that has one")
+            raise FileNotFoundError(
+                f"tokenizer {path}: give a tokenizer.json, or a Hugging Face folder that has one"
+            )
         try:
             tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"tokenizer {file}: does not describe a tokenizer ({error})") from error
+            raise ValueError(
+                f"tokenizer {file}: does not describe a tokenizer ({error})"
+            ) from error
         return cls(tokenizer, _find_eos(tokenizer, file))
 
     def _find_bos(self) -> int | None:
@@ -123,7 +152,10 @@ class Tokenizer:
         return full[0] if full != plain and full[1 : 1 + len(plain)] == plain else None
 
     def _encode_parts(self, parts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(parts), add_special_tokens=False)]
+        return [
+            encoding.ids
+            for encoding in self._tokenizer.encode_batch_fast(list(parts), add_special_tokens=False)
+        ]
 
     def _segments(self, text: str) -> list[str]:
         if len(text) <= _SEGMENT or not self._can_split:
@@ -144,7 +176,9 @@ def split(text: str, size: int) -> Iterator[str]:
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE (GPT-2's pre-tokenizer) of at most `vocab_size` tokens, end-of-text included."""
+    """Train a byte-level BPE (GPT-2's pre-tokenizer) of at most `vocab_size` tokens, end-of-text
+    included.
+    """
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -154,12 +188,16 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((part for text in texts for part in _without_endless_runs(text)), trainer)
+    tokenizer.train_from_iterator(
+        (part for text in texts for part in _without_endless_runs(text)), trainer
+    )
     return Tokenizer(tokenizer, EOS)
 
 
 def _without_endless_runs(text: str) -> Iterator[str]:
-    """`text` in parts, cut wherever a run of white space or of anything else goes on for `_LONGEST_RUN` characters."""
+    """`text` in parts, cut wherever a run of white space or of anything else goes on for
+    `_LONGEST_RUN` characters.
+    """
     first = 0
     for run in _ENDLESS.finditer(text):
         for cut in range(run.start() + _LONGEST_RUN, run.end(), _LONGEST_RUN):
@@ -188,7 +226,9 @@ def _find_eos(tokenizer: tokenizers.Tokenizer, file: Path) -> str:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file, {} where there is no file; ValueError, naming it, where it is no JSON."""
+    """The object in a JSON file, {} where there is no file; ValueError, naming it, where it is no
+    JSON.
+    """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,1 +1,3 @@
-"""Evaluation: what a trained model makes of documents. Importing the package, or its config, does not import torch."""
+"""Evaluation: what a trained model makes of documents. Importing the package, or its config, does
+not import torch.
+"""

@@ -1,8 +1,10 @@
-"""What context buys: the same tokens scored with 1,024, 2,048, … tokens before them, and which of them gain most.
+"""What context buys: the same tokens scored with 1,024, 2,048, … tokens before them, and which of
+them gain most.
 
-Documents longer than the longest context are cut into stretches of that many tokens. The last tokens of each, half of
-the shortest context, are the targets; for each context c one window shows the c tokens that end there. So a target has
-between c/2 and c tokens before it at the shortest context, and all but the same number of c at every other.
+Documents longer than the longest context are cut into stretches of that many tokens. The last
+tokens of each, half of the shortest context, are the targets; for each context c one window shows
+the c tokens that end there. So a target has between c/2 and c tokens before it at the shortest
+context, and all but the same number of c at every other.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ BEFORE, AFTER = 24, 8  # tokens of text shown around one
 
 @dataclass
 class Gain:
-    """A token that a long context predicts better: nats with the shortest and the longest; ids around it, it at [at]."""
+    """A token that a long context predicts better: nats with the shortest and the longest; ids
+    around it, it at [at].
+    """
 
     owner: int
     position: int
@@ -62,7 +66,13 @@ class Contexts:
         self.documents += len(ids) > limit
         for end in range(limit, len(ids), limit):
             for context in self.contexts:
-                yield Window(owner, end - context, ids[end - context : end + 1], context - self.targets, context)
+                yield Window(
+                    owner,
+                    end - context,
+                    ids[end - context : end + 1],
+                    context - self.targets,
+                    context,
+                )
 
     def add(self, window: Window, nats: np.ndarray) -> None:
         """Take in the losses of one of `windows`."""
@@ -118,7 +128,9 @@ def most(gains: Sequence[Gain]) -> list[Gain]:
     """The tokens that gain most, few of one document so that more than one is seen."""
     chosen: list[Gain] = []
     counts: dict[int, int] = {}
-    for gain in heapq.nlargest(len(gains), gains, key=lambda gain: (gain.nats, -gain.owner, -gain.position)):
+    for gain in heapq.nlargest(
+        len(gains), gains, key=lambda gain: (gain.nats, -gain.owner, -gain.position)
+    ):
         counts[gain.owner] = counts.get(gain.owner, 0) + 1
         if counts[gain.owner] <= KEPT_OF_ONE and len(chosen) < KEPT:
             chosen.append(gain)

@@ -1,7 +1,8 @@
-"""Which documents are scored: whole ones, of the run's own data or of any other, in the run's tokens.
+"""Which documents are scored: whole ones, of the run's own data or of any other, in the run's
+tokens.
 
-A `Share` says which of them: at most so many, and of those every n-th for one of n processes. Bytes and words are
-counted in the text after the first token, which is not scored.
+A `Share` says which of them: at most so many, and of those every n-th for one of n processes. Bytes
+and words are counted in the text after the first token, which is not scored.
 """
 
 from __future__ import annotations
@@ -37,10 +38,14 @@ class Share(NamedTuple):
 ALL = Share()
 
 
-def of_run(folder: Path, run: dict[str, Any], split: str, fingerprint: str, share: Share = ALL) -> Iterator[Document]:
-    """Documents of `split` of the data that the run in `folder` trained on; ValueError if there are none.
+def of_run(
+    folder: Path, run: dict[str, Any], split: str, fingerprint: str, share: Share = ALL
+) -> Iterator[Document]:
+    """Documents of `split` of the data that the run in `folder` trained on; ValueError if there are
+    none.
 
-    Where they are no longer those of `fingerprint`, which the run began with, a line on stderr says so.
+    Where they are no longer those of `fingerprint`, which the run began with, a line on stderr says
+    so.
     """
     config = replace(DataConfig(**run["data"]), tokenizer=str(folder))
     data = load(config, run["seq_len"])
@@ -56,18 +61,27 @@ def of_run(folder: Path, run: dict[str, Any], split: str, fingerprint: str, shar
     tokenizer = data.tokenizer
     for name, ids, n_bytes in share.take(data.documents(split)):
         after = ids[1:-1] if ids[-1] == tokenizer.eos_id else ids[1:]
-        yield Document(name, ids, n_bytes - _text_bytes(tokenizer, int(ids[0])), len(tokenizer.decode(after).split()))
+        yield Document(
+            name,
+            ids,
+            n_bytes - _text_bytes(tokenizer, int(ids[0])),
+            len(tokenizer.decode(after).split()),
+        )
 
 
 def of_source(config: DataConfig, tokenizer: Tokenizer, share: Share = ALL) -> Iterator[Document]:
     """Documents of `config`, which names files or a data set; nothing is cached."""
     if config.source == "mix":
-        raise ValueError("data=mix: an evaluation scores one source; name one, such as data=text data.path=...")
+        raise ValueError(
+            "data=mix: an evaluation scores one source; name one, such as data=text data.path=..."
+        )
     if config.chat:
         raise ValueError("data.chat=true: an evaluation scores plain text; leave data.chat out")
     texts = share.take(read_documents(config))
     while group := list(islice(texts, TOGETHER)):
-        for (name, text), ids in zip(group, tokenizer.encode_documents([text for _, text in group]), strict=True):
+        for (name, text), ids in zip(
+            group, tokenizer.encode_documents([text for _, text in group]), strict=True
+        ):
             raw, first = text.encode(), _text_bytes(tokenizer, int(ids[0]))
             words = len(raw[first:].decode(errors="replace").split())
             yield Document(name, ids.astype(np.int64), len(raw) - first, words)

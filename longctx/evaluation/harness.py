@@ -1,7 +1,9 @@
-"""lm-evaluation-harness on a GPT: its requests in our windows. Imported only where tasks are asked for; needs lm-eval.
+"""lm-evaluation-harness on a GPT: its requests in our windows. Imported only where tasks are asked
+for; needs lm-eval.
 
-A request is scored with the last `context` tokens before it, long texts in rolling windows (see `windows`). Generation is
-greedy and computes the whole context again for every token: fit for the short answers of retrieval tasks such as RULER's.
+A request is scored with the last `context` tokens before it, long texts in rolling windows (see
+`windows`). Generation is greedy and computes the whole context again for every token: fit for the
+short answers of retrieval tasks such as RULER's.
 """
 
 from __future__ import annotations
@@ -42,7 +44,13 @@ class Harness(TemplateLM):
     """A GPT in eval mode, as lm-eval asks it."""
 
     def __init__(
-        self, model: GPT, tokenizer: Tokenizer, context: int, stride: int, rows: int, dtype: torch.dtype | None
+        self,
+        model: GPT,
+        tokenizer: Tokenizer,
+        context: int,
+        stride: int,
+        rows: int,
+        dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
         self.model, self.words, self.context, self.stride = model, tokenizer, context, stride
@@ -61,30 +69,51 @@ class Harness(TemplateLM):
     def max_length(self) -> int:
         return self.context
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
         return self.words.encode(string)
 
-    def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
-        """(ln p of the continuation, whether each of its tokens is the most likely one) for each request."""
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Any], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """(ln p of the continuation, whether each of its tokens is the most likely one) for each
+        request.
+        """
         sums, greedy = [0.0] * len(requests), [True] * len(requests)
-        pieces = [piece for n, (_, before, after) in enumerate(requests) for piece in self._pieces(n, before, after)]
+        pieces = [
+            piece
+            for n, (_, before, after) in enumerate(requests)
+            for piece in self._pieces(n, before, after)
+        ]
         for batch in self._batches(sorted(pieces, key=lambda piece: -len(piece.ids))):
             most = max(piece.scored for piece in batch)
             ends = [len(piece.ids) - 1 for piece in batch]
             at = torch.tensor([[max(0, end - most + k) for k in range(most)] for end in ends])
             logp = self._logits([piece.ids[:-1] for piece in batch], at).log_softmax(dim=-1)
             for piece, each in zip(batch, logp, strict=True):
-                wanted = torch.from_numpy(piece.ids[-piece.scored :].astype(np.int64)).to(self.place)
+                wanted = torch.from_numpy(piece.ids[-piece.scored :].astype(np.int64)).to(
+                    self.place
+                )
                 each = each[most - piece.scored :]
                 sums[piece.owner] += float(each.gather(1, wanted[:, None]).double().sum())
                 greedy[piece.owner] &= bool((each.argmax(dim=-1) == wanted).all())
         return list(zip(sums, greedy, strict=True))
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
         """ln p of whole texts, every token scored once."""
-        texts = [np.array([self.prefix_token_id, *self.tok_encode(r.args[0])], dtype=np.int64) for r in requests]
+        texts = [
+            np.array([self.prefix_token_id, *self.tok_encode(r.args[0])], dtype=np.int64)
+            for r in requests
+        ]
         sums = [0.0] * len(texts)
-        windows = (window for n, ids in enumerate(texts) for window in sliding(n, ids, self.context, self.stride))
+        windows = (
+            window
+            for n, ids in enumerate(texts)
+            for window in sliding(n, ids, self.context, self.stride)
+        )
         for window, nats in losses(self.model, windows, self.context, self.rows, self.dtype):
             sums[window.owner] -= float(nats.sum())
         return sums
@@ -99,7 +128,9 @@ class Harness(TemplateLM):
             until = settings.get("until") or []
             until = [until] if isinstance(until, str) else until
             most = int(settings.get("max_gen_toks", settings.get("max_tokens", MOST_GENERATED)))
-            answers[n] = self._continue(self.tok_encode(prompt) or [self.prefix_token_id], until, most)
+            answers[n] = self._continue(
+                self.tok_encode(prompt) or [self.prefix_token_id], until, most
+            )
         return answers
 
     def _continue(self, prompt: list[int], until: Sequence[str], most: int) -> str:
@@ -118,7 +149,9 @@ class Harness(TemplateLM):
         return text
 
     def _pieces(self, owner: int, before: list[int], after: list[int]) -> Iterator[Piece]:
-        """A continuation in one piece, or where it is longer than the context in pieces of `stride` tokens."""
+        """A continuation in one piece, or where it is longer than the context in pieces of `stride`
+        tokens.
+        """
         whole = np.array([*before, *after], dtype=np.int64)
         first, step = len(before), len(after) if len(after) <= self.context else self.stride
         while first < len(whole):
@@ -132,7 +165,10 @@ class Harness(TemplateLM):
         for piece in pieces:
             most = max(piece.scored, *(other.scored for other in batch)) if batch else piece.scored
             longest = len(batch[0].ids) - 1 if batch else 1
-            if batch and ((len(batch) + 1) * longest > self.rows * self.context or (len(batch) + 1) * most > PLACES):
+            if batch and (
+                (len(batch) + 1) * longest > self.rows * self.context
+                or (len(batch) + 1) * most > PLACES
+            ):
                 yield batch
                 batch = []
             batch.append(piece)
@@ -140,12 +176,17 @@ class Harness(TemplateLM):
             yield batch
 
     def _logits(self, ids: Sequence[np.ndarray], at: Tensor) -> Tensor:
-        """(rows, n, V) fp32 logits at the places `at` (rows, n) of texts, which stand at the beginning of padded rows."""
+        """(rows, n, V) fp32 logits at the places `at` (rows, n) of texts, which stand at the
+        beginning of padded rows.
+        """
         shown = np.zeros((len(ids), max(map(len, ids))), dtype=np.int64)
         for row, text in zip(shown, ids, strict=True):
             row[: len(text)] = text
         kind = self.place.type
-        with torch.inference_mode(), torch.autocast(kind, self.dtype) if self.dtype is not None else nullcontext():
+        with (
+            torch.inference_mode(),
+            torch.autocast(kind, self.dtype) if self.dtype is not None else nullcontext(),
+        ):
             return self.model(torch.from_numpy(shown).to(self.place), at=at.to(self.place)).float()
 
 
@@ -157,7 +198,8 @@ def evaluate_tasks(
     limit: int | None = None,
     fewshot: int | None = None,
 ) -> dict[str, Any]:
-    """lm-eval's results of `tasks`, found in `task_folder` or among its own; `limit` documents of each.
+    """lm-eval's results of `tasks`, found in `task_folder` or among its own; `limit` documents of
+    each.
 
     Raises ValueError, one line, for a task that does not exist or whose data cannot be had.
     """
@@ -179,7 +221,11 @@ def evaluate_tasks(
     except Exception as error:  # whatever the code of a task, its data set or the network raises
         raise ValueError(f"tasks=[{','.join(tasks)}]: {type(error).__name__}: {error}") from error
     assert found is not None
-    return {key: _plain(found[key]) for key in ("results", "groups", "versions", "n-shot") if key in found}
+    return {
+        key: _plain(found[key])
+        for key in ("results", "groups", "versions", "n-shot")
+        if key in found
+    }
 
 
 def _plain(value: Any) -> Any:
@@ -203,20 +249,30 @@ def scores(results: dict[str, Any]) -> list[tuple[str, str, float, float | None]
     for task, values in results.items():
         for key, value in values.items():
             metric, _, filtered = key.partition(",")
-            if not isinstance(value, int | float) or metric.endswith("_stderr") or metric == "sample_len":
+            if (
+                not isinstance(value, int | float)
+                or metric.endswith("_stderr")
+                or metric == "sample_len"
+            ):
                 continue
             if metric.isdigit() and value == -1:  # RULER's word for a length that was not asked
                 continue
             error = values.get(f"{metric}_stderr,{filtered}")
             name = metric if filtered in ("", "none") else f"{metric} ({filtered})"
-            rows.append((task, name, float(value), float(error) if isinstance(error, int | float) else None))
+            rows.append(
+                (task, name, float(value), float(error) if isinstance(error, int | float) else None)
+            )
     return rows
 
 
 def _manager(tasks: Sequence[str], folder: Path | None, metadata: dict[str, Any]) -> Any:
-    """lm-eval's index of tasks; its own 14,000, which take seconds to read, only where one is not in `folder`."""
+    """lm-eval's index of tasks; its own 14,000, which take seconds to read, only where one is not
+    in `folder`.
+    """
     if folder is not None and not folder.is_dir():
-        raise ValueError(f"tasks_path={folder}: no such folder; give one with the YAML files of tasks")
+        raise ValueError(
+            f"tasks_path={folder}: no such folder; give one with the YAML files of tasks"
+        )
     make: Callable[..., Any] = TaskManager
     if folder is not None:
         manager = make(include_path=str(folder), include_defaults=False, metadata=metadata)

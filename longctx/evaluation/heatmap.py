@@ -23,7 +23,9 @@ def show(cells: Sequence[Cell]) -> None:
         for length in lengths:
             view.add_column(f"{length:,}", justify="right")
         for depth in depths:
-            view.add_row(f"{depth:.0%}", *(f"{found[length, depth].accuracy:.0%}" for length in lengths))
+            view.add_row(
+                f"{depth:.0%}", *(f"{found[length, depth].accuracy:.0%}" for length in lengths)
+            )
         view.add_section()
         means = [[found[length, depth].accuracy for depth in depths] for length in lengths]
         view.add_row("mean", *(f"{sum(each) / len(each):.0%}" for each in means), style="bold")
@@ -31,14 +33,20 @@ def show(cells: Sequence[Cell]) -> None:
 
 
 def content(cells: Sequence[Cell], about: dict[str, Any]) -> dict[str, Any]:
-    """What goes into the JSON: `about`, and for each kind lengths, depths, and accuracy and logprob as [length][depth]."""
+    """What goes into the JSON: `about`, and for each kind lengths, depths, and accuracy and logprob
+    as [length][depth].
+    """
     kinds = {}
     for kind, (lengths, depths, found) in _grids(cells).items():
         kinds[kind] = {
             "lengths": lengths,
             "depths": depths,
-            "accuracy": [[round(found[length, depth].accuracy, 6) for depth in depths] for length in lengths],
-            "logprob": [[round(found[length, depth].logprob, 6) for depth in depths] for length in lengths],
+            "accuracy": [
+                [round(found[length, depth].accuracy, 6) for depth in depths] for length in lengths
+            ],
+            "logprob": [
+                [round(found[length, depth].logprob, 6) for depth in depths] for length in lengths
+            ],
         }
     return {**about, "samples": cells[0].samples, "kinds": kinds}
 
@@ -59,7 +67,9 @@ def draw(found: dict[str, Any], path: Path) -> None:
 def panel(axes: Any, grid: dict[str, Any], title: str) -> Any:
     """Draw one kind's grid on `axes`: lengths across, depths down, each cell with its share."""
     lengths, depths = grid["lengths"], grid["depths"]
-    image = axes.imshow(list(zip(*grid["accuracy"], strict=True)), cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+    image = axes.imshow(
+        list(zip(*grid["accuracy"], strict=True)), cmap="RdYlGn", vmin=0, vmax=1, aspect="auto"
+    )
     for x, row in enumerate(grid["accuracy"]):
         for y, share in enumerate(row):
             axes.text(x, y, f"{100 * share:.0f}", ha="center", va="center", fontsize=7)
@@ -76,6 +86,9 @@ def _grids(
     result = {}
     for kind in dict.fromkeys(cell.kind for cell in cells):
         mine = [cell for cell in cells if cell.kind == kind]
-        lengths, depths = sorted({cell.length for cell in mine}), sorted({cell.depth for cell in mine})
+        lengths, depths = (
+            sorted({cell.length for cell in mine}),
+            sorted({cell.depth for cell in mine}),
+        )
         result[kind] = lengths, depths, {(cell.length, cell.depth): cell for cell in mine}
     return result

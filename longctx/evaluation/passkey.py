@@ -1,8 +1,10 @@
-"""Whether a model uses its context: facts hidden at every depth of texts of every length, asked for at the end.
+"""Whether a model uses its context: facts hidden at every depth of texts of every length, asked for
+at the end.
 
-A text is `length` tokens: filler with the fact after `depth` of it, the question, the answer. The model is shown all but
-the answer's last token, and is right if each token of the answer is the most likely one (teacher-forced: in greedy
-decoding it would say the same). Logits exist for the answer's tokens alone. Tasks: `longctx.data.needles`.
+A text is `length` tokens: filler with the fact after `depth` of it, the question, the answer. The
+model is shown all but the answer's last token, and is right if each token of the answer is the most
+likely one (teacher-forced: in greedy decoding it would say the same). Logits exist for the answer's
+tokens alone. Tasks: `longctx.data.needles`.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from longctx.config.eval_config import KINDS
 from longctx.data import Tokenizer
-from longctx.data.needles import KINDS, Task, task
+from longctx.data.needles import Task, task
 from longctx.evaluation.windows import Document
 from longctx.model import GPT
 
@@ -27,7 +30,9 @@ TOKENS_TOGETHER = {"cuda": 65536, "cpu": 8192}
 
 @dataclass
 class Cell:
-    """The texts of one kind, length and depth: how many were answered right, and Σ ln p of their answers."""
+    """The texts of one kind, length and depth: how many were answered right, and Σ ln p of their
+    answers.
+    """
 
     kind: str
     length: int
@@ -64,10 +69,11 @@ def recall(
     kinds: Sequence[str] = KINDS,
     dtype: torch.dtype | None = None,
 ) -> list[Cell]:
-    """Score `samples` texts of each of `kinds`, `lengths` and `depths`; `filler` (tokens,) is what they are made of.
+    """Score `samples` texts of each of `kinds`, `lengths` and `depths`; `filler` (tokens,) is what
+    they are made of.
 
-    The same arguments give the same texts. `dtype` is autocast's. Raises ValueError where `filler` is shorter than a
-    quarter of a text, which would then be repeated too often to be a text.
+    The same arguments give the same texts. `dtype` is autocast's. Raises ValueError where `filler`
+    is shorter than a quarter of a text, which would then be repeated too often to be a text.
     """
     check_texts(tokenizer, filler, lengths, kinds)
     cells = [Cell(kind, length, depth) for kind in kinds for length in lengths for depth in depths]
@@ -75,16 +81,25 @@ def recall(
     training = model.training
     model.eval()
     try:
-        with torch.no_grad(), torch.autocast(device.type, dtype) if dtype is not None else nullcontext():
-            for batch in _batches(_texts(cells, tokenizer, filler, samples), TOKENS_TOGETHER[device.type]):
+        with (
+            torch.no_grad(),
+            torch.autocast(device.type, dtype) if dtype is not None else nullcontext(),
+        ):
+            for batch in _batches(
+                _texts(cells, tokenizer, filler, samples), TOKENS_TOGETHER[device.type]
+            ):
                 _score(model, batch, device)
     finally:
         model.train(training)
     return cells
 
 
-def check_texts(tokenizer: Tokenizer, filler: np.ndarray, lengths: Sequence[int], kinds: Sequence[str]) -> None:
-    """ValueError where `filler` is too short for texts of the longest of `lengths`, or the shortest holds no fact."""
+def check_texts(
+    tokenizer: Tokenizer, filler: np.ndarray, lengths: Sequence[int], kinds: Sequence[str]
+) -> None:
+    """ValueError where `filler` is too short for texts of the longest of `lengths`, or the shortest
+    holds no fact.
+    """
     if 4 * len(filler) < max(lengths):
         raise ValueError(
             f"passkey: the documents have {len(filler):,} tokens, too few to fill {max(lengths):,}; "
@@ -95,7 +110,9 @@ def check_texts(tokenizer: Tokenizer, filler: np.ndarray, lengths: Sequence[int]
 
 
 def filler_of(documents: Iterable[Document], tokenizer: Tokenizer, tokens: int) -> np.ndarray:
-    """At least `tokens` tokens of `documents`, one after the other without their beginnings and ends, if there are so many."""
+    """At least `tokens` tokens of `documents`, one after the other without their beginnings and
+    ends, if there are so many.
+    """
     special = [x for x in (tokenizer.bos_id, tokenizer.eos_id) if x is not None]
     parts, found = [], 0
     for document in documents:
@@ -107,19 +124,30 @@ def filler_of(documents: Iterable[Document], tokenizer: Tokenizer, tokens: int) 
 
 
 def text(
-    made: Task, tokenizer: Tokenizer, filler: np.ndarray, length: int, depth: float, others: Sequence[float]
+    made: Task,
+    tokenizer: Tokenizer,
+    filler: np.ndarray,
+    length: int,
+    depth: float,
+    others: Sequence[float],
 ) -> tuple[np.ndarray, int]:
-    """(length,) tokens with the fact of `made` after `depth` of the filler, its other facts after `others`, and the number
-    of tokens at the end that are the answer.
+    """(length,) tokens with the fact of `made` after `depth` of the filler, its other facts after
+    `others`, and the number of tokens at the end that are the answer.
     """
     question = tokenizer.encode(made.question)
     whole = tokenizer.encode(made.question + made.answer)
-    same = next((n for n, (a, b) in enumerate(zip(question, whole, strict=False)) if a != b), len(question))
-    facts = sorted(zip((depth, *others), map(tokenizer.encode, (made.fact, *made.others)), strict=True))
+    same = next(
+        (n for n, (a, b) in enumerate(zip(question, whole, strict=False)) if a != b), len(question)
+    )
+    facts = sorted(
+        zip((depth, *others), map(tokenizer.encode, (made.fact, *made.others)), strict=True)
+    )
     head = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     room = length - len(head) - len(whole) - sum(len(fact) for _, fact in facts)
     if room < 0:
-        raise ValueError(f"passkey.lengths: {length} tokens do not hold a fact and its question; use more")
+        raise ValueError(
+            f"passkey.lengths: {length} tokens do not hold a fact and its question; use more"
+        )
     body, at = list(head), 0
     for place, fact in facts:
         end = round(place * room)
@@ -129,10 +157,14 @@ def text(
     return np.asarray(body, dtype=np.int64), len(whole) - same
 
 
-def _texts(cells: Sequence[Cell], tokenizer: Tokenizer, filler: np.ndarray, samples: int) -> Iterator[Text]:
+def _texts(
+    cells: Sequence[Cell], tokenizer: Tokenizer, filler: np.ndarray, samples: int
+) -> Iterator[Text]:
     for cell in cells:
         for n in range(samples):
-            rng = random.Random(f"measure {cell.kind} {cell.length} {n}")  # the same texts at every depth
+            rng = random.Random(
+                f"measure {cell.kind} {cell.length} {n}"
+            )  # the same texts at every depth
             made = task(cell.kind, rng)
             first = rng.randrange(len(filler))
             turned = np.concatenate([filler[first:], filler[:first]])

@@ -1,10 +1,12 @@
-"""Perplexity by sliding window: every token is scored once, with as much context as the window allows (see `windows`).
+"""Perplexity by sliding window: every token is scored once, with as much context as the window
+allows (see `windows`).
 
-Sums of nats are added up, never means of windows. With nats = Σ -ln p(token | context) over the scored tokens, which are
+Sums of nats are added up, never means of windows. With nats = Σ -ln p(token | context) over the
+scored tokens, which are
 all but the first of each document: perplexity = exp(nats / scored tokens);  word perplexity = exp(nats / words), PG-19's
 convention (arXiv 1911.05507), words being what white space separates;  bits per byte = nats / ln 2 / bytes. Words and
-UTF-8 bytes are those of the text after the first token. A token that ends the text has no bytes and is scored like any
-other.
+UTF-8 bytes are those of the text after the first token. A token that ends the text has no bytes and
+is scored like any other.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean nats per token; nan where nothing was scored, inf beyond what a float holds."""
+        """exp of the mean nats per token; nan where nothing was scored, inf beyond what a float
+        holds.
+        """
         return _exp(self.nats, self.tokens)
 
     @property
@@ -79,7 +83,9 @@ class Perplexity:
     def require_scores(self) -> None:
         """Raise ValueError if no token was scored."""
         if not self.total.tokens:
-            raise ValueError(f"nothing to score: none of the {len(self.documents)} documents has 2 tokens or more")
+            raise ValueError(
+                f"nothing to score: none of the {len(self.documents)} documents has 2 tokens or more"
+            )
 
 
 def perplexity(
@@ -92,11 +98,13 @@ def perplexity(
     progress: bool = False,
     contexts: Sequence[int] = (),
 ) -> Perplexity:
-    """Score `documents` with `model` (a GPT) in windows of `context` tokens that advance by `stride`, half of it by
-    default; the last tokens of long documents also at each of `contexts` (none over `context`).
+    """Score `documents` with `model` (a GPT) in windows of `context` tokens that advance by
+    `stride`, half of it by default; the last tokens of long documents also at each of `contexts`
+    (none over `context`).
 
-    `batch_size` rows of `context` tokens go through the model at a time; `dtype` is autocast's. Losses are added in
-    fp64. Raises ValueError for a stride that would leave tokens out; see also `Perplexity.require_scores`.
+    `batch_size` rows of `context` tokens go through the model at a time; `dtype` is autocast's.
+    Losses are added in fp64. Raises ValueError for a stride that would leave tokens out; see also
+    `Perplexity.require_scores`.
     """
     stride = max(1, context // 2) if stride is None else stride
     if not 1 <= stride <= context:
@@ -110,7 +118,9 @@ def perplexity(
     model.eval()
     try:
         with _Bar(progress) as bar:
-            for window, nats in losses(model, _windows(documents, result), context, batch_size, dtype, result.speed):
+            for window, nats in losses(
+                model, _windows(documents, result), context, batch_size, dtype, result.speed
+            ):
                 if window.context:
                     result.contexts.add(window, nats)
                     continue
@@ -141,7 +151,9 @@ def to_plain(result: Perplexity) -> dict[str, Any]:
 
 
 def merged(parts: Sequence[dict[str, Any]]) -> Perplexity:
-    """One result of those of processes of which number r scored the documents r, r + n, r + 2n, … of n processes."""
+    """One result of those of processes of which number r scored the documents r, r + n, r + 2n, …
+    of n processes.
+    """
     n = len(parts)
     documents: list[Score] = [Score("")] * sum(len(part["documents"]) for part in parts)
     positions: dict[int, list[float]] = {}
@@ -150,14 +162,19 @@ def merged(parts: Sequence[dict[str, Any]]) -> Perplexity:
     for r, part in enumerate(parts):
         for place, score in enumerate(part["documents"]):
             documents[place * n + r] = Score(**score)
-        positions |= {int(owner) * n + r: sums for owner, sums in part["positions"]["documents"].items()}
+        positions |= {
+            int(owner) * n + r: sums for owner, sums in part["positions"]["documents"].items()
+        }
         theirs = part["contexts"]
         contexts.tokens += theirs["tokens"]
         contexts.documents += theirs["documents"]
         contexts.nats = [a + b for a, b in zip(contexts.nats, theirs["nats"], strict=True)]
         gains += [Gain(**gain | {"owner": gain["owner"] * n + r}) for gain in theirs["gains"]]
     contexts.gains = most(gains)
-    speed = Speed(sum(part["speed"]["tokens"] for part in parts), max(part["speed"]["seconds"] for part in parts))
+    speed = Speed(
+        sum(part["speed"]["tokens"] for part in parts),
+        max(part["speed"]["seconds"] for part in parts),
+    )
     return Perplexity(
         parts[0]["context"],
         parts[0]["stride"],
@@ -186,7 +203,8 @@ class _Bar:
     def show(self, result: Perplexity) -> None:
         if not self.bar.disable:
             self.bar.update(
-                self.task, description=f"scoring document {len(result.documents):,}, window {result.windows:,}"
+                self.task,
+                description=f"scoring document {len(result.documents):,}, window {result.windows:,}",
             )
 
     def __enter__(self) -> _Bar:

@@ -9,12 +9,18 @@ from longctx import files
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Write a PNG of loss by position, of loss over context, and of the documents; of those of them that there are."""
+    """Write a PNG of loss by position, of loss over context, and of the documents; of those of them
+    that there are.
+    """
     from matplotlib.figure import Figure
 
     panels = [
         panel
-        for panel, key in ((_positions, "by_position"), (_contexts, "by_context"), (_documents, "documents"))
+        for panel, key in (
+            (_positions, "by_position"),
+            (_contexts, "by_context"),
+            (_documents, "documents"),
+        )
         if found[key]
     ]
     figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
@@ -23,7 +29,9 @@ def draw(found: dict[str, Any], path: Path) -> None:
         panel(axes, found)
         axes.grid(alpha=0.3)
     total = found["total"]["perplexity"]
-    figure.suptitle(f"perplexity {total:,.3f}" if total is not None else "perplexity beyond what a float holds")
+    figure.suptitle(
+        f"perplexity {total:,.3f}" if total is not None else "perplexity beyond what a float holds"
+    )
     save(figure, path)
 
 
@@ -35,9 +43,17 @@ def save(figure: Any, path: Path) -> None:
 
 def _positions(axes: Any, found: dict[str, Any]) -> None:
     rows = found["by_position"]
-    axes.stairs([row["loss"] for row in rows], [row["first"] for row in rows] + [rows[-1]["last"] + 1], baseline=None)
+    axes.stairs(
+        [row["loss"] for row in rows],
+        [row["first"] for row in rows] + [rows[-1]["last"] + 1],
+        baseline=None,
+    )
     axes.set_xscale("log", base=2)
-    axes.set(xlabel="tokens before", ylabel="loss (nats)", title=f"loss by position, {rows[0]['tokens']:,} documents")
+    axes.set(
+        xlabel="tokens before",
+        ylabel="loss (nats)",
+        title=f"loss by position, {rows[0]['tokens']:,} documents",
+    )
 
 
 def _contexts(axes: Any, found: dict[str, Any]) -> None:
@@ -48,7 +64,13 @@ def _contexts(axes: Any, found: dict[str, Any]) -> None:
 
 
 def _documents(axes: Any, found: dict[str, Any]) -> None:
-    scored = [row for row in found["documents"] if row["tokens"] and row["bits_per_byte"] is not None]
-    axes.scatter([row["tokens"] for row in scored], [row["bits_per_byte"] for row in scored], s=8, alpha=0.6)
+    scored = [
+        row for row in found["documents"] if row["tokens"] and row["bits_per_byte"] is not None
+    ]
+    axes.scatter(
+        [row["tokens"] for row in scored], [row["bits_per_byte"] for row in scored], s=8, alpha=0.6
+    )
     axes.set_xscale("log", base=2)
-    axes.set(xlabel="tokens of the document", ylabel="bits per byte", title=f"{len(scored):,} documents")
+    axes.set(
+        xlabel="tokens of the document", ylabel="bits per byte", title=f"{len(scored):,} documents"
+    )

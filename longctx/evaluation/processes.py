@@ -1,7 +1,9 @@
-"""One evaluation on several devices: the same command once per device, document i on device i mod devices.
+"""One evaluation on several devices: the same command once per device, document i on device i mod
+devices.
 
-The command that the user types is the first of them and puts the parts together; the others write their part to a file
-that it names in the environment. They share nothing else, so it does not matter that one is slower.
+The command that the user types is the first of them and puts the parts together; the others write
+their part to a file that it names in the environment. They share nothing else, so it does not
+matter that one is slower.
 """
 
 from __future__ import annotations
@@ -35,14 +37,20 @@ class Others:
         for number, (file, said) in enumerate(zip(self.files, self.said, strict=True), start=1):
             env = os.environ | {PART_VARIABLE: f"{number}:{file}"}
             with open(said, "wb") as errors:
-                self.processes.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=errors))
+                self.processes.append(
+                    subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=errors)
+                )
 
     def parts(self) -> list[dict[str, Any]]:
         """What they found, once all have ended; ValueError with what the first that failed said."""
         for number, process in enumerate(self.processes, start=1):
             if code := process.wait():
-                lines = self.said[number - 1].read_text(errors="replace").strip().splitlines() or [f"exit code {code}"]
-                raise ValueError(f"devices={len(self.processes) + 1}: process {number}: {lines[-1]}")
+                lines = self.said[number - 1].read_text(errors="replace").strip().splitlines() or [
+                    f"exit code {code}"
+                ]
+                raise ValueError(
+                    f"devices={len(self.processes) + 1}: process {number}: {lines[-1]}"
+                )
         return [json.loads(file.read_text()) for file in self.files]
 
     def stop(self) -> None:

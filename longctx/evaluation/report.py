@@ -20,15 +20,21 @@ GAINS_SHOWN = 5
 
 
 def tables(result: Perplexity, decode: Decode) -> list[Table]:
-    """Documents, loss by position, the curve over contexts, the tokens that gain most; those that have rows."""
+    """Documents, loss by position, the curve over contexts, the tokens that gain most; those that
+    have rows.
+    """
     found = [table(result), by_position(result), by_context(result), gains(result, decode)]
     return [view for view in found if view.row_count]
 
 
 def table(result: Perplexity, most: int = 3) -> Table:
-    """The longest, best and worst `most` documents and the sums over all; every document where there are few."""
+    """The longest, best and worst `most` documents and the sums over all; every document where
+    there are few.
+    """
     scored = [score for score in result.documents if score.tokens]
-    view = Table(title=f"context {result.context:,}, stride {result.stride:,}", title_justify="left")
+    view = Table(
+        title=f"context {result.context:,}, stride {result.stride:,}", title_justify="left"
+    )
     view.add_column("document", overflow="fold")
     for heading in ("tokens", "bytes", "perplexity", "word perplexity", "bits per byte"):
         view.add_column(heading, justify="right")
@@ -37,7 +43,11 @@ def table(result: Perplexity, most: int = 3) -> Table:
         groups = {"": by_perplexity}
     else:
         longest = sorted(scored, key=lambda score: -score.tokens)
-        groups = {"longest": longest[:most], "best": by_perplexity[:most], "worst": by_perplexity[-most:]}
+        groups = {
+            "longest": longest[:most],
+            "best": by_perplexity[:most],
+            "worst": by_perplexity[-most:],
+        }
     for heading, scores in groups.items():
         if heading:
             view.add_row(f"[dim]{heading}[/dim]")
@@ -52,9 +62,13 @@ def by_position(result: Perplexity) -> Table:
     """Loss over the number of tokens before, of the documents that reach the longest bucket."""
     rows = result.positions.buckets()
     documents = rows[0]["tokens"] if rows else 0
-    view = _plain_table(f"loss by position, {documents:,} documents", "tokens before", "tokens", "loss")
+    view = _plain_table(
+        f"loss by position, {documents:,} documents", "tokens before", "tokens", "loss"
+    )
     for row in rows:
-        view.add_row(f"{row['first']:,} – {row['last']:,}", f"{row['tokens']:,}", f"{row['loss']:.4f}")
+        view.add_row(
+            f"{row['first']:,} – {row['last']:,}", f"{row['tokens']:,}", f"{row['loss']:.4f}"
+        )
     return view
 
 
@@ -117,7 +131,9 @@ def speed(found: dict[str, Any]) -> str:
     """How fast it went and what it took, in one line, from the content of the JSON."""
     said = f"{found['seconds']:,.1f} s"
     if found["tokens_per_second"]:
-        said += f", {found['tokens_per_second']:,.0f} tokens/s through the model after the first batch"
+        said += (
+            f", {found['tokens_per_second']:,.0f} tokens/s through the model after the first batch"
+        )
     if found["memory_peak_gib"]:
         said += f", {found['memory_peak_gib']:.1f} GiB"
     return said
@@ -127,9 +143,13 @@ def show_tasks(scores: Sequence[tuple[str, str, float, float | None]]) -> None:
     """Print (task, metric, value, standard error or None) as a table."""
     view = Table(title="lm-evaluation-harness", title_justify="left")
     for heading in ("task", "metric", "value", "± standard error"):
-        view.add_column(heading, justify="left" if heading in ("task", "metric") else "right", overflow="fold")
+        view.add_column(
+            heading, justify="left" if heading in ("task", "metric") else "right", overflow="fold"
+        )
     for task, metric, value, error in scores:
-        view.add_row(Text(task), Text(metric), f"{value:,.4f}", "" if error is None else f"{error:,.4f}")
+        view.add_row(
+            Text(task), Text(metric), f"{value:,.4f}", "" if error is None else f"{error:,.4f}"
+        )
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 160
@@ -152,7 +172,9 @@ def content(result: Perplexity, about: dict[str, Any], decode: Decode) -> dict[s
 
 
 def place(path: Path, asked: dict[str, Any]) -> Path:
-    """Where the answer to `asked` goes: `path`, or numbered beside it where the file there answers something else."""
+    """Where the answer to `asked` goes: `path`, or numbered beside it where the file there answers
+    something else.
+    """
     asked, number, place = json.loads(json.dumps(asked)), 1, path
     while place.exists() and _asked(place) != asked:
         number += 1

@@ -1,7 +1,9 @@
-"""Windows in, losses out: rows of windows through the model, forward only, one batch ahead of what is read back.
+"""Windows in, losses out: rows of windows through the model, forward only, one batch ahead of what
+is read back.
 
-B rows of T tokens, T at most the context. The losses of a batch are copied while the next one is computed, so that a
-GPU never waits for Python. Logits exist for `model.loss_chunk` tokens at a time.
+B rows of T tokens, T at most the context. The losses of a batch are copied while the next one is
+computed, so that a GPU never waits for Python. Logits exist for `model.loss_chunk` tokens at a
+time.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from longctx.evaluation.windows import Window, batches
 
 @dataclass
 class Speed:
-    """Tokens through the model, padding left out, and the seconds they took; without the first batch, which warms up."""
+    """Tokens through the model, padding left out, and the seconds they took; without the first
+    batch, which warms up.
+    """
 
     tokens: int = 0
     seconds: float = 0.0
@@ -52,13 +56,16 @@ def losses(
 ) -> Iterator[tuple[Window, np.ndarray]]:
     """Each window with -ln p of the tokens that it scores, (scored,) float64, in any order.
 
-    `rows` rows of `context` tokens go through `model` (a GPT in eval mode) at a time; `dtype` is autocast's, None: none.
+    `rows` rows of `context` tokens go through `model` (a GPT in eval mode) at a time; `dtype` is
+    autocast's, None: none.
     """
     speed = speed or Speed()
     pending: _Launched | None = None
     for batch in batches(windows, context, rows):
         launched = _launch(model, batch, dtype)
-        if launched.arrived is None:  # a CPU has computed it by now, and its time is that of this batch
+        if (
+            launched.arrived is None
+        ):  # a CPU has computed it by now, and its time is that of this batch
             yield from launched.read()
             speed.add(launched.tokens)
             continue
@@ -72,7 +79,9 @@ def losses(
 
 
 def round_matrices(model: nn.Module, dtype: torch.dtype) -> None:
-    """Round the weights of linear layers once, as autocast would in every forward; everything else stays as it is."""
+    """Round the weights of linear layers once, as autocast would in every forward; everything else
+    stays as it is.
+    """
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(module.weight.detach().to(dtype), requires_grad=False)
@@ -115,18 +124,24 @@ def _launch(model: nn.Module, batch: list[list[Window]], dtype: torch.dtype | No
             at = end
         doc_ids[b, at:] = len(row)
         count += at
-    # A row with one window needs no document mask: what follows the window is padding, which nothing before it sees.
+    # A row with one window needs no document mask: what follows the window is padding, which
+    # nothing before it sees.
     alone = all(len(row) == 1 for row in batch)
     x, y, ids = (torch.from_numpy(array) for array in (tokens, targets, doc_ids))
     if device.type == "cuda":
         x, y, ids = x.pin_memory(), y.pin_memory(), ids.pin_memory()
     mask = Mask.causal() if alone else Mask.documents(ids)
     x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-    with torch.inference_mode(), torch.autocast(device.type, dtype) if dtype is not None else nullcontext():
+    with (
+        torch.inference_mode(),
+        torch.autocast(device.type, dtype) if dtype is not None else nullcontext(),
+    ):
         found = model(x, y, mask, reduction="none")
     if device.type != "cuda":
         return _Launched(batch, found, None, count)
-    host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+    host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(
+        found, non_blocking=True
+    )
     arrived = torch.cuda.Event()
     arrived.record()
     return _Launched(batch, host, arrived, count)

@@ -1,8 +1,9 @@
 """Windows: the pieces of documents that a model is shown, and how they lie side by side in rows.
 
-Window k of a document shows the tokens k·stride .. k·stride + context - 1 and scores the next-token predictions that no
-window before it has scored, so that a token has context - stride + 1 tokens before it, or all that there are. Windows
-shorter than the context share a row, kept apart by the attention mask.
+Window k of a document shows the tokens k·stride .. k·stride + context - 1 and scores the next-token
+predictions that no window before it has scored, so that a token has context - stride + 1 tokens
+before it, or all that there are. Windows shorter than the context share a row, kept apart by the
+attention mask.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-AHEAD = 4, 32  # batches, and rows at least, that are packed together, so that few places in a row stay empty
+AHEAD = (
+    4,
+    32,
+)  # batches, and rows at least, that are packed together, so that few places in a row stay empty
 
 
 class Document(NamedTuple):
-    """A document to score: token ids (tokens,), and UTF-8 bytes and words of the text that ids[1:] stand for."""
+    """A document to score: token ids (tokens,), and UTF-8 bytes and words of the text that ids[1:]
+    stand for.
+    """
 
     name: str
     ids: np.ndarray
@@ -26,10 +32,11 @@ class Document(NamedTuple):
 
 
 class Window(NamedTuple):
-    """ids (length + 1,), of which the last is only predicted; the first `seen` predictions are not scored here.
+    """ids (length + 1,), of which the last is only predicted; the first `seen` predictions are not
+    scored here.
 
-    `begin` is the place of ids[0] in document number `owner`. `context` is 0, or for a window that scores some tokens a
-    second time the context that they are given.
+    `begin` is the place of ids[0] in document number `owner`. `context` is 0, or for a window that
+    scores some tokens a second time the context that they are given.
     """
 
     owner: int
@@ -40,7 +47,9 @@ class Window(NamedTuple):
 
 
 def spans(tokens: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """(begin, end, first): the window shows tokens begin .. end - 1 and scores the tokens first .. end."""
+    """(begin, end, first): the window shows tokens begin .. end - 1 and scores the tokens first ..
+    end.
+    """
     begin, first = 0, 1
     while first < tokens:
         end = min(begin + context, tokens - 1)
@@ -55,7 +64,9 @@ def sliding(owner: int, ids: np.ndarray, context: int, stride: int) -> Iterator[
 
 
 def batches(windows: Iterable[Window], context: int, rows: int) -> Iterator[list[list[Window]]]:
-    """Batches of at most `rows` rows of at most `context` tokens; all windows, read only a little ahead."""
+    """Batches of at most `rows` rows of at most `context` tokens; all windows, read only a little
+    ahead.
+    """
     together = max(AHEAD[0] * rows, AHEAD[1]) * context
     waiting: list[Window] = []
     tokens = 0
@@ -64,7 +75,9 @@ def batches(windows: Iterable[Window], context: int, rows: int) -> Iterator[list
         tokens += len(window.ids) - 1
         if tokens >= together:
             packed = _packed(waiting, context)
-            full = max(len(packed) // 2 // rows * rows, rows)  # the other half, of short windows, fills rows to come
+            full = max(
+                len(packed) // 2 // rows * rows, rows
+            )  # the other half, of short windows, fills rows to come
             for start in range(0, full, rows):
                 yield packed[start : start + rows]
             waiting = [window for row in packed[full:] for window in row]
@@ -75,7 +88,9 @@ def batches(windows: Iterable[Window], context: int, rows: int) -> Iterator[list
 
 
 def _packed(windows: list[Window], context: int) -> list[list[Window]]:
-    """Rows of at most `context` tokens: the longest window first, each into the row that it fills best."""
+    """Rows of at most `context` tokens: the longest window first, each into the row that it fills
+    best.
+    """
     rows: list[list[Window]] = []
     spaces: list[tuple[int, int]] = []  # (tokens left, row), ascending
     for window in sorted(windows, key=lambda window: -len(window.ids)):

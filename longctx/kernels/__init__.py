@@ -1,4 +1,6 @@
-"""Kernels: attention's, and those between the matmuls. The only user of Triton, which is imported when the first one is launched."""
+"""Kernels: attention's, and those between the matmuls. The only user of Triton, which is imported
+when the first one is launched.
+"""
 
 import importlib.util
 

@@ -1,4 +1,6 @@
-"""`python -m longctx.kernels show | tune key=value ...`: what attention=flash runs on here, and its launch configs. `--help`."""
+"""`python -m longctx.kernels show | tune key=value ...`: what attention=flash runs on here, and its
+launch configs. `--help`.
+"""
 
 import sys
 

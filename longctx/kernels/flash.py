@@ -1,8 +1,9 @@
-"""The flash operator: registered with torch, so that autograd, torch.compile and CUDA graphs see one opaque call.
+"""The flash operator: registered with torch, so that autograd, torch.compile and CUDA graphs see
+one opaque call.
 
-Implementations: "triton-portable" (any GPU, and a CPU under TRITON_INTERPRET=1), "triton-hopper" (Hopper's own instructions),
-"triton-hopper-ordered" (the same, with a backward that sums dq in one order) and "torch-tiled" (a CPU). All but triton-hopper give
-the same bits every time.
+Implementations: "triton-portable" (any GPU, and a CPU under TRITON_INTERPRET=1), "triton-hopper"
+(Hopper's own instructions), "triton-hopper-ordered" (the same, with a backward that sums dq in one
+order) and "torch-tiled" (a CPU). All but triton-hopper give the same bits every time.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ HEAD_SIZES = range(16, 257)
 HOPPER_HEAD_SIZES = range(64, 129, 8)
 
 
-def implementation(device: torch.device, dtype: torch.dtype, head_dim: int, kernel: str = "auto") -> str:
+def implementation(
+    device: torch.device, dtype: torch.dtype, head_dim: int, kernel: str = "auto"
+) -> str:
     """What serves such tensors where `kernel` is wanted on a GPU.
 
-    "portable" and "hopper" are taken at their word, "auto" is hopper where it runs; hopper is ordered where torch is told to use
-    deterministic algorithms.
+    "portable" and "hopper" are taken at their word, "auto" is hopper where it runs; hopper is
+    ordered where torch is told to use deterministic algorithms.
     """
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "torch-tiled"
@@ -37,7 +40,11 @@ def implementation(device: torch.device, dtype: torch.dtype, head_dim: int, kern
 
 def runs_hopper(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether the Hopper kernels run on `device`, with such tensors."""
-    if device.type != "cuda" or torch.version.hip is not None or dtype not in (torch.bfloat16, torch.float16):
+    if (
+        device.type != "cuda"
+        or torch.version.hip is not None
+        or dtype not in (torch.bfloat16, torch.float16)
+    ):
         return False
     return head_dim in HOPPER_HEAD_SIZES and torch.cuda.get_device_properties(device).major == 9
 
@@ -54,7 +61,9 @@ def flash_forward(
     scale: float,
     implementation: str,
 ) -> tuple[Tensor, Tensor]:
-    """out (B, Tq, Hq, D) and lse (B, Hq, Tq) float32 of q (B, Tq, Hq, D), k and v (B, Tk, Hkv, D) under an interval mask."""
+    """out (B, Tq, Hq, D) and lse (B, Hq, Tq) float32 of q (B, Tq, Hq, D), k and v (B, Tk, Hkv, D)
+    under an interval mask.
+    """
     if _needs_trust(q, implementation):
         trust("forward", implementation, q, k, functools.partial(run_forward, implementation))
     return run_forward(implementation, q, k, v, first, last, scale)
@@ -76,10 +85,14 @@ def flash_backward(
     scale: float,
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv for the gradient `do` of out and `dlse` (or None) of lse. It has no derivative of its own."""
+    """dq, dk, dv for the gradient `do` of out and `dlse` (or None) of lse. It has no derivative of
+    its own.
+    """
     if _needs_trust(q, implementation):
         trust("backward", implementation, q, k, functools.partial(run_backward, implementation))
-    return run_backward(implementation, do, dlse, q, k, v, out, lse, first, last, qfirst, qlast, scale)
+    return run_backward(
+        implementation, do, dlse, q, k, v, out, lse, first, last, qfirst, qlast, scale
+    )
 
 
 def run_forward(
@@ -132,7 +145,9 @@ def run_backward(
 
 
 def _needs_trust(q: Tensor, implementation: str) -> bool:
-    """Whether kernels are compiled for q's device, and a compiler could have broken them; the CPU runs torch or an interpreter."""
+    """Whether kernels are compiled for q's device, and a compiler could have broken them; the CPU
+    runs torch or an interpreter.
+    """
     return q.device.type != "cpu" and implementation.startswith("triton")
 
 
@@ -143,7 +158,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 @flash_backward.register_fake
-def _(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -156,7 +173,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, first, last, qfirst, qlast, out, lse = ctx.saved_tensors
     do = torch.zeros_like(out) if do is None else do
-    grads = flash_backward(do, dlse, q, k, v, out, lse, first, last, qfirst, qlast, ctx.scale, ctx.implementation)
+    grads = flash_backward(
+        do, dlse, q, k, v, out, lse, first, last, qfirst, qlast, ctx.scale, ctx.implementation
+    )
     return *grads, *[None] * 6
 
 

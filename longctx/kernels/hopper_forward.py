@@ -1,15 +1,19 @@
-"""FlashAttention forward for Hopper in Gluon: warp-specialized, persistent, exact (the structure is that of arXiv 2407.08608).
+"""FlashAttention forward for Hopper in Gluon: warp-specialized, persistent, exact (the structure is
+that of arXiv 2407.08608).
 
-Equations, letters and masks are those of portable.py. One warp, the producer, brings q, k and v by TMA; each consumer warpgroup owns
-64 queries. A consumer keeps two products in flight: while the tensor cores multiply p(j-1)·v(j-1) it has s(j) = q·k(j) and takes its
-softmax. Named barriers let consumers issue their products in turn, so that one multiplies while another exponentiates. The
-programs are persistent: each takes every n-th tile of queries, longest first, and the producer runs ahead into the next tile.
-Tiles are counted from the last query, so that the one that is not full, and begins before query 0, is a short one.
+Equations, letters and masks are those of portable.py. One warp, the producer, brings q, k and v by
+TMA; each consumer warpgroup owns 64 queries. A consumer keeps two products in flight: while the
+tensor cores multiply p(j-1)·v(j-1) it has s(j) = q·k(j) and takes its softmax. Named barriers let
+consumers issue their products in turn, so that one multiplies while another exponentiates. The
+programs are persistent: each takes every n-th tile of queries, longest first, and the producer runs
+ahead into the next tile. Tiles are counted from the last query, so that the one that is not full,
+and begins before query 0, is a short one.
 
-Softmax subtracts a maximum only so that nothing leaves the range of numbers. A row keeps the one that it has after the tiles that need
-the mask: those that follow need no maximum and no scaling, and do not depend on one another. Where the sum of a row leaves 2^±32
-after all, its tile is noted, and done again with a maximum that follows the scores by a second launch, which ends at once if no tile
-was noted. fp16 has no such range, and its maximum always follows.
+Softmax subtracts a maximum only so that nothing leaves the range of numbers. A row keeps the one
+that it has after the tiles that need the mask: those that follow need no maximum and no scaling,
+and do not depend on one another. Where the sum of a row leaves 2^±32 after all, its tile is noted,
+and done again with a maximum that follows the scores by a second launch, which ends at once if no
+tile was noted. fp16 has no such range, and its maximum always follows.
 """
 
 from __future__ import annotations
@@ -30,7 +34,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from longctx.kernels.gluon import shared_layout, tma_load, tma_store
-from longctx.kernels.hopper_common import addressable, bar_arrive, bar_sync, descriptor, hide, processors, receive, send
+from longctx.kernels.hopper_common import (
+    addressable,
+    bar_arrive,
+    bar_sync,
+    descriptor,
+    hide,
+    processors,
+    receive,
+    send,
+)
 from longctx.kernels.portable import LN2, LOG2E
 from longctx.kernels.walk import batch_stride, boundary, heads_together, place, walk
 
@@ -38,8 +51,9 @@ from longctx.kernels.walk import batch_stride, boundary, heads_together, place, 
 class Config(NamedTuple):
     """BN keys of a tile, stages of the K and V rings, consumers and their registers.
 
-    `turns`: consumers issue their products in turn. `overlap`: softmax is kept ahead of the wait for the product before it.
-    `peeled`: tiles that need the mask have a loop of their own also where the maximum follows the scores.
+    `turns`: consumers issue their products in turn. `overlap`: softmax is kept ahead of the wait
+    for the product before it. `peeled`: tiles that need the mask have a loop of their own also
+    where the maximum follows the scores.
     """
 
     BN: int
@@ -55,8 +69,8 @@ CONFIGS = {
     64: Config(128, 3, 3, 160, True, False, True),
     128: Config(128, 2, 2, 240, True, True, False),
 }  # by head size
-# Of the hardware's 16 named barriers, of which Triton takes 0 to 4 for four partitions. They cost less than an mbarrier's arrival, for
-# which a consumer's warps wait for one another.
+# Of the hardware's 16 named barriers, of which Triton takes 0 to 4 for four partitions. They cost
+# less than an mbarrier's arrival, for which a consumer's warps wait for one another.
 KEMPTY = gl.constexpr(5)  # a tile of k has been read: 5 + stage
 VEMPTY = gl.constexpr(9)  # a tile of v has been read: 9 + stage
 TURN = gl.constexpr(13)  # the turn of a consumer: 13 + consumer
@@ -67,7 +81,9 @@ ROWS = gl.constexpr(64)  # queries of a consumer warpgroup
 
 @gluon.jit
 def following(t, end, counter, again, AGAIN: gl.constexpr):
-    """The tile that this program does once t is handed out to it: t, or where tiles are done again, the next that was noted."""
+    """The tile that this program does once t is handed out to it: t, or where tiles are done again,
+    the next that was noted.
+    """
     if AGAIN:
         while (t < end) & (gl.load(again + 1 + t, mask=t < end, other=0) == 0):
             t = gl.atomic_add(counter, 1) + gl.num_programs(0)
@@ -76,7 +92,8 @@ def following(t, end, counter, again, AGAIN: gl.constexpr):
 
 @gluon.jit
 def first_query(rank, Tq, tiles, BM: gl.constexpr, BN: gl.constexpr):
-    """Of the rank-th tile from the end. Where tiles are longer than those of keys, it is the first that is not full, a short one.
+    """Of the rank-th tile from the end. Where tiles are longer than those of keys, it is the first
+    that is not full, a short one.
 
     It then begins before query 0, and some consumers have no part in it.
     """
@@ -91,7 +108,9 @@ def producer(
     q, k, v, qs, ks, vs, qf, qe, kf, vf, mail, mf, me, counter, again, first, last, stride_ib, Tq, Hq, tiles, heads, together,
     GROUP: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, AGAIN: gl.constexpr,
 ):  # fmt: skip
-    """Hands out tiles in the order of the schedule, to this program's consumers by mail, and loads what they need."""
+    """Hands out tiles in the order of the schedule, to this program's consumers by mail, and loads
+    what they need.
+    """
     gl.static_assert(STAGES <= MOST_STAGES, "there are named barriers for four stages")
     BM: gl.constexpr = ROWS * CONSUMERS
     it = 0
@@ -108,13 +127,22 @@ def producer(
         h = bh % Hq
         hk = h // GROUP
         lo, full_lo, full_hi, masked = walk(
-            first + b * stride_ib, last + b * stride_ib, gl.maximum(m0, 0), gl.minimum(m0 + BM, Tq), BN
+            first + b * stride_ib,
+            last + b * stride_ib,
+            gl.maximum(m0, 0),
+            gl.minimum(m0 + BM, Tq),
+            BN,
         )
         n = masked + full_hi - full_lo
         for c in gl.static_range(CONSUMERS):
             mbarrier.wait(qe.index(c), (done & 1) ^ 1)
             mbarrier.expect(qf.index(c), ROWS * D * 2)
-            tma_load(q, [b, gl.maximum(m0 + c * ROWS, 0), h, 0], qf.index(c), qs.index(c).reshape([1, ROWS, 1, D]))
+            tma_load(
+                q,
+                [b, gl.maximum(m0 + c * ROWS, 0), h, 0],
+                qf.index(c),
+                qs.index(c).reshape([1, ROWS, 1, D]),
+            )
         for i in range(n):
             j = gl.where(i < masked, boundary(i, lo, full_lo, full_hi), full_lo + i - masked) * BN
             s = it % STAGES
@@ -137,7 +165,9 @@ def producer(
 
 @gluon.jit
 def row_sums(p, ROWS: gl.constexpr, BN: gl.constexpr):
-    """Sums of each row over the columns that a thread holds, (rows, 4): the four threads of a row are added at the end."""
+    """Sums of each row over the columns that a thread holds, (rows, 4): the four threads of a row
+    are added at the end.
+    """
     return gl.sum(gl.sum(p.reshape([ROWS, BN // 8, 4, 2]), axis=3), axis=1)
 
 
@@ -158,8 +188,12 @@ def advance(
     BN: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr, KEEP: gl.constexpr,
     C: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """Scores of the it-th tile of keys while the one pending, p16, is multiplied by v: the new p16, m, l, acc. `KEEP`: m stays."""
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    """Scores of the it-th tile of keys while the one pending, p16, is multiplied by v: the new p16,
+    m, l, acc. `KEEP`: m stays.
+    """
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
+    )
     o_layout: gl.constexpr = acc.type.layout
     now, before, after = it % STAGES, pending % STAGES, (it + 1) % STAGES
     zeros = gl.zeros([ROWS, BN], gl.float32, layout=s_layout)
@@ -177,10 +211,15 @@ def advance(
         l += row_sums(p, ROWS, BN)
     else:
         p, m, alpha = softmax(s, m, scale_log2, masked, n0, first_i, last_i)
-        l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + row_sums(p, ROWS, BN)
-    p16 = gl.convert_layout(p.to(p16.dtype), gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2))
+        l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + row_sums(
+            p, ROWS, BN
+        )
+    p16 = gl.convert_layout(
+        p.to(p16.dtype), gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
+    )
     if OVERLAP:
-        # a wait that loops: ptxas moves no exponential past it, so they run while the tensor cores multiply p·v
+        # a wait that loops: ptxas moves no exponential past it, so they run while the tensor cores
+        # multiply p·v
         mbarrier.wait(kf.index(after), ((it + 1) // STAGES) & 1, pred=more)
     acc, p16 = warpgroup_mma_wait(0, deps=(oa, p16))
     if not OVERLAP:
@@ -192,7 +231,16 @@ def advance(
 
 
 @gluon.jit
-def skip(kf, vf, it, more, STAGES: gl.constexpr, TURNS: gl.constexpr, C: gl.constexpr, CONSUMERS: gl.constexpr):
+def skip(
+    kf,
+    vf,
+    it,
+    more,
+    STAGES: gl.constexpr,
+    TURNS: gl.constexpr,
+    C: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+):
     """Gives back the it-th tile of keys, of which this consumer sees none."""
     now, after = it % STAGES, (it + 1) % STAGES
     if TURNS:
@@ -213,8 +261,12 @@ def consumer(
     dtype: gl.constexpr = out.dtype
     BM: gl.constexpr = ROWS * CONSUMERS
     SKIPS: gl.constexpr = BM > BN  # else a tile on the diagonal is seen by all
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
+    )
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
+    )
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
@@ -232,13 +284,19 @@ def consumer(
         b = bh // Hq
         h = bh % Hq
         lo, full_lo, full_hi, masked = walk(
-            first + b * stride_ib, last + b * stride_ib, gl.maximum(m0, 0), gl.minimum(m0 + BM, Tq), BN
+            first + b * stride_ib,
+            last + b * stride_ib,
+            gl.maximum(m0, 0),
+            gl.minimum(m0 + BM, Tq),
+            BN,
         )
         n = masked + full_hi - full_lo
         # this consumer's queries, if it has any, see keys from lower to upper
         mine = m0 + C * ROWS
         lower = gl.load(first + b * stride_ib + gl.maximum(mine, 0), mask=mine < Tq, other=0)
-        upper = gl.load(last + b * stride_ib + gl.minimum(mine + ROWS, Tq) - 1, mask=mine >= 0, other=-1)
+        upper = gl.load(
+            last + b * stride_ib + gl.minimum(mine + ROWS, Tq) - 1, mask=mine >= 0, other=-1
+        )
         i = mine + gl.arange(0, ROWS, layout=s_rows)
         end = Tq if not SKIPS else gl.where(mine >= 0, Tq, mine)  # of this consumer's queries
         first_i = gl.load(first + b * stride_ib + i, mask=i < end, other=0)
@@ -250,7 +308,9 @@ def consumer(
             mbarrier.wait(kf.index(it % STAGES), (it // STAGES) & 1)
             if TURNS:
                 bar_sync(TURN + C, 256)
-            sa = warpgroup_mma(q_mine, ks.index(it % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            sa = warpgroup_mma(
+                q_mine, ks.index(it % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True
+            )
             if TURNS:
                 bar_arrive(TURN + (C + 1) % CONSUMERS, 256)
             s = warpgroup_mma_wait(0, deps=(sa,))
@@ -263,10 +323,14 @@ def consumer(
             alone = n
             if PEELED or KEEP:
                 alone = gl.maximum(masked, 1)
-            pending = it  # its v is held meanwhile: for one tile less than there are stages, since the next k comes after all v before it
+            # its v is held meanwhile: for one tile less than there are stages, since the next k
+            # comes after all v before it
+            pending = it
             for x in range(1, alone):
                 n0 = boundary(x, lo, full_lo, full_hi) * BN
-                if not SKIPS or (x >= masked) | (n0 <= upper) & (n0 + BN > lower) | (it + x - pending >= STAGES - 1):
+                if not SKIPS or (x >= masked) | (n0 <= upper) & (n0 + BN > lower) | (
+                    it + x - pending >= STAGES - 1
+                ):
                     p16, m, l, acc = advance(
                         q_mine, p16, m, l, acc, ks, vs, kf, vf, it + x, pending if SKIPS else it + x - 1, x + 1 < n,
                         PEELED or KEEP or x < masked, n0, first_i, last_i, scale_log2, BN, STAGES, TURNS, OVERLAP, False, C, CONSUMERS,
@@ -275,7 +339,9 @@ def consumer(
                 else:
                     skip(kf, vf, it + x, x + 1 < n, STAGES, TURNS, C, CONSUMERS)
             if KEEP:
-                m = gl.where((m == float("-inf")) & (alone < n), 0.0, m)  # of a row that saw no tile so far, and will
+                m = gl.where(
+                    (m == float("-inf")) & (alone < n), 0.0, m
+                )  # of a row that saw no tile so far, and will
             if PEELED or KEEP:
                 for x in range(alone, n):
                     p16, m, l, acc = advance(
@@ -319,9 +385,11 @@ def forward_kernel(
     GROUP: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
     TURNS: gl.constexpr, OVERLAP: gl.constexpr, PEELED: gl.constexpr, KEEP: gl.constexpr, AGAIN: gl.constexpr,
 ):  # fmt: skip
-    """out (B, Tq, Hq, D) contiguous and lse (B, Hq, Tq); q, k, v, out are descriptors of (B, T, H, D).
+    """out (B, Tq, Hq, D) contiguous and lse (B, Hq, Tq); q, k, v, out are descriptors of (B, T, H,
+    D).
 
-    `counter`: 0. `again`: 1 if some tile is to be done again, then a 1 for each such tile; written if `KEEP`, read if `AGAIN`.
+    `counter`: 0. `again`: 1 if some tile is to be done again, then a 1 for each such tile; written
+    if `KEEP`, read if `AGAIN`.
     """
     dtype: gl.constexpr = q.dtype
     qs = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D], shared)
@@ -369,8 +437,12 @@ def forward_kernel(
     # fmt: on
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """out like q, contiguous, and lse (B, Hq, Tq) float32, for intervals (B or 1, Tq); see `portable.forward`."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """out like q, contiguous, and lse (B, Hq, Tq) float32, for intervals (B or 1, Tq); see
+    `portable.forward`.
+    """
     B, Tq, Hq, D = q.shape
     PAD = max(64, triton.next_power_of_2(D))
     c = CONFIGS[PAD]
@@ -403,7 +475,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale:
                     B * Hq,
                 ),
                 *(heads_together(k, B * Hq, Hq // k.shape[2]), rows, columns),
-                **dict(GROUP=Hq // k.shape[2], D=PAD, BN=c.BN, STAGES=c.stages, CONSUMERS=c.consumers),
+                **dict(
+                    GROUP=Hq // k.shape[2], D=PAD, BN=c.BN, STAGES=c.stages, CONSUMERS=c.consumers
+                ),
                 **dict(REGISTERS=c.registers, TURNS=c.turns, OVERLAP=c.overlap, PEELED=c.peeled),
                 **dict(KEEP=keep and not again, AGAIN=again),
                 num_warps=4,

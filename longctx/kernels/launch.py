@@ -1,9 +1,12 @@
-"""The table of launch configs: tile sizes, warps and stages per kernel and head size. Nothing is timed at run time.
+"""The table of launch configs: tile sizes, warps and stages per kernel and head size. Nothing is
+timed at run time.
 
-launch.json maps architecture → kernel → head size (padded to a power of two) → shortest length → [BM, BN, warps, stages]. "any"
-fits every chip with 99 KiB of shared memory; "any-fp32" is for 32-bit inputs. What `python -m longctx.kernels tune` measured on this
-very model of GPU goes before it, for 16-bit inputs: the file that LONGCTX_LAUNCH names (empty: none), else
-~/.config/longctx/launch.json, in the same form with the GPU's name for the architecture. It may configure the Hopper kernels too.
+launch.json maps architecture → kernel → head size (padded to a power of two) → shortest length →
+[BM, BN, warps, stages]. "any" fits every chip with 99 KiB of shared memory; "any-fp32" is for
+32-bit inputs. What `python -m longctx.kernels tune` measured on this very model of GPU goes before
+it, for 16-bit inputs: the file that LONGCTX_LAUNCH names (empty: none), else
+~/.config/longctx/launch.json, in the same form with the GPU's name for the architecture. It may
+configure the Hopper kernels too.
 """
 
 from __future__ import annotations
@@ -18,7 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-KERNELS = {"forward": ("forward",), "backward": ("dkv", "dq")}  # of the portable implementation, by what calls them
+KERNELS = {
+    "forward": ("forward",),
+    "backward": ("dkv", "dq"),
+}  # of the portable implementation, by what calls them
 MOST_QUERIES = 128  # of a tile: rows of lse and delta are padded to so many
 Table = dict[str, dict[str, dict[str, list[Any]]]]  # kernel → head size → shortest length → config
 
@@ -32,11 +38,15 @@ class Launch(NamedTuple):
     stages: int
 
 
-on_trial: dict[str, Launch] = {}  # by kernel; what `tune` measures at the moment, and nobody else sets
+on_trial: dict[
+    str, Launch
+] = {}  # by kernel; what `tune` measures at the moment, and nobody else sets
 
 
 def launch_config(kernel: str, q: Tensor, length: int) -> Launch:
-    """The config of `kernel` ("forward", "dkv" or "dq") for tensors like q (B, T, H, D) and `length` keys."""
+    """The config of `kernel` ("forward", "dkv" or "dq") for tensors like q (B, T, H, D) and
+    `length` keys.
+    """
     if on_trial and kernel in on_trial:
         return on_trial[kernel]
     rows = rows_of(kernel, q)
@@ -63,7 +73,11 @@ def architecture(device: torch.device, itemsize: int) -> str:
     """The part of the shipped table that serves `device`."""
     if itemsize == 4:
         return "any-fp32"
-    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9:
+    if (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device)[0] == 9
+    ):
         return "sm90"
     return "any"
 
@@ -86,12 +100,18 @@ def measured_file() -> Path | None:
     said = os.environ.get("LONGCTX_LAUNCH")
     if said is not None:
         return Path(said).expanduser() if said else None
-    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "longctx" / "launch.json"
+    return (
+        Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
+        / "longctx"
+        / "launch.json"
+    )
 
 
 @functools.cache
 def measured(gpu: str) -> Table:
-    """What was measured on GPUs named `gpu`, kernel by kernel; ValueError, one line, for a file that makes no sense."""
+    """What was measured on GPUs named `gpu`, kernel by kernel; ValueError, one line, for a file
+    that makes no sense.
+    """
     path = measured_file()
     if path is None or not path.exists():
         if path is not None and os.environ.get("LONGCTX_LAUNCH"):
@@ -115,7 +135,9 @@ def measured(gpu: str) -> Table:
 
 @functools.cache
 def configure(module: ModuleType, kernel: str, device: torch.device) -> None:
-    """Put what was measured for `kernel` on `device` into the module's CONFIGS (head size → config), once."""
+    """Put what was measured for `kernel` on `device` into the module's CONFIGS (head size →
+    config), once.
+    """
     configs = getattr(module, "CONFIGS", {})
     for size, rows in measured(_name(device)).get(kernel, {}).items():
         try:

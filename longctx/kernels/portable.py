@@ -1,20 +1,25 @@
-"""FlashAttention forward and backward in portable Triton (Dao, arXiv 2307.08691): tiles, online softmax, recomputation.
+"""FlashAttention forward and backward in portable Triton (Dao, arXiv 2307.08691): tiles, online
+softmax, recomputation.
 
     s_ij = scale · q_i·k_j  for first_i <= j <= last_i, else -inf
     lse_i = log Σ_j exp(s_ij),   p_ij = exp(s_ij - lse_i),   o_i = Σ_j p_ij v_j
     delta_i = do_i·o_i - dlse_i,   dp_ij = do_i·v_j,   ds_ij = p_ij (dp_ij - delta_i)
     dv_j = Σ_i p_ij do_i,   dk_j = scale · Σ_i ds_ij q_i,   dq_i = scale · Σ_j ds_ij k_j
 
-Exponentials are taken in base 2, with scale·log2(e) folded into one multiply-add. A program of the forward and of the dq kernel
-owns a tile of queries and walks over keys; one of the dk/dv kernel owns a tile of keys and walks over the queries of its whole
-group. Nothing is added atomically, so every result is deterministic. Interval masks make each walk three ranges of tiles: a
-boundary, tiles that are visible as a whole and need no mask, and another boundary; tiles outside are never touched.
+Exponentials are taken in base 2, with scale·log2(e) folded into one multiply-add. A program of the
+forward and of the dq kernel owns a tile of queries and walks over keys; one of the dk/dv kernel
+owns a tile of keys and walks over the queries of its whole group. Nothing is added atomically, so
+every result is deterministic. Interval masks make each walk three ranges of tiles: a boundary,
+tiles that are visible as a whole and need no mask, and another boundary; tiles outside are never
+touched.
 
-Legend: B batch, T tokens (Tq queries, Tk keys), H heads, GROUP query heads per key-value head, D head size, PAD the power of two
-that holds it, BM queries and BN keys of a tile. q, o, do (B, Tq, Hq, D); k, v (B, Tk, Hkv, D); lse, delta (B, Hq, Tq).
+Legend: B batch, T tokens (Tq queries, Tk keys), H heads, GROUP query heads per key-value head, D
+head size, PAD the power of two that holds it, BM queries and BN keys of a tile. q, o, do (B, Tq,
+Hq, D); k, v (B, Tk, Hkv, D); lse, delta (B, Hq, Tq).
 
-NaN and inf in a key, or in a query's gradient, reach exactly the rows that see it: in boundary tiles, where 0 · NaN could leak
-into rows that do not, such operands are zeroed and the rows that do see them are made NaN through their scores.
+NaN and inf in a key, or in a query's gradient, reach exactly the rows that see it: in boundary
+tiles, where 0 · NaN could leak into rows that do not, such operands are zeroed and the rows that do
+see them are made NaN through their scores.
 """
 
 from __future__ import annotations
@@ -30,7 +35,9 @@ from longctx.kernels.walk import batch_stride, boundary, heads_together, place, 
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-ROW = tl.constexpr(128)  # lse2 and delta have rows padded to a multiple of it, so that no tile reads past one
+ROW = tl.constexpr(
+    128
+)  # lse2 and delta have rows padded to a multiple of it, so that no tile reads past one
 LENGTHS = [
     "Tq",
     "Tk",
@@ -43,7 +50,9 @@ LENGTHS = [
 
 @triton.jit
 def _at(x, b, h, T, stride_b, stride_h, TMA: tl.constexpr):
-    """Where head h of row b begins: (base, row, column). A descriptor is (B·T, columns); a pointer is moved there."""
+    """Where head h of row b begins: (base, row, column). A descriptor is (B·T, columns); a pointer
+    is moved there.
+    """
     if TMA:
         return x, b * T, h * stride_h
     else:
@@ -51,14 +60,29 @@ def _at(x, b, h, T, stride_b, stride_h, TMA: tl.constexpr):
 
 
 @triton.jit
-def _load(x, row, column, t, T, stride_t, D: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, TMA: tl.constexpr):
-    """Tokens t .. t+ROWS of one head, (ROWS, PAD). Rows past T are 0, or with TMA finite or not, as memory has it."""
+def _load(
+    x,
+    row,
+    column,
+    t,
+    T,
+    stride_t,
+    D: tl.constexpr,
+    PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Tokens t .. t+ROWS of one head, (ROWS, PAD). Rows past T are 0, or with TMA finite or not, as
+    memory has it.
+    """
     if TMA:
         return x.load([row + t, column])
     else:
         r, d = tl.arange(0, ROWS), tl.arange(0, PAD)
         inside = (t + r < T)[:, None] & (d < D)[None, :]
-        return tl.load(x + (t + r).to(tl.int64)[:, None] * stride_t + d[None, :], mask=inside, other=0.0)
+        return tl.load(
+            x + (t + r).to(tl.int64)[:, None] * stride_t + d[None, :], mask=inside, other=0.0
+        )
 
 
 @triton.jit
@@ -76,8 +100,12 @@ def _finite(x):
 
 
 @triton.jit
-def _own_queries(first, last, stride_ib, Tq, Hq, heads, together, BM: tl.constexpr, BN: tl.constexpr):
-    """The BM queries that this program owns: row b, head h, number bh of both, first query m0, intervals, and tiles of keys to walk."""
+def _own_queries(
+    first, last, stride_ib, Tq, Hq, heads, together, BM: tl.constexpr, BN: tl.constexpr
+):
+    """The BM queries that this program owns: row b, head h, number bh of both, first query m0,
+    intervals, and tiles of keys to walk.
+    """
     tiles = tl.cdiv(Tq, BM)
     rank, bh = place(tl.program_id(0), tiles, heads, together)
     m0 = (tiles - 1 - rank) * BM
@@ -105,7 +133,9 @@ def _attend(
         good = _finite(vj)
         s += tl.where(tl.sum((good != vj).to(tl.int32), 1) > 0, float("nan"), 0.0)[None, :]
         vj = good
-        s = tl.where((j[None, :] >= first_i[:, None]) & (j[None, :] <= last_i[:, None]), s, float("-inf"))
+        s = tl.where(
+            (j[None, :] >= first_i[:, None]) & (j[None, :] <= last_i[:, None]), s, float("-inf")
+        )
     m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
     shift = m_new
     if MASKED:
@@ -161,7 +191,9 @@ def delta_kernel(
     stride_ob, stride_ot, stride_oh, stride_gb, stride_gt, stride_gh, Tq, Hq,
     D: tl.constexpr, PAD: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """delta = Σ do·o - dlse, and the lse in base 2; +inf, so that p is 0, for queries that see nothing and past the end."""
+    """delta = Σ do·o - dlse, and the lse in base 2; +inf, so that p is 0, for queries that see
+    nothing and past the end.
+    """
     tiles = tl.cdiv(Tq, ROW)
     t, bh = (tl.program_id(0) % tiles) * ROW, tl.program_id(0) // tiles
     b, h = bh // Hq, bh % Hq
@@ -185,7 +217,9 @@ def _gather(
     k, v, dk, dv, q, q_row, q_col, do, do_row, do_col, lse2, delta, m0, Tq, stride_qt, stride_gt, qfirst_j, qlast_j, scale_log2,
     D: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries for one tile of keys, scores transposed so that p and ds are register operands: the new dk, dv."""
+    """One tile of queries for one tile of keys, scores transposed so that p and ds are register
+    operands: the new dk, dv.
+    """
     i = m0 + tl.arange(0, BM)
     qi = _load(q, q_row, q_col, m0, Tq, stride_qt, D, PAD, BM, TMA)
     if MASKED:
@@ -214,7 +248,9 @@ def dkv_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv (B, Tk, Hkv, D) contiguous, for BN keys of one key-value head, over all query heads of its group."""
+    """dk and dv (B, Tk, Hkv, D) contiguous, for BN keys of one key-value head, over all query heads
+    of its group.
+    """
     n_rank, bh = place(tl.program_id(0), tl.cdiv(Tk, BN), heads, together)
     n0 = n_rank * BN
     Hkv = Hq // GROUP
@@ -307,7 +343,9 @@ def dq_kernel(
     _store(dq_out + (b.to(tl.int64) * Tq * Hq + h) * D, dq * scale, m0, Tq, Hq * D, D, PAD, BM)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """out like q, contiguous, and lse (B, Hq, Tq) float32, for intervals (B or 1, Tq)."""
     B, Tq, Hq, _ = q.shape
     tma = _use_tma(q)
@@ -354,10 +392,19 @@ def backward(
             (dq_kernel, "dq", (dq,), (first, last)),
         ):
             c = launch_config(name, q, Tk)
-            tiles, heads = (triton.cdiv(Tk, c.BN), B * Hkv) if name == "dkv" else (triton.cdiv(Tq, c.BM), B * Hq)
-            together = heads_together(q if name == "dkv" else k, heads, 1 if name == "dkv" else Hq // Hkv)
+            tiles, heads = (
+                (triton.cdiv(Tk, c.BN), B * Hkv)
+                if name == "dkv"
+                else (triton.cdiv(Tq, c.BM), B * Hq)
+            )
+            together = heads_together(
+                q if name == "dkv" else k, heads, 1 if name == "dkv" else Hq // Hkv
+            )
             kernel[(tiles * heads,)](
-                *(_operand(x, rows, tma) for x, rows in ((q, c.BM), (k, c.BN), (v, c.BN), (do, c.BM))),
+                *(
+                    _operand(x, rows, tma)
+                    for x, rows in ((q, c.BM), (k, c.BN), (v, c.BN), (do, c.BM))
+                ),
                 *(lse2, delta, *outputs, *intervals, scale, scale * LOG2E.value),
                 *(*strides, batch_stride(intervals[0]), Tq, Tk, Hq, heads, together),
                 **_constants(q, k, c, tma),
@@ -365,11 +412,16 @@ def backward(
     return dq, dk, dv
 
 
-def rows_of_backward(do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def rows_of_backward(
+    do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor]:
     """lse in base 2 and delta, each (B, Hq, Tq padded to a multiple of ROW) float32."""
     B, Tq, Hq, D = out.shape
     tiles = triton.cdiv(Tq, ROW.value)
-    lse2, delta = (torch.empty(B, Hq, tiles * ROW.value, dtype=torch.float32, device=out.device) for _ in range(2))
+    lse2, delta = (
+        torch.empty(B, Hq, tiles * ROW.value, dtype=torch.float32, device=out.device)
+        for _ in range(2)
+    )
     with _device(out):
         delta_kernel[(tiles * B * Hq,)](
             *(
@@ -391,7 +443,14 @@ def rows_of_backward(do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) 
 
 def _constants(q: Tensor, k: Tensor, c: Launch, tma: bool) -> dict[str, object]:
     D = q.shape[3]
-    sizes = dict(GROUP=q.shape[2] // k.shape[2], D=D, PAD=triton.next_power_of_2(D), BM=c.BM, BN=c.BN, STAGES=c.stages)
+    sizes = dict(
+        GROUP=q.shape[2] // k.shape[2],
+        D=D,
+        PAD=triton.next_power_of_2(D),
+        BM=c.BM,
+        BN=c.BN,
+        STAGES=c.stages,
+    )
     return dict(sizes, TMA=tma, PRECISION="ieee", num_warps=c.warps, num_stages=c.stages)
 
 
@@ -400,7 +459,9 @@ def _device(x: Tensor) -> torch.device | torch.cuda.device:
 
 
 def _use_tma(q: Tensor) -> bool:
-    """Tensor-map loads: on Hopper and later, for 16-bit heads that fill their tile (a padded one would read its neighbour)."""
+    """Tensor-map loads: on Hopper and later, for 16-bit heads that fill their tile (a padded one
+    would read its neighbour).
+    """
     if not q.is_cuda or torch.version.hip is not None or q.element_size() != 2:
         return False
     D = q.shape[3]
@@ -419,7 +480,9 @@ def _addressable(x: Tensor, tma: bool) -> Tensor:
 
 
 def _operand(x: Tensor, rows: int, tma: bool) -> Tensor | TensorDescriptor:
-    """What a kernel loads from: the tensor, or a descriptor of it as a (B·T, columns) matrix in tiles of `rows`."""
+    """What a kernel loads from: the tensor, or a descriptor of it as a (B·T, columns) matrix in
+    tiles of `rows`.
+    """
     if not tma:
         return x
     B, T, H, D = x.shape

@@ -1,9 +1,11 @@
-"""Rotary position embedding (arXiv 2104.09864) between the qkv projection and attention: one pass over both, each way.
+"""Rotary position embedding (arXiv 2104.09864) between the qkv projection and attention: one pass
+over both, each way.
 
     (q1, q2) → (q1 cos - q2 sin, q2 cos + q1 sin),   k alike,   v as it is
 
-Forward reads the heads of q and k where the projection wrote them; v stays there. Backward turns dq and dk back and writes them
-and dv to where the projection's gradient is wanted, side by side. Arithmetic is fp32, whatever is stored.
+Forward reads the heads of q and k where the projection wrote them; v stays there. Backward turns dq
+and dk back and writes them and dv to where the projection's gradient is wanted, side by side.
+Arithmetic is fp32, whatever is stored.
 
 Shapes: N tokens, H query and G key-value heads of D channels, cos and sin (N, D/2).
 """
@@ -23,15 +25,33 @@ TILE = 1024  # channels of half heads that a program turns
 
 @triton.jit
 def place(PARTS, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """A program's tokens, its heads, HEADS at a time of q's, then k's, then v's, and the channels of a half."""
+    """A program's tokens, its heads, HEADS at a time of q's, then k's, then v's, and the channels
+    of a half.
+    """
     part, row = tl.program_id(0) % PARTS, tl.arange(0, TOKENS * HEADS)
     n = (tl.program_id(0) // PARTS).to(tl.int64) * TOKENS + row // HEADS
-    return part * HEADS, n[:, None], (part * HEADS + row % HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
+    return (
+        part * HEADS,
+        n[:, None],
+        (part * HEADS + row % HEADS)[:, None],
+        tl.arange(0, BLOCK)[None, :],
+    )
 
 
 @triton.jit
 def rope_kernel(
-    qkv, q, k, cos, sin, N, H, G, HALF: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr
+    qkv,
+    q,
+    k,
+    cos,
+    sin,
+    N,
+    H,
+    G,
+    HALF: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     first, n, h, c = place((H + G) // HEADS, TOKENS, HEADS, BLOCK)
     inside = (n < N) & (c < HALF)
@@ -40,7 +60,7 @@ def rope_kernel(
     x2 = tl.load(qkv + at + HALF, mask=inside, other=0.0).to(tl.float32)
     co = tl.load(cos + n * HALF + c, mask=inside, other=0.0)
     si = tl.load(sin + n * HALF + c, mask=inside, other=0.0)
-    if first < H:  # noqa: SIM108
+    if first < H:  # noqa: SIM108, longer as one line
         to = q + (n * H + h) * (2 * HALF) + c
     else:
         to = k + (n * G + h - H) * (2 * HALF) + c
@@ -107,7 +127,9 @@ def rope(qkv: Tensor, cos: Tensor, sin: Tensor, H: int, G: int) -> tuple[Tensor,
 
 @torch.library.custom_op("longctx::rope_backward", mutates_args=())
 def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient (N, (H + 2 G) D) of qkv for those of q (N, H, D), of k and of v (N, G, D); all contiguous."""
+    """The gradient (N, (H + 2 G) D) of qkv for those of q (N, H, D), of k and of v (N, G, D); all
+    contiguous.
+    """
     (N, H, D), G = dq.shape, dk.shape[1]
     dqkv = dq.new_empty(N, (H + 2 * G) * D)
     tokens, heads, block, warps = launch(H, G, D)
@@ -131,7 +153,9 @@ def _(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class _Turned(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, H: int, G: int) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, H: int, G: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         q, k = rope(qkv, cos, sin, H, G)
         return q, k, qkv.unflatten(1, (H + 2 * G, -1))[:, H + G :]
@@ -148,7 +172,9 @@ class _Turned(torch.autograd.Function):
 
 
 def turned(qkv: Tensor, cos: Tensor, sin: Tensor, H: int, G: int) -> tuple[Tensor, Tensor, Tensor]:
-    """qkv (B, T, (H + 2 G) D), cos and sin (B, T, 1, D/2) fp32 → q (B, T, H, D), k and v (B, T, G, D)."""
+    """qkv (B, T, (H + 2 G) D), cos and sin (B, T, 1, D/2) fp32 → q (B, T, H, D), k and v (B, T, G,
+    D).
+    """
     rows = qkv.shape[:2]
     angles = (t.reshape(-1, t.shape[-1]).contiguous() for t in (cos, sin))
     q, k, v = _Turned.apply(qkv.reshape(-1, qkv.shape[-1]).contiguous(), *angles, H, G)

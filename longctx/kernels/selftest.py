@@ -1,11 +1,15 @@
-"""Is a kernel right on this GPU? Inputs whose exact answer is known, once per process before a Triton kernel is trusted.
+"""Is a kernel right on this GPU? Inputs whose exact answer is known, once per process before a
+Triton kernel is trusted.
 
-A compiler may break a correct kernel: ptxas 12.8 can overwrite operands of products that are still running (triton#9433).
-With scale = ln 2 and integers in q and k every p is a power of two, so p, ds and all their sums with the integers in v, do and out
-are exact in any order and in every type; what a kernel returns may differ from the exact value by the last rounding alone. Rows are
-long enough for several tiles, masked ones and the steady loop, in one interval mask with queries that see nothing.
+A compiler may break a correct kernel: ptxas 12.8 can overwrite operands of products that are still
+running (triton#9433). With scale = ln 2 and integers in q and k every p is a power of two, so p, ds
+and all their sums with the integers in v, do and out are exact in any order and in every type; what
+a kernel returns may differ from the exact value by the last rounding alone. Rows are long enough
+for several tiles, masked ones and the steady loop, in one interval mask with queries that see
+nothing.
 
-The backward is a function of lse and out as well: both are chosen here, lse a whole power of two, and need no forward.
+The backward is a function of lse and out as well: both are chosen here, lse a whole power of two,
+and need no forward.
 """
 
 from __future__ import annotations
@@ -27,7 +31,9 @@ QUERIES, AHEAD, CHANGE = (
     400,
 )  # AHEAD more keys than queries; from query CHANGE on, the first 130 keys are out of sight
 BLIND = 3  # queries that see nothing
-COPIES = 48  # of the problem in one call: more tiles than any GPU has multiprocessors, so that programs take several
+# of the problem in one call: more tiles than any GPU has multiprocessors, so that programs take
+# several
+COPIES = 48
 
 
 class SelfTestFailed(RuntimeError):
@@ -35,7 +41,9 @@ class SelfTestFailed(RuntimeError):
 
 
 class Problem(NamedTuple):
-    """Integer inputs and the exact results, fp32: q, do, out, dq (1, Tq, G, D); k, v, dk, dv (1, Tk, 1, D)."""
+    """Integer inputs and the exact results, fp32: q, do, out, dq (1, Tq, G, D); k, v, dk, dv (1,
+    Tk, 1, D).
+    """
 
     q: Tensor
     k: Tensor
@@ -56,12 +64,16 @@ _trusted: set[tuple[Any, ...]] = set()
 
 
 def trust(part: str, implementation: str, q: Tensor, k: Tensor, run: Callable[..., Any]) -> None:
-    """Test `run`, the "forward" or "backward" of `implementation`, unless it has passed for tensors like q and k in this process.
+    """Test `run`, the "forward" or "backward" of `implementation`, unless it has passed for tensors
+    like q and k in this process.
 
-    Raises SelfTestFailed, which names the kernel, the machine and the remedy. Inside a CUDA graph capture nothing is tested.
+    Raises SelfTestFailed, which names the kernel, the machine and the remedy. Inside a CUDA graph
+    capture nothing is tested.
     """
     bucket, group = 0, q.shape[2] // k.shape[2]
-    if implementation == "triton-portable":  # whose configs, and so whose compiled kernels, depend on the length
+    if (
+        implementation == "triton-portable"
+    ):  # whose configs, and so whose compiled kernels, depend on the length
         bucket = max(launch.bucket(name, q, k.shape[1]) for name in launch.KERNELS[part])
     key = (part, implementation, q.device, q.dtype, q.shape[3], group, bucket)
     if key in _trusted or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -84,7 +96,9 @@ def check(
     bucket: int = 0,
     copies: int = 1,
 ) -> str | None:
-    """What is wrong with `run`, or None: forward(q, k, v, first, last, scale) or backward(do, None, q, .., scale) as in flash.py."""
+    """What is wrong with `run`, or None: forward(q, k, v, first, last, scale) or backward(do, None,
+    q, .., scale) as in flash.py.
+    """
     with torch.device("cpu"):  # whatever the default device is
         x = problem(head_dim, group, bucket)
     inputs = (x.q, x.k, x.v, x.do, x.given_out)
@@ -127,7 +141,9 @@ def _difference(got: Tensor, exact: Tensor, dtype: torch.dtype) -> str | None:
 
 
 def problem(head_dim: int, group: int, bucket: int) -> Problem:
-    """The inputs and their exact results; `bucket` keys that nobody but the blind walks over come before the others."""
+    """The inputs and their exact results; `bucket` keys that nobody but the blind walks over come
+    before the others.
+    """
     Tq, Tk = QUERIES, bucket + QUERIES + AHEAD
     q, do = (_sparse(Tq * group, head_dim, seed).view(1, Tq, group, head_dim) for seed in (1, 2))
     k = 2.0 * whole((1, Tk, 1, head_dim), 3, 2) - 1
@@ -159,7 +175,9 @@ def problem(head_dim: int, group: int, bucket: int) -> Problem:
 
 
 def whole(shape: Sequence[int], seed: int, below: int) -> Tensor:
-    """Whole numbers 0 .. below-1 as fp32: the same on every machine and with every torch, which torch.randint does not promise."""
+    """Whole numbers 0 .. below-1 as fp32: the same on every machine and with every torch, which
+    torch.randint does not promise.
+    """
     x = (torch.arange(math.prod(shape)) + seed * 0x9E3779B1) & 0xFFFFFFFF
     for _ in range(2):
         x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
@@ -167,16 +185,23 @@ def whole(shape: Sequence[int], seed: int, below: int) -> Tensor:
 
 
 def _sparse(rows: int, columns: int, seed: int) -> Tensor:
-    """(rows, columns) with up to four 1 or -1 in a row, so that its product with ±1 stays within -4 .. 4."""
+    """(rows, columns) with up to four 1 or -1 in a row, so that its product with ±1 stays within -4
+    .. 4.
+    """
     at = whole((rows, 4), seed + 10, columns).long()
     return torch.zeros(rows, columns).scatter_(1, at, 2 * whole((rows, 4), seed + 20, 2) - 1)
 
 
 def _message(part: str, implementation: str, q: Tensor, error: str) -> str:
-    from longctx.kernels.lock import compilers, gpu_name
+    from longctx.kernels.fingerprint import compilers, gpu_name
 
-    remedies = ["attention.options.kernel=portable"] if implementation.startswith("triton-hopper") else []
-    remedies += ["attention=sdpa", "TRITON_PTXAS_PATH=FILE with another ptxas (`pip install nvidia-cuda-nvcc`)"]
+    remedies = (
+        ["attention.options.kernel=portable"] if implementation.startswith("triton-hopper") else []
+    )
+    remedies += [
+        "attention=sdpa",
+        "TRITON_PTXAS_PATH=FILE with another ptxas (`pip install nvidia-cuda-nvcc`)",
+    ]
     tools = ", ".join(f"{name} {version}" for name, version in compilers().items())
     return (
         f"the {part} kernel {implementation} fails its self-test on {gpu_name(q.device)} ({tools}) for {q.dtype}, head size "

@@ -1,4 +1,6 @@
-"""What attention=flash runs here: implementation, launch configs, self-test, and the kernel lock that a run would get."""
+"""What attention=flash runs here: implementation, launch configs, self-test, and the kernel lock
+that a run would get.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.kernels import flash, launch, lock
+from longctx.kernels import fingerprint, flash, launch
 from longctx.kernels.selftest import SelfTestFailed
 from longctx.kernels.words import ShowOptions
 
@@ -18,15 +20,25 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def run(options: ShowOptions, command: str) -> None:
-    """Print it as JSON; ValueError for what cannot run here, and for kernels that fail their self-test."""
+    """Print it as JSON; ValueError for what cannot run here, and for kernels that fail their
+    self-test.
+    """
     if options.kernel not in ("auto", "portable", "hopper"):
         raise ValueError(f"kernel={options.kernel}: choose from auto, portable, hopper")
     if options.dtype not in ("auto", *DTYPES):
         raise ValueError(f"dtype={options.dtype}: choose from auto, {', '.join(DTYPES)}")
     if options.head_size not in flash.HEAD_SIZES:
-        raise ValueError(f"head_size={options.head_size}: from {flash.HEAD_SIZES[0]} to {flash.HEAD_SIZES[-1]}")
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    dtype = DTYPES[{"cuda": "bf16", "cpu": "fp32"}[device.type] if options.dtype == "auto" else options.dtype]
+        raise ValueError(
+            f"head_size={options.head_size}: from {flash.HEAD_SIZES[0]} to {flash.HEAD_SIZES[-1]}"
+        )
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+    dtype = DTYPES[
+        {"cuda": "bf16", "cpu": "fp32"}[device.type] if options.dtype == "auto" else options.dtype
+    ]
     if options.kernel == "hopper" and device.type == "cpu":
         raise ValueError("kernel=hopper needs a Hopper GPU, and there is no CUDA GPU here")
     if options.kernel == "hopper" and not flash.runs_hopper(device, dtype, options.head_size):
@@ -45,7 +57,9 @@ def described(options: ShowOptions, device: torch.device, dtype: torch.dtype) ->
     configs: dict[str, Any] = {}
     if implementation.startswith("triton"):
         bucket = max(launch.bucket(name, like, options.seq_len) for name in kernels)
-        configs = {name: launch.launch_config(name, like, options.seq_len)._asdict() for name in kernels}
+        configs = {
+            name: launch.launch_config(name, like, options.seq_len)._asdict() for name in kernels
+        }
 
     def attend(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> tuple[Tensor, Sequence[str]]:
         last = torch.arange(q.shape[1], dtype=torch.int32)[None]
@@ -53,21 +67,28 @@ def described(options: ShowOptions, device: torch.device, dtype: torch.dtype) ->
         qlast = (torch.searchsorted(ids, ids, right=True) - 1).int()
         intervals = (x.to(device) for x in (first, last, last, qlast))
         out, _ = flash.flash_forward(q, k, v, *intervals, q.shape[3] ** -0.5, implementation)
-        return out, ("out", "dk", "dv") if implementation == "triton-hopper" else ("out", "dq", "dk", "dv")
+        return out, ("out", "dk", "dv") if implementation == "triton-hopper" else (
+            "out",
+            "dq",
+            "dk",
+            "dv",
+        )
 
     try:
-        printed = lock.fingerprint(attend, device, dtype, options.head_size, 1, bucket)
+        printed = fingerprint.fingerprint(attend, device, dtype, options.head_size, 1, bucket)
     except SelfTestFailed as error:
         raise ValueError(str(error)) from error
-    sources = lock.sources(implementation)
+    sources = fingerprint.sources(implementation)
     return {
         "backend": "flash",
         "kernel": implementation,
-        "self_test": "passed" if implementation.startswith("triton") and device.type != "cpu" else "not needed",
+        "self_test": "passed"
+        if implementation.startswith("triton") and device.type != "cpu"
+        else "not needed",
         "seconds": round(time.perf_counter() - started, 3),
         "launch": configs,
-        "machine": lock.machine(device),
+        "machine": fingerprint.machine(device),
         "fingerprint": printed,
         "sources": sources,
-        "compiled": lock.compiled(sources),
+        "compiled": fingerprint.compiled(sources),
     }

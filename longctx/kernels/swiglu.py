@@ -1,10 +1,12 @@
-"""SwiGLU's inner half and its backward (arXiv 2002.05202): one pass over the gate and up projections each way.
+"""SwiGLU's inner half and its backward (arXiv 2002.05202): one pass over the gate and up
+projections each way.
 
     act = silu(gate) · up,   s = sigmoid(gate),   dup = dact · gate · s,   dgate = dact · up · s (1 + gate (1 - s))
 
-gate and up lie side by side in one tensor (N, 2F), and so do their gradients: every element is read once, where the
-concatenation that torch.compile generates reads it for both halves. Backward makes act again beside the gradients, for
-the gradient of the down projection, so that act (N, F) is not kept. Arithmetic is fp32, whatever is stored.
+gate and up lie side by side in one tensor (N, 2F), and so do their gradients: every element is read
+once, where the concatenation that torch.compile generates reads it for both halves. Backward makes
+act again beside the gradients, for the gradient of the down projection, so that act (N, F) is not
+kept. Arithmetic is fp32, whatever is stored.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ def swiglu_kernel(gate_up, act, width, BLOCK: tl.constexpr):
     row, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(gate_up + row * 2 * width + c, mask=c < width, other=0.0).to(tl.float32)
     u = tl.load(gate_up + row * 2 * width + width + c, mask=c < width, other=0.0).to(tl.float32)
-    tl.store(act + row * width + c, (g * tl.sigmoid(g) * u).to(act.dtype.element_ty), mask=c < width)
+    tl.store(
+        act + row * width + c, (g * tl.sigmoid(g) * u).to(act.dtype.element_ty), mask=c < width
+    )
 
 
 @triton.jit
@@ -56,7 +60,9 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 @torch.library.custom_op("longctx::swiglu_backward", mutates_args=())
 def swiglu_backward(gate_up: Tensor, dact: Tensor) -> tuple[Tensor, Tensor]:
-    """dgate_up (N, 2F) for the gradient dact (N, F), and act (N, F) once more; both inputs contiguous."""
+    """dgate_up (N, 2F) for the gradient dact (N, F), and act (N, F) once more; both inputs
+    contiguous.
+    """
     N, width = dact.shape
     dgate_up, act = torch.empty_like(gate_up), torch.empty_like(dact)
     grid, block = _grid(N, width)
@@ -82,7 +88,9 @@ def _grid(N: int, width: int) -> tuple[tuple[int, int], int]:
 
 class _GatedDown(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, bias: Tensor | None, valued: bool) -> Tensor:
+    def forward(
+        ctx: Any, gate_up: Tensor, weight: Tensor, bias: Tensor | None, valued: bool
+    ) -> Tensor:
         narrow = weight.to(gate_up.dtype)
         ctx.save_for_backward(gate_up, narrow)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
@@ -100,10 +108,13 @@ class _GatedDown(torch.autograd.Function):
 
 
 def gated_down(gate_up: Tensor, weight: Tensor, bias: Tensor | None, valued: bool = True) -> Tensor:
-    """silu(gate) · up through the down projection: gate_up (..., 2F), weight (C, F), bias (C,) → (..., C) of gate_up's dtype.
+    """silu(gate) · up through the down projection: gate_up (..., 2F), weight (C, F), bias (C,) →
+    (..., C) of gate_up's dtype.
 
-    Only gate_up is kept for backward. Unless `valued` the result is 0, and only its gradients are right: all that a
-    recomputation in backward wants, without a third of the MLP's products.
+    Only gate_up is kept for backward. Unless `valued` the result is 0, and only its gradients are
+    right: all that a recomputation in backward wants, without a third of the MLP's products.
     """
-    y: Tensor = _GatedDown.apply(gate_up.reshape(-1, gate_up.shape[-1]).contiguous(), weight, bias, valued)
+    y: Tensor = _GatedDown.apply(
+        gate_up.reshape(-1, gate_up.shape[-1]).contiguous(), weight, bias, valued
+    )
     return y.view(*gate_up.shape[:-1], -1)

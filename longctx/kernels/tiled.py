@@ -1,8 +1,10 @@
-"""FlashAttention's algorithm in plain torch, for CPUs: tiles, online softmax, recomputation; never a (Tq, Tk) matrix.
+"""FlashAttention's algorithm in plain torch, for CPUs: tiles, online softmax, recomputation; never
+a (Tq, Tk) matrix.
 
-Where a row is made of causal documents, or sees everything, each document goes to torch's own fused CPU kernel; any other
-interval mask (windows, Tq ≠ Tk, shards) walks over tiles here. Equations and letters are those of portable.py.
-Shapes: q, o, do (B, Tq, Hq, D); k, v (B, Tk, Hkv, D); lse, delta (B, Hq, Tq); intervals (B or 1, T).
+Where a row is made of causal documents, or sees everything, each document goes to torch's own fused
+CPU kernel; any other interval mask (windows, Tq ≠ Tk, shards) walks over tiles here. Equations and
+letters are those of portable.py. Shapes: q, o, do (B, Tq, Hq, D); k, v (B, Tk, Hkv, D); lse, delta
+(B, Hq, Tq); intervals (B or 1, T).
 """
 
 from __future__ import annotations
@@ -13,11 +15,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-ROWS, COLS = 256, 1024  # queries × keys of a tile: small enough for L2, large enough for the matrix library
+ROWS, COLS = (
+    256,
+    1024,
+)  # queries × keys of a tile: small enough for L2, large enough for the matrix library
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """out like q and lse (B, Hq, Tq) float32. The last dimension of q, k and v must be contiguous: torch's kernel assumes it."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """out like q and lse (B, Hq, Tq) float32. The last dimension of q, k and v must be contiguous:
+    torch's kernel assumes it.
+    """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
     for b in range(q.shape[0]):
@@ -29,7 +38,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale:
         for start, end, causal in documents:
             rows, cols = slice(start, end), slice(start, end) if causal else slice(0, k.shape[1])
             o, s = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                _heads(q[b, rows]), *_grouped(q.shape[2], k[b, cols], v[b, cols]), is_causal=causal, scale=scale
+                _heads(q[b, rows]),
+                *_grouped(q.shape[2], k[b, cols], v[b, cols]),
+                is_causal=causal,
+                scale=scale,
             )
             out[b, rows], lse[b, :, rows] = o[0].transpose(0, 1), s[0]
     return out, lse
@@ -56,7 +68,9 @@ def backward(
         if documents is None:
             delta = (do[b].float() * o[b].float()).sum(-1).T
             delta = delta if dlse is None else delta - dlse[b]
-            _backward_tiles(do[b], q[b], k[b], v[b], delta, lse[b], f, la, scale, dq[b], dk[b], dv[b])
+            _backward_tiles(
+                do[b], q[b], k[b], v[b], delta, lse[b], f, la, scale, dq[b], dk[b], dv[b]
+            )
             continue
         for start, end, causal in documents:
             rows, cols = slice(start, end), slice(start, end) if causal else slice(0, k.shape[1])
@@ -72,12 +86,21 @@ def backward(
             )
             dq[b, rows] = grads[0][0].transpose(0, 1)
             for target, grad in ((dk, grads[1]), (dv, grads[2])):
-                target[b, cols] += grad[0].unflatten(0, (k.shape[2], -1)).float().sum(1).transpose(0, 1).to(k.dtype)
+                target[b, cols] += (
+                    grad[0]
+                    .unflatten(0, (k.shape[2], -1))
+                    .float()
+                    .sum(1)
+                    .transpose(0, 1)
+                    .to(k.dtype)
+                )
     return dq, dk, dv
 
 
 def fused_documents(first: Tensor, last: Tensor, Tk: int) -> list[tuple[int, int, bool]] | None:
-    """One row's intervals as (start, end, causal) documents that torch's fused kernel can do, or None."""
+    """One row's intervals as (start, end, causal) documents that torch's fused kernel can do, or
+    None.
+    """
     Tq = first.shape[0]
     if bool((first == 0).all()) and bool((last == Tk - 1).all()):
         return [(0, Tq, False)]
@@ -109,7 +132,11 @@ def _tiles(first: Tensor, last: Tensor) -> Iterator[tuple[slice, slice, Tensor |
         for j in range(int(f[0]), int(la[-1]) + 1, COLS):
             end = min(j + COLS, int(la[-1]) + 1)
             keys = torch.arange(j, end)
-            seen = None if int(f[-1]) <= j and end - 1 <= int(la[0]) else (keys >= f[:, None]) & (keys <= la[:, None])
+            seen = (
+                None
+                if int(f[-1]) <= j and end - 1 <= int(la[0])
+                else (keys >= f[:, None]) & (keys <= la[:, None])
+            )
             yield slice(i, i + len(f)), slice(j, end), seen
 
 
@@ -120,7 +147,14 @@ def _scores(q: Tensor, k: Tensor, seen: Tensor | None, scale: float) -> Tensor:
 
 
 def _forward_tiles(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float, out: Tensor, lse: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: Tensor,
+    last: Tensor,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
 ) -> None:
     G = q.shape[1] // k.shape[1]
     qg, og = q.unflatten(1, (-1, G)), out.unflatten(1, (-1, G))
@@ -133,7 +167,9 @@ def _forward_tiles(
         shift = m_new.masked_fill(m_new == float("-inf"), 0.0)
         p, alpha = (s - shift[..., None]).exp(), (m[..., i] - shift).exp()
         l[..., i] = l[..., i] * alpha + p.sum(-1)
-        acc[..., i, :] = acc[..., i, :] * alpha[..., None] + torch.einsum("hgij,jhd->hgid", p, v[j].float())
+        acc[..., i, :] = acc[..., i, :] * alpha[..., None] + torch.einsum(
+            "hgij,jhd->hgid", p, v[j].float()
+        )
         m[..., i] = m_new
     og.copy_((acc / l.masked_fill(l == 0, 1.0)[..., None]).permute(2, 0, 1, 3))
     lse.copy_((m + l.log()).flatten(0, 1))
@@ -161,7 +197,11 @@ def _backward_tiles(
     for i, j, seen in _tiles(first, last):
         p = (_scores(qg[i], k[j], seen, scale) - lse[..., i, None]).exp()
         sums[2][j] += torch.einsum("hgij,ihgd->jhd", p, dog[i].float())
-        ds = p * (torch.einsum("ihgd,jhd->hgij", dog[i].float(), v[j].float()) - delta[..., i, None]) * scale
+        ds = (
+            p
+            * (torch.einsum("ihgd,jhd->hgij", dog[i].float(), v[j].float()) - delta[..., i, None])
+            * scale
+        )
         sums[1][j] += torch.einsum("hgij,ihgd->jhd", ds, qg[i].float())
         sums[0][i] += torch.einsum("hgij,jhd->ihgd", ds, k[j].float())
     for target, total in ((dq, sums[0].flatten(1, 2)), (dk, sums[1]), (dv, sums[2])):

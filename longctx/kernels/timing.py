@@ -1,7 +1,8 @@
-"""Times of calls that compete: in turn, round by round, each after an untimed one of its own; medians. And times of steps.
+"""Times of calls that compete: in turn, round by round, each after an untimed one of its own;
+medians. And times of steps.
 
-On a GPU the device is given something to sleep on while a round is handed to it. So it never waits for Python, and what the events
-between the calls measure is the device's own time.
+On a GPU the device is given something to sleep on while a round is handed to it. So it never waits
+for Python, and what the events between the calls measure is the device's own time.
 """
 
 from __future__ import annotations
@@ -20,9 +21,14 @@ LONGEST_SLEEP = 0.05  # seconds
 
 
 def medians(
-    calls: Mapping[Key, Callable[[], Any]], repeats: int, seconds: float = float("inf"), least: int = 3
+    calls: Mapping[Key, Callable[[], Any]],
+    repeats: int,
+    seconds: float = float("inf"),
+    least: int = 3,
 ) -> dict[Key, float]:
-    """Median milliseconds of each call on the current device; `repeats` rounds, fewer, but `least`, where they last `seconds`."""
+    """Median milliseconds of each call on the current device; `repeats` rounds, fewer, but `least`,
+    where they last `seconds`.
+    """
     on_gpu = torch.cuda.is_available()
     for call in calls.values():
         for _ in range(2):
@@ -42,17 +48,26 @@ def medians(
     for _ in range(rounds):
         if on_gpu:
             torch.cuda._sleep(int(min(1.5 * issued, LONGEST_SLEEP) * CYCLES))
-        shuffle(order)  # at its power limit a GPU is faster after a call that took less: none may always come after it
+        shuffle(
+            order
+        )  # at its power limit a GPU is faster after a call that took less: none may always come after it
         for key, mark in _round(calls, order, on_gpu).items():
             found[key].append(mark)
     if on_gpu:
         torch.cuda.synchronize()
-        return {key: median(start.elapsed_time(end) for start, end in pairs) for key, pairs in found.items()}
-    return {key: median((end - start) * 1e3 for start, end in pairs) for key, pairs in found.items()}
+        return {
+            key: median(start.elapsed_time(end) for start, end in pairs)
+            for key, pairs in found.items()
+        }
+    return {
+        key: median((end - start) * 1e3 for start, end in pairs) for key, pairs in found.items()
+    }
 
 
 class Laps:
-    """Milliseconds from each `begin` to its `end`; a GPU's own, for which nothing waits before they are read."""
+    """Milliseconds from each `begin` to its `end`; a GPU's own, for which nothing waits before they
+    are read.
+    """
 
     def __init__(self, on_gpu: bool) -> None:
         self.on_gpu = on_gpu
@@ -83,7 +98,9 @@ class Laps:
         return event
 
 
-def _round(calls: Mapping[Key, Callable[[], Any]], order: list[Key], on_gpu: bool) -> dict[Key, tuple[Any, Any]]:
+def _round(
+    calls: Mapping[Key, Callable[[], Any]], order: list[Key], on_gpu: bool
+) -> dict[Key, tuple[Any, Any]]:
     """(start, end) of every call: events of a GPU, else seconds."""
     marks: dict[Key, tuple[Any, Any]] = {}
     for key in order:

@@ -1,9 +1,11 @@
-"""Measure launch configs on the GPU at hand and write the table of the best: `python -m longctx.kernels tune`.
+"""Measure launch configs on the GPU at hand and write the table of the best: `python -m
+longctx.kernels tune`.
 
-Candidates must compile, fit, pass the exact self-test, and then win against the config in use by GAIN, timed in turn with it.
-The portable kernels' candidates are tiles, warps and stages; a Hopper module's are its CANDIDATES (head size → configs like those of
-its CONFIGS) or, where it has none, its CONFIGS with each switch turned and each ring one stage shorter or longer. Training reads
-the table and never times anything; see launch.py for where it looks.
+Candidates must compile, fit, pass the exact self-test, and then win against the config in use by
+GAIN, timed in turn with it. The portable kernels' candidates are tiles, warps and stages; a Hopper
+module's are its CANDIDATES (head size → configs like those of its CONFIGS) or, where it has none,
+its CONFIGS with each switch turned and each ring one stage shorter or longer. Training reads the
+table and never times anything; see launch.py for where it looks.
 """
 
 from __future__ import annotations
@@ -31,7 +33,11 @@ from longctx.kernels.launch import Launch
 from longctx.kernels.timing import medians
 from longctx.kernels.words import TuneOptions
 
-PORTABLE = {"forward": "forward", "dkv": "backward", "dq": "backward"}  # kernel → the part of flash that runs it
+PORTABLE = {
+    "forward": "forward",
+    "dkv": "backward",
+    "dq": "backward",
+}  # kernel → the part of flash that runs it
 HOPPER = {"hopper_forward": "forward", "hopper_backward": "backward"}  # module → the part
 GAIN = 1.02
 FINALISTS = 4
@@ -47,7 +53,9 @@ def run(options: TuneOptions, command: str) -> None:
         if unknown := [x for x in values if x not in known]:
             raise ValueError(f"{name}={unknown[0]}: choose from {', '.join(known)}")
     if wrong := [d for d in options.head_sizes if d not in flash.HEAD_SIZES]:
-        raise ValueError(f"head_sizes={wrong[0]}: from {flash.HEAD_SIZES[0]} to {flash.HEAD_SIZES[-1]}")
+        raise ValueError(
+            f"head_sizes={wrong[0]}: from {flash.HEAD_SIZES[0]} to {flash.HEAD_SIZES[-1]}"
+        )
     if len({_padded(d) for d in options.head_sizes}) < len(options.head_sizes):
         sizes = ",".join(map(str, options.head_sizes))
         raise ValueError(
@@ -81,24 +89,42 @@ def run(options: TuneOptions, command: str) -> None:
         ):
             for kernel in HOPPER:
                 if (chosen := best_hopper(kernel, tensors)) is not None:
-                    found.setdefault(kernel, {})[str(max(64, int(_padded(head_dim))))] = {"0": list(chosen)}
+                    found.setdefault(kernel, {})[str(max(64, int(_padded(head_dim))))] = {
+                        "0": list(chosen)
+                    }
     gpu = torch.cuda.get_device_name(device)
-    from longctx.kernels.lock import machine
+    from longctx.kernels.fingerprint import machine
 
     about = {"date": date.today().isoformat(), "command": command} | machine(device)
     write(out, before, gpu, found, about)
-    print(f"wrote {out}; training on this GPU uses it" + ("" if looked_up else f" with LONGCTX_LAUNCH={out}"))
+    print(
+        f"wrote {out}; training on this GPU uses it"
+        + ("" if looked_up else f" with LONGCTX_LAUNCH={out}")
+    )
 
 
-def inputs(options: TuneOptions, head_dim: int, length: int, device: torch.device) -> dict[str, Any]:
-    """Arguments of `flash.run_forward` and `run_backward` for causal rows of `length` tokens, by name."""
+def inputs(
+    options: TuneOptions, head_dim: int, length: int, device: torch.device
+) -> dict[str, Any]:
+    """Arguments of `flash.run_forward` and `run_backward` for causal rows of `length` tokens, by
+    name.
+    """
     B, H = max(1, options.row_tokens // length), max(1, options.channels // head_dim)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype]
-    q, k, v, do = (torch.randn(B, length, H, head_dim, device=device, dtype=dtype) for _ in range(4))
+    q, k, v, do = (
+        torch.randn(B, length, H, head_dim, device=device, dtype=dtype) for _ in range(4)
+    )
     i = torch.arange(length, dtype=torch.int32, device=device)[None]
-    intervals = {"first": torch.zeros_like(i), "last": i, "qfirst": i, "qlast": torch.full_like(i, length - 1)}
+    intervals = {
+        "first": torch.zeros_like(i),
+        "last": i,
+        "qfirst": i,
+        "qlast": torch.full_like(i, length - 1),
+    }
     found = {"q": q, "k": k, "v": v, "do": do, **intervals}
-    found["out"], found["lse"] = flash.run_forward("triton-portable", q, k, v, intervals["first"], i, head_dim**-0.5)
+    found["out"], found["lse"] = flash.run_forward(
+        "triton-portable", q, k, v, intervals["first"], i, head_dim**-0.5
+    )
     return found
 
 
@@ -149,7 +175,9 @@ def portable_candidates(kernel: str) -> list[Launch]:
 
 
 def best_hopper(kernel: str, x: dict[str, Any]) -> Any:
-    """The fastest config of a Hopper module for the head size of x; None where it has nothing to choose."""
+    """The fastest config of a Hopper module for the head size of x; None where it has nothing to
+    choose.
+    """
     module = importlib.import_module(f"longctx.kernels.{kernel}")
     size = max(64, int(_padded(x["q"].shape[3])))
     configs: dict[int, Any] = getattr(module, "CONFIGS", {})
@@ -183,7 +211,9 @@ def best_hopper(kernel: str, x: dict[str, Any]) -> Any:
 
 
 def variations(config: Any) -> Iterator[Any]:
-    """A named tuple with its switches in all positions and its stages one fewer, as they are, and one more."""
+    """A named tuple with its switches in all positions and its stages one fewer, as they are, and
+    one more.
+    """
     fields = config._asdict()
     switches = [name for name, value in fields.items() if isinstance(value, bool)]
     rings = [name for name in fields if "stages" in name]
@@ -203,7 +233,9 @@ def race(
     implementation: str,
     x: dict[str, Any],
 ) -> Any:
-    """The fastest of `candidates` and `now`, which stays where none beats it by GAIN; says what it finds."""
+    """The fastest of `candidates` and `now`, which stays where none beats it by GAIN; says what it
+    finds.
+    """
     timed: dict[Any, float] = {}
     tried = [now, *(config for config in dict.fromkeys(candidates) if config != now)]
     for config in tried:
@@ -212,7 +244,9 @@ def race(
             if problem is None:
                 timed[config] = medians({config: call(part, implementation, x)}, 5, 0.2)[config]
             elif config == now:
-                raise ValueError(f"{title}: {config}, which is in use, cannot be measured: {problem}")
+                raise ValueError(
+                    f"{title}: {config}, which is in use, cannot be measured: {problem}"
+                )
     finalists = sorted(timed, key=timed.__getitem__)[:FINALISTS]
 
     def within(config: Any) -> Callable[[], None]:
@@ -222,10 +256,16 @@ def race(
 
         return one
 
-    final = medians({config: within(config) for config in dict.fromkeys([now, *finalists])}, 40, 3.0)
+    final = medians(
+        {config: within(config) for config in dict.fromkeys([now, *finalists])}, 40, 3.0
+    )
     best = min(final, key=final.__getitem__)
     chosen = best if final[best] * GAIN <= final[now] else now
-    gain = f"{final[now] / final[chosen]:.2f}× as fast as {describe(now)}" if chosen != now else "no other is faster"
+    gain = (
+        f"{final[now] / final[chosen]:.2f}× as fast as {describe(now)}"
+        if chosen != now
+        else "no other is faster"
+    )
     print(
         f"{title}: {describe(chosen)}, {final[chosen]:.3f} ms for the {part}, {gain} ({len(timed)} of {len(tried)} run)"
     )
@@ -234,7 +274,9 @@ def race(
 
 def refuses(part: str, implementation: str, q: Tensor) -> str | None:
     """Why the config on trial is out of the question: it does not compile or fit, or is wrong."""
-    kernel = functools.partial(flash.run_forward if part == "forward" else flash.run_backward, implementation)
+    kernel = functools.partial(
+        flash.run_forward if part == "forward" else flash.run_backward, implementation
+    )
     try:
         return selftest.check(part, kernel, q.device, q.dtype, q.shape[3], copies=selftest.COPIES)
     except Exception as error:  # Triton has many for what does not fit
@@ -263,7 +305,14 @@ def describe(config: Any) -> str:
     return " ".join(f"{name}={value}" for name, value in config._asdict().items())
 
 
-def add(found: dict[str, Any], kernel: str, head_dim: int, length: int, lengths: list[int], config: list[int]) -> None:
+def add(
+    found: dict[str, Any],
+    kernel: str,
+    head_dim: int,
+    length: int,
+    lengths: list[int],
+    config: list[int],
+) -> None:
     """Enter a config into a table: it serves from halfway to the length below, the shortest from 0."""
     rows = found.setdefault(kernel, {}).setdefault(_padded(head_dim), {})
     below = lengths.index(length)
@@ -281,15 +330,23 @@ def read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text()) if path.exists() else {}
     except (OSError, ValueError) as error:
-        raise ValueError(f"out={path}: cannot be read as JSON ({error}); choose another file") from error
+        raise ValueError(
+            f"out={path}: cannot be read as JSON ({error}); choose another file"
+        ) from error
     if not isinstance(found, dict):
         raise ValueError(f"out={path}: not a table of launch configs; choose another file")
     return found
 
 
-def write(path: Path, before: dict[str, Any], gpu: str, found: dict[str, Any], about: dict[str, str]) -> None:
-    """Put what was found for `gpu` into the file, whole or not at all; other GPUs, kernels and head sizes in it stay."""
-    table = {kernel: dict(sizes) for kernel, sizes in before.get(gpu, {}).items() if kernel != "measured"}
+def write(
+    path: Path, before: dict[str, Any], gpu: str, found: dict[str, Any], about: dict[str, str]
+) -> None:
+    """Put what was found for `gpu` into the file, whole or not at all; other GPUs, kernels and head
+    sizes in it stay.
+    """
+    table = {
+        kernel: dict(sizes) for kernel, sizes in before.get(gpu, {}).items() if kernel != "measured"
+    }
     for kernel, sizes in found.items():
         table[kernel] = table.get(kernel, {}) | sizes
     path.parent.mkdir(parents=True, exist_ok=True)

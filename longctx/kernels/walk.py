@@ -1,7 +1,9 @@
-"""Which tiles a program walks over, and in which order programs take them: shared by the portable and the Hopper kernels.
+"""Which tiles a program walks over, and in which order programs take them: shared by the portable
+and the Hopper kernels.
 
-Intervals are non-decreasing, so the tiles that a tile of queries (or, transposed, of keys) sees are one run: a boundary that needs
-the mask, tiles seen as a whole, another boundary. Four scalars from the ends of the tile say where each begins.
+Intervals are non-decreasing, so the tiles that a tile of queries (or, transposed, of keys) sees are
+one run: a boundary that needs the mask, tiles seen as a whole, another boundary. Four scalars from
+the ends of the tile say where each begins.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ L2_BYTES = 32 << 20  # of the cache, for what the heads of a group walk over
 
 @triton.jit
 def place(t, tiles, heads, together):
-    """The t-th of all tiles: (rank, head). Heads walk in groups that share L2; in a group the longest tiles come first."""
+    """The t-th of all tiles: (rank, head). Heads walk in groups that share L2; in a group the
+    longest tiles come first.
+    """
     group = t // (tiles * together)
     size = tl.minimum(together, heads - group * together)
     rest = t - group * tiles * together
@@ -24,7 +28,9 @@ def place(t, tiles, heads, together):
 
 @triton.jit
 def walk(first, last, start, end, SIZE: tl.constexpr):
-    """Tiles that positions start .. end-1 see: (lo, full_lo, full_hi, masked), full_lo .. full_hi-1 seen as a whole."""
+    """Tiles that positions start .. end-1 see: (lo, full_lo, full_hi, masked), full_lo .. full_hi-1
+    seen as a whole.
+    """
     first_lo, first_hi = tl.load(first + start), tl.load(first + end - 1)
     last_lo, last_hi = tl.load(last + start), tl.load(last + end - 1)
     lo = first_lo // SIZE
@@ -48,6 +54,8 @@ def batch_stride(interval: Tensor) -> int:
 
 
 def heads_together(x: Tensor, heads: int, multiple: int) -> int:
-    """How many heads, a multiple of a group, walk side by side: those whose two walked operands, like x, fill L2_BYTES."""
+    """How many heads, a multiple of a group, walk side by side: those whose two walked operands,
+    like x, fill L2_BYTES.
+    """
     per_head = 2 * x.shape[1] * x.shape[3] * x.element_size()
     return min(heads, max(1, L2_BYTES // per_head) * multiple)

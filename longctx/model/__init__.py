@@ -1,8 +1,10 @@
-"""The model: a GPT in Llama's architecture. Importing the package, or its config, does not import torch."""
+"""The model: a GPT in Llama's architecture. Importing the package, or its config, does not import
+torch.
+"""
 
 from typing import TYPE_CHECKING, Any
 
-from longctx.model.config import GPTConfig as GPTConfig
+from longctx.config.model_config import GPTConfig as GPTConfig
 
 if TYPE_CHECKING:
     from longctx.model.gpt import GPT as GPT

@@ -1,4 +1,6 @@
-"""`python -m longctx.model export runs/NAME out/`: a trained model as a Hugging Face folder. See `--help`."""
+"""`python -m longctx.model export runs/NAME out/`: a trained model as a Hugging Face folder. See
+`--help`.
+"""
 
 import sys
 from pathlib import Path
@@ -32,21 +34,25 @@ def read_words(argv: list[str]) -> tuple[Path, Path, dict[str, str]]:
     options = dict(word.split("=", 1) for word in argv[1:] if "=" in word)
     for word in paths:
         if word.startswith("-"):
-            raise ValueError(f"{word}: not an option; there are --help, dtype=, shard_gb= and adapter=")
+            raise ValueError(
+                f"{word}: not an option; there are --help, dtype=, shard_gb= and adapter="
+            )
     for key, value in options.items():
         if key not in ("dtype", "shard_gb", "adapter"):
             raise ValueError(f"{key}={value}: not a key; there are dtype=, shard_gb= and adapter=")
     if options.get("adapter", "false") not in ("true", "false"):
         raise ValueError(f"adapter={options['adapter']}: true or false")
     if len(paths) != 2:
-        raise ValueError(f"export {' '.join(paths)}: give the run and the new folder, as in export runs/NAME out/")
+        raise ValueError(
+            f"export {' '.join(paths)}: give the run and the new folder, as in export runs/NAME out/"
+        )
     return Path(paths[0]), Path(paths[1]), options
 
 
 def run(source: Path, out: Path, options: dict[str, str]) -> None:
     """Read the checkpoint, write the folder, say where."""
-    from longctx.model.checkpoint import opened, verify
     from longctx.model.export import SHORT_NAMES, check_out, export
+    from longctx.runs.checkpoints import opened, verify
 
     dtype = options.get("dtype", "fp32")
     if dtype not in SHORT_NAMES:
@@ -71,11 +77,17 @@ def run(source: Path, out: Path, options: dict[str, str]) -> None:
         model = lora.merge(model.float())
     context = max(seq_len, model.config.context or 0)
     export(model, file.resolve().parent.parent, out, context, SHORT_NAMES[dtype], shard_bytes)
-    print(f"{out}: {model.config.parameters():,} parameters of {file}, {dtype}, for {context:,} tokens")
+    print(
+        f"{out}: {model.config.parameters():,} parameters of {file}, {dtype}, for {context:,} tokens"
+    )
 
 
-def run_adapter(model: Any, file: Path, checkpoint: dict[str, Any], added: Any, seq_len: int, out: Path) -> None:
-    """Write what LoRA trained, and say where; of a model with stretched positions also its config.json, and what it is for."""
+def run_adapter(
+    model: Any, file: Path, checkpoint: dict[str, Any], added: Any, seq_len: int, out: Path
+) -> None:
+    """Write what LoRA trained, and say where; of a model with stretched positions also its
+    config.json, and what it is for.
+    """
     from longctx.model import lora
     from longctx.model.export import architecture
     from longctx.model.huggingface import read_config
@@ -88,9 +100,13 @@ def run_adapter(model: Any, file: Path, checkpoint: dict[str, Any], added: Any, 
     if Path(base).is_dir():
         base = str(Path(base).resolve())
         positions = ("rope_theta", "rope_scaling", "context")
-        stretched = any(getattr(model.config, key) != getattr(read_config(base), key) for key in positions)
+        stretched = any(
+            getattr(model.config, key) != getattr(read_config(base), key) for key in positions
+        )
     context = max(seq_len, model.config.context or 0)
-    lora.export_adapter(model, added, base, out, architecture(model.config, context) if stretched else None)
+    lora.export_adapter(
+        model, added, base, out, architecture(model.config, context) if stretched else None
+    )
     print(f"{out}: {added.parameters(model.config):,} parameters of {file}, an adapter of {base}")
     if stretched:
         print(
@@ -104,14 +120,18 @@ def newest(source: Path) -> Path:
         return source
     found = sorted((source / "checkpoints").glob("step-*.ckpt"), key=by_step)
     if not found:
-        raise ValueError(f"{source}: {'no run with a checkpoint' if source.exists() else 'no such run or checkpoint'}")
+        raise ValueError(
+            f"{source}: {'no run with a checkpoint' if source.exists() else 'no such run or checkpoint'}"
+        )
     return found[-1]
 
 
 def build(file: Path, checkpoint: dict[str, Any]) -> tuple[Any, int, Any]:
-    """The model of a checkpoint, the length of the rows that it was trained on, and its LoRA; ValueError if they do not fit."""
-    from longctx.model.checkpoint import mapped_model
-    from longctx.model.config import GPTConfig, LoraConfig
+    """The model of a checkpoint, the length of the rows that it was trained on, and its LoRA;
+    ValueError if they do not fit.
+    """
+    from longctx.config.model_config import GPTConfig, LoraConfig
+    from longctx.model.restore import mapped_model
 
     try:
         config = checkpoint["longctx"]["config"]

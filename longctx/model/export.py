@@ -1,5 +1,5 @@
-"""A GPT as a Hugging Face folder: config.json, generation_config.json, safetensors, tokenizer. Opens in transformers and
-in what reads its formats.
+"""A GPT as a Hugging Face folder: config.json, generation_config.json, safetensors, tokenizer.
+Opens in transformers and in what reads its formats.
 
 The folder appears under its name only when it is whole.
 """
@@ -18,17 +18,27 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from longctx import files
-from longctx.model.config import GPTConfig
+from longctx.config.model_config import GPTConfig
 from longctx.model.gpt import GPT
 from longctx.model.huggingface import Piece, pieces, read_json
 
 SHARD_BYTES = 5_000_000_000
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-# How Qwen2 splits text, after NFC. transformers 5 opens every qwen2 model so, whatever its tokenizer.json says.
-QWEN2_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
 )
-NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
+# How Qwen2 splits text, after NFC. transformers 5 opens every qwen2 model so, whatever its
+# tokenizer.json says.
+QWEN2_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+NAMES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "smollm3": "SmolLM3",
+}
 SHORT_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -40,17 +50,20 @@ def export(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write `model` to the new folder `out`, in its own `dtype` or another, in files of at most about `shard_bytes`.
+    """Write `model` to the new folder `out`, in its own `dtype` or another, in files of at most
+    about `shard_bytes`.
 
-    `context` is the length that it is for, by default that of `model.config`. Token files come from `tokenizer_folder`.
-    Raises ValueError where `out` has something in it or transformers has no class for the model, OSError if it cannot
-    be written; then nothing is left behind.
+    `context` is the length that it is for, by default that of `model.config`. Token files come from
+    `tokenizer_folder`. Raises ValueError where `out` has something in it or transformers has no
+    class for the model, OSError if it cannot be written; then nothing is left behind.
     """
     out, tokenizers = Path(out), Path(tokenizer_folder)
     check_out(out)
     context = context or model.config.context
     if context is None:
-        raise ValueError(f"{out}: the context is not known, which becomes max_position_embeddings; give it")
+        raise ValueError(
+            f"{out}: the context is not known, which becomes max_position_embeddings; give it"
+        )
     dtype = dtype or model.embed.weight.dtype
     if not (tokenizers / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{tokenizers}: no tokenizer.json to go with the model")
@@ -58,7 +71,9 @@ def export(
     if described["model_type"] == "qwen2":
         _check_words(tokenizers / "tokenizer.json")
     generation = _generation(tokenizers)
-    special = {f"{key}_token_id": generation.get(f"{key}_token_id") for key in ("bos", "eos", "pad")}
+    special = {
+        f"{key}_token_id": generation.get(f"{key}_token_id") for key in ("bos", "eos", "pad")
+    }
     described |= special | {"dtype": str(dtype).removeprefix("torch.")}
     try:
         with files.whole(out) as folder:
@@ -70,17 +85,23 @@ def export(
                     shutil.copyfile(tokenizers / name, folder / name)
             _write_weights(model, dtype, shard_bytes, folder)
     except (OSError, SafetensorError) as error:
-        raise OSError(f"{out}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
+        raise OSError(
+            f"{out}: cannot be written: {getattr(error, 'strerror', None) or error}"
+        ) from error
 
 
 def check_out(out: Path) -> None:
     """Raise ValueError unless `out` is free: not there, or an empty folder."""
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
-        raise ValueError(f"{out}: exists already and is not an empty folder; give the name of a new one")
+        raise ValueError(
+            f"{out}: exists already and is not an empty folder; give the name of a new one"
+        )
 
 
 def architecture(config: GPTConfig, context: int) -> dict[str, Any]:
-    """config.json of `config`; ValueError naming the combination for which transformers has no class."""
+    """config.json of `config`; ValueError naming the combination for which transformers has no
+    class.
+    """
     kind = _family(config)
     if config.rope_scaling.get("rope_type") == "dynamic":
         context = config.context or context  # from which its base starts to grow
@@ -117,8 +138,14 @@ def _family(config: GPTConfig) -> str:
     else:
         kind = "mistral" if config.window is not None and not config.qkv_bias else "llama"
     words = {
-        "model.qkv_bias": (config.qkv_bias, {"qwen2": True, "mistral": False}.get(kind, config.qkv_bias)),
-        "model.out_bias": (config.out_bias, config.qkv_bias if kind in ("llama", "qwen3", "smollm3") else False),
+        "model.qkv_bias": (
+            config.qkv_bias,
+            {"qwen2": True, "mistral": False}.get(kind, config.qkv_bias),
+        ),
+        "model.out_bias": (
+            config.out_bias,
+            config.qkv_bias if kind in ("llama", "qwen3", "smollm3") else False,
+        ),
         "model.mlp_bias": (config.mlp_bias, config.mlp_bias and kind in ("llama", "smollm3")),
         "model.nope_layers": (config.nope_layers, config.nope_layers if kind == "smollm3" else []),
         "model.window": (config.window, config.window if kind != "llama" else None),
@@ -126,7 +153,9 @@ def _family(config: GPTConfig) -> str:
     for key, (have, can) in words.items():
         if have != can:
             shown = str(have).lower() if isinstance(have, bool) else have
-            raise ValueError(f"{key}={shown}: no class of transformers has it beside the model's other keys ({kind})")
+            raise ValueError(
+                f"{key}={shown}: no class of transformers has it beside the model's other keys ({kind})"
+            )
     if kind == "qwen2" and config.head_size * config.heads != config.channels:
         raise ValueError(
             f"model.qkv_bias=true with model.head_dim={config.head_dim}: Qwen2 has heads of channels / heads only"
@@ -139,8 +168,13 @@ def _family(config: GPTConfig) -> str:
 
 
 def _rope(config: GPTConfig) -> dict[str, Any]:
-    """RoPE in the words of transformers 5 (rope_parameters), and in those of tools that follow it before version 5."""
-    base, scaling = {"rope_theta": config.rope_theta}, dict(config.rope_scaling) or {"rope_type": "default"}
+    """RoPE in the words of transformers 5 (rope_parameters), and in those of tools that follow it
+    before version 5.
+    """
+    base, scaling = (
+        {"rope_theta": config.rope_theta},
+        dict(config.rope_scaling) or {"rope_type": "default"},
+    )
     older = {"rope_scaling": scaling} if config.rope_scaling else {}
     return {"rope_parameters": scaling | base, **base, **older}
 
@@ -149,14 +183,20 @@ def _extra(config: GPTConfig, kind: str) -> dict[str, Any]:
     """The keys that one family has and others have not."""
     sliding = range(config.layers) if config.window_layers is None else config.window_layers
     sliding = sliding if config.window is not None else []
-    types = ["sliding_attention" if n in sliding else "full_attention" for n in range(config.layers)]
+    types = [
+        "sliding_attention" if n in sliding else "full_attention" for n in range(config.layers)
+    ]
     windows: dict[str, Any] = {
         "use_sliding_window": config.window is not None,
         "sliding_window": config.window,
         "layer_types": types,
     }
-    if kind.startswith("qwen") and list(sliding) == list(range(min(sliding, default=config.layers), config.layers)):
-        windows |= {"max_window_layers": min(sliding)} if sliding else {}  # for tools that do not know layer_types
+    if kind.startswith("qwen") and list(sliding) == list(
+        range(min(sliding, default=config.layers), config.layers)
+    ):
+        windows |= (
+            {"max_window_layers": min(sliding)} if sliding else {}
+        )  # for tools that do not know layer_types
     size = {"head_dim": config.head_size}
     extra: dict[str, dict[str, Any]] = {
         "llama": {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias, **size},
@@ -175,7 +215,9 @@ def _extra(config: GPTConfig, kind: str) -> dict[str, Any]:
 
 
 def _check_words(file: Path) -> None:
-    """Raise ValueError for a tokenizer that transformers would replace by another when it opens a Qwen2 model."""
+    """Raise ValueError for a tokenizer that transformers would replace by another when it opens a
+    Qwen2 model.
+    """
     described = read_json(file)
     splitting = described.get("pre_tokenizer") or {}
     first = (splitting.get("pretokenizers") or [{}])[0]
@@ -192,13 +234,20 @@ def _write_weights(model: GPT, dtype: torch.dtype, shard_bytes: int, folder: Pat
     shards = list(_shards(model.config, dtype.itemsize, shard_bytes))
     placed: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        name = (
+            f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            if len(shards) > 1
+            else "model.safetensors"
+        )
         tensors = {piece.theirs: _rows(parameters[piece.ours], piece).to(dtype) for piece in shard}
         save_file(tensors, folder / name, metadata={"format": "pt"})
         placed |= dict.fromkeys(tensors, name)
     if len(shards) > 1:
         size = dtype.itemsize * sum(x.numel() for x in parameters.values())
-        _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": placed})
+        _write_json(
+            folder / "model.safetensors.index.json",
+            {"metadata": {"total_size": size}, "weight_map": placed},
+        )
 
 
 def _rows(parameter: Tensor, piece: Piece) -> Tensor:
@@ -206,7 +255,9 @@ def _rows(parameter: Tensor, piece: Piece) -> Tensor:
 
 
 def _shards(config: GPTConfig, itemsize: int, most: int) -> Iterator[list[Piece]]:
-    """The tensors in their order, a new shard whenever the next one would make it larger than `most` bytes."""
+    """The tensors in their order, a new shard whenever the next one would make it larger than
+    `most` bytes.
+    """
     shard: list[Piece] = []
     used = 0
     for piece in pieces(config):
@@ -220,7 +271,9 @@ def _shards(config: GPTConfig, itemsize: int, most: int) -> Iterator[list[Piece]
 
 
 def _generation(tokenizers: Path) -> dict[str, Any]:
-    """generation_config.json beside the tokenizer, or one with the ids of its begin- and end-of-text tokens."""
+    """generation_config.json beside the tokenizer, or one with the ids of its begin- and
+    end-of-text tokens.
+    """
     if (tokenizers / "generation_config.json").is_file():
         return read_json(tokenizers / "generation_config.json")
     described = read_json(tokenizers / "tokenizer.json")

@@ -1,4 +1,6 @@
-"""A GPT in Llama's architecture: embedding, blocks, norm, head or loss. Nothing in forward waits for the device."""
+"""A GPT in Llama's architecture: embedding, blocks, norm, head or loss. Nothing in forward waits
+for the device.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from longctx.attention import Mask
-from longctx.attention.config import AttentionConfig
+from longctx.config.memory_config import MemoryConfig
+from longctx.config.model_config import AttentionConfig, GPTConfig
 from longctx.model import recompute
-from longctx.model.config import GPTConfig
 from longctx.model.layers import Block, RMSNorm, StreamNorm
 from longctx.model.loss import linear_cross_entropy
-from longctx.model.memory import MemoryConfig
 from longctx.model.rope import Rope
 
 
 class GPT(nn.Module):
-    """The model of `config`, with attention by the named backend; raises ValueError where `config` makes no model.
+    """The model of `config`, with attention by the named backend; raises ValueError where `config`
+    makes no model.
 
     `memory` says what is kept for backward and where; its default is the policy fast.
     """
@@ -47,7 +49,9 @@ class GPT(nn.Module):
             Block(config, chosen, n not in config.nope_layers) for n in range(config.layers)
         )
         self.norm = StreamNorm(config.channels, config.norm_eps)
-        self.head = None if config.tied else nn.Linear(config.channels, config.vocab_size, bias=False)
+        self.head = (
+            None if config.tied else nn.Linear(config.channels, config.vocab_size, bias=False)
+        )
         self.init_weights()
 
     @property
@@ -57,23 +61,28 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw all weights anew: normal(0, init_std), as in GPT-2 less by sqrt(2 · layers) into the residual stream."""
+        """Draw all weights anew: normal(0, init_std), as in GPT-2 less by sqrt(2 · layers) into the
+        residual stream.
+        """
         std = self.config.init_std
         for name, module in self.named_modules():
             if isinstance(module, RMSNorm):
                 nn.init.ones_(module.weight)
             elif isinstance(module, nn.Linear | nn.Embedding):
                 into_residual = name.endswith((".attention.out", ".mlp.down"))
-                nn.init.normal_(module.weight, std=std / math.sqrt(2 * self.config.layers) if into_residual else std)
+                nn.init.normal_(
+                    module.weight,
+                    std=std / math.sqrt(2 * self.config.layers) if into_residual else std,
+                )
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
     def compile_blocks(self) -> None:
         """Compile every block in place with torch.compile; parameter names stay as they are.
 
-        All blocks share one compiled graph, or two, before and after attention, where backward runs them again. A
-        backend that torch.compile cannot trace splits it too. Where torch would stop compiling and run on without a
-        word, it raises instead.
+        All blocks share one compiled graph, or two, before and after attention, where backward runs
+        them again. A backend that torch.compile cannot trace splits it too. Where torch would stop
+        compiling and run on without a word, it raises instead.
         """
         torch._dynamo.config.recompile_limit = 64
         torch._dynamo.config.fail_on_recompile_limit_hit = True
@@ -92,20 +101,25 @@ class GPT(nn.Module):
         scale: Tensor | None = None,
         at: Tensor | None = None,
     ) -> Tensor:
-        """tokens (B, T) int64 → logits (B, T, V), or with targets (B, T), where -100 is not scored, their loss in fp32.
+        """tokens (B, T) int64 → logits (B, T, V), or with targets (B, T), where -100 is not scored,
+        their loss in fp32.
 
-        `mask` defaults to `Mask.causal()`. `reduction` is "mean" over the scored tokens, "sum", or "none": losses (B,
-        T), 0 where not scored, without gradient. `scale`, a scalar on the device, multiplies mean and sum. `at` (B, n) int64
-        gives logits for these places in the rows alone, (B, n, V). Raises ValueError where tokens, targets or mask do not
-        fit together.
+        `mask` defaults to `Mask.causal()`. `reduction` is "mean" over the scored tokens, "sum", or
+        "none": losses (B, T), 0 where not scored, without gradient. `scale`, a scalar on the
+        device, multiplies mean and sum. `at` (B, n) int64 gives logits for these places in the rows
+        alone, (B, n, V). Raises ValueError where tokens, targets or mask do not fit together.
         """
         if tokens.ndim != 2 or (targets is not None and targets.shape != tokens.shape):
             shapes = tuple(tokens.shape), None if targets is None else tuple(targets.shape)
-            raise ValueError(f"tokens and targets must both be (B, T), got {shapes[0]} and {shapes[1]}")
+            raise ValueError(
+                f"tokens and targets must both be (B, T), got {shapes[0]} and {shapes[1]}"
+            )
         B, T = tokens.shape
         mask = (Mask.causal() if mask is None else mask).bind(B, T, T, tokens.device)
         cos, sin = self.rope(mask.positions(B, T, tokens.device))
-        masks: dict[int | None, Mask] = {None: mask}  # by window; each made once, for all layers that have it
+        masks: dict[int | None, Mask] = {
+            None: mask
+        }  # by window; each made once, for all layers that have it
         if self.config.window is not None:
             masks[self.config.window] = mask.windowed(self.config.window)
         embedding, unembedding = self.embed.weight, self.unembedding
@@ -124,7 +138,9 @@ class GPT(nn.Module):
         return linear_cross_entropy(x, unembedding, targets, chunk, reduction, scale)
 
     def _adds_in_place(self, tokens: Tensor) -> bool:
-        """Whether a tied weight's two gradients are added up in place: on a GPU by atomics, in any order, and in fp32."""
+        """Whether a tied weight's two gradients are added up in place: on a GPU by atomics, in any
+        order, and in fp32.
+        """
         any_order = tokens.is_cuda and not torch.are_deterministic_algorithms_enabled()
         return any_order and torch.is_grad_enabled() and self.embed.weight.dtype == torch.float32
 
@@ -144,7 +160,9 @@ class GPT(nn.Module):
 
 
 class _Tied(torch.autograd.Function):
-    """A weight once for the embedding, whose gradient is sparse, and once for the head: their sum takes the head's place."""
+    """A weight once for the embedding, whose gradient is sparse, and once for the head: their sum
+    takes the head's place.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> tuple[Tensor, Tensor]:

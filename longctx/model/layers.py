@@ -1,9 +1,9 @@
-"""One transformer block: RMSNorm, grouped-query self-attention, RMSNorm, SwiGLU, each half added to the residual
-stream.
+"""One transformer block: RMSNorm, grouped-query self-attention, RMSNorm, SwiGLU, each half added to
+the residual stream.
 
-Shapes: B rows, T tokens, C channels, H query heads, Hkv key-value heads, D channels per head. q, k, v come from one
-projection and gate and up from another; their rows are [q; k; v] and [gate; up], so that they split into the tensors of
-a Llama checkpoint.
+Shapes: B rows, T tokens, C channels, H query heads, Hkv key-value heads, D channels per head. q, k,
+v come from one projection and gate and up from another; their rows are [q; k; v] and [gate; up], so
+that they split into the tensors of a Llama checkpoint.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longctx.attention import Mask, attention
-from longctx.attention.config import AttentionConfig
+from longctx.config.model_config import AttentionConfig, GPTConfig
 from longctx.kernels import HAS_TRITON
 from longctx.kernels.linear import linear
-from longctx.model.config import GPTConfig
 from longctx.model.rope import rotate
 
 
@@ -40,8 +39,12 @@ class RMSNorm(nn.RMSNorm):
     """x / rms(x) · weight, computed in fp32 and returned in x's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = torch.promote_types(x.dtype, self.weight.dtype)  # of a 16-bit stream and 32-bit weights: 32 bits
-        return F.rms_norm(x.to(wide), self.normalized_shape, self.weight.to(wide), self.eps).to(x.dtype)
+        wide = torch.promote_types(
+            x.dtype, self.weight.dtype
+        )  # of a 16-bit stream and 32-bit weights: 32 bits
+        return F.rms_norm(x.to(wide), self.normalized_shape, self.weight.to(wide), self.eps).to(
+            x.dtype
+        )
 
 
 class StreamNorm(RMSNorm):
@@ -56,7 +59,9 @@ class StreamNorm(RMSNorm):
         return norm(x, self.weight, self.eps)
 
     def onward(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x (..., C), `branch` added to it where there is one, as it goes on, and its norm; their gradients meet in backward."""
+        """x (..., C), `branch` added to it where there is one, as it goes on, and its norm; their
+        gradients meet in backward.
+        """
         if not fused(x):
             x = x if branch is None else x + branch
             return x, super().forward(x)
@@ -67,20 +72,26 @@ class StreamNorm(RMSNorm):
 
 
 class SelfAttention(nn.Module):
-    """Rotary grouped-query attention by the chosen backend; without the rotation where `rotary` is false."""
+    """Rotary grouped-query attention by the chosen backend; without the rotation where `rotary` is
+    false.
+    """
 
     def __init__(self, config: GPTConfig, chosen: AttentionConfig, rotary: bool = True) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_size
         self.rotary = rotary
         self.backend, self.options = chosen.backend, dict(chosen.options)
-        self.qkv = Linear(config.channels, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=config.qkv_bias)
+        self.qkv = Linear(
+            config.channels, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=config.qkv_bias
+        )
         self.out = Linear(self.heads * self.head_dim, config.channels, bias=config.out_bias)
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, T, C) → q (B, T, H, D), k and v (B, T, Hkv, D), q and k turned by their positions if `rotary`."""
+        """x (B, T, C) → q (B, T, H, D), k and v (B, T, Hkv, D), q and k turned by their positions
+        if `rotary`.
+        """
         qkv = self.qkv(x)
         if self.rotary and isinstance(self.q_norm, nn.Identity) and fused(qkv):
             from longctx.kernels.rope import turned
@@ -130,9 +141,11 @@ class Block(nn.Module):
         return self.attention.project(self.attention_norm(x), cos, sin)
 
     def after(self, x: Tensor, out: Tensor, valued: bool = True) -> Tensor:
-        """The block's output from its input and attention's output (B, T, H, D); each token by itself.
+        """The block's output from its input and attention's output (B, T, H, D); each token by
+        itself.
 
-        Unless `valued`, only its gradients are right: for those who know the output and want its graph again.
+        Unless `valued`, only its gradients are right: for those who know the output and want its
+        graph again.
         """
         x, normed = self.mlp_norm.onward(x, self.attention.out(out.flatten(2)))
         return x + self.mlp(normed, valued)

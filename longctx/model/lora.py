@@ -1,8 +1,10 @@
-"""LoRA (Hu et al., arXiv 2106.09685): frozen weights W, and beside each a low-rank product that is trained.
+"""LoRA (Hu et al., arXiv 2106.09685): frozen weights W, and beside each a low-rank product that is
+trained.
 
-y = W x + (alpha / rank) · B (A x), A (rank, in) random, B (out, rank) zero at first. The projections of q, k, v, and of
-gate and up, are one matrix here, so they share A: the same as adapters of their own with equal A, which is how an
-adapter is written for peft. Merged, W + (alpha / rank) · B A, nothing of it is left to see.
+y = W x + (alpha / rank) · B (A x), A (rank, in) random, B (out, rank) zero at first. The
+projections of q, k, v, and of gate and up, are one matrix here, so they share A: the same as
+adapters of their own with equal A, which is how an adapter is written for peft. Merged, W + (alpha
+/ rank) · B A, nothing of it is left to see.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from longctx import files
-from longctx.model.config import LoraConfig
+from longctx.config.model_config import LoraConfig
 from longctx.model.gpt import GPT
 from longctx.model.huggingface import pieces
 from longctx.model.layers import Linear, RMSNorm
@@ -27,7 +29,9 @@ OF_BLOCK = {"qkv": "attention", "out": "attention", "gate_up": "mlp", "down": "m
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer whose own weights rest, with a product of two thin matrices, in fp32, that is trained."""
+    """A linear layer whose own weights rest, with a product of two thin matrices, in fp32, that is
+    trained.
+    """
 
     def __init__(self, frozen: nn.Linear, rank: int, alpha: float) -> None:
         nn.Module.__init__(self)
@@ -35,8 +39,12 @@ class LoraLinear(nn.Linear):
         self.weight, self.bias = frozen.weight, frozen.bias
         self.scale = alpha / rank
         device = frozen.weight.device
-        self.lora_a = nn.Parameter(torch.empty(rank, self.in_features, dtype=torch.float32, device=device))
-        self.lora_b = nn.Parameter(torch.zeros(self.out_features, rank, dtype=torch.float32, device=device))
+        self.lora_a = nn.Parameter(
+            torch.empty(rank, self.in_features, dtype=torch.float32, device=device)
+        )
+        self.lora_b = nn.Parameter(
+            torch.zeros(self.out_features, rank, dtype=torch.float32, device=device)
+        )
         nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,13 +76,19 @@ def add(model: GPT, config: LoraConfig) -> GPT:
     for block in model.blocks:
         for name in config.targets:
             part = getattr(block, OF_BLOCK[name])
-            setattr(part, name, LoraLinear(getattr(part, name), config.rank, config.scaling * config.rank))
+            setattr(
+                part,
+                name,
+                LoraLinear(getattr(part, name), config.rank, config.scaling * config.rank),
+            )
     return model
 
 
 @torch.no_grad()
 def merge(model: GPT) -> GPT:
-    """Put every trained product into the weight beside it; `model` is a plain GPT then, and trainable as a whole."""
+    """Put every trained product into the weight beside it; `model` is a plain GPT then, and
+    trainable as a whole.
+    """
     for block in model.blocks:
         for name, part in OF_BLOCK.items():
             layer = getattr(getattr(block, part), name)
@@ -86,12 +100,16 @@ def merge(model: GPT) -> GPT:
 def export_adapter(
     model: GPT, config: LoraConfig, base: str, out: Path, architecture: dict[str, Any] | None = None
 ) -> None:
-    """Write the adapter of `model` to the new folder `out` as peft reads it; `base` names the model that it belongs to.
+    """Write the adapter of `model` to the new folder `out` as peft reads it; `base` names the model
+    that it belongs to.
 
-    Where that has to be opened with another config.json, such as one with stretched positions, `architecture` is that.
+    Where that has to be opened with another config.json, such as one with stretched positions,
+    `architecture` is that.
     """
     tensors: dict[str, Tensor] = {}
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+    layers = {
+        name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)
+    }
     for piece in pieces(model.config):
         layer = layers.get(piece.ours.removesuffix(".weight"))
         if layer is not None and piece.ours.endswith(".weight"):
@@ -114,6 +132,10 @@ def export_adapter(
     with files.whole(out) as folder:
         folder.mkdir(parents=True)
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        (folder / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        (folder / "adapter_config.json").write_text(
+            json.dumps(described, indent=2) + "\n", encoding="utf-8"
+        )
         if architecture is not None:
-            (folder / "config.json").write_text(json.dumps(architecture, indent=2) + "\n", encoding="utf-8")
+            (folder / "config.json").write_text(
+                json.dumps(architecture, indent=2) + "\n", encoding="utf-8"
+            )

@@ -1,12 +1,15 @@
-"""Cross-entropy of a linear output head in chunks of tokens: the logits of a whole row never exist at once.
+"""Cross-entropy of a linear output head in chunks of tokens: the logits of a whole row never exist
+at once.
 
 For a token with hidden state h and target t:  z = W h,  p = softmax(z),  loss = -log p[t],  dz = p - onehot(t),
 dh = Wᵀ dz,  dW = Σ dz hᵀ.  All of it needs z, so the gradients are computed in forward, while a chunk's z is there, and
-z is never computed twice (as in Liger Kernel, arXiv 2410.10989). Backward only multiplies them with the incoming
-gradient, a scalar. dW is accumulated in fp32 over the chunks; matmuls run in the dtype of the inputs, or in autocast's.
+z is never computed twice (as in Liger Kernel, arXiv 2410.10989). Backward only multiplies them with
+the incoming gradient, a scalar. dW is accumulated in fp32 over the chunks; matmuls run in the dtype
+of the inputs, or in autocast's.
 
-On a GPU one kernel turns a chunk's z into dz in place (longctx.kernels.cross_entropy). There the logits that a gradient
-is taken of are rounded to 16 bits, as F.linear and F.cross_entropy would; those of an evaluation stay in fp32.
+On a GPU one kernel turns a chunk's z into dz in place (longctx.kernels.cross_entropy). There the
+logits that a gradient is taken of are rounded to 16 bits, as F.linear and F.cross_entropy would;
+those of an evaluation stay in fp32.
 
 Shapes: N tokens, C channels, V words.
 """
@@ -26,14 +29,21 @@ IGNORED = -100
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, reduction: str = "mean", scale: Tensor | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int,
+    reduction: str = "mean",
+    scale: Tensor | None = None,
 ) -> Tensor:
-    """Loss of the logits hidden (..., C) @ weight (V, C)ᵀ against targets (...), where -100 is not scored.
+    """Loss of the logits hidden (..., C) @ weight (V, C)ᵀ against targets (...), where -100 is not
+    scored.
 
-    It is fp32, or fp64 for fp64 inputs. "mean" is over the scored tokens and "sum" over all; where no token is scored
-    both are 0 with zero gradients. "none" gives a loss per token, 0 where not scored, and has no gradient: it is for
-    evaluation. With `scale`, a scalar on the device, a sum or mean is multiplied by it before anything is rounded to
-    16 bits. Gradients can be taken once per loss. Raises ValueError for another `reduction`.
+    It is fp32, or fp64 for fp64 inputs. "mean" is over the scored tokens and "sum" over all; where
+    no token is scored both are 0 with zero gradients. "none" gives a loss per token, 0 where not
+    scored, and has no gradient: it is for evaluation. With `scale`, a scalar on the device, a sum
+    or mean is multiplied by it before anything is rounded to 16 bits. Gradients can be taken once
+    per loss. Raises ValueError for another `reduction`.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r} must be 'mean', 'sum' or 'none'")
@@ -53,7 +63,9 @@ def linear_cross_entropy(
 
 class _SummedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, chunk: int
+    ) -> Tensor:
         chunks = _Chunks(hidden, weight, scale, *ctx.needs_input_grad[:2])
         total = chunks.losses(targets, chunk).sum() * scale
         ctx.gradients = chunks.dh, chunks.dw
@@ -64,7 +76,9 @@ class _SummedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError("the gradients of this loss were already taken; compute the loss again")
+            raise RuntimeError(
+                "the gradients of this loss were already taken; compute the loss again"
+            )
         (dh, dw), ctx.gradients = ctx.gradients, None
         dh = None if dh is None else _times(dh.to(ctx.dtypes[0]), grad)
         dw = None if dw is None else _times(dw, grad).to(ctx.dtypes[1])
@@ -87,7 +101,9 @@ def fused(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class _Chunks:
-    """Losses, and with them the gradients of `scale` · their sum if asked for: `dh` (N, C) and `dw` (V, C)."""
+    """Losses, and with them the gradients of `scale` · their sum if asked for: `dh` (N, C) and `dw`
+    (V, C).
+    """
 
     def __init__(
         self,
@@ -112,7 +128,9 @@ class _Chunks:
         """(N,) loss of each token, with the logits of at most `chunk` tokens at one time."""
         losses = torch.empty(targets.shape, dtype=self.accumulate, device=self.hidden.device)
         pieces = max(1, -(-len(targets) // chunk))
-        size = min(chunk, -(-len(targets) // pieces // 128) * 128)  # none much smaller than the others
+        size = min(
+            chunk, -(-len(targets) // pieces // 128) * 128
+        )  # none much smaller than the others
         for start in range(0, len(targets), size):
             rows = slice(start, start + size)
             if fused(self.hidden.device, self.dtype):
@@ -120,7 +138,9 @@ class _Chunks:
                 continue
             ignored = targets[rows, None] == IGNORED
             t = targets[rows, None].masked_fill(ignored, 0)
-            h = self.hidden[rows].to(self.dtype).masked_fill(ignored, 0)  # (n, C); an ignored token adds nothing to dW
+            h = (
+                self.hidden[rows].to(self.dtype).masked_fill(ignored, 0)
+            )  # (n, C); an ignored token adds nothing to dW
             logp = self._logits(h).log_softmax(dim=-1)  # (n, V)
             loss = -logp.gather(1, t)
             losses[rows] = loss.masked_fill(ignored, 0).squeeze(1)

@@ -1,7 +1,8 @@
-"""Tensors that wait for backward in pinned host memory, copied on a stream of their own while the GPU computes.
+"""Tensors that wait for backward in pinned host memory, copied on a stream of their own while the
+GPU computes.
 
-Host memory is pinned once and used again by every forward pass. On a CPU there is nowhere else to keep a tensor: `Host`
-copies it all the same, so that what runs on a GPU is tested there.
+Host memory is pinned once and used again by every forward pass. On a CPU there is nowhere else to
+keep a tensor: `Host` copies it all the same, so that what runs on a GPU is tested there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from torch import Tensor
 
 
 class Host:
-    """Pinned memory for what one block keeps. One copy at a time: the blocks share a stream per device."""
+    """Pinned memory for what one block keeps. One copy at a time: the blocks share a stream per
+    device.
+    """
 
     _hosts: ClassVar[dict[tuple[torch.device, int], Host]] = {}
     _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
@@ -26,7 +29,9 @@ class Host:
 
     @classmethod
     def of(cls, device: torch.device, block: int) -> Host:
-        """The memory of a block; a second forward pass before the first one's backward gets its own."""
+        """The memory of a block; a second forward pass before the first one's backward gets its
+        own.
+        """
         number = block
         while (host := cls._hosts.setdefault((device, number), cls())).taken:
             number += 1 << 20
@@ -44,7 +49,9 @@ class Host:
         have = self.memory.get(name)
         if have is None or have.numel() < x.numel() or have.dtype != x.dtype:
             self.memory.pop(name, None)
-            self.memory[name] = pinned(x.numel(), x.dtype) if x.is_cuda else torch.empty(x.numel(), dtype=x.dtype)
+            self.memory[name] = (
+                pinned(x.numel(), x.dtype) if x.is_cuda else torch.empty(x.numel(), dtype=x.dtype)
+            )
         return self.memory[name][: x.numel()].view(x.shape)
 
 
@@ -69,7 +76,9 @@ class Kept:
     def prefetch(self) -> None:
         """Begin to bring them back."""
         if self.here is None:
-            self.here = {name: torch.empty_like(x, device=self.device) for name, x in self.away.items()}
+            self.here = {
+                name: torch.empty_like(x, device=self.device) for name, x in self.away.items()
+            }
             self._copy(self.away, self.here)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -94,14 +103,18 @@ class Kept:
 
 
 def pinned(numel: int, dtype: torch.dtype) -> Tensor:
-    """Page-locked memory of whole pages, where torch's own allocator would round its size up to a power of two."""
+    """Page-locked memory of whole pages, where torch's own allocator would round its size up to a
+    power of two.
+    """
     nbytes = numel * dtype.itemsize
     pages = mmap.mmap(-1, max(1, nbytes))
     made = torch.frombuffer(pages, dtype=torch.uint8)
     made.zero_()  # several threads touch the pages, where pinning would with one
     code = int(torch.cuda.cudart().cudaHostRegister(made.data_ptr(), made.nbytes, 0))
     if code != 0:
-        raise MemoryError(f"{nbytes / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {code})")
+        raise MemoryError(
+            f"{nbytes / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {code})"
+        )
     weakref.finalize(pages, torch.cuda.cudart().cudaHostUnregister, made.data_ptr())
     return made[:nbytes].view(dtype)
 

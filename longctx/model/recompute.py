@@ -1,12 +1,15 @@
-"""Blocks that compute again in backward what they did not keep, never attention, and in tiles of tokens.
+"""Blocks that compute again in backward what they did not keep, never attention, and in tiles of
+tokens.
 
-A block is token by token but for attention: (q, k, v) = before(x), out = attention(q, k, v), y = after(x, out). Keeping x,
-out and attention's lse is enough for its gradients: `after` and `before` run again, tile by tile, and attention's
-backward takes out and lse as they are. A backend without such a backward (all but flash) runs its forward again.
+A block is token by token but for attention: (q, k, v) = before(x), out = attention(q, k, v), y =
+after(x, out). Keeping x, out and attention's lse is enough for its gradients: `after` and `before`
+run again, tile by tile, and attention's backward takes out and lse as they are. A backend without
+such a backward (all but flash) runs its forward again.
 
-With `keep_every` = n only the x of every n-th block is kept: another is after(x, out) of the block before it, which
-needs no attention either. Gradients of weights are added up over the tiles in the weights' precision, fp32 at least.
-Compare activation checkpointing (arXiv 1604.06174) and tiled computation in ALST (arXiv 2506.13996).
+With `keep_every` = n only the x of every n-th block is kept: another is after(x, out) of the block
+before it, which needs no attention either. Gradients of weights are added up over the tiles in the
+weights' precision, fp32 at least. Compare activation checkpointing (arXiv 1604.06174) and tiled
+computation in ALST (arXiv 2506.13996).
 """
 
 from __future__ import annotations
@@ -21,16 +24,23 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longctx.attention import Mask, attention, attention_backward, keeps_output
-from longctx.model.memory import MemoryConfig
+from longctx.config.memory_config import MemoryConfig
 from longctx.model.offload import Host, Kept
 
 Tokens = tuple[Tensor, ...]  # each (1, B·T, ...): the tokens of all rows, one after another
 
 
 def through(
-    blocks: Sequence[Any], x: Tensor, cos: Tensor, sin: Tensor, masks: Sequence[Mask], memory: MemoryConfig
+    blocks: Sequence[Any],
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    masks: Sequence[Mask],
+    memory: MemoryConfig,
 ) -> Tensor:
-    """x (B, T, C) through `blocks` (see `longctx.model.layers.Block`), each with its mask, by memory.recompute=block."""
+    """x (B, T, C) through `blocks` (see `longctx.model.layers.Block`), each with its mask, by
+    memory.recompute=block.
+    """
     tape = _Tape(blocks, x.shape, cos.flatten(0, 1)[None], sin.flatten(0, 1)[None], masks, memory)
     y = x.reshape(1, -1, x.shape[-1])
     for i, block in enumerate(blocks):
@@ -45,8 +55,12 @@ def after(block: Any, x: Tensor, out: Tensor, tile: int) -> Tensor:
     return y.view(x.shape)
 
 
-def without_gradient(block: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, tile: int) -> Tensor:
-    """block(x, cos, sin, mask) where no gradient is wanted: outside attention `tile` tokens at one time."""
+def without_gradient(
+    block: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, tile: int
+) -> Tensor:
+    """block(x, cos, sin, mask) where no gradient is wanted: outside attention `tile` tokens at one
+    time.
+    """
     rows, flat = x.shape[:2], x.reshape(1, -1, x.shape[-1])
     angles = (t.flatten(0, 1)[None] for t in (cos, sin))
     qkv = (t.view(*rows, *t.shape[2:]) for t in in_tiles(block.before, tile, (flat, *angles)))
@@ -78,12 +92,16 @@ class _Tape:
         return in_tiles(self.blocks[i].after, self.tile, (x, out))[0]
 
     def run(self, i: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Block i of x: its output, what its attention gave, and its lse where the backend's backward takes it."""
+        """Block i of x: its output, what its attention gave, and its lse where the backend's
+        backward takes it.
+        """
         chosen = self.blocks[i].attention
         with self.precision.restored():
             q, k, v = (self.rows(t) for t in self.before(i, x))
             if keeps_output(chosen.backend):
-                out, lse = attention(q, k, v, self.masks[i], chosen.backend, return_lse=True, **chosen.options)
+                out, lse = attention(
+                    q, k, v, self.masks[i], chosen.backend, return_lse=True, **chosen.options
+                )
             else:
                 out, lse = attention(q, k, v, self.masks[i], chosen.backend, **chosen.options), None
             del q, k, v
@@ -95,7 +113,9 @@ class _Tape:
         return x.view(*self.shape[:2], *x.shape[2:])
 
     def keep(self, i: int, x: Tensor, out: Tensor, lse: Tensor | None) -> None:
-        """Keep block i's input, if it is the turn of it, and its attention's output, here or on the host."""
+        """Keep block i's input, if it is the turn of it, and its attention's output, here or on the
+        host.
+        """
         tensors = {"out": out} if lse is None else {"out": out, "lse": lse}
         if i % (self.memory.keep_every or 1) == 0:
             tensors["x"] = x
@@ -105,7 +125,11 @@ class _Tape:
     def input(self, i: int) -> Tensor:
         """x of block i: kept, or computed from what the block before it kept."""
         kept = self.kept[i].tensors()
-        return kept["x"] if "x" in kept else self.after(i - 1, self.input(i - 1), self.kept[i - 1].tensors()["out"])
+        return (
+            kept["x"]
+            if "x" in kept
+            else self.after(i - 1, self.input(i - 1), self.kept[i - 1].tensors()["out"])
+        )
 
 
 class _Block(torch.autograd.Function):
@@ -121,7 +145,9 @@ class _Block(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         tape, i = ctx.tape, ctx.i
         if i not in tape.kept:
-            raise RuntimeError("the gradients of this forward pass were already taken; run it again")
+            raise RuntimeError(
+                "the gradients of this forward pass were already taken; run it again"
+            )
         if i:
             tape.kept[i - 1].prefetch()
         sums = _Sums(ctx.weights)
@@ -132,16 +158,22 @@ class _Block(torch.autograd.Function):
 
 
 def _through_attention(tape: _Tape, i: int, dy: Tensor, sums: _Sums) -> Tensor:
-    """dx of block i, its weights' gradients into `sums`. In tiles dx takes dy's place: the next block made it for us."""
+    """dx of block i, its weights' gradients into `sums`. In tiles dx takes dy's place: the next
+    block made it for us.
+    """
     x, block = tape.input(i), tape.blocks[i]
     kept = tape.kept[i].tensors()
     out, lse = kept["out"], kept.get("lse")
     whole = _one_tile(tape.tile, x)
     into = None if whole else [dy, torch.empty_like(out)]
-    dx, do = gradients_in_tiles(partial(block.after, valued=False), tape.tile, (x, out), (), (dy,), sums, into)
+    dx, do = gradients_in_tiles(
+        partial(block.after, valued=False), tape.tile, (x, out), (), (dy,), sums, into
+    )
 
     leaf = x.detach().requires_grad_(whole)
-    with torch.set_grad_enabled(whole):  # all at once q, k and v are computed once, and their graph serves below
+    with torch.set_grad_enabled(
+        whole
+    ):  # all at once q, k and v are computed once, and their graph serves below
         qkv = block.before(leaf, tape.cos, tape.sin) if whole else tape.before(i, x)
     chosen = block.attention
     q, k, v = (tape.rows(t.detach()) for t in qkv)
@@ -155,14 +187,23 @@ def _through_attention(tape: _Tape, i: int, dy: Tensor, sums: _Sums) -> Tensor:
         sums.add(found[1:])
         return dx + found[0]
     del qkv
-    gradients_in_tiles(block.before, tape.tile, (x,), (tape.cos, tape.sin), dqkv, sums, [dx], add=True)
+    gradients_in_tiles(
+        block.before, tape.tile, (x,), (tape.cos, tape.sin), dqkv, sums, [dx], add=True
+    )
     return dx
 
 
 class _After(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, out: Tensor, block: Any, tile: int, *weights: Tensor) -> Tensor:
-        ctx.block, ctx.tile, ctx.weights, ctx.precision = block, tile, weights, _Precision(x.device.type)
+    def forward(
+        ctx: Any, x: Tensor, out: Tensor, block: Any, tile: int, *weights: Tensor
+    ) -> Tensor:
+        ctx.block, ctx.tile, ctx.weights, ctx.precision = (
+            block,
+            tile,
+            weights,
+            _Precision(x.device.type),
+        )
         ctx.save_for_backward(x, out)
         with ctx.precision.restored():
             return in_tiles(block.after, tile, (x, out))[0]
@@ -180,14 +221,18 @@ class _After(torch.autograd.Function):
 
 
 def in_tiles(function: Callable[..., Any], tile: int, inputs: Tokens) -> Tokens:
-    """The tensors that `function` makes of `inputs`, token by token: `tile` tokens (0: all) at one time, no gradient."""
+    """The tensors that `function` makes of `inputs`, token by token: `tile` tokens (0: all) at one
+    time, no gradient.
+    """
     with torch.no_grad():
         if _one_tile(tile, inputs[0]):
             return _tuple(function(*inputs))
         whole: Tokens = ()
         for at in _tiles(tile, inputs[0].shape[1]):
             parts = _tuple(function(*(x[:, at] for x in inputs)))
-            whole = whole or tuple(part.new_empty(1, inputs[0].shape[1], *part.shape[2:]) for part in parts)
+            whole = whole or tuple(
+                part.new_empty(1, inputs[0].shape[1], *part.shape[2:]) for part in parts
+            )
             for all_of_it, part in zip(whole, parts, strict=True):
                 all_of_it[:, at] = part
     return whole
@@ -203,9 +248,11 @@ def gradients_in_tiles(
     into: list[Tensor] | None,
     add: bool = False,
 ) -> Sequence[Tensor]:
-    """Gradients of `inputs` where those of function(*inputs, *constants) are `gradients`; of the weights into `sums`.
+    """Gradients of `inputs` where those of function(*inputs, *constants) are `gradients`; of the
+    weights into `sums`.
 
-    They are written, or with `add` added, to the tensors `into`, of which one may be among `gradients`.
+    They are written, or with `add` added, to the tensors `into`, of which one may be among
+    `gradients`.
     """
     found: Sequence[Tensor] = ()
     for at in _tiles(tile, inputs[0].shape[1]):
@@ -237,7 +284,10 @@ class _Sums:
 
     def gradients(self) -> list[Tensor | None]:
         """The sums, in the precision of the weights."""
-        return [None if g is None else g.to(w.dtype) for g, w in zip(self.sums, self.weights, strict=True)]
+        return [
+            None if g is None else g.to(w.dtype)
+            for g, w in zip(self.sums, self.weights, strict=True)
+        ]
 
 
 class _Precision:
@@ -248,12 +298,15 @@ class _Precision:
         self.dtype = torch.get_autocast_dtype(device)
 
     def restored(self) -> torch.autocast:
-        # no cache: a weight cast while gradients were off would be taken for one whose gradient is wanted
+        # no cache: a weight cast while gradients were off would be taken for one whose gradient is
+        # wanted
         return torch.autocast(self.device, self.dtype, self.enabled, cache_enabled=False)
 
 
 def _tiles(tile: int, tokens: int) -> Iterator[slice]:
-    """At most `tile` tokens each (0: all), of one size but for the last, so that compiled code serves them."""
+    """At most `tile` tokens each (0: all), of one size but for the last, so that compiled code
+    serves them.
+    """
     size = tokens
     if tile:
         pieces = -(-tokens // tile)

@@ -1,4 +1,6 @@
-"""Several runs side by side: what differs between their configurations, what came out, and a page with their curves."""
+"""Several runs side by side: what differs between their configurations, what came out, and a page
+with their curves.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ NOT_COMPARED = {"name", "runs", "resume"}  # they say where a run is, not what i
 
 
 class Table(NamedTuple):
-    """Cells as text, a run's label first; `best` are the (row, column) of each column's best number."""
+    """Cells as text, a run's label first; `best` are the (row, column) of each column's best
+    number.
+    """
 
     title: str
     headings: list[str]
@@ -33,11 +37,14 @@ class Table(NamedTuple):
 def compare(paths: Sequence[Path], out: Path) -> None:
     """Print the tables of the runs at `paths` and write their page to `out`.
 
-    What is no run is left out and said; raises ValueError or OSError, one line, where no run is left.
+    What is no run is left out and said; raises ValueError or OSError, one line, where no run is
+    left.
     """
     page.check(out)
     runs, notes = read_all(paths)
-    tables = [make(runs) for make in (differences, results, evaluations, tasks, passkeys, kernel_locks)]
+    tables = [
+        make(runs) for make in (differences, results, evaluations, tasks, passkeys, kernel_locks)
+    ]
     tables = [table for table in tables if table.rows]
     page.write(out, runs, tables, notes)
     console = Console(highlight=False)
@@ -142,9 +149,20 @@ def evaluations(runs: list[Run]) -> Table:
             scores = [found[key] for key in ("perplexity", "word_perplexity", "bits_per_byte")]
             counts = [f"{found[key]:,}" for key in ("context", "stride", "tokens")]
             formats = ("{:,.3f}", "{:,.4g}", "{:.4f}")
-            shown = ["" if x is None else text.format(x) for x, text in zip(scores, formats, strict=True)]
+            shown = [
+                "" if x is None else text.format(x) for x, text in zip(scores, formats, strict=True)
+            ]
             rows.append([run.label, found["file"], *counts, *shown])
-    headings = ["run", "evaluation", "context", "stride", "tokens", "perplexity", "word perplexity", "bits per byte"]
+    headings = [
+        "run",
+        "evaluation",
+        "context",
+        "stride",
+        "tokens",
+        "perplexity",
+        "word perplexity",
+        "bits per byte",
+    ]
     return Table("evaluations", headings, rows, set())
 
 
@@ -154,17 +172,23 @@ def tasks(runs: list[Run]) -> Table:
     rows = []
     for run in runs:
         for context in dict.fromkeys(found["context"] for found in run.tasks):
-            values = {found["name"]: found["value"] for found in run.tasks if found["context"] == context}
+            values = {
+                found["name"]: found["value"] for found in run.tasks if found["context"] == context
+            }
             shown = [f"{values[name]:,.4f}" if name in values else "" for name in names]
             rows.append([run.label, f"{context:,}", *shown])
     return Table("tasks", ["run", "context", *names], rows, set())
 
 
 def passkeys(runs: list[Run]) -> Table:
-    """Facts found again, by the last validation and by eval.py: the share over all depths, for each length."""
+    """Facts found again, by the last validation and by eval.py: the share over all depths, for each
+    length.
+    """
     found: list[tuple[str, str, str, dict[int, float]]] = []
     for run in runs:
-        found += [(run.label, "last validation", kind, shares) for kind, shares in run.facts.items()]
+        found += [
+            (run.label, "last validation", kind, shares) for kind, shares in run.facts.items()
+        ]
         for grid in run.passkeys:
             means = dict(zip(grid["lengths"], map(fmean, grid["accuracy"]), strict=True))
             found.append((run.label, grid["file"], grid["kind"], means))
@@ -173,7 +197,12 @@ def passkeys(runs: list[Run]) -> Table:
         [*names, *(f"{shares[length]:.0%}" if length in shares else "" for length in lengths)]
         for *names, shares in found
     ]
-    return Table("facts found again", ["run", "evaluation", "kind", *(f"{n:,}" for n in lengths)], rows, set())
+    return Table(
+        "facts found again",
+        ["run", "evaluation", "kind", *(f"{n:,}" for n in lengths)],
+        rows,
+        set(),
+    )
 
 
 def kernel_locks(runs: list[Run]) -> Table:
@@ -185,11 +214,18 @@ def kernel_locks(runs: list[Run]) -> Table:
 
 def rendered(table: Table) -> RichTable:
     """The table for a terminal."""
-    view = RichTable(title=table.title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    view = RichTable(
+        title=table.title, title_justify="left", title_style="bold", box=None, pad_edge=False
+    )
     for column, heading in enumerate(table.headings):
-        numeric = column > 0 and all(row[column][:1].isdigit() or not row[column] for row in table.rows)
+        numeric = column > 0 and all(
+            row[column][:1].isdigit() or not row[column] for row in table.rows
+        )
         view.add_column(Text(heading), justify="right" if numeric else "left", overflow="fold")
     for number, row in enumerate(table.rows):
-        cells = [Text(cell, "bold green" if (number, n) in table.best else "") for n, cell in enumerate(row)]
+        cells = [
+            Text(cell, "bold green" if (number, n) in table.best else "")
+            for n, cell in enumerate(row)
+        ]
         view.add_row(*cells)
     return view

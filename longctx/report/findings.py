@@ -1,4 +1,6 @@
-"""What lies in a run's folder beside its rows: evaluations, passkey maps, the kernel lock. All of it may be absent."""
+"""What lies in a run's folder beside its rows: evaluations, passkey maps, the kernel lock. All of
+it may be absent.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,17 @@ Line = dict[str, list[float]]
 
 
 def evaluations(folder: Path) -> tuple[list[Row], list[Row], list[Row], list[Path]]:
-    """What eval.py left in `folder`: perplexities, passkey maps, scores of tasks, and the files that are none of them."""
+    """What eval.py left in `folder`: perplexities, passkey maps, scores of tasks, and the files
+    that are none of them.
+    """
     scores, maps, done, wrong = [], [], [], []
     for path in (*sorted((folder / "eval").glob("*.json")), folder / "passkey.json"):
         if path.name == "passkey.json" and not path.is_file():
             continue
         try:
-            content = json.loads(path.read_text(encoding="utf-8"), parse_float=number, parse_constant=number)
+            content = json.loads(
+                path.read_text(encoding="utf-8"), parse_float=number, parse_constant=number
+            )
             if "kinds" in content or "accuracy" in content:
                 maps += passkeys(content, path.name)
             elif "results" in content:
@@ -53,7 +59,10 @@ def evaluation(content: Row, name: str) -> Row:
 def line(rows: Iterable[Row], x: str) -> Line:
     """The losses of an evaluation over the key `x`."""
     rows = list(rows)
-    return {"x": [int(row[x]) for row in rows], "y": [float(f"{float(row['loss']):.5g}") for row in rows]}
+    return {
+        "x": [int(row[x]) for row in rows],
+        "y": [float(f"{float(row['loss']):.5g}") for row in rows],
+    }
 
 
 def passkeys(content: Row, name: str) -> list[Row]:
@@ -65,7 +74,9 @@ def passkeys(content: Row, name: str) -> list[Row]:
         accuracy = [[float(x) for x in row] for row in grid["accuracy"]]
         if len(accuracy) != len(lengths) or any(len(row) != len(depths) for row in accuracy):
             raise ValueError(f"{name}: accuracy is not [length][depth]")
-        found.append({"file": printable(name), "kind": printable(kind), "lengths": lengths, "depths": depths})
+        found.append(
+            {"file": printable(name), "kind": printable(kind), "lengths": lengths, "depths": depths}
+        )
         found[-1]["accuracy"] = accuracy
     return found
 
@@ -81,12 +92,16 @@ def tasks(content: Row) -> list[Row]:
             if metric.isdigit() and value == -1:  # RULER's word for a length that was not asked
                 continue
             name = f"{task} {metric}" if filtered == "none" else f"{task} {metric} ({filtered})"
-            found.append({"name": printable(name), "value": float(value), "context": int(content["context"])})
+            found.append(
+                {"name": printable(name), "value": float(value), "context": int(content["context"])}
+            )
     return found
 
 
 def number(text: str) -> float:
-    """A number of a JSON; ValueError for what a page cannot hold: NaN, infinity and what is beyond a float."""
+    """A number of a JSON; ValueError for what a page cannot hold: NaN, infinity and what is beyond
+    a float.
+    """
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text} is no number")
@@ -94,7 +109,8 @@ def number(text: str) -> float:
 
 
 def kernel_lock(folder: Path) -> dict[str, str]:
-    """kernel.lock.json as lines of a table: what the kernel is, its sources and results by a short hash, the machine.
+    """kernel.lock.json as lines of a table: what the kernel is, its sources and results by a short
+    hash, the machine.
 
     {} where there is none; raises OSError or ValueError where it cannot be read.
     """
@@ -107,24 +123,32 @@ def kernel_lock(folder: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for key, value in lock.items():
         if key == "machine" and isinstance(value, dict):
-            found |= {printable(str(name)): printable(str(version)) for name, version in value.items()}
+            found |= {
+                printable(str(name)): printable(str(version)) for name, version in value.items()
+            }
         elif isinstance(value, dict | list):
             if key not in ("compiled", "earlier", "not_reproducible"):
-                found[printable(key)] = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:10]
+                found[printable(key)] = hashlib.sha256(
+                    json.dumps(value, sort_keys=True).encode()
+                ).hexdigest()[:10]
         elif key not in ("format", "backend"):
             found[printable(key)] = printable(str(value))
     return found
 
 
 def lock_differences(locks: Iterable[tuple[str, Row, dict[str, str]]]) -> list[str]:
-    """One line for each field in which runs of one backend ran other kernels; of (label, configuration, lock).
+    """One line for each field in which runs of one backend ran other kernels; of (label,
+    configuration, lock).
 
-    Fingerprints are compared among runs of the same model, precision and length, on which they depend.
+    Fingerprints are compared among runs of the same model, precision and length, on which they
+    depend.
     """
     by_backend: dict[str, list[tuple[str, Row, dict[str, str]]]] = {}
     for label, config, lock in locks:
         if lock:
-            by_backend.setdefault(str(config.get("attention.backend")), []).append((label, config, lock))
+            by_backend.setdefault(str(config.get("attention.backend")), []).append(
+                (label, config, lock)
+            )
     said = []
     for backend, members in by_backend.items():
         for key in dict.fromkeys(key for _, _, lock in members for key in lock):
@@ -134,13 +158,19 @@ def lock_differences(locks: Iterable[tuple[str, Row, dict[str, str]]]) -> list[s
                 groups.setdefault(shape, {}).setdefault(lock.get(key, "none"), []).append(label)
             for values in groups.values():
                 if len(values) > 1:
-                    text = "; ".join(f"{value} ({_names(labels)})" for value, labels in values.items())
+                    text = "; ".join(
+                        f"{value} ({_names(labels)})" for value, labels in values.items()
+                    )
                     said.append(f"warning: kernel locks of {backend} differ in {key}: {text}")
     return said
 
 
 def _shape(config: Row) -> tuple[Any, ...]:
-    keys = ("seq_len", "precision", *(f"model.{key}" for key in ("channels", "heads", "kv_heads", "head_dim")))
+    keys = (
+        "seq_len",
+        "precision",
+        *(f"model.{key}" for key in ("channels", "heads", "kv_heads", "head_dim")),
+    )
     return tuple(config.get(key) for key in keys)
 
 

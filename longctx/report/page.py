@@ -1,7 +1,8 @@
-"""The page of a comparison: page.html, in which the data stand as JSON. It needs no network and no library.
+"""The page of a comparison: page.html, in which the data stand as JSON. It needs no network and no
+library.
 
-Names of runs are anybody's: no letter of the data can end the script element that holds them, and the page makes text
-nodes of them, never HTML.
+Names of runs are anybody's: no letter of the data can end the script element that holds them, and
+the page makes text nodes of them, never HTML.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ if TYPE_CHECKING:
 def check(out: Path) -> None:
     """Raise OSError unless a page can be written to `out`."""
     if out.is_dir():
-        raise OSError(f"out={out}: a folder; give the name of a file, such as {out / 'compare.html'}")
+        raise OSError(
+            f"out={out}: a folder; give the name of a file, such as {out / 'compare.html'}"
+        )
     try:
         descriptor, name = tempfile.mkstemp(prefix=".longctx-", dir=out.parent)
     except OSError as error:
-        raise OSError(f"out={out}: no file can be made in {out.parent}: {error.strerror}; choose another") from error
+        raise OSError(
+            f"out={out}: no file can be made in {out.parent}: {error.strerror}; choose another"
+        ) from error
     os.close(descriptor)
     os.unlink(name)
 
@@ -62,7 +67,8 @@ def described(run: Run) -> dict[str, Any]:
         "tokens_per_second": run.figures.get("tokens_per_second"),
         "memory": memory(run.figures),
         "curves": run.curves,
-        "positions": run.positions or next((e["positions"] for e in run.evaluations if e["positions"]["x"]), None),
+        "positions": run.positions
+        or next((e["positions"] for e in run.evaluations if e["positions"]["x"]), None),
         "contexts": next((e["contexts"] for e in run.evaluations if e["contexts"]["x"]), None),
         "split": split(run),
         "passkeys": run.passkeys,
@@ -75,7 +81,10 @@ def split(run: Run) -> dict[str, float]:
     if "forward_ms" not in parts or "ms_per_step" not in run.figures:
         return {}
     parts["rest_ms"] = max(0.0, run.figures["ms_per_step"] - sum(parts.values()))
-    return {key.removesuffix("_ms").replace("_", " "): float(f"{value:.4g}") for key, value in parts.items()}
+    return {
+        key.removesuffix("_ms").replace("_", " "): float(f"{value:.4g}")
+        for key, value in parts.items()
+    }
 
 
 def embedded(data: Any) -> str:

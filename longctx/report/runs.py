@@ -1,6 +1,8 @@
-"""A run as its folder shows it: config.yaml, metrics.jsonl, what `findings` reads, and whether some process trains it now.
+"""A run as its folder shows it: config.yaml, metrics.jsonl, what `findings` reads, and whether some
+process trains it now.
 
-The files may be those of a run that still goes on or was killed, so each may end in the middle of a line.
+The files may be those of a run that still goes on or was killed, so each may end in the middle of a
+line.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import yaml
 
 from longctx.report.findings import Line, Row, evaluations, kernel_lock, printable
 
-# A curve: "t" tokens seen, "s" seconds of training, "y" values; where rows were joined, also "lo" and "hi" beside the mean "y".
+# A curve: "t" tokens seen, "s" seconds of training, "y" values; where rows were joined, also "lo"
+# and "hi" beside the mean "y".
 Curve = dict[str, list[float]]
 
 CURVES = {
@@ -35,7 +38,12 @@ CURVES = {
 
 POSITIONS = "val_loss_by_position/"
 FACTS = "facts_found/"
-PARTS = ("forward_ms", "backward_ms", "optimizer_ms", "data_wait_ms")  # of a step; what is left of it is the rest
+PARTS = (
+    "forward_ms",
+    "backward_ms",
+    "optimizer_ms",
+    "data_wait_ms",
+)  # of a step; what is left of it is the rest
 
 TIMES = ("ms_per_step", *PARTS)
 
@@ -46,7 +54,9 @@ class NotARun(ValueError):
 
 @dataclass
 class Run:
-    """`figures` has no key for what the run's rows do not say; `notes` are what a reader should know about the files."""
+    """`figures` has no key for what the run's rows do not say; `notes` are what a reader should
+    know about the files.
+    """
 
     folder: Path
     label: str
@@ -72,16 +82,24 @@ class Run:
 
 
 def read(folder: Path, most: int) -> Run:
-    """The run in `folder`, its curves reduced to `most` points; NotARun or FileNotFoundError, one line, if there is none."""
+    """The run in `folder`, its curves reduced to `most` points; NotARun or FileNotFoundError, one
+    line, if there is none.
+    """
     config = read_config(folder)
     training = is_training(folder)
     rows, skipped = read_rows(folder)
     if not rows:
-        raise NotARun(f"{folder}: no metrics yet; wait for the first row of metrics.jsonl, or start the run again")
-    run = Run(folder, printable(folder.resolve().name), config, figures(rows), curves(rows, most), [], "")
+        raise NotARun(
+            f"{folder}: no metrics yet; wait for the first row of metrics.jsonl, or start the run again"
+        )
+    run = Run(
+        folder, printable(folder.resolve().name), config, figures(rows), curves(rows, most), [], ""
+    )
     run.ended = ending(run.figures.get("step", 0), config.get("max_steps"), training)
     if skipped:
-        run.notes.append(f"{printable(str(folder))}: left out as incomplete: {skipped} of metrics.jsonl")
+        run.notes.append(
+            f"{printable(str(folder))}: left out as incomplete: {skipped} of metrics.jsonl"
+        )
     run.evaluations, run.passkeys, run.tasks, wrong = evaluations(folder)
     run.notes += [f"{printable(str(path))}: not an evaluation's JSON, left out" for path in wrong]
     try:
@@ -96,14 +114,22 @@ def read(folder: Path, most: int) -> Run:
 def read_config(folder: Path) -> dict[str, Any]:
     """config.yaml with nested keys joined by dots; raises what `read` raises."""
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such folder; give the folders of runs, such as runs/*")
+        raise FileNotFoundError(
+            f"{folder}: no such folder; give the folders of runs, such as runs/*"
+        )
     path = folder / "config.yaml"
     if not path.is_file():
         inside = any(folder.glob("*/config.yaml"))
-        hint = f"it holds runs, so give {folder}/*" if inside else "it has no config.yaml; give runs/NAME"
+        hint = (
+            f"it holds runs, so give {folder}/*"
+            if inside
+            else "it has no config.yaml; give runs/NAME"
+        )
         raise NotARun(f"{folder}: not the folder of a run, {hint}")
     try:
-        loaded = yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        loaded = yaml.load(
+            path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        )
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise NotARun(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from error
     if not isinstance(loaded, dict):
@@ -150,11 +176,17 @@ def parsed(line: str) -> Row | None:
 
 def is_row(value: Any) -> bool:
     """Whether a value is a row as `train.py` logs them."""
-    return isinstance(value, dict) and type(value.get("step")) is int and type(value.get("tokens_seen")) is int
+    return (
+        isinstance(value, dict)
+        and type(value.get("step")) is int
+        and type(value.get("tokens_seen")) is int
+    )
 
 
 def is_training(folder: Path) -> bool:
-    """Whether a process trains the run now: it holds a lock on the folder; FileNotFoundError, one line, where it is gone."""
+    """Whether a process trains the run now: it holds a lock on the folder; FileNotFoundError, one
+    line, where it is gone.
+    """
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except FileNotFoundError as error:
@@ -181,7 +213,9 @@ def ending(step: int, steps: Any, training: bool) -> str:
 
 def memory(row: Row) -> float | None:
     """Peak memory in GiB: the GPU's, else the process's."""
-    found: float | None = row["memory_peak_gib"] if "memory_peak_gib" in row else row.get("process_peak_gib")
+    found: float | None = (
+        row["memory_peak_gib"] if "memory_peak_gib" in row else row.get("process_peak_gib")
+    )
     return found
 
 
@@ -192,7 +226,9 @@ def figures(rows: list[Row]) -> Row:
     if steps:
         last, settled = steps[-1], steps[1:] or steps
         result |= {key: last[key] for key in ("step", "tokens_seen", "seconds") if key in last}
-        result["loss"] = math.nan if last["loss"] is None else last["loss"]  # null is what was no number
+        result["loss"] = (
+            math.nan if last["loss"] is None else last["loss"]
+        )  # null is what was no number
         some = settled[:: max(1, len(settled) // 1000)]
         for key in ("tokens_per_second", "mfu", *TIMES):
             if found := finite(row.get(key) for row in (some if key in TIMES else settled)):
@@ -208,7 +244,9 @@ def figures(rows: list[Row]) -> Row:
 def positions(rows: list[Row]) -> Line:
     """Loss over the number of tokens before, of the last validation that tells it."""
     for row in validations_last_first(rows):
-        found = {int(key.removeprefix(POSITIONS)): row[key] for key in row if key.startswith(POSITIONS)}
+        found = {
+            int(key.removeprefix(POSITIONS)): row[key] for key in row if key.startswith(POSITIONS)
+        }
         if found and all_finite(list(found.values())):
             return {"x": list(found), "y": short(found.values())}
     return {}
@@ -259,13 +297,20 @@ def curves(rows: list[Row], most: int) -> dict[str, Curve]:
         elif "val_perplexity" in row:
             validations.append(row)
             seconds.append(now)
-    tokens_at, seconds_at = [row["tokens_seen"] for row in steps], [row.get("seconds", 0.0) for row in steps]
+    tokens_at, seconds_at = (
+        [row["tokens_seen"] for row in steps],
+        [row.get("seconds", 0.0) for row in steps],
+    )
     for key in CURVES:
         if key == "val_perplexity":
             values = [row[key] for row in validations]
             curve = reduced([row["tokens_seen"] for row in validations], seconds, values, most)
         else:
-            values = [memory(row) for row in steps] if key == "memory" else [row.get(key) for row in steps]
+            values = (
+                [memory(row) for row in steps]
+                if key == "memory"
+                else [row.get(key) for row in steps]
+            )
             curve = reduced(tokens_at, seconds_at, values, most)
         if curve["y"]:
             result[key] = curve
@@ -273,10 +318,14 @@ def curves(rows: list[Row], most: int) -> dict[str, Curve]:
 
 
 def reduced(tokens: list[float], seconds: list[float], values: list[Any], most: int) -> Curve:
-    """The finite values as a curve of at most `most` points, each the mean, least and largest of its rows."""
+    """The finite values as a curve of at most `most` points, each the mean, least and largest of
+    its rows.
+    """
     if not all_finite(values):
         kept = [n for n, value in enumerate(values) if finite([value])]
-        tokens, seconds, values = ([column[n] for n in kept] for column in (tokens, seconds, values))
+        tokens, seconds, values = (
+            [column[n] for n in kept] for column in (tokens, seconds, values)
+        )
     size = -(-len(values) // most)  # rows per point
     if size <= 1:
         return {"t": list(tokens), "s": short(seconds), "y": short(values)}

@@ -14,7 +14,17 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from longctx.report.runs import NotARun, Row, ending, finite, is_training, memory, parsed, printable, read_config
+from longctx.report.runs import (
+    NotARun,
+    Row,
+    ending,
+    finite,
+    is_training,
+    memory,
+    parsed,
+    printable,
+    read_config,
+)
 
 PAUSE = 0.5  # seconds between two looks
 BARS = "▁▂▃▄▅▆▇█"
@@ -40,7 +50,9 @@ class Tail:
         self._place, self._rest, self._file = 0, b"", 0
 
     def rows(self) -> list[Row]:
-        """The rows since the last call; all of them again where a resumed run has replaced the file."""
+        """The rows since the last call; all of them again where a resumed run has replaced the
+        file.
+        """
         try:
             with open(self.path, "rb") as file:
                 now = os.fstat(file.fileno())
@@ -75,7 +87,9 @@ class Latest:
 
     def view(self, training: bool) -> Table:
         """The numbers one below the other, the loss as a curve."""
-        table = Table(title=printable(str(self.folder)), title_justify="left", show_header=False, box=None)
+        table = Table(
+            title=printable(str(self.folder)), title_justify="left", show_header=False, box=None
+        )
         table.add_column(style="bold")
         table.add_column(overflow="fold")
         table.add_row("run", Text(self.ended(training)))
@@ -89,11 +103,15 @@ class Latest:
 
 
 def watch(folder: Path) -> None:
-    """Show the run in `folder` until no process trains it; raises ValueError or OSError where there is none."""
+    """Show the run in `folder` until no process trains it; raises ValueError or OSError where there
+    is none.
+    """
     latest, tail, console = Latest(folder), Tail(folder), Console(highlight=False)
     training, rows = is_training(folder), tail.rows()
     if not rows and not training:
-        raise NotARun(f"{folder}: no metrics yet and no process trains it; start the run, or watch another")
+        raise NotARun(
+            f"{folder}: no metrics yet and no process trains it; start the run, or watch another"
+        )
     if console.is_terminal:
         with Live(console=console, auto_refresh=False, transient=False) as live:
             for row in following(folder, tail, rows):
@@ -107,12 +125,18 @@ def watch(folder: Path) -> None:
         for row in following(folder, tail, rows[-1:]):
             if row is not None:
                 latest.add(row)
-                print(f"step {row['step']:,}  " + "  ".join(f"{name} {text}" for name, text in told(row)), flush=True)
+                print(
+                    f"step {row['step']:,}  "
+                    + "  ".join(f"{name} {text}" for name, text in told(row)),
+                    flush=True,
+                )
         print(latest.ended(is_training(folder)), flush=True)
 
 
 def following(folder: Path, tail: Tail, rows: list[Row]) -> Iterator[Row | None]:
-    """`rows` and those to come, None whenever there are no more for now; ends with the process that trains the run."""
+    """`rows` and those to come, None whenever there are no more for now; ends with the process that
+    trains the run.
+    """
     training = True
     while True:
         yield from rows
@@ -135,13 +159,20 @@ def told(row: Row) -> Iterator[tuple[str, str]]:
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
-    """The values as at most `width` bars, each the mean of its share, between the least and the largest."""
+    """The values as at most `width` bars, each the mean of its share, between the least and the
+    largest.
+    """
     if not values:
         return ""
     count = min(width, len(values))
-    means = [fmean(values[n * len(values) // count : (n + 1) * len(values) // count]) for n in range(count)]
+    means = [
+        fmean(values[n * len(values) // count : (n + 1) * len(values) // count])
+        for n in range(count)
+    ]
     low, span = min(means), max(means) - min(means)
-    bars = "".join(BARS[round((mean - low) / span * (len(BARS) - 1)) if span else 0] for mean in means)
+    bars = "".join(
+        BARS[round((mean - low) / span * (len(BARS) - 1)) if span else 0] for mean in means
+    )
     return f"{bars}  {means[0]:.3g} → {means[-1]:.3g}"
 
 
@@ -149,4 +180,10 @@ def duration(seconds: float) -> str:
     """Seconds as a person says them."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    return (
+        f"{hours} h {minutes} min"
+        if hours
+        else f"{minutes} min {rest} s"
+        if minutes
+        else f"{rest} s"
+    )

@@ -54,7 +54,9 @@ def run(command: str, *words: str) -> None:
         compare([Path(path) for path in paths], Path(out[0] if out else "compare.html"))
     elif command == "watch":
         if len(words) != 1:
-            raise ValueError(f"watch: give the folder of one run, such as runs/NAME (given: {len(words)})")
+            raise ValueError(
+                f"watch: give the folder of one run, such as runs/NAME (given: {len(words)})"
+            )
         from longctx.report.watch import watch
 
         watch(Path(words[0]))
@@ -63,7 +65,9 @@ def run(command: str, *words: str) -> None:
 
 
 def dashboard_options(words: tuple[str, ...]) -> dict[str, str]:
-    """`--project NAME`, `--project=NAME` and project=NAME alike; ValueError for what is none of the options."""
+    """`--project NAME`, `--project=NAME` and project=NAME alike; ValueError for what is none of the
+    options.
+    """
     found: dict[str, str] = {}
     waiting = list(words)
     while waiting:
@@ -71,7 +75,9 @@ def dashboard_options(words: tuple[str, ...]) -> dict[str, str]:
         key, equals, value = word.removeprefix("--").partition("=")
         key = key.replace("-", "_")
         if key not in DASHBOARD or not (equals or word.startswith("--")):
-            raise ValueError(f"{word}: not an option of dashboard; there are --project, --entity, --name and --dry-run")
+            raise ValueError(
+                f"{word}: not an option of dashboard; there are --project, --entity, --name and --dry-run"
+            )
         if key in found:
             raise ValueError(f"{word}: {key} is given twice")
         if not equals and key == "dry_run":

@@ -1,1 +1,3 @@
-"""Training: Lightning module, optimizer, checkpoints, metrics, run folders. The only user of Lightning."""
+"""Training: Lightning module, optimizer, checkpoints, metrics, run folders. The only user of
+Lightning.
+"""

@@ -1,8 +1,8 @@
 """Batches: everything one optimizer step needs, collated together.
 
-The loss of a step is divided by its scored tokens over all micro-batches and ranks, so the micro-batches of a step
-travel as one batch and are counted on the CPU, where counting waits for nothing. B rows per micro-batch, T = seq_len
-tokens per row.
+The loss of a step is divided by its scored tokens over all micro-batches and ranks, so the
+micro-batches of a step travel as one batch and are counted on the CPU, where counting waits for
+nothing. B rows per micro-batch, T = seq_len tokens per row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from longctx.data.rows import IGNORED
 
 @dataclass
 class MicroBatch:
-    """Rows that go through the model together, and what a step must know about them before it begins."""
+    """Rows that go through the model together, and what a step must know about them before it
+    begins.
+    """
 
     tokens: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64, -100 where not scored
@@ -56,8 +58,8 @@ class StepBatch:
 
 @dataclass
 class Collate:
-    """Rows of a data set → StepBatch of micro-batches with `batch_size` rows each, or with `tokens` tokens where rows of other
-    steps are of other lengths; `windows` is the model's, to count pairs.
+    """Rows of a data set → StepBatch of micro-batches with `batch_size` rows each, or with `tokens`
+    tokens where rows of other steps are of other lengths; `windows` is the model's, to count pairs.
     """
 
     batch_size: int
@@ -70,15 +72,20 @@ class Collate:
         return StepBatch([micro_batch(group, self.windows) for group in groups])
 
 
-def micro_batch(rows: list[dict[str, Tensor]], windows: Mapping[int | None, int] | None = None) -> MicroBatch:
-    """Stack rows (see `longctx.data.rows`) and count what they hold, for layers with these `windows`."""
+def micro_batch(
+    rows: list[dict[str, Tensor]], windows: Mapping[int | None, int] | None = None
+) -> MicroBatch:
+    """Stack rows (see `longctx.data.rows`) and count what they hold, for layers with these
+    `windows`.
+    """
     keys = ("tokens", "targets", "doc_ids", "padding")
     tokens, targets, doc_ids, padding = (torch.stack([row[key] for row in rows]) for key in keys)
     mask = Mask.documents(doc_ids)
     B, T = tokens.shape
     layers = {None: 1} if windows is None else windows
     each = {
-        w: (mask if w is None else mask.windowed(w)).pairs(B, T, T) - int(causal_pairs(padding, w).sum())
+        w: (mask if w is None else mask.windowed(w)).pairs(B, T, T)
+        - int(causal_pairs(padding, w).sum())
         for w in layers
     }
     pairs = round(sum(each[w] * n for w, n in layers.items()) / sum(layers.values()))
@@ -98,7 +105,8 @@ def train_loader(
 ) -> DataLoader[Any]:
     """An endless loader of StepBatch, read ahead by `workers` processes.
 
-    `order` gives row numbers, or with `tokens`, those of a micro-batch, the row numbers of each step as a list.
+    `order` gives row numbers, or with `tokens`, those of a micro-batch, the row numbers of each
+    step as a list.
     """
     ahead: dict[str, Any] = {"persistent_workers": True, "prefetch_factor": 2} if workers else {}
     by_row: dict[str, Any] = {"batch_size": batch_size * accumulate, "sampler": order}
@@ -125,14 +133,21 @@ def validation_batches(
 
 
 def _each(micro: MicroBatch, function: Callable[[Tensor], Tensor]) -> MicroBatch:
-    fields: dict[str, Any] = {name: function(x) for name, x in vars(micro.mask).items() if isinstance(x, Tensor)}
+    fields: dict[str, Any] = {
+        name: function(x) for name, x in vars(micro.mask).items() if isinstance(x, Tensor)
+    }
     return replace(
-        micro, tokens=function(micro.tokens), targets=function(micro.targets), mask=replace(micro.mask, **fields)
+        micro,
+        tokens=function(micro.tokens),
+        targets=function(micro.targets),
+        mask=replace(micro.mask, **fields),
     )
 
 
 def _leave_signals_to_the_parent(worker: int) -> None:
-    # A signal to the whole process group must not end a worker while the parent still saves a checkpoint; the parent's
-    # own, should it have to insist, is the second.
+    # A signal to the whole process group must not end a worker while the parent still saves a
+    # checkpoint; the parent's own, should it have to insist, is the second.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL) and None)
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL) and None
+    )

@@ -1,4 +1,5 @@
-"""Python's garbage collector, kept from stopping a step to look through all of torch for cycles, 0.2 to 0.4 s each time.
+"""Python's garbage collector, kept from stopping a step to look through all of torch for cycles,
+0.2 to 0.4 s each time.
 
 It would do so at random, and on each rank at another step, for which all others wait.
 """
@@ -12,14 +13,17 @@ import lightning.pytorch as pl
 
 
 class QuietCollector(pl.Callback):
-    """Collects after the first step and leaves what lives then, libraries and compiled code, out of later collections, which
-    go on as ever over what is new. Undone at the end of the run, however it ends.
+    """Collects after the first step and leaves what lives then, libraries and compiled code, out of
+    later collections, which go on as ever over what is new. Undone at the end of the run, however
+    it ends.
     """
 
     def __init__(self) -> None:
         self.frozen = False
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+    ) -> None:
         if not self.frozen:
             gc.collect()
             gc.freeze()
@@ -28,7 +32,9 @@ class QuietCollector(pl.Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._thaw()
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
         self._thaw()
 
     def _thaw(self) -> None:

@@ -1,7 +1,7 @@
 """Runs that start from the weights of a Hugging Face folder (`init=`) instead of random ones.
 
-The folder is read once, at the start: config.yaml of the run holds the whole model, and the run's folder its
-tokenizer, so that resuming and evaluating need nothing else.
+The folder is read once, at the start: config.yaml of the run holds the whole model, and the run's
+folder its tokenizer, so that resuming and evaluating need nothing else.
 """
 
 from __future__ import annotations
@@ -11,23 +11,25 @@ from dataclasses import replace
 from pathlib import Path
 
 from longctx import files
+from longctx.config.train_config import TrainConfig
 from longctx.model import huggingface
 from longctx.model.extension import extended
-from longctx.training.config import TrainConfig
 
 OURS_TO_SAY = ("vocab_size",)  # what the weights leave open
 
 
 def model_of_folder(request: TrainConfig, changed: dict[str, str]) -> tuple[str, TrainConfig]:
-    """What a run says about its model, and `request` with the model and, where none is named, the tokenizer of the folder
-    `request.init`, its positions stretched as `request.rope` says.
+    """What a run says about its model, and `request` with the model and, where none is named, the
+    tokenizer of the folder `request.init`, its positions stretched as `request.rope` says.
 
-    The weights are checked from the files' headers. Raises ValueError or OSError for a folder that is not covered, and
-    for words in `changed` that say another model.
+    The weights are checked from the files' headers. Raises ValueError or OSError for a folder that
+    is not covered, and for words in `changed` that say another model.
     """
     folder = Path(request.init or "").expanduser().resolve()
     if changed.get("model", "auto") != "auto":
-        raise ValueError(f"model={changed['model']}: init={request.init} brings its own model; leave out one of them")
+        raise ValueError(
+            f"model={changed['model']}: init={request.init} brings its own model; leave out one of them"
+        )
     for key in (key.removeprefix("model.") for key in changed if key.startswith("model.")):
         if key not in OURS_TO_SAY:
             raise ValueError(
@@ -39,18 +41,26 @@ def model_of_folder(request: TrainConfig, changed: dict[str, str]) -> tuple[str,
             f"data.vocab_size={changed['data.vocab_size']}: init={request.init} brings its tokenizer; leave it out"
         )
     if not folder.is_dir():
-        raise FileNotFoundError(f"init={request.init}: no such folder; give a Hugging Face folder on this machine")
+        raise FileNotFoundError(
+            f"init={request.init}: no such folder; give a Hugging Face folder on this machine"
+        )
     said = {key: getattr(request.model, key) for key in OURS_TO_SAY if f"model.{key}" in changed}
     said = {key: value for key, value in said.items() if key != "vocab_size" or value is not None}
-    model, how = extended(replace(huggingface.read_config(folder), **said), request.rope, request.seq_len)
+    model, how = extended(
+        replace(huggingface.read_config(folder), **said), request.rope, request.seq_len
+    )
     huggingface.check_weights(model, folder)
     tokenizer = str(folder) if request.data.tokenizer is None else request.data.tokenizer
     described = f"weights of {request.init}" + (f", rope {how}" if how else "")
-    return described, replace(request, init=str(folder), model=model, data=replace(request.data, tokenizer=tokenizer))
+    return described, replace(
+        request, init=str(folder), model=model, data=replace(request.data, tokenizer=tokenizer)
+    )
 
 
 def keep_for_export(config: TrainConfig, folder: Path) -> None:
-    """Copy what belongs to the tokenizer of `config.init`, its chat template and generation settings, into a run."""
+    """Copy what belongs to the tokenizer of `config.init`, its chat template and generation
+    settings, into a run.
+    """
     source = Path(config.init or "")
     if config.init is None or config.data.tokenizer != config.init:
         return
@@ -58,7 +68,12 @@ def keep_for_export(config: TrainConfig, folder: Path) -> None:
     template = huggingface.read_json(settings).get("chat_template") if settings.is_file() else None
     if isinstance(template, list):  # several, by name
         template = next(
-            (x.get("template") for x in template if isinstance(x, dict) and x.get("name") == "default"), None
+            (
+                x.get("template")
+                for x in template
+                if isinstance(x, dict) and x.get("name") == "default"
+            ),
+            None,
         )
     if isinstance(template, str):
         files.write_text(folder / "chat_template.jinja", template)

@@ -1,7 +1,8 @@
-"""seq_len=max: the longest rows that fit the GPU, predicted by the plan and confirmed by probes in child processes.
+"""seq_len=max: the longest rows that fit the GPU, predicted by the plan and confirmed by probes in
+child processes.
 
-A probe is two steps on packed documents of 4,096 tokens: memory goes by the row, so it is that of the run, while attention
-costs little. Memory that runs out in a child harms nobody.
+A probe is two steps on packed documents of 4,096 tokens: memory goes by the row, so it is that of
+the run, while attention costs little. Memory that runs out in a child harms nobody.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 
-from longctx.training import plan
-from longctx.training.chips import GIB, Chip, host_memory
-from longctx.training.config import CompleteConfig, TrainConfig, complete
-from longctx.training.inventory import predict
+from longctx.config.train_config import CompleteConfig, TrainConfig, complete
+from longctx.planner import fitting
+from longctx.planner.hardware import GIB, Chip, host_memory
+from longctx.planner.peak_memory import predict
 from longctx.training.probe import OUT_OF_MEMORY, Measured, in_child
 
 VARIABLE = "LONGCTX_SEQ_LEN"  # what the first rank found, for the others
@@ -25,8 +26,11 @@ SECONDS = 1200  # that a probe may take
 Probe = Callable[[CompleteConfig], Measured]
 
 
-def find(request: TrainConfig, chip: Chip, say: Callable[[str], None], probe: Probe | None = None) -> int:
-    """Tokens per row for `request`, whose seq_len is LONGEST and whose vocabulary is known; ValueError if none fits.
+def find(
+    request: TrainConfig, chip: Chip, say: Callable[[str], None], probe: Probe | None = None
+) -> int:
+    """Tokens per row for `request`, whose seq_len is LONGEST and whose vocabulary is known;
+    ValueError if none fits.
 
     The rows of a micro-batch are those that `request` asks for, else one.
     """
@@ -46,7 +50,9 @@ def find(request: TrainConfig, chip: Chip, say: Callable[[str], None], probe: Pr
         predicted = predict(config).peak
         measured = probe(config)
         if measured.failed and not measured.failed.startswith(OUT_OF_MEMORY):
-            raise ValueError(f"seq_len=max: the probe of {config.seq_len:,} tokens failed: {measured.failed}")
+            raise ValueError(
+                f"seq_len=max: the probe of {config.seq_len:,} tokens failed: {measured.failed}"
+            )
         tried[config.seq_len] = measured.failed is None
         peak = measured.memory.get("memory_peak_gib", 0.0) * GIB
         say(
@@ -55,7 +61,11 @@ def find(request: TrainConfig, chip: Chip, say: Callable[[str], None], probe: Pr
             + f" ({predicted / GIB:.1f} predicted)"
         )
         # Where memory ran out, the real need is not known, but more than there is.
-        scale = peak / predicted if measured.failed is None and peak else 1.06 * max(scale, room / scale / predicted)
+        scale = (
+            peak / predicted
+            if measured.failed is None and peak
+            else 1.06 * max(scale, room / scale / predicted)
+        )
     found = max((n for n, fit in tried.items() if fit), default=0)
     if not found:
         lengths = ", ".join(f"{n:,}" for n in tried) or "none"
@@ -71,10 +81,12 @@ def longest(request: TrainConfig, gpu: float, host: float) -> CompleteConfig | N
     """The longest configuration of `request` that is predicted to fit, its memory policy decided."""
 
     def at(seq_len: int) -> CompleteConfig:
-        made = complete(replace(request, seq_len=seq_len, batch_size=request.batch_size or 1), "cuda")
+        made = complete(
+            replace(request, seq_len=seq_len, batch_size=request.batch_size or 1), "cuda"
+        )
         return replace(made, memory=request.memory)
 
-    return plan.longest(at, gpu, host, MULTIPLE)
+    return fitting.longest(at, gpu, host, MULTIPLE)
 
 
 def run_probe(config: CompleteConfig) -> Measured:

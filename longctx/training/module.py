@@ -1,7 +1,8 @@
-"""The Lightning module: one optimizer step, and one validation batch. All that changes gradients is in `training_step`.
+"""The Lightning module: one optimizer step, and one validation batch. All that changes gradients is
+in `training_step`.
 
-Optimization is manual, so that the normalization of the loss, accumulation, clipping and the learning rate stand in
-one place, in the order in which they happen.
+Optimization is manual, so that the normalization of the loss, accumulation, clipping and the
+learning rate stand in one place, in the order in which they happen.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from longctx.config.train_config import CompleteConfig
 from longctx.model import GPT, lora
 from longctx.model.huggingface import load_weights
 from longctx.training.batches import MicroBatch, StepBatch
-from longctx.training.config import CompleteConfig
 from longctx.training.optimizer import adamw, clip_gradients, learning_rate
 
 
 class TrainingModule(pl.LightningModule):
-    """A GPT under training; `config` is complete (see `longctx.training.config.complete`) and knows its vocabulary.
+    """A GPT under training; `config` is complete (see `longctx.config.train_config.complete`) and knows
+    its vocabulary.
 
     Its weights are random, or those of the Hugging Face folder `weights`.
     """
@@ -52,11 +54,15 @@ class TrainingModule(pl.LightningModule):
             load_weights(self.model, self.weights)
         if self.config.compile == "true":
             self.model.compile_blocks()
-            if self.config.seq_len_schedule:  # compiled for each length, not for all of them at once, which is slower
+            if (
+                self.config.seq_len_schedule
+            ):  # compiled for each length, not for all of them at once, which is slower
                 torch._dynamo.config.automatic_dynamic_shapes = False
 
     def _frozen_with_lora(self) -> GPT:
-        """A model whose own weights rest, in 16 bits where they are used in 16 bits anyway, and are yet to be loaded."""
+        """A model whose own weights rest, in 16 bits where they are used in 16 bits anyway, and are
+        yet to be loaded.
+        """
         device = torch.get_default_device()
         with torch.device("meta"):
             model = GPT(self.config.model, self.config.attention, self.config.memory)
@@ -68,15 +74,18 @@ class TrainingModule(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return adamw(self.model, self.config)
 
-    def transfer_batch_to_device(self, batch: StepBatch, device: torch.device, dataloader_idx: int) -> StepBatch:
+    def transfer_batch_to_device(
+        self, batch: StepBatch, device: torch.device, dataloader_idx: int
+    ) -> StepBatch:
         return batch.to(device)
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
-        """One optimizer step; returns the loss summed over this rank's scored tokens, on the device.
+        """One optimizer step; returns the loss summed over this rank's scored tokens, on the
+        device.
 
-        The gradient is that of the mean loss over the scored tokens of all micro-batches and ranks: each
-        micro-batch's sum is divided by their number, and multiplied by the ranks because DDP averages over them; the
-        loss does it before it rounds its gradients to 16 bits.
+        The gradient is that of the mean loss over the scored tokens of all micro-batches and ranks:
+        each micro-batch's sum is divided by their number, and multiplied by the ranks because DDP
+        averages over them; the loss does it before it rounds its gradients to 16 bits.
         """
         optimizer = self.optimizers()
         assert not isinstance(optimizer, list)
@@ -87,7 +96,9 @@ class TrainingModule(pl.LightningModule):
         total = torch.zeros((), device=self.device)
         for micro in batch.micro:
             with self._gradients_stay_local(unless=micro is batch.micro[-1]):
-                loss = self.model(micro.tokens, micro.targets, micro.mask, reduction="sum", scale=share)
+                loss = self.model(
+                    micro.tokens, micro.targets, micro.mask, reduction="sum", scale=share
+                )
                 self.manual_backward(loss)
             total += loss.detach() / share
 
@@ -113,7 +124,9 @@ class TrainingModule(pl.LightningModule):
         self.steps_done = checkpoint["steps_done"]
 
     def _scored_on_all_ranks(self, batch: StepBatch) -> Tensor:
-        """Scored tokens of the whole optimizer step, at least 1; on the device, so that nothing waits for it."""
+        """Scored tokens of the whole optimizer step, at least 1; on the device, so that nothing
+        waits for it.
+        """
         scored = torch.full((), float(batch.scored), device=self.device)
         if self.trainer.world_size > 1:
             dist.all_reduce(scored)
@@ -121,4 +134,8 @@ class TrainingModule(pl.LightningModule):
 
     def _gradients_stay_local(self, unless: bool) -> AbstractContextManager[None]:
         wrapped = self.trainer.strategy.model
-        return nullcontext() if unless or not isinstance(wrapped, DistributedDataParallel) else wrapped.no_sync()
+        return (
+            nullcontext()
+            if unless or not isinstance(wrapped, DistributedDataParallel)
+            else wrapped.no_sync()
+        )

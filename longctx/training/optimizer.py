@@ -1,9 +1,9 @@
 """AdamW (Loshchilov & Hutter, arXiv 1711.05101), its learning rate, and clipping.
 
-Weight decay acts on every matrix, the embedding among them (tied, it is also the output head), never on norms and
-biases. The learning rate is a pure function of the step, so a resumed run needs no state for it. Its two averages, 8
-bytes a parameter, can be kept in bf16 or on the host. On a GPU one kernel of ours updates a tensor
-(longctx.kernels.adamw) and clips its gradient on the way.
+Weight decay acts on every matrix, the embedding among them (tied, it is also the output head),
+never on norms and biases. The learning rate is a pure function of the step, so a resumed run needs
+no state for it. Its two averages, 8 bytes a parameter, can be kept in bf16 or on the host. On a GPU
+one kernel of ours updates a tensor (longctx.kernels.adamw) and clips its gradient on the way.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import adamw as functional
 
+from longctx.config.train_config import CompleteConfig
 from longctx.kernels import HAS_TRITON
 from longctx.model.offload import pinned
-from longctx.training.config import CompleteConfig
 
 SLICE = 2**26  # parameters whose averages are with the GPU at one time
 
@@ -30,7 +30,10 @@ def adamw(model: nn.Module, config: CompleteConfig) -> torch.optim.AdamW:
     """
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     groups, (beta1, beta2) = [g for g in groups if g["params"]], config.betas
     stored = config.memory.optimizer or "fp32"
     if stored == "fp32" and not all(_by_kernel(p) for p in matrices + vectors):
@@ -43,17 +46,21 @@ def _by_kernel(p: Tensor) -> bool:
 
 
 class AdamW(torch.optim.AdamW):
-    """AdamW by our kernel on a GPU, else by torch's; its averages lie beside the weights in fp32 ("fp32") or bf16 ("bf16"),
-    or in pinned host memory ("host"), from where they come in slices.
+    """AdamW by our kernel on a GPU, else by torch's; its averages lie beside the weights in fp32
+    ("fp32") or bf16 ("bf16"), or in pinned host memory ("host"), from where they come in slices.
 
-    The update itself is fp32, and "host" gives the bits of averages that never left. State that was loaded from a checkpoint
-    finds its place with the first step.
+    The update itself is fp32, and "host" gives the bits of averages that never left. State that was
+    loaded from a checkpoint finds its place with the first step.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], stored: str) -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], stored: str
+    ) -> None:
         super().__init__(groups, lr=lr, betas=betas)
         self.stored = stored
-        self.factor: Tensor | None = None  # what the next step multiplies gradients by, on their device
+        self.factor: Tensor | None = (
+            None  # what the next step multiplies gradients by, on their device
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -81,14 +88,22 @@ class AdamW(torch.optim.AdamW):
         for start in range(0, p.numel(), size):
             at = slice(start, start + size)
             kept = [state[name].view(-1)[at] for name in ("exp_avg", "exp_avg_sq")]
-            m, v = kept if in_place else [x.to(p.device, torch.float32, non_blocking=True, copy=True) for x in kept]
+            m, v = (
+                kept
+                if in_place
+                else [x.to(p.device, torch.float32, non_blocking=True, copy=True) for x in kept]
+            )
             self._change(flat[at], grad[at], m, v, step, group)
             if not in_place:
                 for place, new in zip(kept, (m, v), strict=True):
                     place.copy_(new, non_blocking=True)
 
-    def _change(self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: int, group: dict[str, Any]) -> None:
-        lr, eps, weight_decay, (beta1, beta2) = (group[key] for key in ("lr", "eps", "weight_decay", "betas"))
+    def _change(
+        self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: int, group: dict[str, Any]
+    ) -> None:
+        lr, eps, weight_decay, (beta1, beta2) = (
+            group[key] for key in ("lr", "eps", "weight_decay", "betas")
+        )
         if _by_kernel(p):
             from longctx.kernels.adamw import adamw_
 
@@ -113,8 +128,14 @@ class AdamW(torch.optim.AdamW):
         """`average`, zeros at first, where it is kept between steps."""
         if self.stored != "host":
             dtype = torch.bfloat16 if self.stored == "bf16" else torch.float32
-            return torch.zeros_like(p, dtype=dtype) if average is None else average.to(p.device, dtype)
-        if average is not None and average.device.type == "cpu" and (average.is_pinned() or not p.is_cuda):
+            return (
+                torch.zeros_like(p, dtype=dtype) if average is None else average.to(p.device, dtype)
+            )
+        if (
+            average is not None
+            and average.device.type == "cpu"
+            and (average.is_pinned() or not p.is_cuda)
+        ):
             return average
         place = pinned(p.numel(), torch.float32).view(p.shape) if p.is_cuda else torch.empty_like(p)
         return place.zero_() if average is None else place.copy_(average)
@@ -123,17 +144,24 @@ class AdamW(torch.optim.AdamW):
 def learning_rate(step: int, config: CompleteConfig) -> float:
     """The rate of step `step`, counted from 0.
 
-    Linear warm-up to `lr`, then a cosine that reaches `min_lr`·`lr` with the last step (arXiv 1608.03983).
+    Linear warm-up to `lr`, then a cosine that reaches `min_lr`·`lr` with the last step (arXiv
+    1608.03983).
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     done = (step - config.warmup_steps) / max(1, config.max_steps - 1 - config.warmup_steps)
-    return config.lr * (config.min_lr + (1 - config.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+    return config.lr * (
+        config.min_lr + (1 - config.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    )
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, largest: float | None) -> Tensor:
-    """Let the next step see gradients of a global norm of at most `largest`; returns the norm before, on the device."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    """Let the next step see gradients of a global norm of at most `largest`; returns the norm
+    before, on the device.
+    """
+    parameters = [
+        p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+    ]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
     if largest is None:
         return norm

@@ -1,7 +1,8 @@
-"""A few steps of the run that a configuration describes, on random tokens: what they take of memory and time.
+"""A few steps of the run that a configuration describes, on random tokens: what they take of memory
+and time.
 
-No corpus, no folder, no log; module, loop, optimizer and loader are those of training. As a script it is the child process
-in which a configuration may run out of memory without harm:
+No corpus, no folder, no log; module, loop, optimizer and loader are those of training. As a script
+it is the child process in which a configuration may run out of memory without harm:
 
     python -m longctx.training.probe REQUEST OUT        both files of JSON, see `in_child`
 """
@@ -25,10 +26,10 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from longctx import attention
+from longctx.config.train_config import CompleteConfig
 from longctx.kernels.timing import Laps
-from longctx.training import runs
+from longctx.runs import run_folder
 from longctx.training.batches import StepBatch, train_loader
-from longctx.training.config import CompleteConfig
 from longctx.training.fit import is_out_of_memory, lightning_trainer, quiet_lightning, within_memory
 from longctx.training.module import TrainingModule
 from longctx.training.throughput import memory
@@ -49,7 +50,9 @@ class Measured:
 
 
 class RandomRows(Dataset[dict[str, Tensor]]):
-    """Rows of random tokens in documents of `document` tokens: attention takes time by the document, memory by the row."""
+    """Rows of random tokens in documents of `document` tokens: attention takes time by the
+    document, memory by the row.
+    """
 
     def __init__(self, vocab_size: int, seq_len: int, document: int) -> None:
         self.vocab_size, self.seq_len, self.document = vocab_size, seq_len, document
@@ -58,7 +61,12 @@ class RandomRows(Dataset[dict[str, Tensor]]):
         draw = torch.Generator().manual_seed(row)
         tokens = torch.randint(self.vocab_size, (self.seq_len + 1,), generator=draw)
         doc_ids = torch.arange(self.seq_len) // self.document
-        return {"tokens": tokens[:-1], "targets": tokens[1:], "doc_ids": doc_ids, "padding": torch.tensor(0)}
+        return {
+            "tokens": tokens[:-1],
+            "targets": tokens[1:],
+            "doc_ids": doc_ids,
+            "padding": torch.tensor(0),
+        }
 
 
 class Endless(Sampler[int]):
@@ -72,7 +80,9 @@ class Endless(Sampler[int]):
 
 
 class Watch(pl.Callback):
-    """Milliseconds of each step, between which nothing waits for the device; at the end a batch of validation if asked for."""
+    """Milliseconds of each step, between which nothing waits for the device; at the end a batch of
+    validation if asked for.
+    """
 
     def __init__(self, device: str, validate: bool, after: Callable[[int], None] | None) -> None:
         self.validate, self.after = validate, after
@@ -83,7 +93,12 @@ class Watch(pl.Callback):
         self.laps.begin()
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: StepBatch, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: StepBatch,
+        batch_idx: int,
     ) -> None:
         self.laps.end()
         self.measured.tokens = sum(micro.tokens.numel() for micro in batch.micro)
@@ -106,10 +121,12 @@ def rehearse(
     validate: bool = False,
     after: Callable[[int], None] | None = None,
 ) -> Measured:
-    """`steps` optimizer steps of `config` on rows of random tokens, each one document or documents of `document` tokens.
+    """`steps` optimizer steps of `config` on rows of random tokens, each one document or documents
+    of `document` tokens.
 
-    With `validate` also one batch as validation has it; `after` is called with the number of each step that the device was given.
-    Memory is that of this call on a GPU, of the process on a CPU. Running out of memory is an answer, not an error.
+    With `validate` also one batch as validation has it; `after` is called with the number of each
+    step that the device was given. Memory is that of this call on a GPU, of the process on a CPU.
+    Running out of memory is an answer, not an error.
     """
     quiet_lightning()
     config = dataclasses.replace(config, max_steps=steps)
@@ -144,22 +161,38 @@ def rehearse(
 
 
 def in_child(
-    config: CompleteConfig, device: str, steps: int, document: int | None, validate: bool, seconds: float
+    config: CompleteConfig,
+    device: str,
+    steps: int,
+    document: int | None,
+    validate: bool,
+    seconds: float,
 ) -> Measured:
-    """`rehearse` in a process of its own, ended after `seconds`; whatever happens to it is `failed`, in one line."""
-    request = {"config": runs.plain(config), "device": device, "steps": steps, "document": document}
+    """`rehearse` in a process of its own, ended after `seconds`; whatever happens to it is
+    `failed`, in one line.
+    """
+    request = {
+        "config": run_folder.plain(config),
+        "device": device,
+        "steps": steps,
+        "document": document,
+    }
     answer = child("longctx.training.probe", request | {"validate": validate}, seconds)
     return Measured([], failed=answer) if isinstance(answer, str) else Measured(**answer)
 
 
 def child(module: str, request: dict[str, Any], seconds: float) -> dict[str, Any] | str:
-    """What `python -m module REQUEST OUT` writes to OUT, both files of JSON; one line where it writes nothing in time."""
+    """What `python -m module REQUEST OUT` writes to OUT, both files of JSON; one line where it
+    writes nothing in time.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         asked, out = Path(scratch, "request.json"), Path(scratch, "out.json")
         asked.write_text(json.dumps(request))
         command = [sys.executable, "-m", module, str(asked), str(out)]
         here = str(Path(__file__).parents[2])
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))}
+        env = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+        }
         try:
             done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -169,14 +202,19 @@ def child(module: str, request: dict[str, Any], seconds: float) -> dict[str, Any
             return found
     if done.returncode == -9:
         return f"{OUT_OF_MEMORY}: the process was killed"
-    said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+    said = [line for line in done.stderr.splitlines() if line.strip()] or [
+        f"exit code {done.returncode}"
+    ]
     return said[-1]
 
 
 def config_of(plain: dict[str, Any]) -> CompleteConfig:
-    """The configuration that `runs.plain` made `plain` of."""
+    """The configuration that `run_folder.plain` made `plain` of."""
     parts = {field.name: field.default_factory for field in dataclasses.fields(CompleteConfig)}
-    made = {key: made_by(**x) if dataclasses.is_dataclass(made_by := parts[key]) else x for key, x in plain.items()}
+    made = {
+        key: made_by(**x) if dataclasses.is_dataclass(made_by := parts[key]) else x
+        for key, x in plain.items()
+    }
     return CompleteConfig(**made)
 
 

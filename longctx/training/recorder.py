@@ -1,4 +1,6 @@
-"""What happens around the steps: logging, validation, checkpoints, signals. Nothing here changes gradients."""
+"""What happens around the steps: logging, validation, checkpoints, signals. Nothing here changes
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +17,28 @@ import torch
 import torch.distributed as dist
 
 from longctx.attention import kernels_run
+from longctx.config.train_config import CompleteConfig
 from longctx.data import Data, Mixture
-from longctx.training import checkpoints
+from longctx.planner.hardware import GIB
+from longctx.planner.peak_memory import PARAMETERS, predict
+from longctx.runs import checkpoints
+from longctx.runs.tracking import Tracker
 from longctx.training.batches import StepBatch
-from longctx.training.chips import GIB
-from longctx.training.config import CompleteConfig
-from longctx.training.inventory import PARAMETERS, predict
+from longctx.training.console import Display
 from longctx.training.module import TrainingModule
 from longctx.training.optimizer import learning_rate
-from longctx.training.progress import Display
 from longctx.training.split import StepSplit
 from longctx.training.throughput import Meter, resident
-from longctx.training.tracking import Tracker
 from longctx.training.validation import facts_found, validate
 
 
 class Recorder(pl.Callback):
-    """Logs to `tracker` and `display` (None on ranks other than the first), validates on `data`, saves to `folder`.
+    """Logs to `tracker` and `display` (None on ranks other than the first), validates on `data`,
+    saves to `folder`.
 
-    A row is logged after the first step, after every `log_every`, and before each validation and the end. SIGTERM and
-    Ctrl-C end the run after the step at hand (on several devices, after the next logged one), with a checkpoint; a
-    second one ends it at once.
+    A row is logged after the first step, after every `log_every`, and before each validation and
+    the end. SIGTERM and Ctrl-C end the run after the step at hand (on several devices, after the
+    next logged one), with a checkpoint; a second one ends it at once.
     """
 
     def __init__(
@@ -48,7 +51,13 @@ class Recorder(pl.Callback):
         facts: dict[str, Any],
         epoch: Callable[[int], float],
     ) -> None:
-        self.config, self.folder, self.data, self.tracker, self.display = config, folder, data, tracker, display
+        self.config, self.folder, self.data, self.tracker, self.display = (
+            config,
+            folder,
+            data,
+            tracker,
+            display,
+        )
         self.facts, self.epoch = facts, epoch
         self.stopped_by: int | None = None
         self.meter: Meter
@@ -59,7 +68,9 @@ class Recorder(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self.meter = Meter(
-            self.config.model, trainer.strategy.root_device, self.config.lora.parameters(self.config.model)
+            self.config.model,
+            trainer.strategy.root_device,
+            self.config.lora.parameters(self.config.model),
         )
         self.split = StepSplit(trainer.strategy.root_device)
 
@@ -81,14 +92,21 @@ class Recorder(pl.Callback):
         self.meter.waited += time.perf_counter() - self._idle_since
         self.split.begin(wanted=self._logs(pl_module.steps_done + 1))
 
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+    def on_before_backward(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor
+    ) -> None:
         self.split.mark("forward")
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.split.mark("backward")
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: StepBatch, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: StepBatch,
+        batch_idx: int,
     ) -> None:
         assert isinstance(pl_module, TrainingModule)
         config, step = self.config, pl_module.steps_done
@@ -149,22 +167,32 @@ class Recorder(pl.Callback):
     def _logs(self, step: int) -> bool:
         """Whether there is a row after `step`; one is before each validation and at the end."""
         config = self.config
-        return step in (1, config.max_steps) or not (step % config.log_every and step % config.val_every)
+        return step in (1, config.max_steps) or not (
+            step % config.log_every and step % config.val_every
+        )
 
     def _predicted_peak(self) -> float:
-        """GiB that `longctx.training.inventory` expects: of a GPU, or of this process, whose model is there already."""
+        """GiB that `longctx.planner.peak_memory` expects: of a GPU, or of this process, whose model
+        is there already.
+        """
         predicted = predict(self.config, self.meter.device.type)
         if self.meter.device.type == "cuda":
             return predicted.peak / GIB
         return (resident() + predicted.peak - predicted.gpu[PARAMETERS]) / GIB
 
     def _require_finite(self, name: str, value: float, step: int) -> None:
-        """Raise FloatingPointError otherwise, so that no checkpoint holds weights that are no numbers."""
+        """Raise FloatingPointError otherwise, so that no checkpoint holds weights that are no
+        numbers.
+        """
         if not math.isfinite(value):
             config = self.config
             advice = f"try a smaller lr or longer warm-up (lr={config.lr} warmup_steps={config.warmup_steps})"
             if not step:
-                began = f"init={config.init}" if config.init else f"model.init_std={config.model.init_std}"
+                began = (
+                    f"init={config.init}"
+                    if config.init
+                    else f"model.init_std={config.model.init_std}"
+                )
                 advice = f"the weights that the run begins with make it so ({began})"
             raise FloatingPointError(f"the {name} is {value} at step {step}; {advice}")
 

@@ -1,7 +1,9 @@
-"""Where the time of a step goes: forward, backward, optimizer. Measured between the hooks that Lightning calls anyway.
+"""Where the time of a step goes: forward, backward, optimizer. Measured between the hooks that
+Lightning calls anyway.
 
-On a GPU the marks are events in its stream, read when the step is logged, where the run waits for the GPU in any case.
-Only the last step before a row is measured, so that all others run as if nothing did.
+On a GPU the marks are events in its stream, read when the step is logged, where the run waits for
+the GPU in any case. Only the last step before a row is measured, so that all others run as if
+nothing did.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ class StepSplit:
         self.mark("begin")
 
     def mark(self, part: str) -> None:
-        """`part` ("forward", "backward", "optimizer") ends here; it began where the part before it ended."""
+        """`part` ("forward", "backward", "optimizer") ends here; it began where the part before it
+        ended.
+        """
         if not self._wanted:
             return
         if self.device.type == "cuda":
@@ -37,7 +41,9 @@ class StepSplit:
             self._marks.append((part, time.perf_counter()))
 
     def row(self) -> dict[str, float]:
-        """`<part>_ms` of the step, summed over its micro-batches; {} where it was not measured. Waits for the device."""
+        """`<part>_ms` of the step, summed over its micro-batches; {} where it was not measured.
+        Waits for the device.
+        """
         found: dict[str, float] = {}
         for (_, start), (part, end) in zip(self._marks, self._marks[1:], strict=False):
             if isinstance(start, float) and isinstance(end, float):

@@ -1,4 +1,6 @@
-"""A sweep: each job in a fresh process, one after the other, so that a crash costs one job. Torch-free."""
+"""A sweep: each job in a fresh process, one after the other, so that a crash costs one job.
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,21 @@ import sys
 import tempfile
 from pathlib import Path
 
-from longctx.training.progress import Job, console, sweep_table
+from longctx.training.console import Job, console, sweep_table
 
 RESULT_VARIABLE = "LONGCTX_RESULT"  # the file in which a job leaves the name of its folder
 
 
 def sweep(script: str, words_of_jobs: list[list[str]]) -> int:
-    """Run `script` once per job and print a table of all of them; returns 0 if every job ended well, else 1."""
+    """Run `script` once per job and print a table of all of them; returns 0 if every job ended
+    well, else 1.
+    """
     out = console()
     jobs: list[Job] = []
     for number, words in enumerate(words_of_jobs, start=1):
-        out.print(f"\n[{number}/{len(words_of_jobs)}] {' '.join(words)}", markup=False, style="bold")
+        out.print(
+            f"\n[{number}/{len(words_of_jobs)}] {' '.join(words)}", markup=False, style="bold"
+        )
         jobs.append(_run(script, words))
         if jobs[-1].code in (130, 143):
             break
@@ -29,7 +35,9 @@ def sweep(script: str, words_of_jobs: list[list[str]]) -> int:
 
 
 def _run(script: str, words: list[str]) -> Job:
-    """One job to its end. Ctrl-C reaches it too, a SIGTERM is passed on: it saves a checkpoint and ends; here one waits for it."""
+    """One job to its end. Ctrl-C reaches it too, a SIGTERM is passed on: it saves a checkpoint and
+    ends; here one waits for it.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "folder"
         env = os.environ | {RESULT_VARIABLE: str(result)}

@@ -1,8 +1,8 @@
 """What a step costs: tokens per second, model FLOP/s utilization, memory, waiting for data.
 
-MFU counts the FLOPs that the model needs (PaLM, arXiv 2204.02311, appendix B; pairs that the mask hides and padding
-are not work, nor is recomputation) against the chip's dense bf16 peak. A chip that is not in the table gets no MFU,
-not a guess.
+MFU counts the FLOPs that the model needs (PaLM, arXiv 2204.02311, appendix B; pairs that the mask
+hides and padding are not work, nor is recomputation) against the chip's dense bf16 peak. A chip
+that is not in the table gets no MFU, not a guess.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx.model import GPTConfig
+from longctx.planner.hardware import peak_flops
 from longctx.training.batches import StepBatch
-from longctx.training.chips import peak_flops
 
 
 @dataclass
 class Meter:
-    """Sums since the last logged row, on this rank; `row` adds up the ranks and starts the next window.
+    """Sums since the last logged row, on this rank; `row` adds up the ranks and starts the next
+    window.
 
     The loss stays on the device until then, so that only a logged step waits for it.
     """
@@ -39,7 +40,9 @@ class Meter:
     waited: float = 0.0
     spent: float = 0.0  # of this window, seconds of steps before this process
     steps: int = 0
-    counts: list[int] = field(default_factory=lambda: [0, 0, 0, 0])  # scored, real, all tokens, pairs
+    counts: list[int] = field(
+        default_factory=lambda: [0, 0, 0, 0]
+    )  # scored, real, all tokens, pairs
     loss: Tensor = field(init=False)
     peak: float | None = field(init=False)  # FLOP/s of one device
     started: float = field(default_factory=time.perf_counter)
@@ -48,7 +51,11 @@ class Meter:
 
     def __post_init__(self) -> None:
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.peak = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+        self.peak = (
+            peak_flops(torch.cuda.get_device_name(self.device))
+            if self.device.type == "cuda"
+            else None
+        )
 
     def begin(self) -> None:
         """The next step starts now."""
@@ -73,9 +80,9 @@ class Meter:
     def row(self, grad_norm: Tensor) -> dict[str, Any]:
         """The measured part of a row of metrics.jsonl; waits for the device.
 
-        `loss` is the mean over the scored tokens of the window, absent where it has none; tokens per second count real
-        tokens of all ranks; `padding_share` is of all tokens; `data_wait_ms` is the time per step between one step and the
-        arrival of the next batch.
+        `loss` is the mean over the scored tokens of the window, absent where it has none; tokens
+        per second count real tokens of all ranks; `padding_share` is of all tokens; `data_wait_ms`
+        is the time per step between one step and the arrival of the next batch.
         """
         loss, scored, real, everything, pairs = self._over_ranks()
         now = time.perf_counter()
@@ -94,7 +101,13 @@ class Meter:
             row["mfu"] = self.flops(real, pairs) / elapsed / (self.peak * _ranks())
         row |= memory(self.device) | {"seconds": self.seconds + now - self.started}
         self.loss.zero_()
-        self.steps, self.counts, self.waited, self.aside, self.window = 0, [0, 0, 0, 0], 0.0, 0.0, now
+        self.steps, self.counts, self.waited, self.aside, self.window = (
+            0,
+            [0, 0, 0, 0],
+            0.0,
+            0.0,
+            now,
+        )
         return row
 
     def flops(self, tokens: float, pairs: float) -> float:
@@ -102,7 +115,9 @@ class Meter:
         return tokens * self.model.flops_per_token(pairs / max(tokens, 1.0), self.adapters)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold so that the rows after it are those of the uninterrupted run; every rank calls it."""
+        """What a checkpoint must hold so that the rows after it are those of the uninterrupted run;
+        every rank calls it.
+        """
         loss, *counts = self._over_ranks()
         now = time.perf_counter()
         return {
@@ -117,7 +132,11 @@ class Meter:
 
     def restore(self, state: dict[str, Any], first_rank: bool = True) -> None:
         """Continue from `state`; what it has summed over the ranks, the first rank carries."""
-        self.tokens_seen, self.seconds, self.steps = state["tokens_seen"], state["seconds"], state["steps"]
+        self.tokens_seen, self.seconds, self.steps = (
+            state["tokens_seen"],
+            state["seconds"],
+            state["steps"],
+        )
         self.spent, self.waited = state["spent"], state["waited"]
         if first_rank:
             self.counts = list(state["counts"])
@@ -137,7 +156,9 @@ def _ranks() -> int:
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """Peak memory in GiB: of torch's allocator on a GPU (in use, and reserved), of the whole process on a CPU."""
+    """Peak memory in GiB: of torch's allocator on a GPU (in use, and reserved), of the whole
+    process on a CPU.
+    """
     if device.type == "cuda":
         return {
             "memory_peak_gib": torch.cuda.max_memory_allocated(device) / 2**30,
@@ -148,7 +169,9 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 def resident() -> float:
-    """Bytes of memory that this process has now; where that cannot be read, the most that it ever had."""
+    """Bytes of memory that this process has now; where that cannot be read, the most that it ever
+    had.
+    """
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return float(file.read().split()[1]) * resource.getpagesize()

@@ -1,7 +1,9 @@
-"""The correctness rule that every backend is held to, and the grid of shapes and masks that it is held to on.
+"""The correctness rule that every backend is held to, and the grid of shapes and masks that it is
+held to on.
 
-For the output and every gradient: max |x − x64| <= 2 · max |x_naive − x64| + a rounding floor, where x64 is naive attention in fp64
-and x_naive is naive attention in the precision under test (flash-attention's own rule).
+For the output and every gradient: max |x − x64| <= 2 · max |x_naive − x64| + a rounding floor,
+where x64 is naive attention in fp64 and x_naive is naive attention in the precision under test
+(flash-attention's own rule).
 """
 
 from dataclasses import dataclass
@@ -38,9 +40,13 @@ class Case:
             return Mask.causal(self.window)
         g = torch.Generator().manual_seed(self.Tq)
         if self.mask == "documents":
-            return Mask.documents(torch.randint(0, 5, (self.B, self.Tq), generator=g).sort(1).values, self.window)
+            return Mask.documents(
+                torch.randint(0, 5, (self.B, self.Tq), generator=g).sort(1).values, self.window
+            )
         first = torch.randint(0, self.Tk + 1, (self.B, self.Tq), generator=g).sort(1).values
-        length = torch.randint(-1, self.Tk // 2 + 2, (self.B, self.Tq), generator=g)  # -1 and 0: sees nothing
+        length = torch.randint(
+            -1, self.Tk // 2 + 2, (self.B, self.Tq), generator=g
+        )  # -1 and 0: sees nothing
         return Mask.intervals(first, (first + length - 1).clamp(max=self.Tk - 1).cummax(1).values)
 
 
@@ -55,7 +61,11 @@ GRID = [
     Case(2, 130, 130, Hq=4, Hkv=2, mask="documents", window=17),
     Case(1, 131, 131, window=16),
     Case(1, 65, 131, window=33),
-    *((Case(2, 799, 799, Hq=4, Hkv=2, mask="documents"), Case(1, 1023, 1023, window=100)) if ON_GPU else ()),
+    *(
+        (Case(2, 799, 799, Hq=4, Hkv=2, mask="documents"), Case(1, 1023, 1023, window=100))
+        if ON_GPU
+        else ()
+    ),
 ]
 FREE = [Case(2, 77, 93, mask="intervals"), Case(1, 129, 65, Hq=4, Hkv=2, mask="intervals")]
 HEAD_SIZES = [Case(1, 130, 130, D=D) for D in (16, 24, 64, 80, 96, 128, 192, 256)]
@@ -66,7 +76,12 @@ def inputs(case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
     g = torch.Generator().manual_seed(case.Tq * 7 + case.Tk)
     shapes = [
         (case.B, T, H, case.D)
-        for T, H in ((case.Tq, case.Hq), (case.Tk, case.Hkv), (case.Tk, case.Hkv), (case.Tq, case.Hq))
+        for T, H in (
+            (case.Tq, case.Hq),
+            (case.Tk, case.Hkv),
+            (case.Tk, case.Hkv),
+            (case.Tq, case.Hq),
+        )
     ]
     return [torch.randn(s, generator=g).to(DEVICE, dtype) for s in shapes]
 
@@ -79,7 +94,9 @@ def run(tensors, mask, backend, dtype, **options):
     return [x.detach().double() for x in (out, lse, *grads)]
 
 
-def check(case: Case, backend: str, dtype: torch.dtype = torch.float32, tensors=None, **options) -> None:
+def check(
+    case: Case, backend: str, dtype: torch.dtype = torch.float32, tensors=None, **options
+) -> None:
     """Assert the rule for `backend` on `case`."""
     tensors = inputs(case, dtype) if tensors is None else tensors
     mask = case.build_mask()
@@ -89,8 +106,12 @@ def check(case: Case, backend: str, dtype: torch.dtype = torch.float32, tensors=
     for name, x, y, z in zip(("out", "lse", "dq", "dk", "dv"), got, plain, exact, strict=True):
         assert not x.isnan().any(), f"{name} has NaN"
         if name == "lse":
-            assert torch.equal(x == float("-inf"), z == float("-inf")), "lse -inf where nothing is seen, and only there"
+            assert torch.equal(x == float("-inf"), z == float("-inf")), (
+                "lse -inf where nothing is seen, and only there"
+            )
             x, y, z = (t.nan_to_num(neginf=0.0) for t in (x, y, z))
-        floor = torch.finfo(dtype if name != "lse" else torch.float32).eps * (8 + 2 * z.abs().max().item())
+        floor = torch.finfo(dtype if name != "lse" else torch.float32).eps * (
+            8 + 2 * z.abs().max().item()
+        )
         error, allowed = (x - z).abs().max().item(), 2 * (y - z).abs().max().item() + floor
         assert error <= allowed, f"{name}: error {error:.2e} above {allowed:.2e}"

@@ -1,4 +1,6 @@
-"""flash against the correctness rule, and what must hold beyond it: exact isolation, no NaN, any strides, compile, determinism."""
+"""flash against the correctness rule, and what must hold beyond it: exact isolation, no NaN, any
+strides, compile, determinism.
+"""
 
 import pytest
 import torch
@@ -19,14 +21,18 @@ DTYPES = [
 
 @pytest.fixture(params=["triton-portable"] if ON_GPU else ["triton-portable", "torch-tiled"])
 def implementation(request, monkeypatch):
-    """Each implementation that this machine can run: the real kernels, interpreted where there is no GPU, and CPU tiles."""
+    """Each implementation that this machine can run: the real kernels, interpreted where there is
+    no GPU, and CPU tiles.
+    """
     if not ON_GPU:
         monkeypatch.setattr(tiled, "ROWS", 16)
         monkeypatch.setattr(tiled, "COLS", 32)
         monkeypatch.setattr(portable, "launch_config", lambda *_: Launch(32, 16, 4, 1))
         if request.param == "triton-portable":
             monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(kernels, "runs_hopper", lambda *_: False)  # has a file of its own, test_flash_hopper.py
+    monkeypatch.setattr(
+        kernels, "runs_hopper", lambda *_: False
+    )  # has a file of its own, test_flash_hopper.py
     yield request.param
     assert kernels_run()["flash"] == request.param
 
@@ -37,13 +43,17 @@ def test_rule(case, implementation):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", GRID + FREE if ON_GPU else [Case(2, 65, 65, Hq=4, Hkv=2, mask="documents")], ids=str)
+@pytest.mark.parametrize(
+    "case", GRID + FREE if ON_GPU else [Case(2, 65, 65, Hq=4, Hkv=2, mask="documents")], ids=str
+)
 def test_rule_in_every_dtype(case, dtype, implementation):
     check(case, "flash", dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:] if ON_GPU else [torch.float32], ids=str)
-@pytest.mark.parametrize("case", HEAD_SIZES if ON_GPU else [Case(1, 33, 33, D=c.D) for c in HEAD_SIZES], ids=str)
+@pytest.mark.parametrize(
+    "case", HEAD_SIZES if ON_GPU else [Case(1, 33, 33, D=c.D) for c in HEAD_SIZES], ids=str
+)
 def test_every_head_size(case, dtype, implementation):
     check(case, "flash", dtype)
 
@@ -71,13 +81,25 @@ def test_shipped_tiles(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_tensor_map_loads(dtype, implementation, monkeypatch):
     """The path that Hopper takes, also in the interpreter."""
-    monkeypatch.setattr(portable, "_use_tma", lambda q: not ON_GPU or torch.cuda.get_device_capability()[0] >= 9)
-    for case in (Case(2, 77, 77, Hq=4, Hkv=2, mask="documents"), Case(2, 50, 77, window=9), FREE[0]):
+    monkeypatch.setattr(
+        portable, "_use_tma", lambda q: not ON_GPU or torch.cuda.get_device_capability()[0] >= 9
+    )
+    for case in (
+        Case(2, 77, 77, Hq=4, Hkv=2, mask="documents"),
+        Case(2, 50, 77, window=9),
+        FREE[0],
+    ):
         check(case, "flash", dtype)
     case = Case(3, 1, 1, Hq=4, Hkv=2)
-    heads_first = [torch.empty(3, x.shape[2], 1, 32, dtype=dtype, device=DEVICE) for x in inputs(case, dtype)]
-    one = [h.transpose(1, 2).copy_(x) for h, x in zip(heads_first, inputs(case, dtype), strict=True)]
-    assert one[0].is_contiguous() and one[0].stride(1) != 4 * 32, "one token per row: contiguous whatever its stride"
+    heads_first = [
+        torch.empty(3, x.shape[2], 1, 32, dtype=dtype, device=DEVICE) for x in inputs(case, dtype)
+    ]
+    one = [
+        h.transpose(1, 2).copy_(x) for h, x in zip(heads_first, inputs(case, dtype), strict=True)
+    ]
+    assert one[0].is_contiguous() and one[0].stride(1) != 4 * 32, (
+        "one token per row: contiguous whatever its stride"
+    )
     check(case, "flash", dtype, tensors=one)
 
 
@@ -97,7 +119,9 @@ def test_changing_a_document_changes_no_other(implementation):
     mask = Mask.documents(torch.tensor([0] * 33 + [1] * 20 + [2] * 37)[None])
     tensors = inputs(case, torch.float32)
     before = run(tensors, mask, "flash", torch.float32)
-    changed = [torch.cat([x[:, :33], torch.randn_like(x[:, 33:53]) * 50, x[:, 53:]], 1) for x in tensors]
+    changed = [
+        torch.cat([x[:, :33], torch.randn_like(x[:, 33:53]) * 50, x[:, 53:]], 1) for x in tensors
+    ]
     after = run(changed, mask, "flash", torch.float32)
     for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), before, after, strict=True):
         if name == "lse":
@@ -109,7 +133,9 @@ def test_changing_a_document_changes_no_other(implementation):
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_poison_reaches_only_those_who_see_it(poison, implementation):
-    """NaN and inf in one document, q, k, v and do, leave every other document's bits alone, and show in its own."""
+    """NaN and inf in one document, q, k, v and do, leave every other document's bits alone, and
+    show in its own.
+    """
     inside, rest = slice(30, 39), [slice(0, 30), slice(39, 70)]
     mask = Mask.documents(torch.tensor([0] * 30 + [1] * 9 + [2] * 31)[None])
     tensors = inputs(Case(1, 70, 70, Hq=4, Hkv=2), torch.float32)
@@ -117,14 +143,18 @@ def test_poison_reaches_only_those_who_see_it(poison, implementation):
     for x in tensors:
         x[:, inside] = poison
     after = run(tensors, mask, "flash", torch.float32)
-    for name, x, y in zip(("out", "dq", "dk", "dv"), before[:1] + before[2:], after[:1] + after[2:], strict=True):
+    for name, x, y in zip(
+        ("out", "dq", "dk", "dv"), before[:1] + before[2:], after[:1] + after[2:], strict=True
+    ):
         for part in rest:
             assert torch.equal(x[:, part], y[:, part]), name
         assert y[:, inside].isnan().any(), f"{name} hides what is not finite"
 
 
 def test_poison_in_keys_and_values_alone(monkeypatch):
-    """Inside one document too, in the kernels of our own; torch's fused CPU kernel keeps documents apart, not tokens."""
+    """Inside one document too, in the kernels of our own; torch's fused CPU kernel keeps documents
+    apart, not tokens.
+    """
     if not ON_GPU:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     q, k, v, _ = inputs(Case(1, 70, 70), torch.float32)
@@ -151,7 +181,9 @@ def test_rows_that_see_nothing(implementation):
 
 
 def test_any_strides(implementation):
-    """Slices of one fused projection, transposed and expanded inputs, a non-contiguous gradient: the same bits."""
+    """Slices of one fused projection, transposed and expanded inputs, a non-contiguous gradient:
+    the same bits.
+    """
     tensors = inputs(Case(2, 40, 40, Hq=4, Hkv=2), torch.float32)
     expected = run(tensors, Mask.causal(), "flash", torch.float32)
     q, k, v, do = tensors
@@ -159,11 +191,21 @@ def test_any_strides(implementation):
     sliced = [fused[:, :, :4], fused[:, :, 4:6], fused[:, :, 6:]]
     transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     gapped = [torch.stack([x, x], dim=-1)[..., 0] for x in (q, k, v)]
-    do_views = (do, do.transpose(1, 2).contiguous().transpose(1, 2), torch.stack([do, do], -1)[..., 1])
+    do_views = (
+        do,
+        do.transpose(1, 2).contiguous().transpose(1, 2),
+        torch.stack([do, do], -1)[..., 1],
+    )
     for views, do_view in zip((sliced, transposed, gapped), do_views, strict=True):
         assert not all(x.is_contiguous() for x in views)
-        for x, y in zip(run([*views, do_view], Mask.causal(), "flash", torch.float32), expected, strict=True):
-            assert torch.equal(x, y) if implementation == "triton-portable" else torch.allclose(x, y, atol=1e-4)
+        for x, y in zip(
+            run([*views, do_view], Mask.causal(), "flash", torch.float32), expected, strict=True
+        ):
+            assert (
+                torch.equal(x, y)
+                if implementation == "triton-portable"
+                else torch.allclose(x, y, atol=1e-4)
+            )
     one = torch.ones((), device=DEVICE).expand(2, 40, 4, 32)
     assert torch.allclose(attention(one, k, v), attention(one.contiguous(), k, v))
     a = q.clone().requires_grad_()
@@ -179,7 +221,9 @@ def test_gradient_of_the_lse(implementation):
     for backend, dtype in (("naive", torch.float64), ("flash", torch.float32)):
         q, k, v = (x.to(dtype).requires_grad_() for x in tensors[:3])
         out, lse = attention(q, k, v, mask=case.build_mask(), backend=backend, return_lse=True)
-        grads.append(torch.autograd.grad((out * tensors[3]).sum() + (lse * weight).sum(), (q, k, v)))
+        grads.append(
+            torch.autograd.grad((out * tensors[3]).sum() + (lse * weight).sum(), (q, k, v))
+        )
     for x, y in zip(*grads, strict=True):
         torch.testing.assert_close(x.float(), y, atol=1e-4, rtol=1e-4)
     q, k, v = (x.requires_grad_() for x in tensors[:3])
@@ -207,7 +251,9 @@ def test_operator_is_registered_properly(implementation):
 def test_one_graph_under_compile(implementation):
     q, k, v, do = inputs(Case(1, 64, 64), torch.float32)
     mask = Mask.documents(torch.arange(64)[None] // 20).bind(1, 64, 64, DEVICE)
-    compiled = torch.compile(attention, backend="inductor" if ON_GPU else "aot_eager", fullgraph=True)
+    compiled = torch.compile(
+        attention, backend="inductor" if ON_GPU else "aot_eager", fullgraph=True
+    )
     q.requires_grad_()
     got = torch.autograd.grad(compiled(q, k, v, mask), q, do)
     expected = torch.autograd.grad(attention(q, k, v, mask), q, do)
@@ -230,6 +276,9 @@ def test_cpu_memory_is_linear():
     for T in (2048, 4096):
         mask = Mask.causal(100).bind(1, T, T, "cpu")
         sizes.append(
-            max(len(range(*i.indices(T))) * (j.stop - j.start) for i, j, _ in tiled._tiles(mask.first[0], mask.last[0]))
+            max(
+                len(range(*i.indices(T))) * (j.stop - j.start)
+                for i, j, _ in tiled._tiles(mask.first[0], mask.last[0])
+            )
         )
     assert sizes[0] == sizes[1]

@@ -1,4 +1,6 @@
-"""flash_attn: the versions found are the versions that import; on a GPU that has one, the correctness rule."""
+"""flash_attn: the versions found are the versions that import; on a GPU that has one, the
+correctness rule.
+"""
 
 import importlib
 
@@ -9,7 +11,9 @@ from longctx.attention import Mask, attention, backends, kernels_run
 from longctx.attention.flash_attn import APIS, INSTALLED
 from tests.attention.rule import FREE, GRID, Case, check, inputs
 
-needs_it = pytest.mark.skipif(not INSTALLED or not torch.cuda.is_available(), reason="needs FlashAttention and a GPU")
+needs_it = pytest.mark.skipif(
+    not INSTALLED or not torch.cuda.is_available(), reason="needs FlashAttention and a GPU"
+)
 
 
 def test_what_is_found_imports():
@@ -21,7 +25,9 @@ def test_what_is_found_imports():
 
 @needs_it
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [Case(c.B, c.Tq, c.Tk, c.Hq, c.Hkv, 64, c.mask, c.window) for c in GRID], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(c.B, c.Tq, c.Tk, c.Hq, c.Hkv, 64, c.mask, c.window) for c in GRID], ids=str
+)
 def test_rule(case):
     check(case, "flash_attn", torch.bfloat16)
 

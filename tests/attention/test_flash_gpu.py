@@ -1,4 +1,6 @@
-"""flash on a GPU: what only real hardware can show. 2³¹ elements, many lengths, poisoned memory, graphs, streams of lengths."""
+"""flash on a GPU: what only real hardware can show. 2³¹ elements, many lengths, poisoned memory,
+graphs, streams of lengths.
+"""
 
 import random
 
@@ -30,19 +32,32 @@ def compiled(kernel):
     if kernel == "portable":
         kernels += [portable.forward_kernel, portable.dkv_kernel, portable.dq_kernel]
     else:
-        kernels += [hopper_forward.forward_kernel, hopper_backward.backward_kernel, hopper_backward.unpack_kernel]
+        kernels += [
+            hopper_forward.forward_kernel,
+            hopper_backward.backward_kernel,
+            hopper_backward.unpack_kernel,
+        ]
     return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
 
 def same(x, y, name, kernel):
     """The same bits, or nearly, where dq is added up in any order."""
-    return torch.equal(x, y) if name != "dq" or kernel == "portable" else torch.allclose(x, y, atol=1e-2)
+    return (
+        torch.equal(x, y)
+        if name != "dq" or kernel == "portable"
+        else torch.allclose(x, y, atol=1e-2)
+    )
 
 
 def test_offsets_beyond_two_to_the_31():
-    """The last rows of tensors of more than 2³¹ elements, against naive attention on those rows alone."""
+    """The last rows of tensors of more than 2³¹ elements, against naive attention on those rows
+    alone.
+    """
     T, H, D, W = (1 << 20) + 4096 + 77, 16, 128, 64
-    q, k, v = (torch.randn(1, T, H, D, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(1, T, H, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    )
     assert q.numel() > 1 << 31
     out = attention(q, k, v, mask=Mask.causal(W))
     do = torch.zeros_like(out)
@@ -51,7 +66,9 @@ def test_offsets_beyond_two_to_the_31():
     tail = [x[:, -300 - W :].detach().double().requires_grad_() for x in (q, k, v)]
     expected = attention(*tail, mask=Mask.causal(W), backend="naive")
     torch.testing.assert_close(out[:, -300:].double(), expected[:, -300:], atol=2e-2, rtol=2e-2)
-    for x, y in zip(grads, torch.autograd.grad(expected, tail, do[:, -300 - W :].double()), strict=True):
+    for x, y in zip(
+        grads, torch.autograd.grad(expected, tail, do[:, -300 - W :].double()), strict=True
+    ):
         torch.testing.assert_close(x[:, -300:].double(), y[:, -300:], atol=6e-2, rtol=6e-2)
         assert not x[:, : -300 - W].any()
 
@@ -77,7 +94,10 @@ def test_a_thousand_lengths_compile_few_kernels(kernel):
 
     def step():
         T, S = random.randint(1, 3000), random.randint(1, 3000)
-        q, k = (torch.randn(1, n, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (T, S))
+        q, k = (
+            torch.randn(1, n, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for n in (T, S)
+        )
         attention(q, k, k).sum().backward()
         torch.cuda.synchronize()
 
@@ -92,7 +112,9 @@ def test_a_thousand_lengths_compile_few_kernels(kernel):
 
 
 def test_memory_around_the_tensors_is_never_used(kernel):
-    """Inputs cut from a buffer of NaN, between rows, between heads and past the end: nothing leaks in."""
+    """Inputs cut from a buffer of NaN, between rows, between heads and past the end: nothing leaks
+    in.
+    """
     case = Case(2, 77, 77, Hq=4, Hkv=2, D=64)
     for dtype in (torch.bfloat16, torch.float16):
         tensors = inputs(case, dtype)
@@ -100,7 +122,9 @@ def test_memory_around_the_tensors_is_never_used(kernel):
         cut = []
         for x in tensors:
             B, T, H, D = x.shape
-            sea = torch.full((B + 1, T + 50, H + 2, D + 8), float("nan"), device="cuda", dtype=dtype)
+            sea = torch.full(
+                (B + 1, T + 50, H + 2, D + 8), float("nan"), device="cuda", dtype=dtype
+            )
             island = sea[:B, 25 : 25 + T, 1 : 1 + H, :D]
             island.copy_(x)
             cut.append(island)

@@ -29,14 +29,20 @@ def test_rule(case, head_dim, dtype):
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("mask", ["causal", "full", "window", "intervals"])
 def test_scores_far_from_the_first_maximum(mask, head_dim, dtype):
-    """Rows that keep the maximum of their first tiles of keys, and scores that leave every float's range around it, up or down."""
+    """Rows that keep the maximum of their first tiles of keys, and scores that leave every float's
+    range around it, up or down.
+    """
     window = 900 if mask == "window" else None
-    case = Case(2, 1024, 1024, Hq=4, Hkv=2, D=head_dim, mask="causal" if window else mask, window=window)
+    case = Case(
+        2, 1024, 1024, Hq=4, Hkv=2, D=head_dim, mask="causal" if window else mask, window=window
+    )
     q, k, v, do = rule.inputs(case, dtype)
     if (
         mask == "intervals"
     ):  # most rows see none of the tile on the boundary, then tiles as a whole, of small scores alone
-        case.build_mask = lambda: Mask.intervals(torch.arange(1024)[None].clamp(max=400), torch.full((1, 1024), 1023))
+        case.build_mask = lambda: Mask.intervals(
+            torch.arange(1024)[None].clamp(max=400), torch.full((1, 1024), 1023)
+        )
         q, k = q / 10 + 4, k / 10 - 4
     else:
         q, k = q / 10 + 1, k + 0
@@ -49,8 +55,15 @@ def test_scores_far_from_the_first_maximum(mask, head_dim, dtype):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("mask", ["causal", "documents"])
 def test_more_tiles_than_processors(mask, head_dim):
-    """A program's second tile of keys; of grouped heads of 128 channels its walk over the queries goes the other way."""
-    rule.check(Case(1, 3000, 3000, Hq=16, Hkv=8, D=head_dim, mask=mask), "flash", torch.bfloat16, kernel="hopper")
+    """A program's second tile of keys; of grouped heads of 128 channels its walk over the queries
+    goes the other way.
+    """
+    rule.check(
+        Case(1, 3000, 3000, Hq=16, Hkv=8, D=head_dim, mask=mask),
+        "flash",
+        torch.bfloat16,
+        kernel="hopper",
+    )
     assert kernels_run()["flash"] == "triton-hopper"
 
 
@@ -78,9 +91,13 @@ def test_rule_ordered(case, head_dim, deterministic):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("mask", ["causal", "full", "documents", "window"])
 def test_ordered_gives_the_same_bits(mask, head_dim, deterministic):
-    """More tiles than processors, several heads of a group, and a chain of all tiles of a head; then 250 times the same."""
+    """More tiles than processors, several heads of a group, and a chain of all tiles of a head;
+    then 250 times the same.
+    """
     window = 1500 if mask == "window" else None
-    case = Case(1, 9000, 9000, Hq=8, Hkv=4, D=head_dim, mask="causal" if window else mask, window=window)
+    case = Case(
+        1, 9000, 9000, Hq=8, Hkv=4, D=head_dim, mask="causal" if window else mask, window=window
+    )
     tensors = rule.inputs(case, torch.bfloat16)
     expected = rule.run(tensors, case.build_mask(), "flash", torch.bfloat16)
     assert kernels_run()["flash"] == "triton-hopper-ordered"
@@ -96,7 +113,9 @@ def test_ordered_gives_the_same_bits(mask, head_dim, deterministic):
 def test_ordered_rows_of_one_and_of_several_documents(head_dim, deterministic):
     """Their tiles of keys add to dq in opposite directions."""
     case = Case(3, 1023, 1023, Hq=8, Hkv=4, D=head_dim)
-    ids = torch.arange(1023, device=DEVICE)[None] // torch.tensor([[2000], [170], [600]], device=DEVICE)
+    ids = torch.arange(1023, device=DEVICE)[None] // torch.tensor(
+        [[2000], [170], [600]], device=DEVICE
+    )
     case.build_mask = lambda: Mask.documents(ids)
     tensors = list(rule.inputs(case, torch.bfloat16))
     rule.check(case, "flash", torch.bfloat16, tensors=tensors)
@@ -161,7 +180,12 @@ def test_what_auto_is_elsewhere(monkeypatch):
 def test_any_strides():
     q, k, v, do = rule.inputs(Case(2, 300, 300, Hq=4, Hkv=2, D=128), torch.bfloat16)
     fused = torch.cat([q, k, v], dim=2)
-    views = [fused[:, :, :4], fused[:, :, 4:6], fused[:, :, 6:], do.transpose(1, 2).contiguous().transpose(1, 2)]
+    views = [
+        fused[:, :, :4],
+        fused[:, :, 4:6],
+        fused[:, :, 6:],
+        do.transpose(1, 2).contiguous().transpose(1, 2),
+    ]
     expected = rule.run([q, k, v, do], Mask.causal(), "flash", torch.bfloat16, kernel="hopper")
     got = rule.run(views, Mask.causal(), "flash", torch.bfloat16, kernel="hopper")
     for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, expected, strict=True):
@@ -177,8 +201,14 @@ def test_any_strides():
         ),
         *(
             [
-                ({"device": DEVICE, "dtype": torch.float32, "head_dim": 128}, "takes bf16 and fp16"),
-                ({"device": DEVICE, "dtype": torch.float16, "head_dim": 256}, "head sizes 64, 72 .. 128"),
+                (
+                    {"device": DEVICE, "dtype": torch.float32, "head_dim": 128},
+                    "takes bf16 and fp16",
+                ),
+                (
+                    {"device": DEVICE, "dtype": torch.float16, "head_dim": 256},
+                    "head sizes 64, 72 .. 128",
+                ),
             ]
             if HOPPER
             else []

@@ -11,7 +11,11 @@ from tests.attention.rule import FREE, GRID, Case, check
 
 @pytest.mark.parametrize(
     "case",
-    [Case(2, 300, 300, mask="documents"), Case(1, 257, 513, window=200), Case(2, 300, 400, mask="intervals")],
+    [
+        Case(2, 300, 300, mask="documents"),
+        Case(1, 257, 513, window=200),
+        Case(2, 300, 400, mask="intervals"),
+    ],
     ids=str,
 )
 def test_block_mask_covers_the_intervals(case):
@@ -21,7 +25,9 @@ def test_block_mask_covers_the_intervals(case):
     for b in range(seen.shape[0]):
         for i in range(-(-case.Tq // BLOCK)):
             partial = set(blocks.kv_indices[b, 0, i, : blocks.kv_num_blocks[b, 0, i]].tolist())
-            full = set(blocks.full_kv_indices[b, 0, i, : blocks.full_kv_num_blocks[b, 0, i]].tolist())
+            full = set(
+                blocks.full_kv_indices[b, 0, i, : blocks.full_kv_num_blocks[b, 0, i]].tolist()
+            )
             for j in range(-(-case.Tk // BLOCK)):
                 tile = seen[b, i * BLOCK : (i + 1) * BLOCK, j * BLOCK : (j + 1) * BLOCK]
                 assert j not in full or (bool(tile.all()) and tile.shape == (BLOCK, BLOCK))

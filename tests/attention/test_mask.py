@@ -1,4 +1,6 @@
-"""Mask: the intervals say what the dense definition says, and so do their transpose, their count and their positions."""
+"""Mask: the intervals say what the dense definition says, and so do their transpose, their count
+and their positions.
+"""
 
 import pytest
 import torch
@@ -59,7 +61,10 @@ def test_binding_is_idempotent_and_guards_its_shape():
         (lambda: Mask.documents(torch.tensor([[1, 0]])), "must not decrease"),
         (lambda: Mask.documents(torch.tensor([0, 1])), "shape"),
         (lambda: Mask.documents(torch.tensor([[0.0]])), "integers"),
-        (lambda: Mask.intervals(torch.tensor([[1, 0]]), torch.tensor([[1, 1]])), "first must not decrease"),
+        (
+            lambda: Mask.intervals(torch.tensor([[1, 0]]), torch.tensor([[1, 1]])),
+            "first must not decrease",
+        ),
     ],
 )
 def test_bad_masks_are_refused(build, message):
@@ -69,7 +74,8 @@ def test_bad_masks_are_refused(build, message):
 
 def test_the_bound_on_documents_takes_few_values():
     bounds = {
-        Mask.documents(torch.arange(512).ge(cut).long()[None]).longest: cut for cut in (256, 257, 300, 400, 511, 512)
+        Mask.documents(torch.arange(512).ge(cut).long()[None]).longest: cut
+        for cut in (256, 257, 300, 400, 511, 512)
     }
     assert set(bounds) == {256, 512}
 
@@ -88,7 +94,9 @@ def test_a_window_added_to_a_mask_is_that_mask_with_a_window() -> None:
                 a, b = made.bind(2, 9, 9, "cpu"), expected.bind(2, 9, 9, "cpu")
                 for name in ("first", "last", "qfirst", "qlast"):
                     assert torch.equal(getattr(a, name), getattr(b, name)), name
-    with pytest.raises(ValueError, match="a window of 3 is for causal attention and packed documents, not for full"):
+    with pytest.raises(
+        ValueError, match="a window of 3 is for causal attention and packed documents, not for full"
+    ):
         Mask.full().windowed(3)
     with pytest.raises(ValueError, match="window=0 must be at least 1"):
         Mask.causal().windowed(0)

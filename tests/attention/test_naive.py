@@ -23,7 +23,11 @@ def test_against_the_loop_in_the_textbook():
             for i in range(7):
                 seen = slice(int(mask.first[b, i]), int(mask.last[b, i]) + 1)
                 s = 0.3 * (k[b, seen, h // 2] @ q[b, i, h])
-                expected = torch.softmax(s, 0) @ v[b, seen, h // 2] if len(s) else torch.zeros_like(q[b, i, h])
+                expected = (
+                    torch.softmax(s, 0) @ v[b, seen, h // 2]
+                    if len(s)
+                    else torch.zeros_like(q[b, i, h])
+                )
                 torch.testing.assert_close(out[b, i, h], expected)
                 assert lse[b, h, i].item() == pytest.approx(
                     torch.logsumexp(s, 0).item() if len(s) else float("-inf"), 1e-5

@@ -1,4 +1,6 @@
-"""The registry: explicit requests, no fallback, what ran on record, and room for backends from outside."""
+"""The registry: explicit requests, no fallback, what ran on record, and room for backends from
+outside.
+"""
 
 from pathlib import Path
 
@@ -30,18 +32,39 @@ def test_backends_says_what_is_missing():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: attention(q, q, q, backend="flahs"), "attention=flahs is not a backend; choose one of"),
-        (lambda: attention(q, q, q, backend="sdpa", kernle="flash"), "options.kernle=flash is not an option of sdpa"),
-        (lambda: attention(q, q, q, backend="sdpa", kernel="fastest"), "must be one of auto, flash, cudnn"),
-        (lambda: attention(q.double(), q.double(), q.double(), backend="flash"), "use attention=naive"),
+        (
+            lambda: attention(q, q, q, backend="flahs"),
+            "attention=flahs is not a backend; choose one of",
+        ),
+        (
+            lambda: attention(q, q, q, backend="sdpa", kernle="flash"),
+            "options.kernle=flash is not an option of sdpa",
+        ),
+        (
+            lambda: attention(q, q, q, backend="sdpa", kernel="fastest"),
+            "must be one of auto, flash, cudnn",
+        ),
+        (
+            lambda: attention(q.double(), q.double(), q.double(), backend="flash"),
+            "use attention=naive",
+        ),
         (lambda: attention(q, q[:, :, :0], q[:, :, :0]), "sizes of at least 1"),
-        (lambda: attention(q.expand(1, 5, 2, 16)[:, :, [0, 1, 0]], q, q), "3 query heads are not a multiple of 2"),
+        (
+            lambda: attention(q.expand(1, 5, 2, 16)[:, :, [0, 1, 0]], q, q),
+            "3 query heads are not a multiple of 2",
+        ),
         (lambda: attention(q, q.half(), q.half()), "one dtype"),
         (lambda: attention(q.long(), q.long(), q.long()), "fp32, bf16 or fp16"),
         (lambda: attention(q, q, q, scale=-1.0), "scale=-1.0 must be above 0"),
         (lambda: attention(q[0], q, q), "takes q"),
-        (lambda: check("flash_attn", device="cpu", dtype=torch.bfloat16, head_dim=64), "use attention=flash"),
-        (lambda: check("flex", device="cpu", dtype=torch.bfloat16, head_dim=64), "use attention=flash"),
+        (
+            lambda: check("flash_attn", device="cpu", dtype=torch.bfloat16, head_dim=64),
+            "use attention=flash",
+        ),
+        (
+            lambda: check("flex", device="cpu", dtype=torch.bfloat16, head_dim=64),
+            "use attention=flash",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_the_remedy(call, message):

@@ -62,19 +62,25 @@ def test_the_pinned_kernel_runs():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [Case(2, 256, 256, Hq=4, Hkv=2, D=64), Case(1, 384, 384, D=128, mask="full")], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(2, 256, 256, Hq=4, Hkv=2, D=64), Case(1, 384, 384, D=128, mask="full")], ids=str
+)
 def test_rule_for_cudnn(case):
     check(case, "sdpa", torch.bfloat16, kernel="cudnn")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "mask", [Mask.causal(), Mask.causal(50), Mask.documents(torch.arange(256)[None] // 100)], ids=lambda m: m.kind
+    "mask",
+    [Mask.causal(), Mask.causal(50), Mask.documents(torch.arange(256)[None] // 100)],
+    ids=lambda m: m.kind,
 )
 def test_one_graph_under_compile(mask):
     q = torch.randn(1, 256, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     bound = mask.bind(1, 256, 256, "cuda")
-    compiled = torch.compile(lambda q, mask: attention(q, q, q, mask, backend="sdpa"), fullgraph=True)
+    compiled = torch.compile(
+        lambda q, mask: attention(q, q, q, mask, backend="sdpa"), fullgraph=True
+    )
     (got,) = torch.autograd.grad(compiled(q, bound).sum(), q)
     (expected,) = torch.autograd.grad(attention(q, q, q, bound, backend="sdpa").sum(), q)
     torch.testing.assert_close(got, expected, atol=1e-2, rtol=2e-2)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from longctx.data.config import DataConfig
+from longctx.config.data_config import DataConfig
 
 WORDS = (
     "rain",
@@ -31,9 +31,14 @@ WORDS = (
 
 
 def prose(words: int, seed: int) -> str:
-    """Text of `words` words, in lines of a dozen, that shares hardly a shingle with that of another seed."""
+    """Text of `words` words, in lines of a dozen, that shares hardly a shingle with that of another
+    seed.
+    """
     rng = random.Random(seed)
-    lines = [" ".join(rng.choice(WORDS) + str(rng.randrange(9)) for _ in range(12)) for _ in range(-(-words // 12))]
+    lines = [
+        " ".join(rng.choice(WORDS) + str(rng.randrange(9)) for _ in range(12))
+        for _ in range(-(-words // 12))
+    ]
     return "\n".join(lines)
 
 

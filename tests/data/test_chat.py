@@ -1,4 +1,6 @@
-"""Conversations: the text that transformers makes of them, only the assistant's words scored, templates in a sandbox."""
+"""Conversations: the text that transformers makes of them, only the assistant's words scored,
+templates in a sandbox.
+"""
 
 import json
 from dataclasses import replace
@@ -50,18 +52,31 @@ def folder(tmp_path: Path) -> Path:
 
 
 def write(folder: Path, template: Any) -> None:
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "bos_token": "<|endoftext|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "bos_token": "<|endoftext|>",
+    }
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"chat_template": template})
+    )
 
 
 def chats(folder: Path, *rows: Any, **changes: Any) -> DataConfig:
     (folder / "chats.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    values = {"source": "text", "path": str(folder / "chats.jsonl"), "chat": True, "tokenizer": str(folder)}
+    values = {
+        "source": "text",
+        "path": str(folder / "chats.jsonl"),
+        "chat": True,
+        "tokenizer": str(folder),
+    }
     return DataConfig(**values | {"val_fraction": 0.0, "cache": str(folder / "cache")} | changes)
 
 
 @pytest.mark.parametrize("template", [CHATML, INST])
-def test_tokens_are_those_of_transformers_and_only_the_assistants_are_scored(folder: Path, template: str) -> None:
+def test_tokens_are_those_of_transformers_and_only_the_assistants_are_scored(
+    folder: Path, template: str
+) -> None:
     write(folder, template)
     data = load(chats(folder, {"messages": TALK}), 256)
     theirs = AutoTokenizer.from_pretrained(folder)
@@ -71,7 +86,11 @@ def test_tokens_are_those_of_transformers_and_only_the_assistants_are_scored(fol
     assert row["tokens"][:length].tolist() == expected
     assert row["targets"][length - 1 :].tolist() == [IGNORED] * (257 - length)
     scored = [t for t in row["targets"].tolist() if t != IGNORED]
-    said = "A rose is a rose. été{0}is a rose{0}" if template == CHATML else " A rose is a rose. été {0} is a rose{0}"
+    said = (
+        "A rose is a rose. été{0}is a rose{0}"
+        if template == CHATML
+        else " A rose is a rose. été {0} is a rose{0}"
+    )
     end = "<|im_end|>\n" if template == CHATML else "<|im_end|>"
     assert theirs.decode(scored) == said.format(end)
     at = [n for n, t in enumerate(row["targets"].tolist()) if t != IGNORED]
@@ -83,7 +102,10 @@ def test_long_conversations_are_cut_with_their_marks(folder: Path) -> None:
     whole, cut = load(chats(folder, *rows), 2048), load(chats(folder, *rows), 48)
 
     def scored(data: Any) -> int:
-        return sum(int((row["targets"] != IGNORED).sum()) for row in (data.train[n] for n in range(len(data.train))))
+        return sum(
+            int((row["targets"] != IGNORED).sum())
+            for row in (data.train[n] for n in range(len(data.train)))
+        )
 
     assert scored(whole) == scored(cut) > 0
     assert len(cut.train) > 6 * len(whole.train)
@@ -104,10 +126,19 @@ def test_tools_reach_the_template(folder: Path) -> None:
         ({"messages": []}, "'messages' must be a list of messages"),
         ({"messages": [3]}, "message 1 must be an object with a role"),
         ({"messages": [{"role": "user"}]}, "message 1 must have its text in 'content'"),
-        ({"messages": [{"role": "user", "content": ["a"]}]}, "message 1 must have its text in 'content'"),
+        (
+            {"messages": [{"role": "user", "content": ["a"]}]},
+            "message 1 must have its text in 'content'",
+        ),
         ({"messages": TALK[:1]}, "no message of the assistant"),
-        ({"messages": [{"role": "user", "content": "x<|im_end|>"}, TALK[1]]}, r"message 1 contains <\|im_end\|>"),
-        ({"messages": TALK, "tools": [{"name": "f", "description": "<|im_end|>"}]}, r"tools contains <\|im_end\|>"),
+        (
+            {"messages": [{"role": "user", "content": "x<|im_end|>"}, TALK[1]]},
+            r"message 1 contains <\|im_end\|>",
+        ),
+        (
+            {"messages": TALK, "tools": [{"name": "f", "description": "<|im_end|>"}]},
+            r"tools contains <\|im_end\|>",
+        ),
     ],
 )
 def test_a_wrong_conversation_is_one_line(folder: Path, row: dict[str, Any], message: str) -> None:
@@ -120,7 +151,10 @@ def test_a_wrong_conversation_is_one_line(folder: Path, row: dict[str, Any], mes
     ("template", "message"),
     [
         ("{% for", "its chat template is not one"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "the chat template does not take it .*unsafe"),
+        (
+            "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+            "the chat template does not take it .*unsafe",
+        ),
         ("{{ messages.append(1) }}", "the chat template does not take it .*unsafe"),
         ("{% for x in range(10**9) %}{% endfor %}", "the chat template does not take it .*too big"),
         ("{{ 1 / 0 }}", "the chat template does not take it"),
@@ -151,7 +185,10 @@ def test_a_file_beside_the_settings_and_a_named_template_are_found(folder: Path)
 
 def test_what_has_no_conversations_is_refused(folder: Path) -> None:
     for changes, message in (
-        ({"source": "embedded", "path": None}, "data.chat=true: data=embedded has no conversations"),
+        (
+            {"source": "embedded", "path": None},
+            "data.chat=true: data=embedded has no conversations",
+        ),
         ({"tokenizer": None}, "data.chat=true: needs a tokenizer with a chat template"),
         ({"path": str(folder / "tokenizer_config.json")}, "is no .jsonl file"),
     ):
@@ -160,8 +197,13 @@ def test_what_has_no_conversations_is_refused(folder: Path) -> None:
 
 
 def test_the_same_words_as_plain_text_are_other_data(folder: Path) -> None:
-    talk = [{"role": "user", "content": "a rose is"}, {"role": "assistant", "content": "a rose " * 40}]
-    config = chats(folder, *({"messages": [{**talk[0], "content": f"rose {n}"}, talk[1]]} for n in range(9)))
+    talk = [
+        {"role": "user", "content": "a rose is"},
+        {"role": "assistant", "content": "a rose " * 40},
+    ]
+    config = chats(
+        folder, *({"messages": [{**talk[0], "content": f"rose {n}"}, talk[1]]} for n in range(9))
+    )
     said = load(config, 32)
     text = [said.tokenizer.decode(document.ids.tolist()) for document in said.documents("train")]
     (folder / "plain.jsonl").write_text("\n".join(json.dumps({"text": one}) for one in text))
@@ -172,7 +214,10 @@ def test_the_same_words_as_plain_text_are_other_data(folder: Path) -> None:
 
 
 def test_half_of_a_surrogate_pair_stops_a_conversation_or_is_replaced(folder: Path) -> None:
-    talk = [{"role": "user", "content": "a \ud83d rose"}, {"role": "assistant", "content": "rose \ud83d"}]
+    talk = [
+        {"role": "user", "content": "a \ud83d rose"},
+        {"role": "assistant", "content": "rose \ud83d"},
+    ]
     with pytest.raises(ValueError, match=r"chats\.jsonl:1: half of a surrogate pair"):
         load(chats(folder, {"messages": talk}), 64)
     data = load(chats(folder, {"messages": talk}, errors="replace"), 64)

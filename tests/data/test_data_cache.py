@@ -1,4 +1,6 @@
-"""What is built once is never seen half-built: two builders, a killed one, a full disk, a damaged file."""
+"""What is built once is never seen half-built: two builders, a killed one, a full disk, a damaged
+file.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from longctx.config.data_config import DataConfig
 from longctx.data.cache import cached
-from longctx.data.config import DataConfig
 from longctx.data.dataset import Data
 
 BUILD = """
 import pathlib, sys, time
-from longctx.data.config import DataConfig
+from longctx.config.data_config import DataConfig
 from longctx.data.dataset import Data
 corpus, cache, go = sys.argv[1:]
 while go and not pathlib.Path(go).exists():
@@ -30,7 +32,9 @@ print(Data(DataConfig(source="text", path=corpus, vocab_size=400, val_fraction=0
 def start(script: str, corpus: Path, cache: Path, go: Path | str = "") -> subprocess.Popen[str]:
     command = [sys.executable, "-c", script, str(corpus), str(cache), str(go)]
     root = Path(__file__).parents[2]
-    return subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def test_two_processes_build_once_and_agree(corpus, tmp_path) -> None:
@@ -48,7 +52,10 @@ def test_two_processes_build_once_and_agree(corpus, tmp_path) -> None:
 @pytest.mark.parametrize("moment", ["longctx.data.duplicates.groups", "os.replace"])
 def test_a_killed_build_leaves_nothing_that_counts(corpus, text_config, tmp_path, moment) -> None:
     module, name = moment.rsplit(".", 1)
-    dying = f"import os, signal, {module} as m\nm.{name} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n" + BUILD
+    dying = (
+        f"import os, signal, {module} as m\nm.{name} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        + BUILD
+    )
     process = start(dying, corpus, tmp_path / "cache")
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL
@@ -64,7 +71,11 @@ def test_a_failed_build_leaves_nothing(text_config, corpus, tmp_path) -> None:
     (corpus / "bad.jsonl").write_text("{")
     with pytest.raises(ValueError, match=r"bad\.jsonl:1"):
         Data(text_config(), 32)
-    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.suffix != ".lock"]
+    assert not [
+        path
+        for path in (tmp_path / "cache").rglob("*")
+        if path.is_file() and path.suffix != ".lock"
+    ]
 
 
 @pytest.mark.parametrize("damage", ["truncate", "remove"])
@@ -111,7 +122,8 @@ def test_other_choices_have_other_places(text_config, corpus) -> None:
 def test_a_cache_that_cannot_be_written_is_named(text_config, tmp_path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(
-        OSError, match=r"data\.cache: cannot write .*file/cache.*give another folder with data\.cache=FOLDER"
+        OSError,
+        match=r"data\.cache: cannot write .*file/cache.*give another folder with data\.cache=FOLDER",
     ):
         Data(text_config(cache=str(tmp_path / "file" / "cache")), 32)
 
@@ -121,7 +133,9 @@ def test_a_full_disk_is_named_and_leaves_nothing(text_config, tmp_path, monkeypa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(np, "savez", full)
-    with pytest.raises(OSError, match=r"data\.cache: cannot write .*documents.*\(No space left on device\)"):
+    with pytest.raises(
+        OSError, match=r"data\.cache: cannot write .*documents.*\(No space left on device\)"
+    ):
         Data(text_config(), 32)
     assert not list((tmp_path / "cache").rglob("*.partial"))
 
@@ -164,7 +178,11 @@ def test_folders_alike_in_names_sizes_and_times_are_told_apart(tmp_path) -> None
             (folder / name).write_text(name + text)
             os.utime(folder / name, (10**9, 10**9))
         config = DataConfig(
-            source="text", path=str(folder), vocab_size=300, val_fraction=0.3, cache=str(tmp_path / "c")
+            source="text",
+            path=str(folder),
+            vocab_size=300,
+            val_fraction=0.3,
+            cache=str(tmp_path / "c"),
         )
         found.append(Data(config, 32).fingerprint)
     assert found[0] != found[1]

@@ -1,4 +1,6 @@
-"""`python -m longctx.data`: the numbers it shows are right, its words are checked, and it starts fast."""
+"""`python -m longctx.data`: the numbers it shows are right, its words are checked, and it starts
+fast.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 import yaml
 
-from longctx import config
+from longctx import cli
 from longctx.data import DataConfig, describe
 from longctx.data.dataset import Data
 
@@ -30,11 +32,19 @@ def test_histogram_and_shares_count_every_token(text_config) -> None:
         assert (one.documents, one.tokens) == (inside.sum(), lengths[inside].sum())
     assert describe.share_in_longer(data, 0) == 1
     assert describe.share_in_longer(data, int(lengths.max())) == 0
-    assert describe.share_in_longer(data, 100) == pytest.approx(lengths[lengths > 100].sum() / lengths.sum())
+    assert describe.share_in_longer(data, 100) == pytest.approx(
+        lengths[lengths > 100].sum() / lengths.sum()
+    )
 
 
 def test_it_prints_and_draws(corpus, tmp_path, capsys) -> None:
-    words = ["data=text", f"data.path={corpus}", "data.vocab_size=400", f"data.cache={tmp_path / 'c'}", "seq_len=64"]
+    words = [
+        "data=text",
+        f"data.path={corpus}",
+        "data.vocab_size=400",
+        f"data.cache={tmp_path / 'c'}",
+        "seq_len=64",
+    ]
     out = tmp_path / "lengths.png"
     assert describe.main([*words, f"out={out}"]) == 0
     shown = capsys.readouterr().out
@@ -79,15 +89,24 @@ def test_it_prints_and_draws(corpus, tmp_path, capsys) -> None:
         (["data.documents=0"], r"data\.documents=0"),
         (["data=text", "data.path=x", "data.errors=ignore"], r"data\.errors=ignore"),
         (["data=text", "data.path=x", "data.files=y"], r"data\.files=y"),
-        (["data=text", "data.path=x", "data.revision=main"], r"data\.revision=main: only data=hub has it"),
+        (
+            ["data=text", "data.path=x", "data.revision=main"],
+            r"data\.revision=main: only data=hub has it",
+        ),
         (["data.errors=replace"], r"data\.errors=replace: for text files, and embedded reads none"),
-        (["data=needles", "data.errors=strict"], r"data\.errors=strict: for text files, and needles reads none"),
+        (
+            ["data=needles", "data.errors=strict"],
+            r"data\.errors=strict: for text files, and needles reads none",
+        ),
         (
             ["data.tokenizer=a/b", "data.vocab_size=16384"],
             r"data\.vocab_size=16384: data\.tokenizer=a/b has its own; leave one out",
         ),
         (["data.vocab_size=99999999999"], r"data\.vocab_size=99999999999: from 257 tokens"),
-        (["data.documents=99999999999999999999"], r"data\.documents=99999999999999999999: use a number"),
+        (
+            ["data.documents=99999999999999999999"],
+            r"data\.documents=99999999999999999999: a number",
+        ),
         (["seq_len=99999999999999999999"], r"seq_len=99999999999999999999: a row holds"),
         (["data.chat=maybe"], r"data\.chat=maybe: must be true or false"),
         (["data=mix", "data.mix.a.pth=x"], r"data\.mix\.a\.pth: not a key of a source"),
@@ -97,24 +116,45 @@ def test_it_prints_and_draws(corpus, tmp_path, capsys) -> None:
 )
 def test_a_wrong_word_is_one_clear_line(words, message, capsys) -> None:
     with pytest.raises(ValueError, match=message):
-        describe.read(config.read_words("describe", words))
+        describe.read(cli.read_words("describe", words))
     assert describe.main(words) == 2
     assert capsys.readouterr().err.startswith("error: ")
 
 
 def test_words_become_the_configuration() -> None:
-    words = ["data=text", "data.path=[a, 'b c']", "data.documents=3", "data.cache=null", "seq_len=128", "out=null"]
-    asked = describe.read(config.read_words("describe", words))
+    words = [
+        "data=text",
+        "data.path=[a, 'b c']",
+        "data.documents=3",
+        "data.cache=null",
+        "seq_len=128",
+        "out=null",
+    ]
+    asked = describe.read(cli.read_words("describe", words))
     assert asked.data == DataConfig(source="text", path=["a", "b c"], documents=3)
     assert (asked.seq_len, asked.out) == (128, None)
-    hub = describe.read(config.read_words("describe", ["data=hub", "data.path=some/set"]))
+    hub = describe.read(cli.read_words("describe", ["data=hub", "data.path=some/set"]))
     assert hub.data.documents == 10000
 
 
 def test_a_mix_is_described_with_its_sources(corpus, tmp_path, capsys) -> None:
-    words = ["data=mix", f"data.mix.long.path={corpus}", "data.mix.long.weight=3", "data.mix.recall.source=needles"]
-    words += [f"data.mix.recall.path={corpus}", "data.mix.recall.documents=4", "data.mix.recall.length=600"]
-    words += ["data.vocab_size=400", f"data.cache={tmp_path / 'c'}", "seq_len=64", f"out={tmp_path / 'mix.png'}"]
+    words = [
+        "data=mix",
+        f"data.mix.long.path={corpus}",
+        "data.mix.long.weight=3",
+        "data.mix.recall.source=needles",
+    ]
+    words += [
+        f"data.mix.recall.path={corpus}",
+        "data.mix.recall.documents=4",
+        "data.mix.recall.length=600",
+    ]
+    words += [
+        "data.vocab_size=400",
+        f"data.cache={tmp_path / 'c'}",
+        "seq_len=64",
+        f"out={tmp_path / 'mix.png'}",
+    ]
     assert describe.main(words) == 0
     shown = capsys.readouterr().out
     assert "Sources" in shown
@@ -132,8 +172,18 @@ def test_presets_hold_only_known_keys(file) -> None:
 def test_help_names_every_key_and_is_quick() -> None:
     began = time.monotonic()
     command = [sys.executable, "-X", "importtime", "-m", "longctx.data", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+    )
     assert time.monotonic() - began < 5
     assert all(f"data.{field.name}=" in done.stdout for field in dataclasses.fields(DataConfig))
     imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
-    assert not imported & {"torch", "hydra", "numpy", "pyarrow", "datasets", "tokenizers", "matplotlib"}
+    assert not imported & {
+        "torch",
+        "hydra",
+        "numpy",
+        "pyarrow",
+        "datasets",
+        "tokenizers",
+        "matplotlib",
+    }

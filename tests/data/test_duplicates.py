@@ -26,7 +26,9 @@ def test_signatures_estimate_the_share_of_equal_shingles() -> None:
     words = prose(3000, 0).split()
     for shared in (0, 600, 1500, 2700):
         other = [*words[:shared], *prose(3000 - shared, 77).split()]
-        shingles = [{tuple(text[i : i + 5]) for i in range(len(text) - 4)} for text in (words, other)]
+        shingles = [
+            {tuple(text[i : i + 5]) for i in range(len(text) - 4)} for text in (words, other)
+        ]
         jaccard = len(shingles[0] & shingles[1]) / len(shingles[0] | shingles[1])
         estimate = (signature(" ".join(words)) == signature(" ".join(other))).mean()
         assert estimate == pytest.approx(jaccard, abs=0.2)
@@ -34,7 +36,9 @@ def test_signatures_estimate_the_share_of_equal_shingles() -> None:
 
 def test_copies_meet_whatever_their_white_space_and_case() -> None:
     text = prose(300, 1)
-    assert grouped([text, prose(300, 2), text.upper(), text.replace("\n", " \n\n  "), prose(300, 3)]) == [0, 1, 0, 0, 4]
+    assert grouped(
+        [text, prose(300, 2), text.upper(), text.replace("\n", " \n\n  "), prose(300, 3)]
+    ) == [0, 1, 0, 0, 4]
 
 
 @pytest.mark.parametrize("size", [60, 400, 3000])
@@ -78,7 +82,9 @@ def test_a_group_lies_on_one_side_whatever_the_fraction() -> None:
         assert all(len(set(chosen[group == one])) == 1 for one in set(group.tolist()))
         order = rng.permutation(500)
         first = [int(np.flatnonzero(group[order] == one)[0]) for one in group[order]]
-        assert (validates(keys[order], np.array(first), fraction) == chosen[order]).all(), "in whatever order"
+        assert (validates(keys[order], np.array(first), fraction) == chosen[order]).all(), (
+            "in whatever order"
+        )
 
 
 def test_the_share_is_about_the_fraction_and_documents_stay_when_others_come() -> None:
@@ -92,7 +98,9 @@ def test_the_share_is_about_the_fraction_and_documents_stay_when_others_come() -
 def test_near_duplicates_in_files_stay_on_one_side(text_config, corpus) -> None:
     for seed in range(8):
         for copy in range(4):
-            (corpus / f"copy{seed}-{copy}.txt").write_text(edited(prose(400, 1000 + seed), 0.005, copy))
+            (corpus / f"copy{seed}-{copy}.txt").write_text(
+                edited(prose(400, 1000 + seed), 0.005, copy)
+            )
     data = load(text_config(val_fraction=0.4), 64)
     assert data.summary()["near_duplicates"] >= 22
     sides = {}

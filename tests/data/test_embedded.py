@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from longctx.data import DataConfig, load
-from longctx.data.corpora import open_corpus
+from longctx.data.sources import open_corpus
 
 
 def test_it_holds_thousands_of_source_files_and_none_that_is_left_out() -> None:
@@ -31,7 +31,7 @@ def test_its_sample_is_spread_over_the_corpus_and_always_the_same() -> None:
 
 def test_it_is_found_without_importing_torch() -> None:
     script = (
-        "import sys; from longctx.data.config import DataConfig; from longctx.data.corpora import read_documents\n"
+        "import sys; from longctx.config.data_config import DataConfig; from longctx.data.sources import read_documents\n"
         "document = next(read_documents(DataConfig())); assert document.text\n"
         "assert not {'torch', 'datasets', 'pyarrow', 'matplotlib', 'hydra'} & set(sys.modules)"
     )
@@ -39,7 +39,9 @@ def test_it_is_found_without_importing_torch() -> None:
 
 
 def test_a_few_of_its_documents_become_rows(tmp_path) -> None:
-    data = load(DataConfig(documents=12, vocab_size=600, val_fraction=0.2, cache=str(tmp_path)), 512)
+    data = load(
+        DataConfig(documents=12, vocab_size=600, val_fraction=0.2, cache=str(tmp_path)), 512
+    )
     assert data.summary()["documents"] == 12
     assert len(data.train) > 10
     assert next(iter(data.documents("val"))).name.startswith("stdlib/")

@@ -1,4 +1,6 @@
-"""Mixes: shares of rows as asked for, an order that resumes exactly on any number of ranks, and mistakes named by key."""
+"""Mixes: shares of rows as asked for, an order that resumes exactly on any number of ranks, and
+mistakes named by key.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,22 @@ Make = Callable[..., DataConfig]
 def config(text_config: Make, corpus: Path) -> DataConfig:
     mix = {
         "long": {"path": str(corpus), "weight": 3, "documents": 12},
-        "recall": {"source": "needles", "path": str(corpus), "documents": 9, "length": 600, "val_fraction": 0.0},
+        "recall": {
+            "source": "needles",
+            "path": str(corpus),
+            "documents": 9,
+            "length": 600,
+            "val_fraction": 0.0,
+        },
     }
     return text_config(source="mix", path=None, mix=mix)
 
 
 def interleaved(world_size: int, consumed: int, count: int) -> list[int]:
-    streams = [iter(MixStream([5, 13], [1.0, 2.5], 9, rank, world_size, consumed)) for rank in range(world_size)]
+    streams = [
+        iter(MixStream([5, 13], [1.0, 2.5], 9, rank, world_size, consumed))
+        for rank in range(world_size)
+    ]
     return [next(streams[sample % world_size]) for sample in range(count)]
 
 
@@ -61,7 +72,11 @@ def test_a_mix_is_its_sources_one_after_the_other(config: DataConfig) -> None:
     long, recall = data.parts.values()
     assert data.tokenizer.fingerprint == long.tokenizer.fingerprint == recall.tokenizer.fingerprint
     assert len(data.train) == len(long.train) + len(recall.train)
-    for row, part, inner in ((0, long, 0), (len(long.train), recall, 0), (len(data.train) - 1, recall, -1)):
+    for row, part, inner in (
+        (0, long, 0),
+        (len(long.train), recall, 0),
+        (len(data.train) - 1, recall, -1),
+    ):
         inner = inner % len(part.train)
         for key, tensor in data.train[row].items():
             assert torch.equal(tensor, part.train[inner][key])
@@ -79,7 +94,9 @@ def test_a_mix_is_its_sources_one_after_the_other(config: DataConfig) -> None:
 
 
 def test_what_validates_is_trained_on_in_no_source(text_config: Make, tmp_path: Path) -> None:
-    """Nearly the same documents in two sources, and a third that makes its own out of those of the first."""
+    """Nearly the same documents in two sources, and a third that makes its own out of those of the
+    first.
+    """
     for name, ending in (("a", ""), ("b", " again")):
         (tmp_path / name).mkdir()
         for n in range(60):
@@ -95,26 +112,41 @@ def test_what_validates_is_trained_on_in_no_source(text_config: Make, tmp_path: 
     }
     data = load(text_config(source="mix", path=None, mix=mix), 64)
     texts = {
-        split: {d.name: data.tokenizer.decode(d.ids[:-1]).removesuffix(" again") for d in data.documents(split)}
+        split: {
+            d.name: data.tokenizer.decode(d.ids[:-1]).removesuffix(" again")
+            for d in data.documents(split)
+        }
         for split in ("train", "val")
     }
     assert {name[0] for name in texts["val"]} == {"a", "b"}
     assert len(texts["val"]) > 10
     assert not set(texts["val"].values()) & set(texts["train"].values())
     made = "\n".join(text for name, text in texts["train"].items() if name.startswith("recall/"))
-    lines = {split: {line for text in found.values() for line in text.split("\n")} for split, found in texts.items()}
+    lines = {
+        split: {line for text in found.values() for line in text.split("\n")}
+        for split, found in texts.items()
+    }
     assert any(line in made for line in lines["train"])
     assert not any(line in made for line in lines["val"])
 
 
-def test_a_near_duplicate_of_what_is_always_trained_on_does_not_validate(text_config: Make, tmp_path: Path) -> None:
+def test_a_near_duplicate_of_what_is_always_trained_on_does_not_validate(
+    text_config: Make, tmp_path: Path
+) -> None:
     (tmp_path / "b").mkdir()
     for n in range(23):
-        (tmp_path / "b" / f"{n}.txt").write_text((tmp_path / "corpus" / f"{n:02}.txt").read_text() + " again")
+        (tmp_path / "b" / f"{n}.txt").write_text(
+            (tmp_path / "corpus" / f"{n:02}.txt").read_text() + " again"
+        )
     (tmp_path / "b" / "own.txt").write_text(prose(300, 99))
-    mix = {"a": {"path": str(tmp_path / "corpus")}, "b": {"path": str(tmp_path / "b"), "val_fraction": 0}}
+    mix = {
+        "a": {"path": str(tmp_path / "corpus")},
+        "b": {"path": str(tmp_path / "b"), "val_fraction": 0},
+    }
     validating = load(text_config(source="mix", path=None, mix=mix), 64).documents("val")
-    assert all(len(document.ids) < 100 for document in validating), "only such as one word makes another document"
+    assert all(len(document.ids) < 100 for document in validating), (
+        "only such as one word makes another document"
+    )
 
 
 def test_what_is_mixed_is_in_the_fingerprint(config: DataConfig) -> None:
@@ -137,20 +169,35 @@ def test_no_rows_join_to_no_rows() -> None:
         ({"mix": {}}, "data.mix is not set: give sources"),
         ({"mix": {"a": 3}}, r"data.mix.a=3: give its keys, such as data.mix.a.path=docs/"),
         ({"mix": {"a": {"chat": "no"}}}, "data.mix.a.chat=no: must be true or false"),
-        ({"mix": {"a": {"documents": "many"}}}, "data.mix.a.documents=many: must be a whole number"),
+        (
+            {"mix": {"a": {"documents": "many"}}},
+            "data.mix.a.documents=many: must be a whole number",
+        ),
         ({"mix": {"a": {"documents": True}}}, "data.mix.a.documents=True: must be a whole number"),
-        ({"mix": {"a": {"val_fraction": [0.1]}}}, "data.mix.a.val_fraction=.0.1.: must be a number"),
+        (
+            {"mix": {"a": {"val_fraction": [0.1]}}},
+            "data.mix.a.val_fraction=.0.1.: must be a number",
+        ),
         ({"mix": {"a": {"errors": None}}}, "data.mix.a.errors=None: must be text"),
-        ({"mix": {"a": {"pth": "x"}}}, "data.mix.a.pth: not a key of a source; there are weight, chat, documents"),
+        (
+            {"mix": {"a": {"pth": "x"}}},
+            "data.mix.a.pth: not a key of a source; there are weight, chat, documents",
+        ),
         ({"mix": {"a": {"tokenizer": "x"}}}, "data.mix.a.tokenizer: not a key of a source"),
         ({"mix": {"a": {"weight": 0}}}, "data.mix.a.weight=0: a number above 0"),
         ({"mix": {"a": {"weight": True}}}, "data.mix.a.weight=True: a number above 0"),
         ({"mix": {"a": {"source": "text"}}}, "data.mix.a: data.path is not set"),
         ({"mix": {"a": {"source": "books"}}}, "data.mix.a: data.source=books: not a source"),
-        ({"mix": {"a": {"source": "mix"}}}, "data.mix.a: data.source=mix: a source of a mix is no mix"),
+        (
+            {"mix": {"a": {"source": "mix"}}},
+            "data.mix.a: data.source=mix: a source of a mix is no mix",
+        ),
         ({"source": "embedded", "mix": {"a": {}}}, "data=embedded is one source; say data=mix"),
         ({"path": "x", "mix": {"a": {}}}, "data.path=x: data=mix has no path"),
-        ({"mix": {"a": {"path": "nowhere"}}}, "data.mix.a: data.path=nowhere: no such file or folder"),
+        (
+            {"mix": {"a": {"path": "nowhere"}}},
+            "data.mix.a: data.path=nowhere: no such file or folder",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(text_config: Make, changes: dict[str, Any], message: str) -> None:
@@ -161,5 +208,7 @@ def test_a_mistake_is_one_line(text_config: Make, changes: dict[str, Any], messa
 
 def test_a_source_that_has_nothing_to_train_on_is_named(config: DataConfig) -> None:
     config.mix["recall"] |= {"documents": 1, "val_fraction": 0.999999}
-    with pytest.raises(ValueError, match=r"data\.mix\.recall: data\.val_fraction=0\.999999: cannot split"):
+    with pytest.raises(
+        ValueError, match=r"data\.mix\.recall: data\.val_fraction=0\.999999: cannot split"
+    ):
         load(config, 64)

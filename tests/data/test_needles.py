@@ -1,4 +1,6 @@
-"""Generated facts: answered by their text, told before they are asked for, the same every time, none shared with measuring."""
+"""Generated facts: answered by their text, told before they are asked for, the same every time,
+none shared with measuring.
+"""
 
 import random
 import re
@@ -7,20 +9,25 @@ from pathlib import Path
 
 import pytest
 
+from longctx.config.data_config import DataConfig
+from longctx.config.eval_config import KINDS
 from longctx.data import needles
-from longctx.data.config import DataConfig
-from longctx.data.corpora import open_corpus
+from longctx.data.sources import open_corpus
 
 ASKED = re.compile(r"\? The (?:pass key|secret number of (\w+)) is (\d{5})\.\n")
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> DataConfig:
-    (tmp_path / "a.txt").write_text("\n".join(f"line {n} of a long and dull text" for n in range(3000)))
+    (tmp_path / "a.txt").write_text(
+        "\n".join(f"line {n} of a long and dull text" for n in range(3000))
+    )
     return DataConfig(source="needles", path=str(tmp_path / "a.txt"), documents=20, length=3000)
 
 
-def test_every_question_of_a_document_is_answered_by_what_stands_before_it(config: DataConfig) -> None:
+def test_every_question_of_a_document_is_answered_by_what_stands_before_it(
+    config: DataConfig,
+) -> None:
     documents = list(open_corpus(config).documents())
     assert len({document.text for document in documents}) == len(documents) == 20
     for _, text in documents:
@@ -29,7 +36,9 @@ def test_every_question_of_a_document_is_answered_by_what_stands_before_it(confi
         assert len(asked) > 5
         for question in asked:
             city, answer = question.groups()
-            told = text.find(needles.needle_fact(city, answer) if city else needles.passkey_fact(answer))
+            told = text.find(
+                needles.needle_fact(city, answer) if city else needles.passkey_fact(answer)
+            )
             assert 0 <= told < question.start()
         assert asked[-1][1] is None and asked[-1].end() == len(text)
 
@@ -41,7 +50,7 @@ def test_documents_follow_from_their_number(config: DataConfig) -> None:
     assert open_corpus(config).identity != open_corpus(replace(config, length=4000)).identity
 
 
-@pytest.mark.parametrize("kind", needles.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_task_has_one_answer(kind: str) -> None:
     for n in range(50):
         task = needles.task(kind, random.Random(n))

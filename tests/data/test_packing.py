@@ -1,4 +1,6 @@
-"""Cutting and packing: nothing lost, nothing twice, no row too long, and as few rows as best-fit decreasing needs."""
+"""Cutting and packing: nothing lost, nothing twice, no row too long, and as few rows as best-fit
+decreasing needs.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,19 @@ def test_every_token_lies_in_exactly_one_row(kind: str, count: int, seq_len: int
     lengths = lengths_like(kind, count, seq_len)
     packing = pack(lengths, seq_len)
     covered = [np.zeros(length, np.int64) for length in lengths]
-    for document, start, length in zip(packing.document, packing.start, packing.length, strict=True):
+    for document, start, length in zip(
+        packing.document, packing.start, packing.length, strict=True
+    ):
         assert 1 <= length <= seq_len
         covered[document][start : start + length] += 1
     assert all((tokens == 1).all() for tokens in covered)
-    filled = np.add.reduceat(packing.length, packing.row_starts[:-1]) if packing.rows else np.zeros(0)
+    filled = (
+        np.add.reduceat(packing.length, packing.row_starts[:-1]) if packing.rows else np.zeros(0)
+    )
     assert (filled <= seq_len).all()
-    assert packing.efficiency(seq_len) == pytest.approx(lengths.sum() / max(1, packing.rows * seq_len), abs=0)
+    assert packing.efficiency(seq_len) == pytest.approx(
+        lengths.sum() / max(1, packing.rows * seq_len), abs=0
+    )
 
 
 def test_only_a_documents_last_piece_is_shorter_than_a_row() -> None:
@@ -59,7 +67,9 @@ def test_rows_are_those_of_the_textbook_algorithm(seed: int, seq_len: int) -> No
             left.append(seq_len - length)
     row_of, rows = best_fit_decreasing(lengths, seq_len)
     assert rows == len(left)
-    assert sorted(np.bincount(row_of, lengths).tolist()) == sorted(seq_len - capacity for capacity in left)
+    assert sorted(np.bincount(row_of, lengths).tolist()) == sorted(
+        seq_len - capacity for capacity in left
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -1,4 +1,6 @@
-"""From files to rows: every token but a document's first is predicted exactly once, and never from another document."""
+"""From files to rows: every token but a document's first is predicted exactly once, and never from
+another document.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def test_every_token_but_the_first_is_scored_once(text_config, seq_len, split) -
             assert all(b == c for b, c in zip(targets[:-1], tokens[1:], strict=True) if b != -100)
     assert scored == expected
     eos = data.tokenizer.eos_id
-    assert {k: v for k, v in inputs.items() if k != eos} == {k: v for k, v in held.items() if k != eos}
+    assert {k: v for k, v in inputs.items() if k != eos} == {
+        k: v for k, v in held.items() if k != eos
+    }
 
 
 @pytest.mark.parametrize("seq_len", SEQ_LENS)
@@ -50,7 +54,9 @@ def test_rows_keep_their_contract(text_config, seq_len) -> None:
     for index in range(len(data.train)):
         row = data.train[index]
         padding = int(row.pop("padding"))
-        assert all(tensor.shape == (seq_len,) and tensor.dtype == torch.int64 for tensor in row.values())
+        assert all(
+            tensor.shape == (seq_len,) and tensor.dtype == torch.int64 for tensor in row.values()
+        )
         last = row["doc_ids"] == row["doc_ids"][-1]
         assert not padding or (int(last.sum()) == padding and (row["targets"][last] == -100).all())
         filled += seq_len - padding
@@ -64,7 +70,9 @@ def test_rows_keep_their_contract(text_config, seq_len) -> None:
         )
     about = data.summary()
     assert about["train_tokens"] == int(data.store.lengths[data.split["train"]].sum())
-    assert filled / (len(data.train) * seq_len) == pytest.approx(about["train_efficiency"], abs=1e-6)
+    assert filled / (len(data.train) * seq_len) == pytest.approx(
+        about["train_efficiency"], abs=1e-6
+    )
 
 
 def test_a_cut_document_goes_on_in_the_target(text_config, corpus) -> None:
@@ -74,7 +82,10 @@ def test_a_cut_document_goes_on_in_the_target(text_config, corpus) -> None:
     data = load(text_config(val_fraction=0, vocab_size=257), 10)
     ids = next(iter(data.documents("train"))).ids
     assert len(ids) == 51
-    rows = sorted((data.train[index] for index in range(6)), key=lambda row: int((row["targets"] == -100).sum()))
+    rows = sorted(
+        (data.train[index] for index in range(6)),
+        key=lambda row: int((row["targets"] == -100).sum()),
+    )
     for row in rows[:5]:
         assert row["targets"].tolist() == [*row["tokens"][1:].tolist(), int(row["targets"][-1])]
     assert sorted(int(row["targets"][-1]) for row in rows[:5])[0] == data.tokenizer.eos_id
@@ -132,7 +143,9 @@ def test_rows_survive_pickling_and_workers(text_config) -> None:
 def test_the_same_documents_give_the_same_rows_in_another_cache(text_config, tmp_path) -> None:
     one, two = load(text_config(), 40), load(text_config(cache=str(tmp_path / "other")), 40)
     assert one.fingerprint == two.fingerprint
-    assert all((one.train[i]["tokens"] == two.train[i]["tokens"]).all() for i in range(len(one.train)))
+    assert all(
+        (one.train[i]["tokens"] == two.train[i]["tokens"]).all() for i in range(len(one.train))
+    )
 
 
 @pytest.mark.parametrize("seq_len", [1, 0, -4])
@@ -145,7 +158,8 @@ def test_nothing_to_predict_is_one_clear_line(text_config, corpus) -> None:
     for file in corpus.iterdir():
         file.write_text("")
     with pytest.raises(
-        ValueError, match=r"data\.path=.*: none of \d+ documents has 2 tokens, so there is nothing to predict"
+        ValueError,
+        match=r"data\.path=.*: none of \d+ documents has 2 tokens, so there is nothing to predict",
     ):
         load(text_config(), 16)
 
@@ -161,6 +175,9 @@ def test_a_changed_file_is_read_again(text_config, corpus) -> None:
     after = load(text_config(), 16)
     assert before.fingerprint != after.fingerprint
     texts = [
-        after.tokenizer.decode(d.ids[:-1]) for s in ("train", "val") for d in after.documents(s) if d.name == "00.txt"
+        after.tokenizer.decode(d.ids[:-1])
+        for s in ("train", "val")
+        for d in after.documents(s)
+        if d.name == "00.txt"
     ]
     assert texts == ["now something else entirely"]

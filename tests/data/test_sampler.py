@@ -1,4 +1,6 @@
-"""The order of samples: a permutation in each epoch, the same after a resume, and the same on any number of ranks."""
+"""The order of samples: a permutation in each epoch, the same after a resume, and the same on any
+number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from longctx.data.sampler import SampleStream, permutation
 
 def interleaved(rows: int, seed: int, world_size: int, consumed: int, count: int) -> list[int]:
     """The next `count` samples that all ranks take together, in global order."""
-    streams = [iter(SampleStream(rows, seed, rank, world_size, consumed)) for rank in range(world_size)]
+    streams = [
+        iter(SampleStream(rows, seed, rank, world_size, consumed)) for rank in range(world_size)
+    ]
     return [next(streams[sample % world_size]) for sample in range(count)]
 
 
@@ -34,7 +38,9 @@ def test_ranks_share_one_global_order(rows: int, world_size: int) -> None:
 @pytest.mark.parametrize("rows", [5, 31])
 @pytest.mark.parametrize("consumed", [0, 1, 30, 31, 62, 1000])
 @pytest.mark.parametrize("world_size", [1, 3, 8])
-def test_resumed_equals_uninterrupted_also_on_other_ranks(rows: int, consumed: int, world_size: int) -> None:
+def test_resumed_equals_uninterrupted_also_on_other_ranks(
+    rows: int, consumed: int, world_size: int
+) -> None:
     whole = list(islice(SampleStream(rows, 9), consumed + 120))
     assert interleaved(rows, 9, world_size, consumed, 120) == whole[consumed:]
 
@@ -59,7 +65,12 @@ def test_rows_meet_each_place_equally_often() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"rows": 0}, {"rows": 3, "rank": 2, "world_size": 2}, {"rows": 3, "rank": -1}, {"rows": 3, "consumed": -1}],
+    [
+        {"rows": 0},
+        {"rows": 3, "rank": 2, "world_size": 2},
+        {"rows": 3, "rank": -1},
+        {"rows": 3, "consumed": -1},
+    ],
 )
 def test_nonsense_is_refused(arguments: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="="):

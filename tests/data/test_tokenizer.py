@@ -1,4 +1,6 @@
-"""Any text survives the tokenizer; documents end in its end-of-text token, wherever that is written down."""
+"""Any text survives the tokenizer; documents end in its end-of-text token, wherever that is written
+down.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ from longctx.data.tokenizer import EOS, Tokenizer, split, train
 @pytest.fixture(scope="module")
 def trained() -> Tokenizer:
     return train(
-        ["the rain fell on the stone bridge, and 1234 lights went out\n" * 40, "def f(x):\n    return x\n"], 320
+        [
+            "the rain fell on the stone bridge, and 1234 lights went out\n" * 40,
+            "def f(x):\n    return x\n",
+        ],
+        320,
     )
 
 
@@ -29,7 +35,15 @@ def word_level(*extra: str) -> tokenizers.Tokenizer:
 
 
 def arbitrary(rng: random.Random) -> str:
-    ranges = [(0, 0x7F), (0x80, 0x24F), (0x300, 0x36F), (0x4E00, 0x4FFF), (0x1F300, 0x1F6FF), (0xE000, 0xE0FF), (9, 13)]
+    ranges = [
+        (0, 0x7F),
+        (0x80, 0x24F),
+        (0x300, 0x36F),
+        (0x4E00, 0x4FFF),
+        (0x1F300, 0x1F6FF),
+        (0xE000, 0xE0FF),
+        (9, 13),
+    ]
     return "".join(chr(rng.randint(*rng.choice(ranges))) for _ in range(rng.randrange(60)))
 
 
@@ -66,7 +80,21 @@ def test_documents_end_once_and_hold_their_text(trained) -> None:
 
 def test_splitting_a_long_text_changes_no_token(trained) -> None:
     rng = random.Random(1)
-    pieces = ["rain", "the ", "12", "\n", "\n\n  ", " \n", "x_\n", "!\n", "été\n", "水\n", "\t", "'s\n", "\r\n"]
+    pieces = [
+        "rain",
+        "the ",
+        "12",
+        "\n",
+        "\n\n  ",
+        " \n",
+        "x_\n",
+        "!\n",
+        "été\n",
+        "水\n",
+        "\t",
+        "'s\n",
+        "\r\n",
+    ]
     for _ in range(50):
         text = "".join(rng.choice(pieces) for _ in range(300))
         parts = list(split(text, 40))
@@ -108,7 +136,10 @@ def test_save_and_load_keep_everything(trained, tmp_path) -> None:
             trained.vocab_size,
         )
         assert back.encode("the rain") == trained.encode("the rain")
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
 
 
 def test_a_saved_tokenizer_opens_in_transformers(trained, tmp_path) -> None:
@@ -116,7 +147,9 @@ def test_a_saved_tokenizer_opens_in_transformers(trained, tmp_path) -> None:
     trained.save(tmp_path / "tokenizer.json")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert theirs.eos_token_id == trained.eos_id
-    assert theirs.encode("the rain fell", add_special_tokens=False) == trained.encode("the rain fell")
+    assert theirs.encode("the rain fell", add_special_tokens=False) == trained.encode(
+        "the rain fell"
+    )
 
 
 @pytest.mark.parametrize(
@@ -153,7 +186,9 @@ def test_an_unusual_end_of_text_survives_saving_into_a_run(tmp_path) -> None:
 def test_begin_of_text_is_there_if_the_post_processor_puts_it_there(tmp_path) -> None:
     plain = word_level("<s>", "</s>")
     plain.save(str(tmp_path / "plain.json"))
-    plain.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 4), ("</s>", 5)])
+    plain.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 4), ("</s>", 5)]
+    )
     plain.enable_truncation(3)
     plain.enable_padding(length=20)
     plain.save(str(tmp_path / "bos.json"))
@@ -166,7 +201,9 @@ def test_begin_of_text_is_there_if_the_post_processor_puts_it_there(tmp_path) ->
 
 def test_a_tokenizer_that_marks_the_start_of_a_text_is_never_given_parts(tmp_path) -> None:
     tokenizer = tokenizers.Tokenizer(
-        models.BPE({"▁": 0, "a": 1, "\n": 2, "</s>": 3, "b": 4, "c": 5, "d": 6, "▁a": 7}, [("▁", "a")])
+        models.BPE(
+            {"▁": 0, "a": 1, "\n": 2, "</s>": 3, "b": 4, "c": 5, "d": 6, "▁a": 7}, [("▁", "a")]
+        )
     )
     tokenizer.normalizer = normalizers.Prepend("▁")
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
@@ -177,7 +214,9 @@ def test_a_tokenizer_that_marks_the_start_of_a_text_is_never_given_parts(tmp_pat
 
 
 def test_vocabulary_size_covers_ids_with_gaps(tmp_path) -> None:
-    tokenizer = tokenizers.Tokenizer(models.WordLevel({"a": 0, "</s>": 41, "[UNK]": 2}, unk_token="[UNK]"))
+    tokenizer = tokenizers.Tokenizer(
+        models.WordLevel({"a": 0, "</s>": 41, "[UNK]": 2}, unk_token="[UNK]")
+    )
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert Tokenizer.load(tmp_path).vocab_size == 42
 

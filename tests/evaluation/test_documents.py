@@ -8,7 +8,9 @@ from longctx.data import DataConfig, Tokenizer, load
 from longctx.data.tokenizer import train
 from longctx.evaluation.documents import Share, of_run, of_source
 
-TEXTS = {f"{n:02d}.txt": f"# file {n}\n" + "a rose is a rose – naïve 𝄞\n" * (n + 1) for n in range(30)}
+TEXTS = {
+    f"{n:02d}.txt": f"# file {n}\n" + "a rose is a rose – naïve 𝄞\n" * (n + 1) for n in range(30)
+}
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +26,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_files_become_whole_documents_with_the_bytes_after_the_first_token(folder: Path, tokenizer: Tokenizer) -> None:
+def test_files_become_whole_documents_with_the_bytes_after_the_first_token(
+    folder: Path, tokenizer: Tokenizer
+) -> None:
     found = list(of_source(DataConfig(source="text", path=str(folder / "docs")), tokenizer))
     assert len(found) == len(TEXTS)
     for name, ids, n_bytes, n_words in found:
@@ -43,14 +47,26 @@ def test_a_first_token_that_is_part_of_a_character_is_one_byte(tmp_path: Path) -
     assert document.n_bytes == 2
 
 
-def test_splits_of_a_run_are_its_own(folder: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_splits_of_a_run_are_its_own(
+    folder: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = folder / "run"
     run.mkdir()
     tokenizer.save(run / "tokenizer.json")
-    data = {"source": "text", "path": str(folder / "docs"), "val_fraction": 0.3, "cache": str(folder / "cache")}
+    data = {
+        "source": "text",
+        "path": str(folder / "docs"),
+        "val_fraction": 0.3,
+        "cache": str(folder / "cache"),
+    }
     began = load(DataConfig(**data, tokenizer=str(run)), 64).fingerprint  # type: ignore[arg-type]
-    splits = {split: list(of_run(run, {"data": data, "seq_len": 64}, split, began)) for split in ("train", "val")}
-    names = {split: {Path(document.name).name for document in found} for split, found in splits.items()}
+    splits = {
+        split: list(of_run(run, {"data": data, "seq_len": 64}, split, began))
+        for split in ("train", "val")
+    }
+    names = {
+        split: {Path(document.name).name for document in found} for split, found in splits.items()
+    }
     assert names["train"] | names["val"] == set(TEXTS)
     assert not names["train"] & names["val"]
     assert names["val"]
@@ -65,8 +81,13 @@ def test_splits_of_a_run_are_its_own(folder: Path, tokenizer: Tokenizer, capsys:
     assert "the documents are not those" in capsys.readouterr().err
 
 
-def test_shares_are_disjoint_and_together_the_first_so_many(folder: Path, tokenizer: Tokenizer) -> None:
+def test_shares_are_disjoint_and_together_the_first_so_many(
+    folder: Path, tokenizer: Tokenizer
+) -> None:
     config = DataConfig(source="text", path=str(folder / "docs"))
     everything = [document.name for document in of_source(config, tokenizer)]
-    shares = [[document.name for document in of_source(config, tokenizer, Share(n, 3, 20))] for n in range(3)]
+    shares = [
+        [document.name for document in of_source(config, tokenizer, Share(n, 3, 20))]
+        for n in range(3)
+    ]
     assert shares == [everything[n:20:3] for n in range(3)]

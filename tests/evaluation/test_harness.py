@@ -1,4 +1,6 @@
-"""Requests of lm-evaluation-harness against one forward per token; local tasks from YAML and JSON, without a network."""
+"""Requests of lm-evaluation-harness against one forward per token; local tasks from YAML and JSON,
+without a network.
+"""
 
 import json
 import math
@@ -64,13 +66,17 @@ def test_continuations_are_scored_as_one_by_one(model: GPT, tokenizer: Tokenizer
     for (_, before, after), (total, greedy) in zip(requests, found, strict=True):
         # Scored together, all tokens of a continuation see the same first token.
         shown = (before + after)[-33:-1] if len(before + after) > 33 else None
-        reference = one_by_one(model, before if shown is None else shown[: 33 - len(after)], after, 10**6)
+        reference = one_by_one(
+            model, before if shown is None else shown[: 33 - len(after)], after, 10**6
+        )
         assert total == pytest.approx(reference[0], rel=1e-4)
         assert greedy == reference[1]
     assert [greedy for _, greedy in found][-2:] == [True, True]
 
 
-def test_a_continuation_longer_than_the_context_is_scored_in_pieces(model: GPT, tokenizer: Tokenizer) -> None:
+def test_a_continuation_longer_than_the_context_is_scored_in_pieces(
+    model: GPT, tokenizer: Tokenizer
+) -> None:
     after = np.random.default_rng(1).integers(256, size=75).tolist()
     ((total, _),) = asked(model, tokenizer)._loglikelihood_tokens([(("", ""), [7], after)])
     whole, expected = [7, *after], 0.0
@@ -83,8 +89,12 @@ def test_a_continuation_longer_than_the_context_is_scored_in_pieces(model: GPT, 
 
 def test_rolling_text_is_the_perplexity_of_the_document(model: GPT, tokenizer: Tokenizer) -> None:
     texts = [TEXT * 3, "a", "", "a rose"]
-    found = asked(model, tokenizer).loglikelihood_rolling([SimpleNamespace(args=(text,)) for text in texts])
-    documents = [Document("x", np.array([tokenizer.eos_id, *tokenizer.encode(text)]), 0) for text in texts]
+    found = asked(model, tokenizer).loglikelihood_rolling(
+        [SimpleNamespace(args=(text,)) for text in texts]
+    )
+    documents = [
+        Document("x", np.array([tokenizer.eos_id, *tokenizer.encode(text)]), 0) for text in texts
+    ]
     ours = perplexity(model, documents, context=32, stride=16)
     assert found == pytest.approx([-score.nats for score in ours.documents], rel=1e-6)
 
@@ -111,19 +121,25 @@ def test_generation_is_greedy_and_ends_at_stop_words(model: GPT, tokenizer: Toke
 
 def write_tasks(folder: Path) -> Path:
     folder.mkdir()
-    rows = [{"text": TEXT * n, "q": "a rose is a", "options": [" rose", " violet"], "gold": n % 2} for n in (1, 2, 3)]
+    rows = [
+        {"text": TEXT * n, "q": "a rose is a", "options": [" rose", " violet"], "gold": n % 2}
+        for n in (1, 2, 3)
+    ]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     head = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder}/data.jsonl}}}}\ntest_split: test\n"
     (folder / "choice.yaml").write_text(
-        head + "task: my_choice\noutput_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: '{{options}}'\n"
+        head
+        + "task: my_choice\noutput_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: '{{options}}'\n"
         "doc_to_target: gold\ntarget_delimiter: ''\nmetric_list: [{metric: acc}]\n"
     )
     (folder / "rolling.yaml").write_text(
-        head + "task: my_text\noutput_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{text}}'\n"
+        head
+        + "task: my_text\noutput_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{text}}'\n"
         "metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]\n"
     )
     (folder / "answer.yaml").write_text(
-        head + "task: my_answer\noutput_type: generate_until\ndoc_to_text: '{{q}}'\ndoc_to_target: rose\n"
+        head
+        + "task: my_answer\noutput_type: generate_until\ndoc_to_text: '{{q}}'\ndoc_to_target: rose\n"
         "generation_kwargs: {until: ['\\n'], max_gen_toks: 4, do_sample: false}\nmetric_list: [{metric: exact_match}]\n"
     )
     return folder
@@ -138,7 +154,8 @@ def test_local_tasks_run_without_a_network(
     json.dumps(found, allow_nan=False)
     rows = {(task, metric): value for task, metric, value, _ in scores(found["results"])}
     options = [
-        one_by_one(model, tokenizer.encode("a rose is a"), tokenizer.encode(x), 32)[0] for x in (" rose", " violet")
+        one_by_one(model, tokenizer.encode("a rose is a"), tokenizer.encode(x), 32)[0]
+        for x in (" rose", " violet")
     ]
     best = int(options[1] > options[0])
     assert rows["my_choice", "acc"] == pytest.approx(sum(n % 2 == best for n in (1, 2, 3)) / 3)

@@ -1,4 +1,6 @@
-"""Recall: facts where they should be, answers scored as a model that knows them would be, eval.py and validation with it."""
+"""Recall: facts where they should be, answers scored as a model that knows them would be, eval.py
+and validation with it.
+"""
 
 import json
 import math
@@ -10,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from longctx.data.needles import KINDS, task
+from longctx.config.eval_config import KINDS
+from longctx.data.needles import task
 from longctx.data.tokenizer import Tokenizer, train
 from longctx.evaluation import heatmap
 from longctx.evaluation.passkey import Cell, filler_of, recall, text
@@ -20,7 +23,13 @@ from longctx.model import GPT, GPTConfig
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return train(["a long walk home with the old dog\n" * 40, "The pass key is 12345. The secret number of 67890"], 400)
+    return train(
+        [
+            "a long walk home with the old dog\n" * 40,
+            "The pass key is 12345. The secret number of 67890",
+        ],
+        400,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -29,20 +38,26 @@ def filler(tokenizer: Tokenizer) -> np.ndarray:
 
 
 class Oracle(GPT):
-    """A model that finds what followed the question's words when they first stood in the row; blind beyond `sight` tokens."""
+    """A model that finds what followed the question's words when they first stood in the row; blind
+    beyond `sight` tokens.
+    """
 
     def __init__(self, tokenizer: Tokenizer, sight: int = 10**9) -> None:
         super().__init__(GPTConfig(vocab_size=512, layers=1, channels=16, heads=2, ffn=16), "naive")
         self.tokenizer, self.sight = tokenizer, sight
 
-    def forward(self, tokens: torch.Tensor, *args: Any, at: torch.Tensor | None = None, **keys: Any) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, *args: Any, at: torch.Tensor | None = None, **keys: Any
+    ) -> torch.Tensor:
         assert at is not None
         logits = torch.zeros(*at.shape, 512)
         for b, row in enumerate(tokens.tolist()):
             for n, place in enumerate(at[b].tolist()):
                 seen = row[: place + 1]
                 asked = (
-                    w for w in range(1, 40) if any(x in self.tokenizer.decode(seen[-w:]) for x in (" key is", " of "))
+                    w
+                    for w in range(1, 40)
+                    if any(x in self.tokenizer.decode(seen[-w:]) for x in (" key is", " of "))
                 )
                 width = next(asked, 40)
                 begins = range(max(0, place - self.sight), place + 1 - width)
@@ -76,7 +91,15 @@ def test_a_model_that_finds_facts_is_right_and_one_with_short_sight_where_it_see
     assert len(cells) == 2 * 2 * 3
     assert all(cell.accuracy == 1 and cell.samples == 3 for cell in cells)
     assert all(-0.1 < cell.logprob <= 0 for cell in cells)
-    blind = recall(Oracle(tokenizer, sight=150), tokenizer, filler, [400], [0.0, 0.95], samples=3, kinds=["passkey"])
+    blind = recall(
+        Oracle(tokenizer, sight=150),
+        tokenizer,
+        filler,
+        [400],
+        [0.0, 0.95],
+        samples=3,
+        kinds=["passkey"],
+    )
     assert [cell.accuracy for cell in blind] == [0, 1]
     assert blind[0].logprob < -10
 
@@ -98,7 +121,10 @@ def test_a_model_is_scored_by_its_own_logits(tokenizer: Tokenizer, filler: np.nd
 
 
 def test_filler_is_text_alone(tokenizer: Tokenizer) -> None:
-    documents = [Document("a", np.array([5, 6, 7, tokenizer.eos_id]), 3), Document("b", np.array([8, 9]), 2)]
+    documents = [
+        Document("a", np.array([5, 6, 7, tokenizer.eos_id]), 3),
+        Document("b", np.array([8, 9]), 2),
+    ]
     assert filler_of(documents, tokenizer, 3).tolist() == [5, 6, 7]
     assert filler_of(documents, tokenizer, 10).tolist() == [5, 6, 7, 8, 9]
     assert len(filler_of([], tokenizer, 10)) == 0
@@ -113,7 +139,12 @@ def test_mistakes(tokenizer: Tokenizer, filler: np.ndarray) -> None:
 
 
 def test_tables_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cells = [Cell(kind, n, d, 4, int(4 * d), -2.0) for kind in KINDS for n in (256, 1024) for d in (0.0, 0.5, 1.0)]
+    cells = [
+        Cell(kind, n, d, 4, int(4 * d), -2.0)
+        for kind in KINDS
+        for n in (256, 1024)
+        for d in (0.0, 0.5, 1.0)
+    ]
     heatmap.show(cells)
     shown = capsys.readouterr().out
     assert "1,024" in shown

@@ -1,4 +1,6 @@
-"""Sliding-window perplexity: every token once, sums not means, the same numbers however windows are batched."""
+"""Sliding-window perplexity: every token once, sums not means, the same numbers however windows are
+batched.
+"""
 
 import copy
 import json
@@ -24,7 +26,9 @@ V = 53
 @pytest.fixture(scope="module")
 def model() -> GPT:
     torch.manual_seed(0)
-    config = GPTConfig(vocab_size=V, layers=2, channels=32, heads=4, kv_heads=2, ffn=48, init_std=0.3)
+    config = GPTConfig(
+        vocab_size=V, layers=2, channels=32, heads=4, kv_heads=2, ffn=48, init_std=0.3
+    )
     return GPT(config, "flash").eval()
 
 
@@ -34,14 +38,18 @@ def documents(*lengths: int) -> list[Document]:
 
 
 def nats(model: GPT, ids: np.ndarray) -> Tensor:
-    """(tokens - 1,) fp64: -ln p of each token but the first, from the logits of all tokens before it."""
+    """(tokens - 1,) fp64: -ln p of each token but the first, from the logits of all tokens before
+    it.
+    """
     with torch.no_grad():
         logp = model(torch.from_numpy(ids)[None])[0].double().log_softmax(-1)
     return -logp[:-1].gather(1, torch.from_numpy(ids)[1:, None])[:, 0]
 
 
 def strided(model: GPT, ids: np.ndarray, length: int, stride: int) -> float:
-    """transformers' recipe for perplexity: windows of `length` tokens, in which labels seen before are ignored."""
+    """transformers' recipe for perplexity: windows of `length` tokens, in which labels seen before
+    are ignored.
+    """
     total, previous = 0.0, 0
     for begin in range(0, len(ids), stride):
         end = min(begin + length, len(ids))
@@ -62,18 +70,24 @@ def test_one_window_agrees_with_fp64_over_the_whole_document(model: GPT) -> None
     result = perplexity(model, given, context=150)
     for score, sums in zip(result.documents, expected, strict=True):
         assert score.perplexity == pytest.approx(math.exp(sums.mean().item()), rel=1e-6)
-    assert result.total.perplexity == pytest.approx(math.exp(torch.cat(expected).mean().item()), rel=1e-6)
+    assert result.total.perplexity == pytest.approx(
+        math.exp(torch.cat(expected).mean().item()), rel=1e-6
+    )
 
 
 def test_windows_agree_with_transformers_own_recipe(model: GPT, tmp_path: Path) -> None:
-    """https://huggingface.co/docs/transformers/perplexity, on the exported model, where it scores every token too."""
+    """https://huggingface.co/docs/transformers/perplexity, on the exported model, where it scores
+    every token too.
+    """
     transformers = pytest.importorskip("transformers")
     from longctx.data.tokenizer import train
     from longctx.model.export import export
 
     train(["a rose"], 300).save(tmp_path / "tokenizer.json")
     export(model, tmp_path, tmp_path / "out", context=256)
-    llama = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    llama = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32
+    ).eval()
     length, stride = 33, 16
     for document in documents(100, 65):
         ids, total, scored, previous = torch.from_numpy(document.ids)[None], 0.0, 0, 0
@@ -104,7 +118,9 @@ def test_one_window_is_the_whole_document_exactly(model: GPT) -> None:
 
 @pytest.mark.parametrize(("length", "stride"), [(33, 16), (33, 32), (21, 1), (64, 40)])
 def test_windows_agree_with_the_strided_recipe(model: GPT, length: int, stride: int) -> None:
-    """A window of `length` tokens there shows at most length - 1 of them, the context here, to a prediction."""
+    """A window of `length` tokens there shows at most length - 1 of them, the context here, to a
+    prediction.
+    """
     given = documents(100, 33, 34, 20)
     result = perplexity(model, given, context=length - 1, stride=stride)
     for score, document in zip(result.documents, given, strict=True):
@@ -158,7 +174,9 @@ class Uniform(nn.Module):
 
 def test_bits_per_byte_of_uniform_bytes_is_8() -> None:
     text = "naïve – 𝄞".encode()
-    document = Document("bytes", np.frombuffer(text, dtype=np.uint8).astype(np.int64), len(text) - 1)
+    document = Document(
+        "bytes", np.frombuffer(text, dtype=np.uint8).astype(np.int64), len(text) - 1
+    )
     result = perplexity(Uniform(), [document] * 3, context=4, stride=3)
     assert result.total.bits_per_byte == pytest.approx(8, rel=1e-15)
     assert result.total.perplexity == pytest.approx(256, rel=1e-12)
@@ -209,7 +227,9 @@ def test_rounding_matrices_once_is_what_autocast_does_every_time(model: GPT) -> 
     round_matrices(rounded, torch.bfloat16)
     assert rounded.embed.weight.dtype == torch.float32
     assert rounded.blocks[0].mlp.down.weight.dtype == torch.bfloat16
-    one, other = (perplexity(m, documents(80, 9), context=40, dtype=torch.bfloat16) for m in (model, rounded))
+    one, other = (
+        perplexity(m, documents(80, 9), context=40, dtype=torch.bfloat16) for m in (model, rounded)
+    )
     assert one.total.nats == other.total.nats
 
 
@@ -231,24 +251,38 @@ def test_the_same_tokens_are_scored_at_every_context(model: GPT) -> None:
         assert row["nats"] == pytest.approx(sum(losses[row["context"]]), rel=1e-5)
     assert rows[0]["gain"] == 0
     assert rows[-1]["gain"] == pytest.approx(np.subtract(losses[8], losses[32]).mean(), abs=1e-5)
-    assert result.total.nats == pytest.approx(perplexity(model, given, context=32).total.nats, rel=1e-6)
+    assert result.total.nats == pytest.approx(
+        perplexity(model, given, context=32).total.nats, rel=1e-6
+    )
     best = result.contexts.gains[0]
     assert all(gain.short > gain.long for gain in result.contexts.gains)
     assert best.nats == pytest.approx(max(np.subtract(losses[8], losses[32])), abs=1e-4)
     document = given[best.owner]
     assert best.ids[best.at] == document.ids[best.position]
-    assert best.ids == document.ids[best.position - best.at : best.position - best.at + len(best.ids)].tolist()
+    assert (
+        best.ids
+        == document.ids[best.position - best.at : best.position - best.at + len(best.ids)].tolist()
+    )
     assert [gain.nats for gain in result.contexts.gains] == sorted(
         (g.nats for g in result.contexts.gains), reverse=True
     )
 
 
-def test_loss_by_position_counts_the_tokens_before_and_the_same_documents_everywhere(model: GPT) -> None:
+def test_loss_by_position_counts_the_tokens_before_and_the_same_documents_everywhere(
+    model: GPT,
+) -> None:
     lengths = [40, 33, 32, *[90] * 8, 5]
     given = documents(*lengths)
     result = perplexity(model, given, context=63)
     rows = result.positions.buckets()
-    assert [(row["first"], row["last"]) for row in rows] == [(1, 1), (2, 3), (4, 7), (8, 15), (16, 31), (32, 63)]
+    assert [(row["first"], row["last"]) for row in rows] == [
+        (1, 1),
+        (2, 3),
+        (4, 7),
+        (8, 15),
+        (16, 31),
+        (32, 63),
+    ]
     assert [row["tokens"] for row in rows] == [8 * 2**b for b in range(6)]
     whole = [nats(model, document.ids) for document in given if len(document.ids) == 90]
     for row in rows:
@@ -259,12 +293,17 @@ def test_loss_by_position_counts_the_tokens_before_and_the_same_documents_everyw
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 7])
 def test_parts_of_several_processes_are_the_whole(model: GPT, processes: int) -> None:
-    given, settings = documents(70, 5, 1, 2, 41, 30), {"context": 20, "stride": 7, "contexts": [5, 20]}
+    given, settings = (
+        documents(70, 5, 1, 2, 41, 30),
+        {"context": 20, "stride": 7, "contexts": [5, 20]},
+    )
     whole = perplexity(model, given, **settings)
     parts = [to_plain(perplexity(model, given[r::processes], **settings)) for r in range(processes)]
     together = merged(json.loads(json.dumps(parts)))
     assert [score.name for score in together.documents] == [document.name for document in given]
-    assert [score.nats for score in together.documents] == pytest.approx([s.nats for s in whole.documents], rel=1e-5)
+    assert [score.nats for score in together.documents] == pytest.approx(
+        [s.nats for s in whole.documents], rel=1e-5
+    )
     assert together.windows == whole.windows
     for one, other in zip(together.contexts.rows() + together.positions.buckets(),
                           whole.contexts.rows() + whole.positions.buckets(), strict=True):  # fmt: skip
@@ -274,7 +313,9 @@ def test_parts_of_several_processes_are_the_whole(model: GPT, processes: int) ->
     ]
 
 
-def test_on_a_cpu_no_batch_is_computed_before_the_clock_starts(model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_no_batch_is_computed_before_the_clock_starts(
+    model: GPT, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forward = GPT.forward
 
     def slow(*args: Any, **kwargs: Any) -> Tensor:
@@ -282,4 +323,6 @@ def test_on_a_cpu_no_batch_is_computed_before_the_clock_starts(model: GPT, monke
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(GPT, "forward", slow)
-    assert perplexity(model, documents(31, 31), 32).speed.seconds >= 0.2  # of the second batch of two
+    assert (
+        perplexity(model, documents(31, 31), 32).speed.seconds >= 0.2
+    )  # of the second batch of two

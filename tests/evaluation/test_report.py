@@ -16,7 +16,10 @@ from longctx.evaluation.report import content, table, tables, write
 
 
 def result(documents: int) -> Perplexity:
-    scores = [Score(f"docs/[{n}].md", tokens=10 + n, n_bytes=40, nats=10.0 + 3 * n) for n in range(documents)]
+    scores = [
+        Score(f"docs/[{n}].md", tokens=10 + n, n_bytes=40, nats=10.0 + 3 * n)
+        for n in range(documents)
+    ]
     return Perplexity(64, 32, [*scores, Score("one token")], windows=5)
 
 
@@ -79,7 +82,17 @@ def test_positions_contexts_and_gains_are_told_and_drawn(tmp_path: Path) -> None
     for view in tables(found, lambda ids: "".join(map(chr, ids))):
         console.print(view)
     text = console.export_text()
-    for expected in ("2 – 3", "2.0000", "1,024", "1.5000", "0.5000", "5.00", "→ 0.25", "A⏎⟦B⟧C", "docs/[0].md"):
+    for expected in (
+        "2 – 3",
+        "2.0000",
+        "1,024",
+        "1.5000",
+        "0.5000",
+        "5.00",
+        "→ 0.25",
+        "A⏎⟦B⟧C",
+        "docs/[0].md",
+    ):
         assert expected in text, expected
     written = content(found, {}, lambda ids: "".join(map(chr, ids)))
     assert written["gains"][0]["token"] == "B"

@@ -1,4 +1,6 @@
-"""On a GPU losses arrive while the next batch is computed: none is read too early, and a long text costs no N × words memory."""
+"""On a GPU losses arrive while the next batch is computed: none is read too early, and a long text
+costs no N × words memory.
+"""
 
 import copy
 
@@ -22,7 +24,8 @@ def model(words: int) -> GPT:
 def test_many_batches_agree_with_the_cpu() -> None:
     rng = np.random.default_rng(0)
     documents = [
-        Document(str(n), rng.integers(1000, size=int(size)), 9) for n, size in enumerate(rng.integers(2, 700, 60))
+        Document(str(n), rng.integers(1000, size=int(size)), 9)
+        for n, size in enumerate(rng.integers(2, 700, 60))
     ]
     cpu = model(1000)
     gpu = copy.deepcopy(cpu).cuda()
@@ -41,4 +44,6 @@ def test_memory_does_not_grow_with_words_times_tokens() -> None:
     before = torch.cuda.memory_allocated()
     perplexity(gpu, [Document("x", ids, 9)], 65_536, 65_536, dtype=torch.bfloat16)
     used = torch.cuda.max_memory_allocated() - before
-    assert used < 65_536 * 50_000 * 4 / 6  # all logits would be 13 GB in fp32, in which the loss reads them
+    assert (
+        used < 65_536 * 50_000 * 4 / 6
+    )  # all logits would be 13 GB in fp32, in which the loss reads them

@@ -1,4 +1,6 @@
-"""Windows: every token scored once, all of them in rows that are nearly full, read only a little ahead."""
+"""Windows: every token scored once, all of them in rows that are nearly full, read only a little
+ahead.
+"""
 
 import numpy as np
 import pytest
@@ -27,7 +29,9 @@ def windows(lengths: list[int]) -> list[Window]:
 def test_rows_hold_every_window_once_and_never_too_much(rows: int) -> None:
     given = windows(np.random.default_rng(0).integers(1, 101, size=400).tolist())
     found = list(batches(iter(given), 100, rows))
-    assert sorted(window.owner for batch in found for row in batch for window in row) == list(range(400))
+    assert sorted(window.owner for batch in found for row in batch for window in row) == list(
+        range(400)
+    )
     assert all(len(batch) == rows for batch in found[:-1])
     used = [sum(len(window.ids) - 1 for window in row) for batch in found for row in batch]
     assert max(used) <= 100

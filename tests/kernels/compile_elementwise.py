@@ -1,4 +1,6 @@
-"""Compile the kernels between the matmuls for sm_90a and sm_80, and print the bytes that each spills as JSON."""
+"""Compile the kernels between the matmuls for sm_90a and sm_80, and print the bytes that each
+spills as JSON.
+"""
 
 import json
 import re
@@ -9,7 +11,14 @@ from triton.compiler import ASTSource
 
 from longctx.kernels import adamw, cross_entropy, rms_norm, rope, swiglu
 
-KINDS = {"target": "*i64", "loss": "*fp32", "scale": "*fp32", "p": "*fp32", "grad": "*fp32", "factor": "*fp32"}
+KINDS = {
+    "target": "*i64",
+    "loss": "*fp32",
+    "scale": "*fp32",
+    "p": "*fp32",
+    "grad": "*fp32",
+    "factor": "*fp32",
+}
 KINDS |= dict.fromkeys(("shrink", "rate", "root", "beta1", "beta2", "eps"), "fp32")
 KINDS |= dict.fromkeys(("V", "N", "C", "H", "G", "width", "stride_z"), "i32") | dict.fromkeys(
     ("weight", "r", "dw", "by", "cos", "sin"), "*fp32"
@@ -35,7 +44,12 @@ if __name__ == "__main__":
             for V in (300, 50304, 128256):
                 block, warps = cross_entropy.launch(V)
                 made = compiled(
-                    cross_entropy.cross_entropy_kernel, capability, warps, dtype, GRADIENT=True, BLOCK=block
+                    cross_entropy.cross_entropy_kernel,
+                    capability,
+                    warps,
+                    dtype,
+                    GRADIENT=True,
+                    BLOCK=block,
                 )
                 spilled[f"cross entropy {capability} {dtype} {V}"] = made
         for kernel in (swiglu.swiglu_kernel, swiglu.swiglu_backward_kernel):
@@ -58,7 +72,9 @@ if __name__ == "__main__":
             tokens, heads, block, warps = rope.launch(32, 8, D)
             tile = {"HALF": D // 2, "TOKENS": tokens, "HEADS": heads, "BLOCK": block}
             for kernel in (rope.rope_kernel, rope.rope_backward_kernel):
-                spilled[f"{kernel.__name__} {capability} {D}"] = compiled(kernel, capability, warps, "bf16", **tile)
+                spilled[f"{kernel.__name__} {capability} {D}"] = compiled(
+                    kernel, capability, warps, "bf16", **tile
+                )
         spilled[f"multiply {capability}"] = compiled(
             cross_entropy.multiply_kernel, capability, 4, "bf16", BLOCK=cross_entropy.MULTIPLIED
         )

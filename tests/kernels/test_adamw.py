@@ -26,7 +26,10 @@ def draw(n: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("factor", [None, 0.25])
 @pytest.mark.parametrize("average", [torch.float32, torch.bfloat16])
 def test_some_steps(n: int, factor: float | None, average: torch.dtype) -> None:
-    p, m, v = draw(n, 0).to(DEVICE), *(torch.zeros(n, dtype=average, device=DEVICE) for _ in range(2))
+    p, m, v = (
+        draw(n, 0).to(DEVICE),
+        *(torch.zeros(n, dtype=average, device=DEVICE) for _ in range(2)),
+    )
     want = torch.nn.Parameter(draw(n, 0).double())
     reference = torch.optim.AdamW([want], **SETTINGS)  # type: ignore[arg-type]
     for step in range(1, 6):

@@ -1,4 +1,6 @@
-"""The kernels between the matmuls compile for GPUs that are not there, and keep everything in registers."""
+"""The kernels between the matmuls compile for GPUs that are not there, and keep everything in
+registers.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""The kernel's loss and gradient against fp64, at odd sizes, strides and extremes; in Triton's interpreter, or on a GPU."""
+"""The kernel's loss and gradient against fp64, at odd sizes, strides and extremes; in Triton's
+interpreter, or on a GPU.
+"""
 
 import os
 
@@ -35,7 +37,18 @@ def run(z: Tensor, target: Tensor, gradient: bool = True) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("n", "V"),
-    [(1, 2), (3, 127), (5, 128), (4, 129), (7, 1000), (2, 8192), (3, 8193), (2, 16384), (3, 16385), (2, 40013)],
+    [
+        (1, 2),
+        (3, 127),
+        (5, 128),
+        (4, 129),
+        (7, 1000),
+        (2, 8192),
+        (3, 8193),
+        (2, 16384),
+        (3, 16385),
+        (2, 40013),
+    ],
 )
 def test_loss_and_gradient(n: int, V: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(V)
@@ -80,17 +93,23 @@ def test_a_confident_token_keeps_its_gradient(confidence: float) -> None:
 
 
 def test_extreme_logits() -> None:
-    z = torch.tensor([[2e38, -2e38, 0.0], [-float("inf"), 1.0, 1.0], [-2e4, -2e4, -2e4]], device=DEVICE)
+    z = torch.tensor(
+        [[2e38, -2e38, 0.0], [-float("inf"), 1.0, 1.0], [-2e4, -2e4, -2e4]], device=DEVICE
+    )
     target = torch.tensor([0, 1, 2], device=DEVICE)
     loss = run(z, target)
-    torch.testing.assert_close(loss, torch.tensor([0.0, 2.0, 3.0], device=DEVICE).clamp(min=1).log())
+    torch.testing.assert_close(
+        loss, torch.tensor([0.0, 2.0, 3.0], device=DEVICE).clamp(min=1).log()
+    )
     assert z.isfinite().all()
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 100])
 def test_the_chunked_loss_by_the_kernel(chunk: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(n, 12, generator=generator).to(DEVICE).requires_grad_() for n in (23, 41))
+    hidden, weight = (
+        torch.randn(n, 12, generator=generator).to(DEVICE).requires_grad_() for n in (23, 41)
+    )
     targets = torch.randint(41, (23,), generator=generator).to(DEVICE)
     targets[::3] = -100
     scale = torch.tensor(0.375, device=DEVICE)
@@ -99,13 +118,17 @@ def test_the_chunked_loss_by_the_kernel(chunk: int) -> None:
     torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=0)
     incoming = [torch.tensor(-2.75, dtype=x.dtype, device=DEVICE) for x in (loss, want)]
     leaves = hidden, weight
-    got, expected = (torch.autograd.grad(x, leaves, by) for x, by in zip((loss, want), incoming, strict=True))
+    got, expected = (
+        torch.autograd.grad(x, leaves, by) for x, by in zip((loss, want), incoming, strict=True)
+    )
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("by", [1.0, -2.5, 0.0])
 def test_a_gradient_is_multiplied_whole(by: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longctx.kernels.cross_entropy.MULTIPLIED", 4)  # every program has several turns
+    monkeypatch.setattr(
+        "longctx.kernels.cross_entropy.MULTIPLIED", 4
+    )  # every program has several turns
     x = torch.randn(9_001, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     want = x * by
     assert torch.equal(multiply_(x, torch.tensor(by, device=DEVICE)), want)
@@ -115,12 +138,21 @@ def test_a_gradient_is_multiplied_whole(by: float, monkeypatch: pytest.MonkeyPat
 def test_bf16_gradients_are_no_further_from_fp32_than_untiled_ones() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     hidden = torch.randn(4096, 768, generator=generator, device="cuda").bfloat16().requires_grad_()
-    weight = torch.randn(8192, 768, generator=generator, device="cuda").mul(0.06).bfloat16().requires_grad_()
+    weight = (
+        torch.randn(8192, 768, generator=generator, device="cuda")
+        .mul(0.06)
+        .bfloat16()
+        .requires_grad_()
+    )
     targets = torch.randint(8192, (4096,), generator=generator, device="cuda")
     leaves = [x.detach().float().requires_grad_() for x in (hidden, weight)]
     want = torch.autograd.grad(F.cross_entropy(leaves[0] @ leaves[1].t(), targets), leaves)
-    untiled = torch.autograd.grad(F.cross_entropy((hidden @ weight.t()).float(), targets), (hidden, weight))
-    ours = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets, 1024), (hidden, weight))
+    untiled = torch.autograd.grad(
+        F.cross_entropy((hidden @ weight.t()).float(), targets), (hidden, weight)
+    )
+    ours = torch.autograd.grad(
+        linear_cross_entropy(hidden, weight, targets, 1024), (hidden, weight)
+    )
     for name, a, b, exact in zip(("dh", "dW"), ours, untiled, want, strict=True):
         ours_off, theirs_off = ((x.float() - exact).norm() / exact.norm() for x in (a, b))
         assert ours_off <= 1.02 * theirs_off, name
@@ -133,6 +165,8 @@ def test_beyond_two_to_the_31_elements() -> None:
     z[-1, -1] = 10
     target = torch.full((n,), V - 1, device="cuda")
     loss = run(z, target)
-    torch.testing.assert_close(loss[0].item(), float(torch.tensor(V, dtype=torch.float64).log()), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        loss[0].item(), float(torch.tensor(V, dtype=torch.float64).log()), rtol=1e-5, atol=0
+    )
     assert z[-1, -1].item() == pytest.approx(22026.47 / (22026.47 + V - 1) - 1, rel=1e-2)
     assert z[-1, 0].item() == pytest.approx(1 / (22026.47 + V - 1), rel=1e-2)

@@ -16,7 +16,9 @@ def test_every_request_has_an_entry(arch, kernel):
             assert launch.BM >= 16
             assert launch.BN >= 16
             assert launch.BM & (launch.BM - 1) == launch.BN & (launch.BN - 1) == 0, "powers of two"
-            assert launch.BM <= ROW.value, "lse and delta are padded to ROW, and read without a mask"
+            assert launch.BM <= ROW.value, (
+                "lse and delta are padded to ROW, and read without a mask"
+            )
             assert launch.warps in (4, 8)
             assert 1 <= launch.stages <= 5
 

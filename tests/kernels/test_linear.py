@@ -1,4 +1,6 @@
-"""The linear layer of 16-bit inputs and fp32 weights against autograd's own, and the precision of its weights' gradient."""
+"""The linear layer of 16-bit inputs and fp32 weights against autograd's own, and the precision of
+its weights' gradient.
+"""
 
 import pytest
 import torch
@@ -20,13 +22,22 @@ def inputs(*shape: int, seed: int = 0) -> Tensor:
 def test_it_is_the_formula(dtype: torch.dtype, bias: bool) -> None:
     x, weight, b = inputs(2, 9, 13).to(dtype), inputs(7, 13, seed=1), inputs(7, seed=2)
     leaves = [t.requires_grad_() for t in (x, weight, b)[: 3 if bias else 2]]
-    exact = [leaves[0].detach().double(), leaves[1].detach().to(dtype).double(), b.detach().double()]
+    exact = [
+        leaves[0].detach().double(),
+        leaves[1].detach().to(dtype).double(),
+        b.detach().double(),
+    ]
     exact = [t.requires_grad_() for t in exact[: len(leaves)]]
     got, want = linear(x, weight, b if bias else None), F.linear(*exact)
     dy = inputs(2, 9, 7, seed=3).to(dtype)
-    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 0.03}
+    close = (
+        {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 0.03}
+    )
     torch.testing.assert_close(got.double(), want, **close)
-    found, wanted = torch.autograd.grad(got, leaves, dy), torch.autograd.grad(want, exact, dy.double())
+    found, wanted = (
+        torch.autograd.grad(got, leaves, dy),
+        torch.autograd.grad(want, exact, dy.double()),
+    )
     for leaf, a, b in zip(leaves, found, wanted, strict=True):
         assert a.dtype == leaf.dtype
         torch.testing.assert_close(a.double(), b, **close)

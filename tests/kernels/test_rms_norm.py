@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from longctx.attention.config import AttentionConfig
+from longctx.config.memory_config import MemoryConfig
+from longctx.config.model_config import AttentionConfig, GPTConfig
 from longctx.kernels.rms_norm import add_and_norm, rms_norm, rms_norm_backward
-from longctx.model.config import GPTConfig
 from longctx.model.layers import Block
-from longctx.model.memory import MemoryConfig
 from longctx.model.rope import Rope
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -33,7 +32,9 @@ def inputs(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-@pytest.mark.parametrize(("N", "C"), [(1, 1), (3, 5), (7, 127), (40, 64), (9, 768), (5, 1025), (2, 4100)])
+@pytest.mark.parametrize(
+    ("N", "C"), [(1, 1), (3, 5), (7, 127), (40, 64), (9, 768), (5, 1025), (2, 4100)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("past", [False, True])
 def test_forward_and_backward(N: int, C: int, dtype: torch.dtype, past: bool) -> None:
@@ -44,9 +45,13 @@ def test_forward_and_backward(N: int, C: int, dtype: torch.dtype, past: bool) ->
     dx_want, dw_want = torch.autograd.grad(want, (exact, w), dy.double())
     y, r = rms_norm(x, weight, EPS)
     dx, dw = rms_norm_backward(dy, x, r, weight, residual if past else None)
-    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 2e-2}
+    close = (
+        {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 2e-2}
+    )
     torch.testing.assert_close(y.double(), want.detach(), **close)
-    torch.testing.assert_close(dx.double(), dx_want + residual.double() if past else dx_want, **close)
+    torch.testing.assert_close(
+        dx.double(), dx_want + residual.double() if past else dx_want, **close
+    )
     torch.testing.assert_close(dw.double(), dw_want, rtol=1e-4, atol=1e-4 * N**0.5)
 
 
@@ -64,7 +69,9 @@ def test_gradients_of_what_goes_on_and_of_the_norm_meet(branch: bool, used: str)
     pairs = {"both": pairs, "stream": pairs[:1], "norm": pairs[1:]}[used]
     douts = [inputs(2, 9, 24, seed=5 + n) for n in range(len(pairs))]
     found = torch.autograd.grad([p[0] for p in pairs], leaves, douts, allow_unused=True)
-    wanted = torch.autograd.grad([p[1] for p in pairs], exact, [d.double() for d in douts], allow_unused=True)
+    wanted = torch.autograd.grad(
+        [p[1] for p in pairs], exact, [d.double() for d in douts], allow_unused=True
+    )
     for a, b in zip(found, wanted, strict=True):
         assert (a is None) == (b is None)
         if a is not None and b is not None:
@@ -105,7 +112,9 @@ def test_more_elements_than_an_int32_counts() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fast", "balanced"])
-def test_a_compiled_block_has_the_gradients_of_the_formula(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_block_has_the_gradients_of_the_formula(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from longctx.model import GPT
 
     config = GPTConfig(layers=2, channels=24, heads=3, kv_heads=1, ffn=40, vocab_size=61)
@@ -116,7 +125,9 @@ def test_a_compiled_block_has_the_gradients_of_the_formula(policy: str, monkeypa
         model = GPT(config, "naive", MemoryConfig(policy)).to(DEVICE)
         if kernel:
             monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-            monkeypatch.setattr(Block, "compile", partialmethod(Block.compile, backend="aot_eager", fullgraph=True))
+            monkeypatch.setattr(
+                Block, "compile", partialmethod(Block.compile, backend="aot_eager", fullgraph=True)
+            )
             model.compile_blocks()
         else:
             monkeypatch.setattr("longctx.model.layers.fused", lambda x: False)
@@ -135,7 +146,11 @@ def test_one_graph_serves_rows_of_any_length(half: str) -> None:
     run = torch.compile(getattr(block, half), backend=counted, dynamic=True, fullgraph=True)
     for T in (9, 14, 30, 41, 55):
         x = inputs(1, T, 24).to(dtype).requires_grad_()
-        others = rope(torch.arange(T, device=DEVICE)[None]) if half == "before" else [inputs(1, T, 3, 8).to(dtype)]
+        others = (
+            rope(torch.arange(T, device=DEVICE)[None])
+            if half == "before"
+            else [inputs(1, T, 3, 8).to(dtype)]
+        )
         found = run(x, *others)
         torch.stack([t.sum() for t in (found if half == "before" else [found])]).sum().backward()
     assert counted.frame_count <= 2  # one for the first length, one for any other

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from longctx.attention.config import AttentionConfig
+from longctx.config.model_config import AttentionConfig, GPTConfig
 from longctx.kernels.rope import rope, rope_backward, turned
-from longctx.model.config import GPTConfig
 from longctx.model.layers import SelfAttention
 from longctx.model.rope import Rope, rotate
 
@@ -34,16 +33,21 @@ def angles(B: int, T: int, D: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    ("H", "G", "D"), [(1, 1, 2), (3, 1, 6), (4, 2, 32), (12, 12, 64), (5, 5, 96), (32, 8, 64), (3, 3, 258)]
+    ("H", "G", "D"),
+    [(1, 1, 2), (3, 1, 6), (4, 2, 32), (12, 12, 64), (5, 5, 96), (32, 8, 64), (3, 3, 258)],
 )
 @pytest.mark.parametrize("rows", [(2, 5), (1, 11)])
-def test_forward_and_backward(rows: tuple[int, int], H: int, G: int, D: int, dtype: torch.dtype) -> None:
+def test_forward_and_backward(
+    rows: tuple[int, int], H: int, G: int, D: int, dtype: torch.dtype
+) -> None:
     qkv, (cos, sin) = inputs(*rows, (H + 2 * G) * D).to(dtype).requires_grad_(), angles(*rows, D)
     exact = qkv.detach().double().requires_grad_()
     q, k, v = exact.unflatten(-1, (-1, D)).split((H, G, G), dim=2)
     want = rotate(q, cos.double(), sin.double()), rotate(k, cos.double(), sin.double()), v
     got = turned(qkv, cos, sin, H, G)
-    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2**-9, "atol": 2e-3}
+    close = (
+        {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2**-9, "atol": 2e-3}
+    )
     for a, b in zip(got, want, strict=True):
         assert a.shape == b.shape
         torch.testing.assert_close(a.double(), b, **close)
@@ -78,7 +82,9 @@ def test_the_layer_takes_it_only_where_heads_are_turned_as_they_are(
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     x, (cos, sin) = inputs(2, 7, 24).to(dtype), angles(2, 7, 8)
     taken: list[int] = []
-    monkeypatch.setattr("longctx.kernels.rope.turned", lambda *args: taken.append(1) or turned(*args))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(
+        "longctx.kernels.rope.turned", lambda *args: taken.append(1) or turned(*args)
+    )  # type: ignore[func-returns-value]
     got = layer.project(x, cos, sin)
     monkeypatch.setattr("longctx.model.layers.fused", lambda x: False)
     for a, b in zip(got, layer.project(x, cos, sin), strict=True):

@@ -1,4 +1,6 @@
-"""The self-test: right kernels pass, kernels that are wrong in the ways of a bad compiler do not, and it runs once."""
+"""The self-test: right kernels pass, kernels that are wrong in the ways of a bad compiler do not,
+and it runs once.
+"""
 
 import functools
 from types import SimpleNamespace
@@ -69,7 +71,9 @@ def test_every_key_and_query_counts():
     """A kernel that forgets the last key, or swaps two operands of one product, is found."""
 
     def without_last_key(q, k, v, first, last, scale):
-        return run("forward")(q, k, v, first, torch.where(last == last.max(), last - 1, last), scale)
+        return run("forward")(
+            q, k, v, first, torch.where(last == last.max(), last - 1, last), scale
+        )
 
     def swapped(q, k, v, first, last, scale):
         k = k.clone()
@@ -122,18 +126,29 @@ def test_failure_names_kernel_machine_and_remedy_and_comes_again(compiled):
         with pytest.raises(SelfTestFailed) as error:
             attention(q, q, q)
         message = str(error.value)
-        for part in ("forward kernel triton-portable", "on cpu", "Triton 3", "float32", "head size 16", "out has"):
+        for part in (
+            "forward kernel triton-portable",
+            "on cpu",
+            "Triton 3",
+            "float32",
+            "head size 16",
+            "out has",
+        ):
             assert part in message
         assert "attention=sdpa" in message
         assert "TRITON_PTXAS_PATH" in message
         assert "kernel=portable" not in message, "it is the portable one that fails"
-    with pytest.raises(SelfTestFailed, match=r"use attention.options.kernel=portable, or attention=sdpa"):
+    with pytest.raises(
+        SelfTestFailed, match=r"use attention.options.kernel=portable, or attention=sdpa"
+    ):
         trust("forward", "triton-hopper", q, q, portable.forward)
 
 
 def test_inside_a_compiled_region(compiled):
     q = torch.randn(1, 20, 1, 16)
-    compiled_attention = torch.compile(lambda x: attention(x, x, x), backend="aot_eager", fullgraph=True)
+    compiled_attention = torch.compile(
+        lambda x: attention(x, x, x), backend="aot_eager", fullgraph=True
+    )
     torch.testing.assert_close(compiled_attention(q), attention(q, q, q, backend="naive"))
     assert compiled.tests == 1
 
@@ -180,7 +195,9 @@ def test_the_gpus_kernels_pass(kernel, dtype, head_dim, group):
     for part in PARTS:
         implementation = f"triton-{kernel}"
         for bucket, copies in ((0, 48), (8192, 4)):
-            said = check(part, run(part, implementation), device, dtype, head_dim, group, bucket, copies)
+            said = check(
+                part, run(part, implementation), device, dtype, head_dim, group, bucket, copies
+            )
             assert said is None, (implementation, part, bucket)
 
 

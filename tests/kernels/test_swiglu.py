@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longctx.config.model_config import GPTConfig
 from longctx.kernels.swiglu import gated_down, swiglu, swiglu_backward
-from longctx.model.config import GPTConfig
 from longctx.model.layers import SwiGLU
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,7 +37,9 @@ def test_forward_and_backward(N: int, width: int, dtype: torch.dtype) -> None:
     want = gated(exact)
     (dwant,) = torch.autograd.grad(want, exact, dact.double())
     dgate_up, again = swiglu_backward(gate_up, dact)
-    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-2}
+    close = (
+        {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-2}
+    )
     torch.testing.assert_close(swiglu(gate_up).double(), want.detach(), **close)
     torch.testing.assert_close(again.double(), want.detach(), **close)
     torch.testing.assert_close(dgate_up.double(), dwant, **close)
@@ -53,7 +55,11 @@ def test_with_the_down_projection(bias: bool, valued: bool) -> None:
     want = F.linear(gated(exact[0]), exact[1], exact[2] if bias else None)
     torch.testing.assert_close(got.double(), want if valued else 0 * want, rtol=1e-4, atol=1e-4)
     dy = inputs(2, 9, 6, seed=3)
-    grads = zip(torch.autograd.grad(got, leaves, dy), torch.autograd.grad(want, exact, dy.double()), strict=True)
+    grads = zip(
+        torch.autograd.grad(got, leaves, dy),
+        torch.autograd.grad(want, exact, dy.double()),
+        strict=True,
+    )
     for a, b in grads:
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-3)
 
@@ -64,7 +70,9 @@ def test_the_layer_is_the_formula_and_keeps_no_activation() -> None:
     x = inputs(3, 11, 16).to(dtype)
     layer = layer.to(dtype)
     sizes: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):  # type: ignore[func-returns-value]
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: sizes.append(t.numel()) or t, lambda t: t
+    ):  # type: ignore[func-returns-value]
         y = layer(x)
     want = layer.down(gated(layer.gate_up(x)))
     torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-4) if DEVICE == "cpu" else None

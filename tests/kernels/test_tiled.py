@@ -1,4 +1,6 @@
-"""Flash in torch tiles: which rows go to torch's fused kernel, and that every visible pair is in exactly one tile."""
+"""Flash in torch tiles: which rows go to torch's fused kernel, and that every visible pair is in
+exactly one tile.
+"""
 
 import pytest
 import torch

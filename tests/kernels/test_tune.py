@@ -22,7 +22,9 @@ class Config(NamedTuple):
 
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
-    """A CPU tensor that the table of launch configs takes for one of the GPU "Test", and the file of measured tables."""
+    """A CPU tensor that the table of launch configs takes for one of the GPU "Test", and the file
+    of measured tables.
+    """
     path = tmp_path / "deep" / "launch.json"
     monkeypatch.setenv("LONGCTX_LAUNCH", str(path))
     for function in (measured, launch.configure):
@@ -43,7 +45,9 @@ def gpu(monkeypatch, tmp_path):
 
 
 def race(times, wrong=(), now="now"):
-    """`tune.race` among configs named as in `times`, milliseconds; those in `wrong` fail the self-test."""
+    """`tune.race` among configs named as in `times`, milliseconds; those in `wrong` fail the
+    self-test.
+    """
     on_trial = []
 
     class Named(NamedTuple):
@@ -63,7 +67,9 @@ def race(times, wrong=(), now="now"):
         patch.setattr(tune, "call", lambda *_: lambda: None)
         patch.setattr(tune, "refuses", lambda *_: "wrong" if on_trial[-1] in wrong else None)
         x = {"q": torch.zeros(1, 8, 1, 16)}
-        return tune.race("t", map(Named, times), Named(now), using, "forward", "torch-tiled", x).name
+        return tune.race(
+            "t", map(Named, times), Named(now), using, "forward", "torch-tiled", x
+        ).name
 
 
 def test_the_fastest_right_config_wins_and_by_enough():
@@ -106,7 +112,11 @@ def test_trial_lasts_while_it_is_tried(monkeypatch):
 def test_training_reads_what_was_written(gpu):
     q, path = gpu
     found = {}
-    for length, config in ((1024, [64, 32, 4, 3]), (4096, [64, 32, 4, 3]), (16384, [128, 32, 8, 2])):
+    for length, config in (
+        (1024, [64, 32, 4, 3]),
+        (4096, [64, 32, 4, 3]),
+        (16384, [128, 32, 8, 2]),
+    ):
         tune.add(found, "forward", 50, length, [1024, 4096, 16384], config)
     assert found == {"forward": {"64": {"0": [64, 32, 4, 3], "8192": [128, 32, 8, 2]}}}
     before = {"Other": {"dq": {}}, "Test": {"measured": {}, "dq": {"64": {"0": [64, 32, 4, 1]}}}}
@@ -119,15 +129,21 @@ def test_training_reads_what_was_written(gpu):
     assert launch.bucket("forward", q, 9000) == 8192
     assert launch_config("dq", q, 5000) == Launch(64, 32, 4, 1)
     assert launch_config("dkv", q, 5000) == launch.table_entry("any", "dkv", 64, 5000)
-    assert launch_config("forward", torch.zeros(1, 8, 1, 64), 100) == launch.table_entry("any-fp32", "forward", 64, 100)
+    assert launch_config("forward", torch.zeros(1, 8, 1, 64), 100) == launch.table_entry(
+        "any-fp32", "forward", 64, 100
+    )
 
 
-@pytest.mark.parametrize("row", [[100, 64, 4, 3], [256, 64, 4, 3], [64, 64, 5, 3], [64, 64, 4], "x", [64, 64, 4, 0]])
+@pytest.mark.parametrize(
+    "row", [[100, 64, 4, 3], [256, 64, 4, 3], [64, 64, 5, 3], [64, 64, 4], "x", [64, 64, 4, 0]]
+)
 def test_a_table_that_makes_no_sense_is_refused(gpu, row):
     q, path = gpu
     path.parent.mkdir()
     path.write_text(json.dumps({"Test": {"forward": {"64": {"0": row}}}}))
-    with pytest.raises(ValueError, match=r"launch.json: not a table of launch configs .* run tune again"):
+    with pytest.raises(
+        ValueError, match=r"launch.json: not a table of launch configs .* run tune again"
+    ):
         launch_config("forward", q, 100)
 
 
@@ -166,13 +182,20 @@ def test_a_hopper_module_gets_its_config_once(gpu):
     [
         (["tune", "kernels=fast"], "kernels=fast: choose from portable, hopper"),
         (["tune", "head_sizes=8"], "head_sizes=8: from 16 to 256"),
-        (["tune", "head_sizes=96,128"], "head_sizes=96,128: sizes up to one power of two share an entry"),
+        (
+            ["tune", "head_sizes=96,128"],
+            "head_sizes=96,128: sizes up to one power of two share an entry",
+        ),
         (["tune", "dtype=fp32"], "dtype=fp32: choose from bf16, fp16"),
         (["tune", "length=4"], "length is not a key; did you mean lengths?"),
         (["show", "kernel=fast"], "kernel=fast: choose from auto, portable, hopper"),
         (["show", "dtype=fp8"], "dtype=fp8: choose from auto, bf16"),
         (["lock"], "lock is not a command; choose show or tune"),
-        *([] if torch.cuda.is_available() else [(["tune"], "no CUDA GPU"), (["show", "kernel=hopper"], "no CUDA GPU")]),
+        *(
+            []
+            if torch.cuda.is_available()
+            else [(["tune"], "no CUDA GPU"), (["show", "kernel=hopper"], "no CUDA GPU")]
+        ),
     ],
 )
 def test_mistakes_are_one_line(argv, message, refused):
@@ -189,7 +212,10 @@ def test_show_is_json(capsys):
 def test_help_names_every_key(capsys):
     assert main(["--help"]) == 0
     said = capsys.readouterr().out
-    assert all(f"{name}=" in said for name in ("kernel", "head_size", "kernels", "head_sizes", "lengths", "out"))
+    assert all(
+        f"{name}=" in said
+        for name in ("kernel", "head_size", "kernels", "head_sizes", "lengths", "out")
+    )
 
 
 @pytest.mark.gpu

@@ -1,4 +1,6 @@
-"""Folders that are written: whole or not at all, only for what transformers has a class for, and from the command line."""
+"""Folders that are written: whole or not at all, only for what transformers has a class for, and
+from the command line.
+"""
 
 import json
 import resource
@@ -18,7 +20,14 @@ from longctx.model.__main__ import main
 from longctx.model.export import export
 from longctx.model.huggingface import pretrained
 
-SMALL: dict[str, Any] = {"vocab_size": 300, "layers": 2, "channels": 24, "heads": 4, "kv_heads": 2, "ffn": 40}
+SMALL: dict[str, Any] = {
+    "vocab_size": 300,
+    "layers": 2,
+    "channels": 24,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn": 40,
+}
 CONFIG = {"seq_len": 48, "model": SMALL}
 
 
@@ -41,14 +50,25 @@ def run(tmp_path: Path) -> Path:
         ({"qkv_bias": True, "qk_norm": True}, r"model\.out_bias=false: no class of transformers"),
         ({"out_bias": True}, r"model\.out_bias=true: no class of transformers"),
         ({"qk_norm": True, "mlp_bias": True}, r"model\.mlp_bias=true: no class of transformers"),
-        ({"qk_norm": True, "nope_layers": [1]}, r"model\.nope_layers=\[1\]: no class of transformers"),
-        ({"window": 8, "qkv_bias": True, "out_bias": True}, r"model\.window=8: no class of transformers"),
-        ({"qkv_bias": True, "head_dim": 10}, r"model\.qkv_bias=true with model\.head_dim=10: Qwen2"),
+        (
+            {"qk_norm": True, "nope_layers": [1]},
+            r"model\.nope_layers=\[1\]: no class of transformers",
+        ),
+        (
+            {"window": 8, "qkv_bias": True, "out_bias": True},
+            r"model\.window=8: no class of transformers",
+        ),
+        (
+            {"qkv_bias": True, "head_dim": 10},
+            r"model\.qkv_bias=true with model\.head_dim=10: Qwen2",
+        ),
         ({"channels": 26, "head_dim": 8}, r"model\.channels=26 with model\.heads=4: Llama wants"),
         ({"qkv_bias": True}, r"tokenizer\.json: does not normalize and split text as Qwen2 does"),
     ],
 )
-def test_what_no_class_computes_is_refused(run: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_what_no_class_computes_is_refused(
+    run: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         export(GPT(GPTConfig(**SMALL | changes)), run, tmp_path / "out", context=48)
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
@@ -65,7 +85,9 @@ def test_an_export_that_fails_leaves_nothing(run: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
-def test_a_damaged_checkpoint_is_not_exported(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_not_exported(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = run / "checkpoints" / "step-00000007.ckpt"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -81,21 +103,39 @@ def test_the_command_writes_the_newest_checkpoint(
     assert main(["export", str(run), str(tmp_path / "out"), "dtype=bf16"]) == 0
     assert "step-00000007.ckpt, bf16, for 48 tokens" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+        *(
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        )
     ]
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert theirs.dtype == torch.bfloat16
     torch.manual_seed(0)
     ours = GPT(GPTConfig(**SMALL))
     tokens = torch.randint(300, (1, 48))
-    torch.testing.assert_close(theirs.float()(tokens).logits, ours.bfloat16().float()(tokens), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        theirs.float()(tokens).logits, ours.bfloat16().float()(tokens), rtol=0, atol=1e-5
+    )
     assert theirs.config.max_position_embeddings == 48
     assert (
-        main(["export", str(run / "checkpoints" / "step-00000007.ckpt"), str(tmp_path / "two"), "shard_gb=1e-5"]) == 0
+        main(
+            [
+                "export",
+                str(run / "checkpoints" / "step-00000007.ckpt"),
+                str(tmp_path / "two"),
+                "shard_gb=1e-5",
+            ]
+        )
+        == 0
     )
     assert len(list((tmp_path / "two").glob("model-*.safetensors"))) > 2
     torch.manual_seed(0)
-    for a, b in zip(pretrained(tmp_path / "two").parameters(), GPT(GPTConfig(**SMALL)).parameters(), strict=True):
+    for a, b in zip(
+        pretrained(tmp_path / "two").parameters(), GPT(GPTConfig(**SMALL)).parameters(), strict=True
+    ):
         assert torch.equal(a, b)
 
 
@@ -124,12 +164,20 @@ def test_a_mistake_is_one_line(
     assert not (tmp_path / "new").exists()
 
 
-def test_a_checkpoint_of_another_program_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_of_another_program_is_refused(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = run / "checkpoints" / "step-00000007.ckpt"
     for content, message in (
         ({"state_dict": {}}, "a checkpoint of another program"),
-        ({"state_dict": {}, "longctx": {"config": CONFIG}}, "its weights are not those of its model"),
-        ({"state_dict": {}, "longctx": {"config": {"model": {"rows": 3}}}}, "its weights are not those of its model"),
+        (
+            {"state_dict": {}, "longctx": {"config": CONFIG}},
+            "its weights are not those of its model",
+        ),
+        (
+            {"state_dict": {}, "longctx": {"config": {"model": {"rows": 3}}}},
+            "its weights are not those of its model",
+        ),
     ):
         torch.save(content, file)
         assert main(["export", str(run), str(run / "out")]) == 2
@@ -140,5 +188,7 @@ def test_the_module_runs(run: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "longctx.model"]
     shown = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
     assert "python -m longctx.model export runs/NAME out/" in shown.stdout
-    subprocess.run([*command, "export", str(run), str(tmp_path / "out")], capture_output=True, check=True)
+    subprocess.run(
+        [*command, "export", str(run), str(tmp_path / "out")], capture_output=True, check=True
+    )
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"

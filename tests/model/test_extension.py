@@ -6,11 +6,20 @@ from typing import Any
 import pytest
 import torch
 
+from longctx.config.rope_config import ORIGINAL, RopeConfig
 from longctx.model import GPT, GPTConfig
-from longctx.model.extension import ORIGINAL, RopeConfig, extended
+from longctx.model.extension import extended
 
-PLAIN = GPTConfig(vocab_size=61, layers=2, channels=32, heads=4, kv_heads=2, ffn=40, rope_theta=1e4, context=2048)
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL: 256}
+PLAIN = GPTConfig(
+    vocab_size=61, layers=2, channels=32, heads=4, kv_heads=2, ffn=40, rope_theta=1e4, context=2048
+)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    ORIGINAL: 256,
+}
 YARN = {"rope_type": "yarn", "factor": 2.0, ORIGINAL: 1024, "beta_fast": 16}
 
 
@@ -23,8 +32,20 @@ YARN = {"rope_type": "yarn", "factor": 2.0, ORIGINAL: 1024, "beta_fast": 16}
             *({"type": "auto"}, 16384, {"rope_type": "yarn", "factor": 8.0, ORIGINAL: 2048}, 16384),
             "auto: yarn: 2,048 tokens × 8 = 16,384",
         ),
-        ({"type": "linear"}, 4096, {"rope_type": "linear", "factor": 2.0}, 4096, "linear: 2,048 tokens × 2 = 4,096"),
-        ({"type": "dynamic"}, 4096, {"rope_type": "dynamic", "factor": 2.0}, 2048, "dynamic: 2,048 tokens × 2 = 4,096"),
+        (
+            {"type": "linear"},
+            4096,
+            {"rope_type": "linear", "factor": 2.0},
+            4096,
+            "linear: 2,048 tokens × 2 = 4,096",
+        ),
+        (
+            {"type": "dynamic"},
+            4096,
+            {"rope_type": "dynamic", "factor": 2.0},
+            2048,
+            "dynamic: 2,048 tokens × 2 = 4,096",
+        ),
         (
             *({"type": "yarn", "factor": 4, "options": {"beta_slow": 2}}, 4096),
             {"rope_type": "yarn", "factor": 4, ORIGINAL: 2048, "beta_slow": 2},
@@ -36,7 +57,9 @@ YARN = {"rope_type": "yarn", "factor": 2.0, ORIGINAL: 1024, "beta_fast": 16}
         ),
     ],
 )
-def test_a_plain_model(asked: dict[str, Any], seq_len: int, scaling: dict[str, Any], context: int, line: str) -> None:
+def test_a_plain_model(
+    asked: dict[str, Any], seq_len: int, scaling: dict[str, Any], context: int, line: str
+) -> None:
     made, said = extended(PLAIN, RopeConfig(**asked), seq_len)
     assert (made.rope_scaling, made.context, said) == (scaling, context, line)
     assert replace(made, rope_scaling={}, context=2048) == PLAIN
@@ -83,17 +106,37 @@ def test_auto_goes_on_with_the_scaling_that_the_weights_know(
             {"type": "yarn", "factor": 2.0},
             r"rope.factor=2: stretches 2,048 tokens to 4,096, less than seq_len=8192",
         ),
-        ({"context": 16384}, {"type": "yarn"}, "rope=yarn: the weights' 16,384 tokens hold seq_len=8192 already"),
-        ({"context": None}, {"type": "yarn"}, "the length that the weights were trained for is not known"),
+        (
+            {"context": 16384},
+            {"type": "yarn"},
+            "rope=yarn: the weights' 16,384 tokens hold seq_len=8192 already",
+        ),
+        (
+            {"context": None},
+            {"type": "yarn"},
+            "the length that the weights were trained for is not known",
+        ),
         ({}, {"type": "yrn"}, "rope=yrn: one of keep, auto, abf"),
         ({}, {"type": "abf"}, "rope=abf: needs the new base"),
         ({}, {"type": "yarn", "theta": 1e6}, "rope.theta goes with rope=abf"),
         ({}, {"type": "auto", "factor": 2.0}, "rope.factor=2.0: not used by rope=auto"),
-        ({}, {"type": "yarn", "factor": float("nan")}, "rope.factor=nan: a number from 1 up"),
-        ({}, {"type": "linear", "options": {"beta_fast": 3}}, "rope.options.beta_fast=3: not an option of rope=linear"),
-        ({}, {"type": "yarn", "options": {"beta_fast": "x"}}, "rope.options.beta_fast='x' must be a number above 0"),
+        ({}, {"type": "yarn", "factor": float("nan")}, "rope.factor=nan: a number from 1"),
+        (
+            {},
+            {"type": "linear", "options": {"beta_fast": 3}},
+            "rope.options.beta_fast=3: not an option of rope=linear",
+        ),
+        (
+            {},
+            {"type": "yarn", "options": {"beta_fast": "x"}},
+            "rope.options.beta_fast='x' must be a number above 0",
+        ),
         ({}, {"type": "longrope"}, "rope.options.short_factor is missing"),
-        ({}, {"type": "longrope", "options": {"short_factor": [1], "long_factor": [1]}}, "a list of 4 numbers"),
+        (
+            {},
+            {"type": "longrope", "options": {"short_factor": [1], "long_factor": [1]}},
+            "a list of 4 numbers",
+        ),
         ({"heads": 16, "kv_heads": 16}, {"type": "dynamic"}, "needs heads of more than 2 channels"),
         ({"heads": 16, "kv_heads": 16}, {"type": "ntk"}, "needs heads of more than 2 channels"),
         (
@@ -102,7 +145,9 @@ def test_auto_goes_on_with_the_scaling_that_the_weights_know(
         ),
     ],
 )
-def test_what_cannot_be_is_refused_by_key(model: dict[str, Any], asked: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_is_refused_by_key(
+    model: dict[str, Any], asked: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         extended(replace(PLAIN, **model), RopeConfig(**asked), 8192)
     assert "\n" not in str(caught.value)

@@ -1,4 +1,6 @@
-"""The model as a whole: causality, packed documents, agreement of backends, weights on disk, recomputation."""
+"""The model as a whole: causality, packed documents, agreement of backends, weights on disk,
+recomputation.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,15 +11,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from longctx.attention import Mask
-from longctx.attention.config import AttentionConfig
+from longctx.config.memory_config import MemoryConfig
+from longctx.config.model_config import AttentionConfig
 from longctx.model import GPT, GPTConfig
-from longctx.model.memory import MemoryConfig
 
 CONFIG = GPTConfig(vocab_size=67, layers=2, channels=32, heads=4, kv_heads=2, ffn=48, init_std=0.2)
 V = 67
 
 
-def make(config: GPTConfig = CONFIG, attention: str = "naive", seed: int = 0, memory: str = "fast") -> GPT:
+def make(
+    config: GPTConfig = CONFIG, attention: str = "naive", seed: int = 0, memory: str = "fast"
+) -> GPT:
     torch.manual_seed(seed)
     return GPT(config, attention, MemoryConfig(memory, loss_chunk=7))
 
@@ -68,7 +72,9 @@ def test_a_packed_document_has_the_losses_of_the_document_alone(attention: str) 
 @pytest.mark.parametrize(
     "mask", [Mask.causal(), Mask.causal(window=5), Mask.documents(doc_ids(20, 17, 2).expand(2, -1))]
 )
-@pytest.mark.parametrize("changes", [{}, {"qkv_bias": True, "qk_norm": True, "tied": False}, {"head_dim": 20}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"qkv_bias": True, "qk_norm": True, "tied": False}, {"head_dim": 20}]
+)
 def test_naive_and_flash_agree(mask: Mask, changes: dict) -> None:
     naive, flash = (make(replace(CONFIG, **changes), name) for name in ("naive", "flash"))
     x, y = tokens(2, 39), tokens(2, 39, seed=2)
@@ -77,7 +83,9 @@ def test_naive_and_flash_agree(mask: Mask, changes: dict) -> None:
     for loss in losses:
         loss.backward()
     for (name, p), q in zip(naive.named_parameters(), flash.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            p.grad, q.grad, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 def test_positions_restart_with_every_document() -> None:
@@ -107,7 +115,9 @@ def test_weights_survive_safetensors(tmp_path: Path, tied: bool) -> None:
     model, other = make(config), make(config, seed=5)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     other.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+    )
     assert torch.equal(model(tokens(1, 9)), other(tokens(1, 9)))
 
 
@@ -116,7 +126,9 @@ def test_tied_weights_stay_tied_after_loading() -> None:
     model.load_state_dict(make(seed=3).state_dict(), assign=True)
     assert model.unembedding is model.embed.weight
     assert sum(p.shape == (V, CONFIG.channels) for p in model.parameters()) == 1
-    assert make(replace(CONFIG, tied=False)).unembedding.data_ptr() != make().embed.weight.data_ptr()
+    assert (
+        make(replace(CONFIG, tied=False)).unembedding.data_ptr() != make().embed.weight.data_ptr()
+    )
 
 
 def test_initial_weights_have_their_spread_and_depend_on_the_seed_alone() -> None:
@@ -128,7 +140,9 @@ def test_initial_weights_have_their_spread_and_depend_on_the_seed_alone() -> Non
         elif name.endswith("bias"):
             assert (p == 0).all()
         else:
-            expected = 0.02 / 4 if name.endswith(("attention.out.weight", "mlp.down.weight")) else 0.02
+            expected = (
+                0.02 / 4 if name.endswith(("attention.out.weight", "mlp.down.weight")) else 0.02
+            )
             assert p.std().item() == pytest.approx(expected, rel=0.05), name
     again, other = make(config), make(config, seed=1)
     assert torch.equal(model.blocks[3].mlp.down.weight, again.blocks[3].mlp.down.weight)
@@ -168,7 +182,9 @@ def test_16_bits_stay_near_fp32(qk_norm: bool) -> None:
 
 
 def test_attention_options_reach_the_backend() -> None:
-    with pytest.raises(ValueError, match=r"attention\.options\.colour=blue is not an option of naive"):
+    with pytest.raises(
+        ValueError, match=r"attention\.options\.colour=blue is not an option of naive"
+    ):
         GPT(CONFIG, AttentionConfig("naive", {"colour": "blue"}))(tokens(1, 4))
 
 
@@ -258,7 +274,9 @@ def test_a_block_never_runs_uncompiled_without_a_word() -> None:
                 model.double()(tokens(1, 8))
 
 
-def gradients_of(model: GPT, x: Tensor, together: bool, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+def gradients_of(
+    model: GPT, x: Tensor, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> list[Tensor]:
     """All gradients; a tied weight's two added up in place if `together`."""
     monkeypatch.setattr(GPT, "_adds_in_place", lambda self, tokens: together)
     model.zero_grad()
@@ -267,9 +285,13 @@ def gradients_of(model: GPT, x: Tensor, together: bool, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_gradients_of_a_tied_weight_can_meet_in_place(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gradients_of_a_tied_weight_can_meet_in_place(
+    tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, x = make(replace(CONFIG, tied=tied)), tokens(2, 31)
-    pairs = zip(*(gradients_of(model, x, together, monkeypatch) for together in (True, False)), strict=True)
+    pairs = zip(
+        *(gradients_of(model, x, together, monkeypatch) for together in (True, False)), strict=True
+    )
     for a, b in pairs:
         assert a.layout == torch.strided
         torch.testing.assert_close(a, b)
@@ -295,7 +317,9 @@ def test_in_place_they_take_the_room_of_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.gpu
 def test_they_meet_in_one_order_where_runs_must_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three tokens that come up a hundred times each: their gradients are the same sums every time, and those of fp64."""
+    """Three tokens that come up a hundred times each: their gradients are the same sums every time,
+    and those of fp64.
+    """
     config = replace(CONFIG, channels=64)
     model, x = make(config, "flash").cuda(), tokens(2, 301) % 3
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

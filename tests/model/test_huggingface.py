@@ -1,4 +1,6 @@
-"""Folders that transformers writes: what they compute here, what of them is refused, and what comes back out."""
+"""Folders that transformers writes: what they compute here, what of them is refused, and what comes
+back out.
+"""
 
 import json
 import shutil
@@ -42,7 +44,13 @@ ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 2.0},
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, OLD: 32, "beta_fast": 8.0},
-    "llama3": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, OLD: 32},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        OLD: 32,
+    },
     "longrope": {
         **{"rope_type": "longrope", "factor": 2.0, OLD: 32},
         **{"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [1.0, 2.0, 4.0, 8.0]},
@@ -52,20 +60,31 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "llama 2": LlamaConfig(**SIZES, num_key_value_heads=6),
     "llama 3": LlamaConfig(**SIZES, num_key_value_heads=2, head_dim=10),
     "smollm2": LlamaConfig(**SIZES, num_key_value_heads=3, tie_word_embeddings=True),
-    "llama, biases": LlamaConfig(**SIZES, num_key_value_heads=2, attention_bias=True, mlp_bias=True),
+    "llama, biases": LlamaConfig(
+        **SIZES, num_key_value_heads=2, attention_bias=True, mlp_bias=True
+    ),
     "mistral": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=None, head_dim=16),
     "mistral, window": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=9, head_dim=16),
     "smollm3": SmolLM3Config(**SIZES, num_key_value_heads=3, no_rope_layer_interval=2, **SPECIAL),
     "smollm3, window": SmolLM3Config(
         **SIZES | {"num_hidden_layers": 3},
-        **{"num_key_value_heads": 2, "no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 7},
+        **{
+            "num_key_value_heads": 2,
+            "no_rope_layers": [1, 0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 7,
+        },
         **{"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
         **SPECIAL,
     ),
     "qwen2": Qwen2Config(**SIZES, num_key_value_heads=2),
     "qwen2, tied": Qwen2Config(**SIZES, num_key_value_heads=1, tie_word_embeddings=True),
     "qwen2, half windowed": Qwen2Config(
-        **SIZES, num_key_value_heads=2, use_sliding_window=True, sliding_window=11, max_window_layers=1
+        **SIZES,
+        num_key_value_heads=2,
+        use_sliding_window=True,
+        sliding_window=11,
+        max_window_layers=1,
     ),
     "qwen3, layer types": Qwen3Config(
         **SIZES | {"num_hidden_layers": 3},
@@ -74,16 +93,28 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
     "qwen3": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16),
-    "qwen3, tied": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True),
+    "qwen3, tied": Qwen3Config(
+        **SIZES, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True
+    ),
 }
 
 
 def stretched(kind: str, rope: str) -> PreTrainedConfig:
     """A small model of a family whose positions are stretched."""
-    build = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+    build = {
+        "llama": LlamaConfig,
+        "mistral": MistralConfig,
+        "qwen2": Qwen2Config,
+        "qwen3": Qwen3Config,
+    }
     more = SPECIAL | {"no_rope_layers": [1, 0]} if kind == "smollm3" else {}
-    more |= {"head_dim": 8} if kind == "qwen3" else {"sliding_window": 40} if kind == "mistral" else {}
-    keys = {"num_key_value_heads": 2, "rope_parameters": {"rope_theta": 5000.0} | ROPES[rope]} | more
+    more |= (
+        {"head_dim": 8} if kind == "qwen3" else {"sliding_window": 40} if kind == "mistral" else {}
+    )
+    keys = {
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_theta": 5000.0} | ROPES[rope],
+    } | more
     return build.get(kind, SmolLM3Config)(**SIZES | keys)
 
 
@@ -93,7 +124,9 @@ Change = Callable[..., Path]
 
 
 def reference(config: PreTrainedConfig) -> Any:
-    """A model of transformers with random weights; norms and biases too, whose ones and zeros would hide mistakes."""
+    """A model of transformers with random weights; norms and biases too, whose ones and zeros would
+    hide mistakes.
+    """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for parameter in model.parameters():
@@ -138,7 +171,9 @@ def changed(llama: Path, tmp_path: Path) -> Change:
         folder = tmp_path / "changed"
         shutil.copytree(llama, folder)
         config = json.loads((folder / "config.json").read_text()) | keys
-        (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v != "absent"}))
+        (folder / "config.json").write_text(
+            json.dumps({k: v for k, v in config.items() if v != "absent"})
+        )
         return folder
 
     return change
@@ -161,12 +196,18 @@ def test_logits_loss_gradients_and_the_way_back(family: str, tmp_path: Path) -> 
     ours, there = model.embed.weight.grad, theirs.get_input_embeddings().weight.grad
     assert (ours - there).abs().max() < 1e-3 * there.abs().max()
     gate = theirs.model.layers[1].mlp.gate_proj.weight.grad
-    assert (model.blocks[1].mlp.gate_up.weight.grad[:80] - gate).abs().max() < 1e-3 * gate.abs().max()
+    assert (
+        model.blocks[1].mlp.gate_up.weight.grad[:80] - gate
+    ).abs().max() < 1e-3 * gate.abs().max()
     q = theirs.model.layers[0].self_attn.q_proj.weight.grad
-    assert (model.blocks[0].attention.qkv.weight.grad[: len(q)] - q).abs().max() < 1e-3 * q.abs().max()
+    assert (
+        model.blocks[0].attention.qkv.weight.grad[: len(q)] - q
+    ).abs().max() < 1e-3 * q.abs().max()
 
     export(model, tmp_path / "in", tmp_path / "out")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", attn_implementation="eager"
+    ).eval()
     assert {k: v.tolist() for k, v in again.state_dict().items()} == {
         k: v.tolist() for k, v in theirs.state_dict().items()
     }
@@ -213,7 +254,9 @@ def test_shards_hold_what_one_file_holds(llama: Path, tmp_path: Path, dtype: tor
 
 
 def test_the_older_form_of_config_json_is_the_same_model(changed: Change, llama: Path) -> None:
-    folder = changed(rope_parameters="absent", rope_theta=5000.0, rope_scaling=None, torch_dtype="float32")
+    folder = changed(
+        rope_parameters="absent", rope_theta=5000.0, rope_scaling=None, torch_dtype="float32"
+    )
     assert read_config(folder) == read_config(llama)
 
 
@@ -233,7 +276,9 @@ def test_a_missing_key_has_the_value_that_transformers_gives_it(tmp_path: Path) 
         *(("mistral", MistralConfig), ("smollm3", SmolLM3Config)),
     ):
         sizes = {k: SIZES[k] for k in ("vocab_size", "num_hidden_layers", "intermediate_size")}
-        sizes |= {"hidden_size": 64, "num_attention_heads": 32} | (SPECIAL if kind == "smollm3" else {})
+        sizes |= {"hidden_size": 64, "num_attention_heads": 32} | (
+            SPECIAL if kind == "smollm3" else {}
+        )
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **sizes}))
         ours, theirs = read_config(tmp_path), build(**sizes)
         assert ours.head_size == getattr(theirs, "head_dim", 2)
@@ -244,8 +289,13 @@ def test_a_missing_key_has_the_value_that_transformers_gives_it(tmp_path: Path) 
         )
         assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
         assert ours.window == (4096 if kind == "mistral" else None)
-        assert ours.nope_layers == [n for n, rotary in enumerate(getattr(theirs, "no_rope_layers", [])) if not rotary]
-        assert (ours.context, ours.init_std) == (theirs.max_position_embeddings, theirs.initializer_range)
+        assert ours.nope_layers == [
+            n for n, rotary in enumerate(getattr(theirs, "no_rope_layers", [])) if not rotary
+        ]
+        assert (ours.context, ours.init_std) == (
+            theirs.max_position_embeddings,
+            theirs.initializer_range,
+        )
 
 
 @pytest.mark.parametrize(
@@ -259,36 +309,80 @@ def test_a_missing_key_has_the_value_that_transformers_gives_it(tmp_path: Path) 
             {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}},
             r"config.json: rope_parameters.low_freq_factor is missing, which rope_type=llama3 needs",
         ),
-        ({"rope_parameters": {"rope_type": "proportional"}}, "rope_parameters.rope_type=proportional is not covered"),
-        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing, which rope_type=linear needs"),
-        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "rope_scaling.factor='2' must be a number above 0"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta": 1}}, "rope_scaling.beta=1 is not covered for"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0, OLD: 1.5}}, "rope_scaling.original_max_position_emb.*=1.5"),
+        (
+            {"rope_parameters": {"rope_type": "proportional"}},
+            "rope_parameters.rope_type=proportional is not covered",
+        ),
+        (
+            {"rope_scaling": {"type": "linear"}},
+            "rope_scaling.factor is missing, which rope_type=linear needs",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": "2"}},
+            "rope_scaling.factor='2' must be a number above 0",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta": 1}},
+            "rope_scaling.beta=1 is not covered for",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, OLD: 1.5}},
+            "rope_scaling.original_max_position_emb.*=1.5",
+        ),
         (
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 5}},
             "rope_scaling.short_factor must be a list of 5 numbers",
         ),
         ({"rope_scaling": {"type": 3}}, "rope_scaling.rope_type=3 must be a word"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters.full_attention="),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor=0.5 is not"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not covered yet; only 1.0 is"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
+            "rope_parameters.full_attention=",
+        ),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "rope_parameters.partial_rotary_factor=0.5 is not",
+        ),
+        (
+            {"partial_rotary_factor": 0.5},
+            "partial_rotary_factor=0.5 is not covered yet; only 1.0 is",
+        ),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window=0 must be a whole number"),
-        ({"model_type": "qwen3", "use_sliding_window": 3}, "use_sliding_window=3 must be true or false"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types\[1\]=sliding_attention is not"),
-        ({"model_type": "qwen3", "layer_types": ["full_attention"]}, r"layer_types=.* must be a list of 2"),
-        ({"model_type": "smollm3", "no_rope_layers": [1]}, r"no_rope_layers=\[1\] must be a list of 2 times 0 or 1"),
-        ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval=0 must be a whole number"),
+        (
+            {"model_type": "qwen3", "use_sliding_window": 3},
+            "use_sliding_window=3 must be true or false",
+        ),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            r"layer_types\[1\]=sliding_attention is not",
+        ),
+        (
+            {"model_type": "qwen3", "layer_types": ["full_attention"]},
+            r"layer_types=.* must be a list of 2",
+        ),
+        (
+            {"model_type": "smollm3", "no_rope_layers": [1]},
+            r"no_rope_layers=\[1\] must be a list of 2 times 0 or 1",
+        ),
+        (
+            {"model_type": "smollm3", "no_rope_layer_interval": 0},
+            "no_rope_layer_interval=0 must be a whole number",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act=gelu is not covered yet; only silu is"),
         ({"attention_bias": 1}, "attention_bias=1 must be true or false"),
         ({"quantization_config": {"bits": 4}}, "quantization_config={.*} is not covered yet"),
         ({"hidden_size": "absent"}, "hidden_size=None must be a whole number"),
         ({"num_hidden_layers": True}, "num_hidden_layers=True must be a whole number"),
-        ({"num_key_value_heads": 4}, "config.json: model.heads=6 is not a multiple of model.kv_heads=4"),
+        (
+            {"num_key_value_heads": 4},
+            "config.json: model.heads=6 is not a multiple of model.kv_heads=4",
+        ),
         ({"rms_norm_eps": "tiny"}, "rms_norm_eps='tiny' must be a number"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings=1 must be true or false"),
     ],
 )
-def test_what_is_not_covered_is_refused_by_key_and_value(changed: Change, keys: dict[str, Any], message: str) -> None:
+def test_what_is_not_covered_is_refused_by_key_and_value(
+    changed: Change, keys: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         read_config(changed(**keys))
     assert "\n" not in str(caught.value)
@@ -299,7 +393,10 @@ def test_what_is_not_covered_is_refused_by_key_and_value(changed: Change, keys: 
     [
         ({"num_hidden_layers": 3}, r"no tensor model\.layers\.2\.input_layernorm\.weight"),
         ({"num_hidden_layers": 1}, r"model\.layers\.1\.\S+ has no place in the model"),
-        ({"intermediate_size": 81}, r"gate_proj.weight is \[80, 48\], by config.json it is \[81, 48\]"),
+        (
+            {"intermediate_size": 81},
+            r"gate_proj.weight is \[80, 48\], by config.json it is \[81, 48\]",
+        ),
         ({"num_key_value_heads": 6}, r"k_proj.weight is \[20, 48\]"),
         ({"tie_word_embeddings": True}, r"lm_head.weight differs from model.embed_tokens.weight"),
         ({"model_type": "qwen3"}, r"no tensor model.layers.0.self_attn.q_norm.weight"),
@@ -345,11 +442,15 @@ def test_a_pickle_is_not_read(llama: Path, changed: Change) -> None:
     folder = changed()
     (folder / "model.safetensors").unlink()
     torch.save({}, folder / "pytorch_model.bin")
-    with pytest.raises(FileNotFoundError, match=r"no model\.safetensors .*pytorch_model\.bin is not read: a pickle"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no model\.safetensors .*pytorch_model\.bin is not read: a pickle"
+    ):
         pretrained(folder)
 
 
-@pytest.mark.parametrize("name", ["../../x.safetensors", "/x.safetensors", "a/b.safetensors", "..", "x.bin", 3])
+@pytest.mark.parametrize(
+    "name", ["../../x.safetensors", "/x.safetensors", "a/b.safetensors", "..", "x.bin", 3]
+)
 def test_an_index_names_only_safetensors_beside_it(changed: Change, name: Any) -> None:
     folder = changed()
     shutil.move(folder / "model.safetensors", folder.parent.parent / "x.safetensors")
@@ -364,13 +465,18 @@ def test_shards_that_are_not_what_the_index_says(llama: Path, tmp_path: Path) ->
     export(pretrained(llama), llama, folder, shard_bytes=40_000)
     index = folder / "model.safetensors.index.json"
     content = json.loads(index.read_text())
-    first, last = sorted(set(content["weight_map"].values()))[:: len(set(content["weight_map"].values())) - 1]
+    first, last = sorted(set(content["weight_map"].values()))[
+        :: len(set(content["weight_map"].values())) - 1
+    ]
     moved = content["weight_map"] | {"model.norm.weight": first}
     index.write_text(json.dumps({"weight_map": moved}))
     with pytest.raises(ValueError, match="not where the index says"):
         pretrained(folder)
     index.write_text(json.dumps({"weight_map": content["weight_map"] | {"model.extra": first}}))
-    with pytest.raises(ValueError, match=r"no tensor model\.extra, which model\.safetensors\.index\.json places there"):
+    with pytest.raises(
+        ValueError,
+        match=r"no tensor model\.extra, which model\.safetensors\.index\.json places there",
+    ):
         pretrained(folder)
     index.write_text(json.dumps(content))
     whole = (folder / last).read_bytes()
@@ -386,6 +492,8 @@ def test_shards_that_are_not_what_the_index_says(llama: Path, tmp_path: Path) ->
 def test_a_broken_config_is_one_line(changed: Change, content: str) -> None:
     folder = changed()
     (folder / "config.json").write_bytes(content.encode(errors="surrogateescape"))
-    with pytest.raises(ValueError, match=r"config\.json: (cannot be read as JSON|not a JSON object)") as caught:
+    with pytest.raises(
+        ValueError, match=r"config\.json: (cannot be read as JSON|not a JSON object)"
+    ) as caught:
         read_config(folder)
     assert "\n" not in str(caught.value)

@@ -1,4 +1,6 @@
-"""The chunked loss is cross-entropy: same value and gradients at every chunk size, never the logits of a whole row."""
+"""The chunked loss is cross-entropy: same value and gradients at every chunk size, never the logits
+of a whole row.
+"""
 
 import warnings
 
@@ -14,7 +16,9 @@ from longctx.model.loss import linear_cross_entropy
 N, C, V = 23, 12, 41
 
 
-def inputs(dtype: torch.dtype, ignored: float = 0.3, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+def inputs(
+    dtype: torch.dtype, ignored: float = 0.3, device: str = "cpu"
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(N, C, generator=generator, dtype=torch.float64)
     weight = torch.randn(V, C, generator=generator, dtype=torch.float64)
@@ -25,7 +29,9 @@ def inputs(dtype: torch.dtype, ignored: float = 0.3, device: str = "cpu") -> tup
 
 
 def reference(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str) -> Tensor:
-    return F.cross_entropy((hidden @ weight.t()).flatten(0, -2), targets.flatten(), reduction=reduction)
+    return F.cross_entropy(
+        (hidden @ weight.t()).flatten(0, -2), targets.flatten(), reduction=reduction
+    )
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -47,7 +53,9 @@ def test_none_gives_a_loss_per_token_without_gradient(chunk: int) -> None:
     losses = linear_cross_entropy(hidden[None], weight, targets[None], chunk, "none")
     assert losses.shape == (1, N)
     assert not losses.requires_grad
-    torch.testing.assert_close(losses[0], reference(hidden, weight, targets, "none").detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        losses[0], reference(hidden, weight, targets, "none").detach(), rtol=1e-12, atol=0
+    )
     assert (losses[0][targets == -100] == 0).all()
 
 
@@ -61,7 +69,9 @@ def test_scale_multiplies_loss_and_gradients(reduction: str) -> None:
     got, want = (torch.autograd.grad(x, (hidden, weight)) for x in (loss, expected))
     torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-13)
     with torch.no_grad():
-        torch.testing.assert_close(linear_cross_entropy(hidden, weight, targets, 5, reduction, factor), loss.detach())
+        torch.testing.assert_close(
+            linear_cross_entropy(hidden, weight, targets, 5, reduction, factor), loss.detach()
+        )
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -138,7 +148,9 @@ def test_unknown_reduction_is_refused() -> None:
 
 
 def sixteen_bit_errors(device: str, autocast: bool, chunk: int) -> tuple[Tensor, ...]:
-    """Largest errors of loss, dh and dW against fp64 on the same bf16 inputs, relative to the largest entry."""
+    """Largest errors of loss, dh and dW against fp64 on the same bf16 inputs, relative to the
+    largest entry.
+    """
     hidden, weight, targets = inputs(torch.bfloat16, device=device)
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     leaves = [x.detach().float().requires_grad_() for x in exact] if autocast else [hidden, weight]

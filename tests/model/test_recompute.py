@@ -1,4 +1,6 @@
-"""Every way to keep less gives the gradients of keeping all, for any backend, mask, tile and share on the host."""
+"""Every way to keep less gives the gradients of keeping all, for any backend, mask, tile and share
+on the host.
+"""
 
 from dataclasses import replace
 
@@ -7,11 +9,13 @@ import torch
 from torch import Tensor
 
 from longctx.attention import Mask
+from longctx.config.memory_config import POLICIES, MemoryConfig
 from longctx.model import GPT, GPTConfig
 from longctx.model.layers import Block
-from longctx.model.memory import POLICIES, MemoryConfig
 
-CONFIG = GPTConfig(vocab_size=67, layers=3, channels=32, heads=4, kv_heads=2, ffn=48, init_std=0.2, qk_norm=True)
+CONFIG = GPTConfig(
+    vocab_size=67, layers=3, channels=32, heads=4, kv_heads=2, ffn=48, init_std=0.2, qk_norm=True
+)
 B, T = 2, 150
 WAYS = {
     "balanced": MemoryConfig("balanced"),
@@ -25,7 +29,9 @@ WAYS = {
 }
 
 
-def make(memory: MemoryConfig | str = "fast", config: GPTConfig = CONFIG, attention: str = "flash") -> GPT:
+def make(
+    memory: MemoryConfig | str = "fast", config: GPTConfig = CONFIG, attention: str = "flash"
+) -> GPT:
     torch.manual_seed(0)
     return GPT(config, attention, memory)
 
@@ -46,12 +52,16 @@ def gradients(model: GPT, device: str = "cpu") -> list[Tensor]:
 
 @pytest.fixture(scope="module")
 def kept() -> dict[str, list[Tensor]]:
-    return {attention: gradients(make(attention=attention)) for attention in ("flash", "naive", "sdpa")}
+    return {
+        attention: gradients(make(attention=attention)) for attention in ("flash", "naive", "sdpa")
+    }
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("attention", ["flash", "naive", "sdpa"])
-def test_gradients_are_those_of_keeping_all(way: str, attention: str, kept: dict[str, list[Tensor]]) -> None:
+def test_gradients_are_those_of_keeping_all(
+    way: str, attention: str, kept: dict[str, list[Tensor]]
+) -> None:
     got = gradients(make(WAYS[way], attention=attention))
     torch.testing.assert_close(got, kept[attention], rtol=1e-5, atol=1e-6)
 
@@ -69,7 +79,9 @@ def test_attention_runs_once(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("way", ["balanced", "mlp in tiles", "long"])
 def test_under_autocast_every_weight_has_its_gradient(way: str) -> None:
-    """A weight that autocast cast while gradients were off must not be taken for the one that is trained."""
+    """A weight that autocast cast while gradients were off must not be taken for the one that is
+    trained.
+    """
     found = []
     for memory in (MemoryConfig("fast"), WAYS[way]):
         model = make(memory)
@@ -95,16 +107,24 @@ def test_weights_that_are_not_trained_get_no_gradient(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["balanced", "long"])
-def test_without_gradient_it_is_the_same_model_in_tiles(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gradient_it_is_the_same_model_in_tiles(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, longest = make(WAYS[way]), []
     after = Block.after
-    monkeypatch.setattr(Block, "after", lambda self, x, *a, **k: longest.append(x.shape[1]) or after(self, x, *a, **k))
+    monkeypatch.setattr(
+        Block,
+        "after",
+        lambda self, x, *a, **k: longest.append(x.shape[1]) or after(self, x, *a, **k),
+    )
     with torch.no_grad():
         torch.testing.assert_close(model(*batch()), make()(*batch()))
     assert max(longest[: CONFIG.layers]) <= (model.memory.mlp_tile or B * T) + 128
 
 
-def test_two_forwards_before_their_backwards_do_not_share_memory(kept: dict[str, list[Tensor]]) -> None:
+def test_two_forwards_before_their_backwards_do_not_share_memory(
+    kept: dict[str, list[Tensor]],
+) -> None:
     model = make(WAYS["host"])
     first, second = model(*batch()), model(*batch())
     first.backward()
@@ -138,11 +158,21 @@ def test_each_policy_keeps_less() -> None:
         model = make(MemoryConfig(policy, offload=0.0 if policy == "long" else None))
         keep = recompute._Tape.keep
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(recompute._Tape, "keep", lambda self, *args: tapes.append(self) or keep(self, *args))  # noqa: B023
-            hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: total.append(x.numel()) or x, lambda x: x)  # noqa: B023
+            patch.setattr(
+                recompute._Tape,
+                "keep",
+                lambda self, *args, seen=tapes, real=keep: seen.append(self) or real(self, *args),
+            )
+            hooks = torch.autograd.graph.saved_tensors_hooks(
+                lambda x, seen=total: seen.append(x.numel()) or x, lambda x: x
+            )
             with hooks:
                 model(*batch())
-        held = [x.numel() for kept in (tapes[0].kept.values() if tapes else ()) for x in kept.tensors().values()]
+        held = [
+            x.numel()
+            for kept in (tapes[0].kept.values() if tapes else ())
+            for x in kept.tensors().values()
+        ]
         sizes[policy] = sum(total) + sum(held)
     assert sizes["long"] < sizes["balanced"] < sizes["fast"] / 2
 

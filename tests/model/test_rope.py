@@ -1,4 +1,6 @@
-"""Rotary embedding: transformers' frequencies, exact angles far out, scores that depend on distance alone."""
+"""Rotary embedding: transformers' frequencies, exact angles far out, scores that depend on distance
+alone.
+"""
 
 import math
 from typing import Any
@@ -16,13 +18,35 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 8.0},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
     "yarn": {"rope_type": "yarn", "factor": 8.0, OLD: 2048},
-    "yarn, beta": {"rope_type": "yarn", "factor": 2.5, OLD: 4096, "beta_fast": 16, "beta_slow": 2, "truncate": False},
-    "yarn, mscale": {"rope_type": "yarn", "factor": 40, OLD: 4096, "mscale": 0.707, "mscale_all_dim": 1.0},
+    "yarn, beta": {
+        "rope_type": "yarn",
+        "factor": 2.5,
+        OLD: 4096,
+        "beta_fast": 16,
+        "beta_slow": 2,
+        "truncate": False,
+    },
+    "yarn, mscale": {
+        "rope_type": "yarn",
+        "factor": 40,
+        OLD: 4096,
+        "mscale": 0.707,
+        "mscale_all_dim": 1.0,
+    },
     "yarn, factor": {"rope_type": "yarn", "factor": 3, OLD: 2048, "attention_factor": 1.5},
-    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, OLD: 8192},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        OLD: 8192,
+    },
     "longrope": {
         **{"rope_type": "longrope", OLD: 2048, "factor": 8.0},
-        **{"short_factor": [1.0 + n / 50 for n in range(32)], "long_factor": [1.0 + n for n in range(32)]},
+        **{
+            "short_factor": [1.0 + n / 50 for n in range(32)],
+            "long_factor": [1.0 + n for n in range(32)],
+        },
     },
 }
 CONTEXT = 16384
@@ -34,7 +58,9 @@ def theirs(theta: float, scaling: dict[str, Any], head_dim: int = 64) -> LlamaCo
     return LlamaConfig(**sizes, rope_parameters=rope)
 
 
-@pytest.mark.parametrize(("head_dim", "theta"), [(2, 10000.0), (10, 10000.0), (64, 500000.0), (128, 1e6)])
+@pytest.mark.parametrize(
+    ("head_dim", "theta"), [(2, 10000.0), (10, 10000.0), (64, 500000.0), (128, 1e6)]
+)
 def test_frequencies_are_those_of_transformers(head_dim: int, theta: float) -> None:
     expected = LlamaRotaryEmbedding(theirs(theta, {}, head_dim)).inv_freq
     assert torch.equal(Rope(head_dim, theta).frequencies, expected)
@@ -42,14 +68,19 @@ def test_frequencies_are_those_of_transformers(head_dim: int, theta: float) -> N
 
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize("theta", [10000.0, 500000.0, 1234567.0])
-def test_stretched_frequencies_are_those_of_transformers_to_the_last_bit(name: str, theta: float) -> None:
+def test_stretched_frequencies_are_those_of_transformers_to_the_last_bit(
+    name: str, theta: float
+) -> None:
     scaling = SCALINGS[name]
     config = theirs(theta, scaling)
     for length in (None, 2048, 2049, CONTEXT, 3 * CONTEXT):
         given = length if length is None or name != "dynamic" else torch.tensor(length)
-        expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"), seq_len=given)
+        expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](
+            config, torch.device("cpu"), seq_len=given
+        )
         if name == "dynamic" and length is not None and length <= CONTEXT:
-            continue  # transformers keeps the frequencies of its beginning up to there; see the test below
+            # transformers keeps the frequencies of its beginning up to there; see the test below
+            continue
         ours, ours_factor = frequencies(64, theta, scaling, CONTEXT, length)
         assert torch.equal(ours, expected), length
         assert ours_factor == factor
@@ -75,8 +106,12 @@ def test_cos_and_sin_are_right_at_a_million_positions(name: str) -> None:
     position = 1_000_003
     cos, sin = rope(torch.tensor([[position]]))
     for d, frequency in enumerate(rope.frequencies.double().tolist()):
-        assert cos[0, 0, 0, d].item() == pytest.approx(math.cos(position * frequency) * rope.attention_factor, abs=2e-7)
-        assert sin[0, 0, 0, d].item() == pytest.approx(math.sin(position * frequency) * rope.attention_factor, abs=2e-7)
+        assert cos[0, 0, 0, d].item() == pytest.approx(
+            math.cos(position * frequency) * rope.attention_factor, abs=2e-7
+        )
+        assert sin[0, 0, 0, d].item() == pytest.approx(
+            math.sin(position * frequency) * rope.attention_factor, abs=2e-7
+        )
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
@@ -93,7 +128,11 @@ def test_scores_depend_on_distance_alone() -> None:
     q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64).unbind(0)
 
     def score(i: int, j: int) -> float:
-        return (rotate(q, *rope(torch.tensor([[i]]))) * rotate(k, *rope(torch.tensor([[j]])))).sum().item()
+        return (
+            (rotate(q, *rope(torch.tensor([[i]]))) * rotate(k, *rope(torch.tensor([[j]]))))
+            .sum()
+            .item()
+        )
 
     for shift in (1, 1000, 999_983):
         assert score(7 + shift, 3 + shift) == pytest.approx(score(7, 3), abs=1e-5)

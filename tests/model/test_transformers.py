@@ -1,11 +1,20 @@
-"""Logits and losses equal those of transformers' Llama, Qwen2 and Qwen3 on random weights, mapped tensor by tensor."""
+"""Logits and losses equal those of transformers' Llama, Qwen2 and Qwen3 on random weights, mapped
+tensor by tensor.
+"""
 
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from longctx.model import GPT, GPTConfig
 
@@ -21,7 +30,11 @@ SIZES: dict[str, Any] = {
 }
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
 FAMILIES = {
-    "llama": (LlamaForCausalLM, LlamaConfig(**SIZES, **ROPE, num_key_value_heads=6, tie_word_embeddings=False), {}),
+    "llama": (
+        LlamaForCausalLM,
+        LlamaConfig(**SIZES, **ROPE, num_key_value_heads=6, tie_word_embeddings=False),
+        {},
+    ),
     "llama, grouped": (
         LlamaForCausalLM,
         LlamaConfig(**SIZES, **ROPE, num_key_value_heads=2, tie_word_embeddings=False),
@@ -53,7 +66,10 @@ FAMILIES = {
 def mapped(theirs: dict[str, Tensor], layers: int, tied: bool) -> dict[str, Tensor]:
     """Tensors of a Hugging Face state dict under our names; every one of theirs is used once."""
     theirs = dict(theirs)
-    ours = {"embed.weight": theirs.pop("model.embed_tokens.weight"), "norm.weight": theirs.pop("model.norm.weight")}
+    ours = {
+        "embed.weight": theirs.pop("model.embed_tokens.weight"),
+        "norm.weight": theirs.pop("model.norm.weight"),
+    }
     head = theirs.pop("lm_head.weight", None)
     if not tied:
         ours["head.weight"] = head
@@ -71,7 +87,9 @@ def mapped(theirs: dict[str, Tensor], layers: int, tied: bool) -> dict[str, Tens
     for n in range(layers):
         for name, sources in names.items():
             if f"model.layers.{n}.{sources[0]}" in theirs:
-                ours[f"blocks.{n}.{name}"] = torch.cat([theirs.pop(f"model.layers.{n}.{source}") for source in sources])
+                ours[f"blocks.{n}.{name}"] = torch.cat(
+                    [theirs.pop(f"model.layers.{n}.{source}") for source in sources]
+                )
     assert not theirs
     return ours
 
@@ -82,7 +100,9 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(family: str, atte
     build, theirs, changes = FAMILIES[family]
     torch.manual_seed(0)
     reference = build(theirs).eval()
-    for parameter in reference.parameters():  # norms and biases too: their initial ones and zeros would hide mistakes
+    for parameter in (
+        reference.parameters()
+    ):  # norms and biases too: their initial ones and zeros would hide mistakes
         torch.nn.init.normal_(parameter, mean=0.2 if parameter.ndim == 1 else 0.0, std=0.2)
     config = GPTConfig(
         vocab_size=theirs.vocab_size,

@@ -1,4 +1,6 @@
-"""The workspace shows what is logged; a dry run needs neither a key nor the package, and sends nothing."""
+"""The workspace shows what is logged; a dry run needs neither a key nor the package, and sends
+nothing.
+"""
 
 import json
 import re
@@ -87,11 +89,14 @@ def test_the_workspace_is_the_plan():
 def test_every_name_is_one_that_is_logged():
     sources = (
         "".join(path.read_text() for path in (ROOT / "longctx" / "training").glob("*.py"))
+        + (ROOT / "longctx" / "runs" / "tracking.py").read_text()
         + (ROOT / "longctx" / "evaluation" / "report.py").read_text()
     )
     for panels in dashboard.SECTIONS.values():
         for panel in panels:
             keys = panel.y[:1] if panel.kind == "table" else panel.y
             for key in (panel.x, *keys):
-                name = re.sub(r"^eval/|/\.\*$|\.min$|_table$|_(position|context)_table$|_ms$", "", key)
+                name = re.sub(
+                    r"^eval/|/\.\*$|\.min$|_table$|_(position|context)_table$|_ms$", "", key
+                )
                 assert name in sources, key

@@ -25,15 +25,39 @@ LOCK = {
 
 def make(folder: Path, lock: dict | None = None, seq_len: int = 64, backend: str = "flash") -> Path:
     (folder / "eval").mkdir(parents=True)
-    (folder / "config.yaml").write_text(f"seq_len: {seq_len}\nmax_steps: 3\nattention: {{backend: {backend}}}\n")
-    parts = {"forward_ms": 3.0, "backward_ms": 5.0, "optimizer_ms": 1.0, "data_wait_ms": 0.5, "ms_per_step": 10.0}
+    (folder / "config.yaml").write_text(
+        f"seq_len: {seq_len}\nmax_steps: 3\nattention: {{backend: {backend}}}\n"
+    )
+    parts = {
+        "forward_ms": 3.0,
+        "backward_ms": 5.0,
+        "optimizer_ms": 1.0,
+        "data_wait_ms": 0.5,
+        "ms_per_step": 10.0,
+    }
     rows = [
-        {"step": n, "tokens_seen": 64 * n, "loss": 2.0, "seconds": n, "tokens_per_second": 9.0, **parts}
+        {
+            "step": n,
+            "tokens_seen": 64 * n,
+            "loss": 2.0,
+            "seconds": n,
+            "tokens_per_second": 9.0,
+            **parts,
+        }
         for n in (1, 2, 3)
     ]
     positions = {f"val_loss_by_position/{2**b}": 5.0 - b for b in range(4)}
     found = {"facts_found/needle/64": 0.25, "facts_found/needle/128": 0.5}
-    rows.append({"step": 3, "tokens_seen": 192, "val_loss": 2.0, "val_perplexity": 7.4, **positions, **found})
+    rows.append(
+        {
+            "step": 3,
+            "tokens_seen": 192,
+            "val_loss": 2.0,
+            "val_perplexity": 7.4,
+            **positions,
+            **found,
+        }
+    )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if lock:
         (folder / "kernel.lock.json").write_text(json.dumps(lock))
@@ -43,7 +67,13 @@ def make(folder: Path, lock: dict | None = None, seq_len: int = 64, backend: str
 def test_positions_and_the_parts_of_a_step_come_from_the_rows(tmp_path):
     run = described(read(make(tmp_path / "a"), 100))
     assert run["positions"] == {"x": [1, 2, 4, 8], "y": [5.0, 4.0, 3.0, 2.0]}
-    assert run["split"] == {"forward": 3.0, "backward": 5.0, "optimizer": 1.0, "data wait": 0.5, "rest": 0.5}
+    assert run["split"] == {
+        "forward": 3.0,
+        "backward": 5.0,
+        "optimizer": 1.0,
+        "data wait": 0.5,
+        "rest": 0.5,
+    }
 
 
 def test_facts_that_validation_found_are_told(tmp_path, capsys):
@@ -55,7 +85,9 @@ def test_facts_that_validation_found_are_told(tmp_path, capsys):
 def test_passkey_maps_in_either_place_and_form(tmp_path):
     folder = make(tmp_path / "a")
     (folder / "passkey.json").write_text(json.dumps(GRID))
-    (folder / "eval" / "passkey-x.json").write_text(json.dumps({"kinds": {"needle": GRID, "passkey": GRID}}))
+    (folder / "eval" / "passkey-x.json").write_text(
+        json.dumps({"kinds": {"needle": GRID, "passkey": GRID}})
+    )
     scores, maps, done, wrong = evaluations(folder)
     assert (scores, done, wrong) == ([], [], [])
     assert [found["kind"] for found in maps] == ["needle", "passkey", "passkey"]
@@ -98,8 +130,16 @@ def test_curves_of_an_evaluation_reach_the_page(tmp_path, capsys):
 
 def test_scores_of_tasks_are_a_table(tmp_path, capsys):
     folder = make(tmp_path / "a")
-    values = {"alias": "x", "acc,none": 0.25, "acc_stderr,none": 0.1, "em,strict": 0.5, "4096,none": -1}
-    (folder / "eval" / "tasks.json").write_text(json.dumps({"context": 2048, "results": {"arc": values}}))
+    values = {
+        "alias": "x",
+        "acc,none": 0.25,
+        "acc_stderr,none": 0.1,
+        "em,strict": 0.5,
+        "4096,none": -1,
+    }
+    (folder / "eval" / "tasks.json").write_text(
+        json.dumps({"context": 2048, "results": {"arc": values}})
+    )
     assert [(found["name"], found["value"]) for found in read(folder, 9).tasks] == [
         ("arc acc", 0.25),
         ("arc em (strict)", 0.5),
@@ -111,7 +151,11 @@ def test_scores_of_tasks_are_a_table(tmp_path, capsys):
 def test_a_lock_is_told_by_short_hashes_and_versions(tmp_path):
     lock = kernel_lock(make(tmp_path / "a", LOCK))
     assert lock.keys() == {"kernel", "torch", "triton", "sources", "fingerprint"}
-    assert (lock["kernel"], lock["torch"], len(lock["sources"])) == ("triton-portable", "2.13.0", 10)
+    assert (lock["kernel"], lock["torch"], len(lock["sources"])) == (
+        "triton-portable",
+        "2.13.0",
+        10,
+    )
     assert kernel_lock(make(tmp_path / "b")) == {}
 
 
@@ -127,7 +171,9 @@ def test_locks_that_differ_are_a_warning_within_a_backend(tmp_path, capsys):
     ]
     assert main(["compare", *map(str, folders), f"out={tmp_path}/x.html"]) == 0
     printed = capsys.readouterr()
-    assert printed.err == "warning: kernel locks of flash differ in torch: 2.13.0 (a, c); 2.14.0 (b)\n"
+    assert (
+        printed.err == "warning: kernel locks of flash differ in torch: 2.13.0 (a, c); 2.14.0 (b)\n"
+    )
     assert "kernel locks" in printed.out
     runs = [read(folder, 100) for folder in folders]
     runs[2].config["seq_len"] = 64
@@ -147,5 +193,10 @@ def test_a_broken_lock_is_said(tmp_path, capsys, content):
 
 
 def test_a_lock_holds_anything(tmp_path):
-    lock = {"machine": {"a\x1b": math.pi}, "deep": {"x": [1, {"y": None}]}, "list": [1], "kernel": None}
+    lock = {
+        "machine": {"a\x1b": math.pi},
+        "deep": {"x": [1, {"y": None}]},
+        "list": [1],
+        "kernel": None,
+    }
     assert kernel_lock(make(tmp_path / "a", lock))["a\ufffd"] == str(math.pi)

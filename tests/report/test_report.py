@@ -23,13 +23,26 @@ HOSTILE = "<!--<script>&\x1b[31m\u2028<img src=x onerror=alert(1)>"
 
 def step(number: int, **more: float) -> dict[str, float]:
     return {
-        **{"step": number, "tokens_seen": 100 * number, "loss": 5 / number, "grad_norm": 1.0, "lr": 1e-3},
-        **{"tokens_per_second": 1000.0 + number, "ms_per_step": 9.0, "memory_peak_gib": 2.5, "seconds": 0.1 * number},
+        **{
+            "step": number,
+            "tokens_seen": 100 * number,
+            "loss": 5 / number,
+            "grad_norm": 1.0,
+            "lr": 1e-3,
+        },
+        **{
+            "tokens_per_second": 1000.0 + number,
+            "ms_per_step": 9.0,
+            "memory_peak_gib": 2.5,
+            "seconds": 0.1 * number,
+        },
         **more,
     }
 
 
-def make(folder: Path, rows: list[dict[str, float]] | None = None, tail: str = "", config: str = "") -> Path:
+def make(
+    folder: Path, rows: list[dict[str, float]] | None = None, tail: str = "", config: str = ""
+) -> Path:
     """A run of 20 steps as train.py leaves it; `config` stands for the one line that may differ."""
     folder.mkdir(parents=True)
     about = f"{config or 'lr: 0.001'}\nmax_steps: 20\nseq_len: 64\nname: {folder.parent.name}\nattention: {{backend: flash}}\n"
@@ -91,7 +104,10 @@ def test_only_keys_that_differ_are_named(tmp_path):
 
 def test_the_best_of_each_column_is_marked(tmp_path):
     slow = [step(n, tokens_per_second=10.0) for n in range(1, 21)]
-    assert compare(make(tmp_path / "slow", slow), make(tmp_path / "fast"), f"out={tmp_path}/x.html") == 0
+    assert (
+        compare(make(tmp_path / "slow", slow), make(tmp_path / "fast"), f"out={tmp_path}/x.html")
+        == 0
+    )
     table = page_data(tmp_path / "x.html")["tables"][0]
     speed = table["headings"].index("tokens/s")
     assert [1, speed] in table["best"]
@@ -125,20 +141,27 @@ def test_how_a_run_ended(tmp_path):
     assert read(folder, 100).ended == "stopped at step 12 of 20"
 
 
-@pytest.mark.parametrize(("nan", "inf"), [(None, None), (math.nan, math.inf)])  # null, and as runs once wrote it
+@pytest.mark.parametrize(
+    ("nan", "inf"), [(None, None), (math.nan, math.inf)]
+)  # null, and as runs once wrote it
 def test_a_loss_that_is_no_number_is_shown_and_not_drawn(tmp_path, capsys, nan, inf):
     folders = [make(tmp_path / name, [step(1), step(2, loss=nan, grad_norm=inf)]) for name in "ab"]
     assert compare(*folders, make(tmp_path / "c"), f"out={tmp_path}/x.html") == 0
     assert "nan" in capsys.readouterr().out
     assert page_data(tmp_path / "x.html")["runs"][0]["curves"]["loss"]["y"] == [5.0]
-    assert compare(folders[0], make(tmp_path / "d", [step(1, loss=nan)]), f"out={tmp_path}/x.html") == 0
+    assert (
+        compare(folders[0], make(tmp_path / "d", [step(1, loss=nan)]), f"out={tmp_path}/x.html")
+        == 0
+    )
 
 
 def test_evaluations_are_shown(tmp_path, capsys):
     folder = make(tmp_path / "a")
     (folder / "eval").mkdir()
     total = {"tokens": 77, "perplexity": 12.3456, "bits_per_byte": None}
-    (folder / "eval" / "val-64.json").write_text(json.dumps({"context": 64, "stride": 32, "total": total}))
+    (folder / "eval" / "val-64.json").write_text(
+        json.dumps({"context": 64, "stride": 32, "total": total})
+    )
     (folder / "eval" / "cut.json").write_text('{"context"')
     assert compare(folder, f"out={tmp_path}/x.html") == 0
     printed = capsys.readouterr()
@@ -168,14 +191,19 @@ def test_the_page_asks_for_nothing_and_makes_no_html_of_data(tmp_path):
     assert not [about for _, about in Page(text).elements if {"src", "href"} & about.keys()]
     assert "default-src 'none'" in text
     assert not [
-        word for word in ("innerHTML", "outerHTML", "document.write", "eval(", "http://", "https://") if word in text
+        word
+        for word in ("innerHTML", "outerHTML", "document.write", "eval(", "http://", "https://")
+        if word in text
     ]
 
 
 def test_runs_of_one_name_are_told_apart_and_none_is_shown_twice(tmp_path):
     first, second = make(tmp_path / "x" / "a"), make(tmp_path / "y" / "a")
     assert compare(first, second, first / ".." / "a", f"out={tmp_path}/x.html") == 0
-    assert [run["label"] for run in page_data(tmp_path / "x.html")["runs"]] == [str(first), str(second)]
+    assert [run["label"] for run in page_data(tmp_path / "x.html")["runs"]] == [
+        str(first),
+        str(second),
+    ]
 
 
 def test_mistakes_are_one_line_and_leave_nothing(tmp_path, refused):
@@ -235,7 +263,9 @@ def test_a_reduced_curve_keeps_extremes_and_mean(rows):
 
 
 def test_many_long_runs_take_little_time_and_space(tmp_path):
-    """A tenth of 50 runs × 10,000 rows, at most a tenth of 5 s (four times that, for a busy machine) and 10 MB."""
+    """A tenth of 50 runs × 10,000 rows, at most a tenth of 5 s (four times that, for a busy
+    machine) and 10 MB.
+    """
     text = "".join(json.dumps(step(n, loss=math.sin(n) / 3)) + "\n" for n in range(1, 1001))
     folders = [make(tmp_path / f"{number}", rows=[], tail=text) for number in range(50)]
     started = time.process_time()
@@ -243,13 +273,17 @@ def test_many_long_runs_take_little_time_and_space(tmp_path):
     assert time.process_time() - started < 2.0
     assert (tmp_path / "x.html").stat().st_size < 10e6
     assert all(
-        len(curve["y"]) <= 714 for run in page_data(tmp_path / "x.html")["runs"] for curve in run["curves"].values()
+        len(curve["y"]) <= 714
+        for run in page_data(tmp_path / "x.html")["runs"]
+        for curve in run["curves"].values()
     )
 
 
 def test_start_up_needs_no_torch():
     code = "import sys, longctx.report.words, longctx.report.compare, longctx.report.watch; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert not {"torch", "lightning", "wandb", "datasets", "numpy"} & set(loaded)
 
 

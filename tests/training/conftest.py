@@ -1,4 +1,6 @@
-"""A small corpus with documents of very unequal length, and the words of a run that takes a second on it."""
+"""A small corpus with documents of very unequal length, and the words of a run that takes a second
+on it.
+"""
 
 import random
 from collections.abc import Callable
@@ -6,7 +8,26 @@ from pathlib import Path
 
 import pytest
 
-WORDS = "the row of a long text holds many words some names such as ada bert cleo come again".split()  # noqa: SIM905
+WORDS = [
+    "the",
+    "row",
+    "of",
+    "a",
+    "long",
+    "text",
+    "holds",
+    "many",
+    "words",
+    "some",
+    "names",
+    "such",
+    "as",
+    "ada",
+    "bert",
+    "cleo",
+    "come",
+    "again",
+]
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +37,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     draw = random.Random(0)
     for number in range(60):
         words = (
-            draw.choice(WORDS) + draw.choice(["", "s", "ed", str(number)]) for _ in range(3 + draw.randrange(20) ** 2)
+            draw.choice(WORDS) + draw.choice(["", "s", "ed", str(number)])
+            for _ in range(3 + draw.randrange(20) ** 2)
         )
         (folder / f"{number:02d}.txt").write_text(" ".join(words))
     return folder
@@ -30,7 +52,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def words(corpus: Path, cache: Path, tmp_path: Path) -> Callable[..., list[str]]:
-    """The command line of a tiny run in tmp_path/runs; keyword arguments replace or add keys (`__` stands for a dot)."""
+    """The command line of a tiny run in tmp_path/runs; keyword arguments replace or add keys (`__`
+    stands for a dot).
+    """
 
     def command(**changes: object) -> list[str]:
         keys: dict[str, object] = {

@@ -11,7 +11,9 @@ from longctx.training.batches import Collate, StepBatch, micro_batch, validation
 
 
 def row(*lengths: int, padding: int = 0) -> dict[str, Tensor]:
-    """A row of whole documents with these lengths, none of whose last tokens is scored, and padding."""
+    """A row of whole documents with these lengths, none of whose last tokens is scored, and
+    padding.
+    """
     parts = [*lengths, padding] if padding else list(lengths)
     doc_ids = torch.cat([torch.full((n,), i) for i, n in enumerate(parts)])
     targets = torch.arange(len(doc_ids)) + 1
@@ -62,7 +64,11 @@ def test_micro_batches_keep_the_order_of_rows() -> None:
     for number, r in enumerate(rows):
         r["tokens"] += 100 * number
     batch = Collate(2)(rows)
-    assert [micro.tokens[:, 0].tolist() for micro in batch.micro] == [[0, 100], [200, 300], [400, 500]]
+    assert [micro.tokens[:, 0].tolist() for micro in batch.micro] == [
+        [0, 100],
+        [200, 300],
+        [400, 500],
+    ]
 
 
 def test_a_batch_survives_workers_and_moves_whole() -> None:
@@ -73,7 +79,9 @@ def test_a_batch_survives_workers_and_moves_whole() -> None:
     moved = batch.to(torch.device("cpu"))
     assert [micro.scored for micro in moved.micro] == [micro.scored for micro in batch.micro]
     for micro in batch.to(torch.device("meta")).micro:
-        tensors = [x for x in (*vars(micro).values(), *vars(micro.mask).values()) if isinstance(x, Tensor)]
+        tensors = [
+            x for x in (*vars(micro).values(), *vars(micro.mask).values()) if isinstance(x, Tensor)
+        ]
         assert len(tensors) >= 4
         assert all(x.device.type == "meta" for x in tensors)
 

@@ -1,4 +1,6 @@
-"""Whole runs in this process: what they leave behind, what they say, and that a step's loss does not depend on its pieces."""
+"""Whole runs in this process: what they leave behind, what they say, and that a step's loss does
+not depend on its pieces.
+"""
 
 import json
 import re
@@ -14,31 +16,51 @@ import torch
 import yaml
 
 import train
-from longctx import config
+from longctx import cli
+from longctx.config.train_config import complete
 from longctx.data import Data, DataConfig, SampleStream, load
-from longctx.training import checkpoints, chips, fit, runs
+from longctx.evaluation.subject import load_model
+from longctx.planner import hardware
+from longctx.planner.hardware import GIB
+from longctx.runs import checkpoints, run_folder
+from longctx.training import fit
 from longctx.training.batches import micro_batch
-from longctx.training.checkpoints import load_model
-from longctx.training.chips import GIB
-from longctx.training.config import complete
 
 Words = Callable[..., list[str]]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = torch.load(runs.checkpoints(folder)[-1], weights_only=True)["state_dict"]
+    state: dict[str, torch.Tensor] = torch.load(
+        run_folder.checkpoints(folder)[-1], weights_only=True
+    )["state_dict"]
     return state
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:
-    return [row for row in runs.read_metrics(folder) if "loss" in row]
+    return [row for row in run_folder.read_metrics(folder) if "loss" in row]
 
 
-def test_a_run_leaves_what_others_read(words: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_leaves_what_others_read(
+    words: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert (
-        train.main(words(max_steps=12, keep_checkpoints=2, checkpoint_every=4, log_every=3, val_every=5, lr=0.01)) == 0
+        train.main(
+            words(
+                max_steps=12,
+                keep_checkpoints=2,
+                checkpoint_every=4,
+                log_every=3,
+                val_every=5,
+                lr=0.01,
+            )
+        )
+        == 0
     )
-    folder = tmp_path / "runs" / "tiny-flash-64-text-layers1-channels32-ffn48-batchsize2-accumulate2-lr0.01-001"
+    folder = (
+        tmp_path
+        / "runs"
+        / "tiny-flash-64-text-layers1-channels32-ffn48-batchsize2-accumulate2-lr0.01-001"
+    )
     names = {path.name for path in folder.iterdir()}
     own = {"config.yaml", "metrics.jsonl", "kernel.lock.json", "checkpoints"}
     assert names == own | {"tokenizer.json", "tokenizer_config.json"}
@@ -47,15 +69,30 @@ def test_a_run_leaves_what_others_read(words: Words, tmp_path: Path, capsys: pyt
         "step-00000008.ckpt",
         "step-00000012.ckpt",
     ]
-    assert (folder / "checkpoints" / "last.ckpt").resolve() == runs.checkpoints(folder)[-1].resolve()
+    assert (folder / "checkpoints" / "last.ckpt").resolve() == run_folder.checkpoints(folder)[
+        -1
+    ].resolve()
     config = yaml.safe_load((folder / "config.yaml").read_text())
-    assert (config["max_steps"], config["accumulate"], config["model"]["vocab_size"]) == (12, 2, 320)
+    assert (config["max_steps"], config["accumulate"], config["model"]["vocab_size"]) == (
+        12,
+        2,
+        320,
+    )
 
     rows = steps(folder)
     assert [row["step"] for row in rows] == [1, 3, 5, 6, 9, 10, 12]
-    keys = {"loss", "lr", "grad_norm", "tokens_per_second", "ms_per_step", "padding_share", "data_wait_ms", "epoch"}
+    keys = {
+        "loss",
+        "lr",
+        "grad_norm",
+        "tokens_per_second",
+        "ms_per_step",
+        "padding_share",
+        "data_wait_ms",
+        "epoch",
+    }
     assert keys | {"tokens_seen", "process_peak_gib", "seconds"} <= rows[0].keys()
-    validations = [row for row in runs.read_metrics(folder) if "val_loss" in row]
+    validations = [row for row in run_folder.read_metrics(folder) if "val_loss" in row]
     assert [row["step"] for row in validations] == [0, 5, 10, 12]
     assert validations[-1]["val_perplexity"] < 0.7 * validations[0]["val_perplexity"]
     val = load(DataConfig(**config["data"]), 64).val
@@ -82,7 +119,9 @@ def test_a_step_is_as_long_as_the_learning_rate_it_logs(words: Words, tmp_path: 
     assert train.main(words(name="r", max_steps=1, lr=0.01, warmup_steps=10)) == 0
     [row] = steps(tmp_path / "runs" / "r")
     assert row["lr"] == pytest.approx(0.001)
-    moved = (weights(tmp_path / "runs" / "r")["model.norm.weight"] - 1).abs()  # Adam's first step is ±lr, undecayed
+    moved = (
+        weights(tmp_path / "runs" / "r")["model.norm.weight"] - 1
+    ).abs()  # Adam's first step is ±lr, undecayed
     torch.testing.assert_close(moved, torch.full_like(moved, row["lr"]), rtol=1e-3, atol=0)
 
 
@@ -92,7 +131,8 @@ class Uneven:
     def __init__(self, data: Data) -> None:
         self.data = data
         self.train = [
-            self._cut(data.train[i % len(data.train)], scored) for i, scored in enumerate([63, 1, 2, 40, 5] * 4)
+            self._cut(data.train[i % len(data.train)], scored)
+            for i, scored in enumerate([63, 1, 2, 40, 5] * 4)
         ]
 
     def __getattr__(self, name: str) -> Any:
@@ -113,7 +153,9 @@ class Uneven:
 def test_a_step_is_the_same_in_one_piece_or_in_many(
     words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, rel: float
 ) -> None:
-    monkeypatch.setattr("longctx.training.fit.load", lambda config, seq_len: Uneven(Data(config, seq_len)))
+    monkeypatch.setattr(
+        "longctx.training.fit.load", lambda config, seq_len: Uneven(Data(config, seq_len))
+    )
     shape = {"max_steps": 5, "clip": 0.3, "precision": precision}
     assert train.main(words(name="one", batch_size=4, accumulate=1, **shape)) == 0
     assert train.main(words(name="many", batch_size=1, accumulate=4, **shape)) == 0
@@ -132,7 +174,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(words: Words, tmp_pa
     whole = tmp_path / "runs" / "whole"
     assert train.main(words(name="parts", max_steps=9, log_every=2, checkpoint_every=5)) == 0
     parts = tmp_path / "runs" / "parts"
-    runs.checkpoints(parts)[-1].unlink()
+    run_folder.checkpoints(parts)[-1].unlink()
     assert train.main([f"resume={parts}"]) == 0
     kept = ("step", "loss", "grad_norm", "lr", "tokens_seen", "epoch", "padding_share")
     pick = [[{key: row[key] for key in kept} for row in steps(folder)] for folder in (whole, parts)]
@@ -158,20 +200,32 @@ def test_a_finished_run_goes_on_with_more_steps(
         *([] if torch.cuda.is_available() else [({"device": "cuda"}, "device=cuda")]),
         ({"attention.options.kernel": "odd"}, "attention.options.kernel"),
         ({"data.path": "EMPTY"}, "data.path"),
-        ({"data.path": "SHORT"}, "none of 5 documents has 2 tokens, so there is nothing to predict"),
+        (
+            {"data.path": "SHORT"},
+            "none of 5 documents has 2 tokens, so there is nothing to predict",
+        ),
         ({"runs": "/proc/runs"}, "runs=/proc/runs"),
         ({"passkey": "true", "passkey.lengths": "[1000000]"}, "too few to fill 1,000,000"),
-        ({"val_every": "1", "data.val_fraction": "0"}, "val_every=1: no document is left to validate on"),
+        (
+            {"val_every": "1", "data.val_fraction": "0"},
+            "val_every=1: no document is left to validate on",
+        ),
     ],
 )
 def test_a_mistake_leaves_no_run_behind(
-    words: Words, changes: dict[str, str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: Words,
+    changes: dict[str, str],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "SHORT").mkdir()
     for number in range(5):
         (tmp_path / "SHORT" / f"{number}.txt").write_text("")
-    changes = {key: str(tmp_path / value) if value.isupper() else value for key, value in changes.items()}
+    changes = {
+        key: str(tmp_path / value) if value.isupper() else value for key, value in changes.items()
+    }
     assert train.main(words(**changes)) == 2
     printed = capsys.readouterr().err.splitlines()
     assert printed[-1].startswith("error: ")
@@ -212,7 +266,10 @@ def test_a_loss_that_is_no_number_ends_the_run_with_advice(
         raise AssertionError(f"{constant} is no JSON")
 
     wild = {"max_steps": 30, "lr": 10.0, "warmup_steps": 0, "clip": None}
-    for name, std, advice in (("loss", 1e30, "try a smaller lr"), ("val_loss", 1e18, "(model.init_std=1e+18)")):
+    for name, std, advice in (
+        ("loss", 1e30, "try a smaller lr"),
+        ("val_loss", 1e18, "(model.init_std=1e+18)"),
+    ):
         assert train.main(words(name=name, model__init_std=std, **wild)) == 1
         assert advice in capsys.readouterr().err
         lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
@@ -220,21 +277,36 @@ def test_a_loss_that_is_no_number_ends_the_run_with_advice(
 
 
 def test_weights_that_are_no_numbers_are_not_saved(
-    words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: Words,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("longctx.training.module.learning_rate", lambda step, config: float("nan") if step else 0.1)
-    assert train.main(words(name="r", max_steps=30, log_every=30, val_every=30, checkpoint_every=3)) == 1
+    monkeypatch.setattr(
+        "longctx.training.module.learning_rate", lambda step, config: float("nan") if step else 0.1
+    )
+    assert (
+        train.main(words(name="r", max_steps=30, log_every=30, val_every=30, checkpoint_every=3))
+        == 1
+    )
     assert "gradient norm is nan at step 3" in capsys.readouterr().err
-    assert not runs.checkpoints(tmp_path / "runs" / "r")
+    assert not run_folder.checkpoints(tmp_path / "runs" / "r")
 
 
 def test_a_run_finds_its_documents_from_every_folder(
-    words: Words, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: Words,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n' * 3)
     monkeypatch.chdir(corpus.parent)
     said = words(
-        name="r", max_steps=2, data__path=f"[{corpus.name},{tmp_path / 'empty.jsonl'}]", runs=tmp_path / "runs"
+        name="r",
+        max_steps=2,
+        data__path=f"[{corpus.name},{tmp_path / 'empty.jsonl'}]",
+        runs=tmp_path / "runs",
     )
     assert train.main(said) == 0
     assert "60 documents (3 empty left out)" in capsys.readouterr().out
@@ -259,7 +331,9 @@ def test_memory_that_a_machine_does_not_have_is_refused_and_not_a_kill(
     words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     used = int(re.findall(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) << 10
-    monkeypatch.setattr("longctx.training.fit.machine_memory", lambda: (used + (256 << 20)) // 9 * 10)
+    monkeypatch.setattr(
+        "longctx.training.fit.machine_memory", lambda: (used + (256 << 20)) // 9 * 10
+    )
     before = resource.getrlimit(resource.RLIMIT_DATA)
     assert train.main(words(attention="naive", seq_len=2048, max_steps=1)) == 1
     said = capsys.readouterr().err
@@ -270,8 +344,15 @@ def test_memory_that_a_machine_does_not_have_is_refused_and_not_a_kill(
     assert train.main(words(attention="flash", seq_len=2048, max_steps=1)) == 0
 
 
-def test_a_sweep_survives_a_job_that_fails(words: Words, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert train.main(["-m", *words(max_steps=2, model__vocab_size="128,null", wandb__mode="disabled")]) == 1
+def test_a_sweep_survives_a_job_that_fails(
+    words: Words, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        train.main(
+            ["-m", *words(max_steps=2, model__vocab_size="128,null", wandb__mode="disabled")]
+        )
+        == 1
+    )
     printed = capfd.readouterr()
     assert "error: model.vocab_size=128" in printed.err
     *_, header, failed, done = printed.out.splitlines()
@@ -284,7 +365,9 @@ def test_a_sweep_survives_a_job_that_fails(words: Words, tmp_path: Path, capfd: 
 def test_wandb_is_not_imported_when_disabled(words: Words) -> None:
     code = f"import sys, train; assert train.main({words(max_steps=1)!r}) == 0; assert 'wandb' not in sys.modules"
     root = Path(train.__file__).parent
-    assert subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True).returncode == 0
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04 torn"])
@@ -319,7 +402,7 @@ def test_a_checkpoint_of_another_program_or_with_code_in_it(tmp_path: Path) -> N
 
 def test_a_checkpoint_that_lacks_a_part_is_one_clear_line(words: Words, tmp_path: Path) -> None:
     assert train.main(words(name="r", max_steps=1)) == 0
-    path = runs.checkpoints(tmp_path / "runs" / "r")[-1]
+    path = run_folder.checkpoints(tmp_path / "runs" / "r")[-1]
     whole = torch.load(path, weights_only=True)
     for part in checkpoints.TO_RESUME:
         torch.save({key: value for key, value in whole.items() if key != part}, path)
@@ -334,19 +417,23 @@ def test_a_checkpoint_that_lacks_a_part_is_one_clear_line(words: Words, tmp_path
     torch.save(whole | {"state_dict": dict(list(whole["state_dict"].items())[1:])}, path)
     with pytest.raises(ValueError, match="its weights are not those of its model"):
         load_model(path)
-    assert train.main([f"resume={tmp_path / 'runs' / 'r'}", "max_steps=2"]) == 2, "resume says so too"
+    assert train.main([f"resume={tmp_path / 'runs' / 'r'}", "max_steps=2"]) == 2, (
+        "resume says so too"
+    )
 
 
 def test_a_flipped_bit_stops_resume_and_evaluation(
     words: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train.main(words(name="r", max_steps=2, checkpoint_every=1)) == 0
-    older, newest = runs.checkpoints(tmp_path / "runs" / "r")
+    older, newest = run_folder.checkpoints(tmp_path / "runs" / "r")
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
     newest.write_bytes(content)
     assert train.main([f"resume={tmp_path / 'runs' / 'r'}", "max_steps=3"]) == 2
-    assert f"{newest}: damaged" in (said := capsys.readouterr().err) and f"go on from {older}" in said
+    assert (
+        f"{newest}: damaged" in (said := capsys.readouterr().err) and f"go on from {older}" in said
+    )
     with pytest.raises(ValueError, match="damaged"):
         load_model(tmp_path / "runs" / "r")
     newest.unlink()
@@ -374,21 +461,39 @@ def test_a_mix_resumes_exactly_and_facts_are_asked_for_at_every_validation(
     words: Words, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = {
-        **{"data": "mix", "data__path": None, "data__mix__prose__path": corpus, "data__mix__prose__weight": 2},
+        **{
+            "data": "mix",
+            "data__path": None,
+            "data__mix__prose__path": corpus,
+            "data__mix__prose__weight": 2,
+        },
         **{"data__mix__recall__source": "needles", "data__mix__recall__path": corpus},
         **{"data__mix__recall__documents": 12, "data__mix__recall__length": 400, "val_every": 2},
-        **{"passkey": "true", "passkey__lengths": "[600]", "passkey__samples": 1, "passkey__depths": "[0,1]"},
+        **{
+            "passkey": "true",
+            "passkey__lengths": "[600]",
+            "passkey__samples": 1,
+            "passkey__depths": "[0,1]",
+        },
     }
     assert train.main(words(name="whole", max_steps=4, **changes)) == 0
     assert "passkey at 600 0%  needle at 600 0%" in capsys.readouterr().out
     whole = tmp_path / "runs" / "whole"
-    found = [row for row in runs.read_metrics(whole) if "val_loss" in row]
+    found = [row for row in run_folder.read_metrics(whole) if "val_loss" in row]
     assert [row["facts_found/passkey/600"] for row in found] == [0, 0, 0]
-    assert train.main(words(name="cut", max_steps=4, checkpoint_every=2, keep_checkpoints=9, **changes)) == 0
+    assert (
+        train.main(
+            words(name="cut", max_steps=4, checkpoint_every=2, keep_checkpoints=9, **changes)
+        )
+        == 0
+    )
     cut = tmp_path / "runs" / "cut"
     (cut / "checkpoints" / "step-00000004.ckpt").unlink()
     assert train.main([f"resume={cut}", "passkey=false"]) == 0
-    a, b = (torch.load(runs.checkpoints(x)[-1], weights_only=True)["state_dict"] for x in (whole, cut))
+    a, b = (
+        torch.load(run_folder.checkpoints(x)[-1], weights_only=True)["state_dict"]
+        for x in (whole, cut)
+    )
     for name in a:
         assert torch.equal(a[name], b[name]), name
 
@@ -408,31 +513,40 @@ def test_shorter_rows_first_keep_the_tokens_of_a_step_and_resume_exactly(
     assert epochs == sorted(epochs)
     for stop in (1, 3, 4, 5):
         cut = tmp_path / "runs" / f"cut{stop}"
-        assert train.main(words(name=cut.name, checkpoint_every=stop, keep_checkpoints=9, **changes)) == 0
-        for path in runs.checkpoints(cut)[1:]:
+        assert (
+            train.main(words(name=cut.name, checkpoint_every=stop, keep_checkpoints=9, **changes))
+            == 0
+        )
+        for path in run_folder.checkpoints(cut)[1:]:
             path.unlink()
         assert train.main([f"resume={cut}"]) == 0
         again = steps(cut)
         kept = ("step", "loss", "grad_norm", "lr", "tokens_seen", "epoch")
-        assert [[row[key] for key in kept] for row in again] == [[row[key] for key in kept] for row in whole]
-        torch.testing.assert_close(weights(cut), weights(tmp_path / "runs" / "whole"), rtol=0, atol=0)
+        assert [[row[key] for key in kept] for row in again] == [
+            [row[key] for key in kept] for row in whole
+        ]
+        torch.testing.assert_close(
+            weights(cut), weights(tmp_path / "runs" / "whole"), rtol=0, atol=0
+        )
     capsys.readouterr()
     assert train.main(words(**{**changes, "max_steps": 4})) == 2
     assert "takes all 4 steps; leave some for seq_len" in capsys.readouterr().err
 
 
-def test_a_resumed_run_keeps_its_micro_batches_on_another_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    request = config.compose("train", ["model=124m", "model.vocab_size=50304"], gpu=True).config
-    monkeypatch.setattr(fit, "gpu", lambda: chips.chip("NVIDIA H200", 139.8 * GIB))
+def test_a_resumed_run_keeps_its_micro_batches_on_another_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = cli.compose("train", ["model=124m", "model.vocab_size=50304"], gpu=True).config
+    monkeypatch.setattr(fit, "gpu", lambda: hardware.chip("NVIDIA H200", 139.8 * GIB))
     begun = fit.decide_memory(complete(request, "cuda"), request, "cuda")
     assert (begun.batch_size, begun.accumulate, begun.memory.policy) == (16, 1, "fast")
-    runs.write_config(tmp_path, begun)
-    again = config.from_file("train", tmp_path / "config.yaml", ["max_steps=900"]).config
-    monkeypatch.setattr(fit, "gpu", lambda: chips.chip("NVIDIA L4", 22 * GIB))
+    run_folder.write_config(tmp_path, begun)
+    again = cli.from_file("train", tmp_path / "config.yaml", ["max_steps=900"]).config
+    monkeypatch.setattr(fit, "gpu", lambda: hardware.chip("NVIDIA L4", 22 * GIB))
     resumed = fit.decide_memory(complete(again, "cuda"), again, "cuda")
     assert (resumed.batch_size, resumed.accumulate, resumed.memory) == (16, 1, begun.memory)
     for words in (["batch_size=2"], ["accumulate=2"]):
-        given = config.compose("train", ["model=124m", *words], gpu=True).config
+        given = cli.compose("train", ["model=124m", *words], gpu=True).config
         asked = complete(given, "cuda")
         decided = fit.decide_memory(asked, given, "cuda")
         assert (decided.batch_size, decided.accumulate) == (asked.batch_size, asked.accumulate)
@@ -442,6 +556,11 @@ def test_the_longest_rows_are_taken_as_they_were_probed(
     words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fit, "longest_rows", lambda request, config, device: 64)
-    assert train.main(words(seq_len="max", batch_size=None, accumulate=None, max_steps=1, name="longest")) == 0
-    saved = config.from_file("train", tmp_path / "runs" / "longest" / "config.yaml", []).config
+    assert (
+        train.main(
+            words(seq_len="max", batch_size=None, accumulate=None, max_steps=1, name="longest")
+        )
+        == 0
+    )
+    saved = cli.from_file("train", tmp_path / "runs" / "longest" / "config.yaml", []).config
     assert (saved.seq_len, saved.batch_size) == (64, 1)

@@ -1,4 +1,6 @@
-"""Runs that start from a Hugging Face folder: its weights, its tokenizer, and nothing of it needed afterwards."""
+"""Runs that start from a Hugging Face folder: its weights, its tokenizer, and nothing of it needed
+afterwards.
+"""
 
 import importlib.util
 import json
@@ -13,16 +15,22 @@ import pytest
 import torch
 import yaml
 from peft import PeftModel
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import eval as evaluate
 import train
+from longctx.config.model_config import LoraConfig
+from longctx.config.train_config import TrainConfig, complete
 from longctx.data import tokenizer as bpe
+from longctx.evaluation.subject import load_model
 from longctx.model.__main__ import main as export
-from longctx.model.config import LoraConfig
-from longctx.training import runs
-from longctx.training.checkpoints import load_model
-from longctx.training.config import TrainConfig, complete
+from longctx.runs import run_folder
 
 Words = Callable[..., list[str]]
 
@@ -32,10 +40,17 @@ def folder(tmp_path: Path, corpus: Path) -> Path:
     """A model for 96 tokens, as transformers saves it."""
     place = tmp_path / "models" / "Small-1.5"
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     config = LlamaConfig(vocab_size=320, intermediate_size=48, max_position_embeddings=96, **sizes)
     LlamaForCausalLM(config).save_pretrained(place)
-    bpe.train([file.read_text() for file in sorted(corpus.iterdir())], 310).save(place / "tokenizer.json")
+    bpe.train([file.read_text() for file in sorted(corpus.iterdir())], 310).save(
+        place / "tokenizer.json"
+    )
     return place
 
 
@@ -54,7 +69,9 @@ def start(words: Words, folder: Path) -> Words:
 
 @pytest.fixture(scope="module")
 def evaluation() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("eval_script", Path(train.__file__).with_name("eval.py"))
+    spec = importlib.util.spec_from_file_location(
+        "eval_script", Path(train.__file__).with_name("eval.py")
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -70,11 +87,14 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_the_folder(
     theirs = LlamaForCausalLM.from_pretrained(folder)
     said = f"model      weights of {folder}, {theirs.num_parameters():,} parameters\n"
     assert said in capsys.readouterr().out
-    first = runs.read_metrics(whole)[0]
+    first = run_folder.read_metrics(whole)[0]
     assert first["step"] == 0
     config = yaml.safe_load((whole / "config.yaml").read_text())
     assert (config["init"], config["data"]["tokenizer"]) == (str(folder), str(folder))
-    assert {key: config["model"][key] for key in ("layers", "channels", "ffn", "vocab_size", "context", "tied")} == {
+    assert {
+        key: config["model"][key]
+        for key in ("layers", "channels", "ffn", "vocab_size", "context", "tied")
+    } == {
         **{"layers": 2, "channels": 32, "ffn": 48, "vocab_size": 320, "context": 96, "tied": False}
     }
     assert train.main(start(max_steps=1, lr=0.0, name="still")) == 0
@@ -88,7 +108,10 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_the_folder(
     (cut / "checkpoints" / "step-00000004.ckpt").unlink()
     shutil.rmtree(folder)
     assert train.main([f"resume={cut}"]) == 0
-    a, b = (torch.load(runs.checkpoints(x)[-1], weights_only=True)["state_dict"] for x in (whole, cut))
+    a, b = (
+        torch.load(run_folder.checkpoints(x)[-1], weights_only=True)["state_dict"]
+        for x in (whole, cut)
+    )
     assert a.keys() == b.keys()
     for name in a:
         assert torch.equal(a[name], b[name]), name
@@ -120,8 +143,12 @@ def test_a_stretched_run_opens_stretched_in_transformers(
 def test_what_was_trained_opens_in_transformers(start: Words, folder: Path, tmp_path: Path) -> None:
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 5], "temperature": 0.5}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"chat_template": template})
+    )
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [0, 5], "temperature": 0.5})
+    )
     assert train.main(start(name="r", lr=0.01)) == 0
     run, out = tmp_path / "runs" / "r", tmp_path / "out"
     assert export(["export", str(run), str(out)]) == 0
@@ -145,20 +172,28 @@ def test_what_was_trained_opens_in_transformers(start: Words, folder: Path, tmp_
 def test_lora_from_start_to_export(
     start: Words, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tuned = {"lora__rank": 4, "lr": 0.05, "max_steps": 4, "checkpoint_every": 2, "keep_checkpoints": 9}
+    tuned = {
+        "lora__rank": 4,
+        "lr": 0.05,
+        "max_steps": 4,
+        "checkpoint_every": 2,
+        "keep_checkpoints": 9,
+    }
     assert train.main(start(name="r", seq_len=192, rope="yarn", **tuned)) == 0
     assert "which rest; LoRA of rank 4 trains" in capsys.readouterr().out
     run, out = tmp_path / "runs" / "r", tmp_path / "out"
-    saved = torch.load(runs.checkpoints(run)[-1], weights_only=True)
+    saved = torch.load(run_folder.checkpoints(run)[-1], weights_only=True)
     theirs = LlamaForCausalLM.from_pretrained(folder)
-    assert torch.equal(saved["state_dict"]["model.embed.weight"], theirs.get_input_embeddings().weight)
+    assert torch.equal(
+        saved["state_dict"]["model.embed.weight"], theirs.get_input_embeddings().weight
+    )
     assert len(saved["optimizer_states"][0]["state"]) == 2 * 4 * 2
 
     assert train.main(start(name="cut", seq_len=192, rope="yarn", **tuned)) == 0
     cut = tmp_path / "runs" / "cut"
     (cut / "checkpoints" / "step-00000004.ckpt").unlink()
     assert train.main([f"resume={cut}"]) == 0
-    again = torch.load(runs.checkpoints(cut)[-1], weights_only=True)["state_dict"]
+    again = torch.load(run_folder.checkpoints(cut)[-1], weights_only=True)["state_dict"]
     for name, weights in saved["state_dict"].items():
         assert torch.equal(again[name], weights), name
 
@@ -171,16 +206,25 @@ def test_lora_from_start_to_export(
     assert (theirs(tokens).logits - expected).abs().max() > 1e-2 * expected.abs().max()
     assert export(["export", str(run), str(tmp_path / "adapter"), "adapter=true"]) == 0
     described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert (described["r"], described["lora_alpha"], described["base_model_name_or_path"]) == (4, 8.0, str(folder))
+    assert (described["r"], described["lora_alpha"], described["base_model_name_or_path"]) == (
+        4,
+        8.0,
+        str(folder),
+    )
     assert "its positions are stretched, which peft does not do" in capsys.readouterr().out
-    base = AutoModelForCausalLM.from_pretrained(folder, config=AutoConfig.from_pretrained(tmp_path / "adapter"))
+    base = AutoModelForCausalLM.from_pretrained(
+        folder, config=AutoConfig.from_pretrained(tmp_path / "adapter")
+    )
     adapted = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     assert (adapted(tokens).logits - expected).abs().max() < 1e-4 * expected.abs().max()
     assert evaluate.main([f"checkpoint={tmp_path / 'adapter'}"]) == 2
     assert "an adapter, which lacks the weights it adds to" in capsys.readouterr().err
     assert export(["export", str(run), str(tmp_path / "no"), "adapter=yes"]) == 2
     assert train.main(start(name="full", max_steps=1)) == 0
-    assert export(["export", str(tmp_path / "runs" / "full"), str(tmp_path / "no"), "adapter=true"]) == 2
+    assert (
+        export(["export", str(tmp_path / "runs" / "full"), str(tmp_path / "no"), "adapter=true"])
+        == 2
+    )
     assert "was trained without lora.rank" in capsys.readouterr().err
 
 
@@ -188,7 +232,10 @@ def test_an_adapter_of_weights_that_kept_their_positions_is_all_that_is_written(
     start: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train.main(start(name="r", seq_len=64, rope="auto", lora__rank=2, max_steps=1)) == 0
-    assert export(["export", str(tmp_path / "runs" / "r"), str(tmp_path / "adapter"), "adapter=true"]) == 0
+    assert (
+        export(["export", str(tmp_path / "runs" / "r"), str(tmp_path / "adapter"), "adapter=true"])
+        == 0
+    )
     assert "positions are stretched" not in capsys.readouterr().out
     assert {file.name for file in (tmp_path / "adapter").iterdir()} == {
         "adapter_config.json",
@@ -196,23 +243,35 @@ def test_an_adapter_of_weights_that_kept_their_positions_is_all_that_is_written(
     }
 
 
-def test_conversations_by_the_folders_own_template(start: Words, folder: Path, tmp_path: Path) -> None:
+def test_conversations_by_the_folders_own_template(
+    start: Words, folder: Path, tmp_path: Path
+) -> None:
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     template += "{% if add_generation_prompt %}[assistant]{% endif %}"
     named = [{"name": "default", "template": template}, {"name": "tools", "template": "x"}]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": named}))
-    talk = [{"role": "user", "content": "the row?"}, {"role": "assistant", "content": "a long text"}]
-    (tmp_path / "talks.jsonl").write_text("\n".join(json.dumps({"messages": talk * n}) for n in range(1, 12)))
-    words = {"data__path": tmp_path / "talks.jsonl", "data__chat": "true", "max_steps": 4, "checkpoint_every": 2}
+    talk = [
+        {"role": "user", "content": "the row?"},
+        {"role": "assistant", "content": "a long text"},
+    ]
+    (tmp_path / "talks.jsonl").write_text(
+        "\n".join(json.dumps({"messages": talk * n}) for n in range(1, 12))
+    )
+    words = {
+        "data__path": tmp_path / "talks.jsonl",
+        "data__chat": "true",
+        "max_steps": 4,
+        "checkpoint_every": 2,
+    }
     assert train.main(start(name="r", keep_checkpoints=9, **words)) == 0
     run = tmp_path / "runs" / "r"
-    whole = torch.load(runs.checkpoints(run)[-1], weights_only=True)["state_dict"]
+    whole = torch.load(run_folder.checkpoints(run)[-1], weights_only=True)["state_dict"]
     assert (run / "chat_template.jinja").read_text() == template
-    runs.checkpoints(run)[-1].unlink()
+    run_folder.checkpoints(run)[-1].unlink()
     (folder / "tokenizer_config.json").unlink()
     assert train.main([f"resume={run}"]) == 0
-    again = torch.load(runs.checkpoints(run)[-1], weights_only=True)["state_dict"]
+    again = torch.load(run_folder.checkpoints(run)[-1], weights_only=True)["state_dict"]
     assert all(torch.equal(again[name], x) for name, x in whole.items())
 
 
@@ -225,7 +284,12 @@ def test_rates_of_trained_weights_are_smaller() -> None:
 
 
 def test_evaluation_of_a_folder(
-    folder: Path, corpus: Path, evaluation: ModuleType, start: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    corpus: Path,
+    evaluation: ModuleType,
+    start: Words,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked = ["data=text", f"data.path={corpus}", "documents=5", "device=cpu"]
     assert evaluation.main([f"checkpoint={folder}", *asked]) == 0
@@ -239,11 +303,16 @@ def test_evaluation_of_a_folder(
     run = tmp_path / "runs" / "still"
     assert evaluation.main([f"checkpoint={run}", "seq_len=96", *asked]) == 0
     [of_run] = (run / "eval").glob("*.json")
-    assert json.loads(of_run.read_text())["total"]["nats"] == pytest.approx(result["total"]["nats"], rel=1e-6)
+    assert json.loads(of_run.read_text())["total"]["nats"] == pytest.approx(
+        result["total"]["nats"], rel=1e-6
+    )
 
     capsys.readouterr()
     assert evaluation.main([f"checkpoint={folder}", "device=cpu"]) == 2
-    assert "a Hugging Face folder has no documents of its own; add data=text" in capsys.readouterr().err
+    assert (
+        "a Hugging Face folder has no documents of its own; add data=text"
+        in capsys.readouterr().err
+    )
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
     assert evaluation.main([f"checkpoint={folder}", *asked]) == 2
@@ -257,8 +326,13 @@ def test_evaluation_of_a_folder_that_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # chmod does not keep root out
-    assert evaluation.main([f"checkpoint={folder}", "data=text", f"data.path={corpus}", "device=cpu"]) == 2
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: mode != os.W_OK
+    )  # chmod does not keep root out
+    assert (
+        evaluation.main([f"checkpoint={folder}", "data=text", f"data.path={corpus}", "device=cpu"])
+        == 2
+    )
     assert "no permission to write the result into" in capsys.readouterr().err
 
 
@@ -277,7 +351,10 @@ def test_what_the_weights_leave_open_can_be_said(start: Words, tmp_path: Path) -
         ({"model__layers": 3}, "model.layers=3: the weights of init="),
         ({"model__context": 3}, "model.context=3: the weights of init="),
         ({"model__vocab_size": 300}, "model.vocab_size=300: "),
-        ({"init": None, "lora__rank": 8}, "lora.rank=8: adds to trained weights, and init= names none"),
+        (
+            {"init": None, "lora__rank": 8},
+            "lora.rank=8: adds to trained weights, and init= names none",
+        ),
         ({"init": "nowhere"}, "init=nowhere: no such folder"),
         ({"init": ""}, "init= names no folder"),
         ({"init": "."}, "config.json: no such file"),
@@ -286,7 +363,11 @@ def test_what_the_weights_leave_open_can_be_said(start: Words, tmp_path: Path) -
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(
-    start: Words, tmp_path: Path, refused: Callable[[int, str], str], changes: dict[str, object], message: str
+    start: Words,
+    tmp_path: Path,
+    refused: Callable[[int, str], str],
+    changes: dict[str, object],
+    message: str,
 ) -> None:
     refused(train.main(start(**changes)), message)
     assert not (tmp_path / "runs").exists()

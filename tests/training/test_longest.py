@@ -1,18 +1,21 @@
-"""seq_len=max against a GPU that is made up: three probes at most, always a length that a probe confirmed, near the limit."""
+"""seq_len=max against a GPU that is made up: three probes at most, always a length that a probe
+confirmed, near the limit.
+"""
 
 from dataclasses import replace
 
 import pytest
 
 import train
-from longctx import config as command_line
-from longctx.training import chips, longest
-from longctx.training.chips import GIB
-from longctx.training.config import LONGEST, CompleteConfig, TrainConfig
-from longctx.training.inventory import predict
+from longctx import cli as command_line
+from longctx.config.train_config import LONGEST, CompleteConfig, TrainConfig
+from longctx.planner import hardware
+from longctx.planner.hardware import GIB
+from longctx.planner.peak_memory import predict
+from longctx.training import longest
 from longctx.training.probe import OUT_OF_MEMORY, Measured
 
-CHIP = chips.chip("NVIDIA H200", 139.8 * GIB)
+CHIP = hardware.chip("NVIDIA H200", 139.8 * GIB)
 
 
 def request(*words: str) -> TrainConfig:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from longctx.config.memory_config import MemoryConfig
+from longctx.config.train_config import TrainConfig, complete
 from longctx.model import GPT, GPTConfig
-from longctx.model.memory import MemoryConfig
-from longctx.training.config import TrainConfig, complete
 from longctx.training.optimizer import adamw, clip_gradients, learning_rate
 
 
@@ -56,7 +56,9 @@ def test_clipping_returns_the_norm_before_it() -> None:
     assert float(after) == pytest.approx(1.0, rel=1e-4)
 
 
-def stepped(stored: str, clip: float | None, device: str = "cpu") -> tuple[list[Tensor], list[float]]:
+def stepped(
+    stored: str, clip: float | None, device: str = "cpu"
+) -> tuple[list[Tensor], list[float]]:
     """Weights and norms after three steps on gradients far above `clip`, and one far below."""
     torch.manual_seed(0)
     layer = torch.nn.Linear(70, 30).to(device)
@@ -78,7 +80,9 @@ def test_every_optimizer_clips_as_torch_does(stored: str, clip: float | None, de
     layer, norms = torch.nn.Linear(70, 30), []
     matrices = [{"params": [layer.weight]}, {"params": [layer.bias], "weight_decay": 0.0}]
     settings = config(lr=1e-2)
-    reference = torch.optim.AdamW(matrices, lr=1e-2, betas=settings.betas, weight_decay=settings.weight_decay)
+    reference = torch.optim.AdamW(
+        matrices, lr=1e-2, betas=settings.betas, weight_decay=settings.weight_decay
+    )
     for size in (30.0, 3.0, 300.0, 0.01):
         for p in layer.parameters():
             p.grad = size * torch.randn(p.shape)
@@ -90,7 +94,12 @@ def test_every_optimizer_clips_as_torch_does(stored: str, clip: float | None, de
         assert (got - want).abs().max() < (1e-3 if stored == "bf16" else 1e-6)
 
 
-def trained(stored: str, steps: int = 12, betas: tuple[float, float] = (0.9, 0.95), load_at: int | None = None):
+def trained(
+    stored: str,
+    steps: int = 12,
+    betas: tuple[float, float] = (0.9, 0.95),
+    load_at: int | None = None,
+):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(7, 33), torch.nn.Tanh(), torch.nn.Linear(33, 1))
     settings = config(memory=MemoryConfig("fast", optimizer=stored), betas=betas)
@@ -117,7 +126,9 @@ def test_averages_in_bf16_take_half_and_stay_near() -> None:
     model, optimizer = trained("bf16")
     assert {s["exp_avg"].dtype for s in optimizer.state.values()} == {torch.bfloat16}
     start = trained("fp32", steps=0)[0]
-    for a, b, before in zip(model.parameters(), trained("fp32")[0].parameters(), start.parameters(), strict=True):
+    for a, b, before in zip(
+        model.parameters(), trained("fp32")[0].parameters(), start.parameters(), strict=True
+    ):
         assert (a - b).norm() < 0.02 * (b - before).norm()
 
 
@@ -132,15 +143,22 @@ def test_state_survives_saving_and_loading(stored: str) -> None:
 
 @pytest.mark.parametrize(
     ("device", "stored"),
-    [("cpu", "host"), *(pytest.param("cuda", how, marks=pytest.mark.gpu) for how in ("fp32", "host"))],
+    [
+        ("cpu", "host"),
+        *(pytest.param("cuda", how, marks=pytest.mark.gpu) for how in ("fp32", "host")),
+    ],
 )
 def test_it_goes_on_from_the_state_of_torchs_own(device: str, stored: str) -> None:
-    """What checkpoints of earlier versions hold: counts of steps on the device, and `fused` in every group."""
+    """What checkpoints of earlier versions hold: counts of steps on the device, and `fused` in
+    every group.
+    """
 
     def steps(optimizer: torch.optim.Optimizer, layer: torch.nn.Module, which: range) -> None:
         for n in which:
             for i, p in enumerate(layer.parameters()):
-                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(9 * n + i)).to(device)
+                p.grad = torch.randn(
+                    p.shape, generator=torch.Generator().manual_seed(9 * n + i)
+                ).to(device)
             optimizer.step()
 
     settings = config(lr=1e-2, weight_decay=0.0, memory=MemoryConfig("fast", optimizer=stored))
@@ -149,7 +167,9 @@ def test_it_goes_on_from_the_state_of_torchs_own(device: str, stored: str) -> No
         torch.manual_seed(0)
         layers.append(torch.nn.Linear(70, 30).to(device))
         groups = [{"params": [p]} for p in layers[-1].parameters()]
-        optimizers.append(torch.optim.AdamW(groups, lr=1e-2, betas=settings.betas, weight_decay=0.0, fused=True))
+        optimizers.append(
+            torch.optim.AdamW(groups, lr=1e-2, betas=settings.betas, weight_decay=0.0, fused=True)
+        )
         steps(optimizers[-1], layers[-1], range(3))
     resumed = adamw(layers[1], settings)
     resumed.load_state_dict(optimizers[1].state_dict())

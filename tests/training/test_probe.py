@@ -1,4 +1,6 @@
-"""Rehearsals: steps as training takes them, in this process or a child, whose end is an answer whatever it is."""
+"""Rehearsals: steps as training takes them, in this process or a child, whose end is an answer
+whatever it is.
+"""
 
 import dataclasses
 import gc
@@ -6,10 +8,11 @@ import gc
 import pytest
 import torch
 
-from longctx import config
-from longctx.model.config import GPTConfig
-from longctx.training import probe, runs
-from longctx.training.config import CompleteConfig, complete
+from longctx import cli
+from longctx.config.model_config import GPTConfig
+from longctx.config.train_config import CompleteConfig, complete
+from longctx.runs import run_folder
+from longctx.training import probe
 
 WORDS = [
     "model=tiny",
@@ -24,7 +27,7 @@ WORDS = [
 
 @pytest.fixture(scope="module")
 def small() -> CompleteConfig:
-    return complete(config.compose("train", WORDS).config, "cpu")
+    return complete(cli.compose("train", WORDS).config, "cpu")
 
 
 def test_a_rehearsal_measures_steps(small: CompleteConfig) -> None:
@@ -58,8 +61,8 @@ def test_documents_shorten_attention_and_nothing_else(small: CompleteConfig) -> 
 
 
 def test_a_configuration_survives_its_way_to_the_child(small: CompleteConfig) -> None:
-    there = probe.config_of(runs.plain(small))
-    assert runs.plain(there) == runs.plain(small)
+    there = probe.config_of(run_folder.plain(small))
+    assert run_folder.plain(there) == run_folder.plain(small)
     assert isinstance(there.model, type(small.model))
 
 
@@ -72,7 +75,9 @@ def test_a_configuration_survives_its_way_to_the_child(small: CompleteConfig) ->
         ({}, 0.5, "took longer"),
     ],
 )
-def test_a_child_always_answers(small: CompleteConfig, changes: dict[str, object], seconds: float, failed: str) -> None:
+def test_a_child_always_answers(
+    small: CompleteConfig, changes: dict[str, object], seconds: float, failed: str
+) -> None:
     measured = probe.in_child(dataclasses.replace(small, **changes), "cpu", 1, None, False, seconds)
     assert (failed or "None") in str(measured.failed)
     assert len(measured.ms) == (0 if failed else 1)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import train
-from longctx.training import checkpoints, runs
+from longctx.runs import checkpoints, run_folder
 from longctx.training.recorder import Recorder
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train.py"
@@ -23,7 +23,9 @@ Words = Callable[..., list[str]]
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """As many threads here as in the processes that `start` makes: sums come out the same to the bit."""
+    """As many threads here as in the processes that `start` makes: sums come out the same to the
+    bit.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -45,14 +47,14 @@ def start(words: list[str], cwd: Path) -> subprocess.Popen[str]:
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 120
-    while not any(row["step"] >= step for row in runs.read_metrics(folder)):
+    while not any(row["step"] >= step for row in run_folder.read_metrics(folder)):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 def losses(folder: Path) -> dict[int, tuple[Any, ...]]:
-    rows = [row for row in runs.read_metrics(folder) if "loss" in row]
+    rows = [row for row in run_folder.read_metrics(folder) if "loss" in row]
     assert len({row["step"] for row in rows}) == len(rows)
     return {row["step"]: (row["loss"], row["grad_norm"], row["tokens_seen"]) for row in rows}
 
@@ -76,11 +78,15 @@ def test_a_run_before_its_first_checkpoint_is_no_stopped_one_and_its_folder_once
     assert not folder.exists()
 
 
-def test_a_run_stopped_before_its_first_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_stopped_before_its_first_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.yaml").write_text("")
     assert train.main([f"resume={tmp_path}"]) == 2
-    assert "the run was stopped before its first checkpoint; start it anew" in capsys.readouterr().err
+    assert (
+        "the run was stopped before its first checkpoint; start it anew" in capsys.readouterr().err
+    )
 
 
 def test_a_killed_run_resumes_bit_for_bit(words: Words, tmp_path: Path) -> None:
@@ -98,7 +104,9 @@ def test_a_killed_run_resumes_bit_for_bit(words: Words, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_stopped_run_saves_and_says_how_to_go_on(words: Words, tmp_path: Path, number: int, code: int) -> None:
+def test_a_stopped_run_saves_and_says_how_to_go_on(
+    words: Words, tmp_path: Path, number: int, code: int
+) -> None:
     process = start(words(name="r", max_steps=100_000, workers=1), tmp_path)
     folder = tmp_path / "runs" / "r"
     wait_for_step(folder, 5, process)
@@ -108,11 +116,13 @@ def test_a_stopped_run_saves_and_says_how_to_go_on(words: Words, tmp_path: Path,
     assert "Traceback" not in err
     assert f"python train.py resume={folder}" in out
     assert f"stopped by {signal.Signals(number).name} after step" in out
-    saved = torch.load(runs.checkpoints(folder)[-1], weights_only=True)
-    assert saved["steps_done"] == runs.read_metrics(folder)[-1]["step"]
+    saved = torch.load(run_folder.checkpoints(folder)[-1], weights_only=True)
+    assert saved["steps_done"] == run_folder.read_metrics(folder)[-1]["step"]
 
 
-def test_a_second_signal_ends_a_run_at_once(words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_signal_ends_a_run_at_once(
+    words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def twice(self: Recorder, *_: Any) -> None:
         for _ in range(2):
             self._on_signal(signal.SIGTERM, None)
@@ -123,7 +133,7 @@ def test_a_second_signal_ends_a_run_at_once(words: Words, tmp_path: Path, monkey
         train.main(words(name="r", max_steps=2))
     for number, handler in before.items():
         signal.signal(number, handler)
-    assert ended.value.code == 143 and runs.checkpoints(tmp_path / "runs" / "r") == []
+    assert ended.value.code == 143 and run_folder.checkpoints(tmp_path / "runs" / "r") == []
 
 
 def test_what_a_kill_left_of_a_checkpoint_goes_with_the_next(tmp_path: Path) -> None:
@@ -131,47 +141,78 @@ def test_what_a_kill_left_of_a_checkpoint_goes_with_the_next(tmp_path: Path) -> 
     for name in ("step-00000001.ckpt", ".step-00000002.77.ckpt"):
         (tmp_path / "checkpoints" / name).touch()
     checkpoints.tidy(tmp_path, keep=2)
-    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-00000001.ckpt", "last.ckpt"}
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
+        "step-00000001.ckpt",
+        "last.ckpt",
+    }
 
 
 def test_two_processes_equal_one(words: Words, tmp_path: Path) -> None:
-    shape: dict[str, Any] = {"max_steps": 4, "clip": 0.5, "val_rows": 7, "log_every": 2, "checkpoint_every": 3}
+    shape: dict[str, Any] = {
+        "max_steps": 4,
+        "clip": 0.5,
+        "val_rows": 7,
+        "log_every": 2,
+        "checkpoint_every": 3,
+    }
     assert train.main(words(name="one", batch_size=2, accumulate=2, **shape)) == 0
-    two = start(words(name="two", batch_size=1, accumulate=2, devices=2, workers=1, **shape), tmp_path)
+    two = start(
+        words(name="two", batch_size=1, accumulate=2, devices=2, workers=1, **shape), tmp_path
+    )
     out, err = two.communicate(timeout=180)
     assert two.returncode == 0, err
     assert err == ""
     assert out.count("step 4/4  loss") == 1
     folders = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
-    a, b = (runs.read_metrics(folder) for folder in folders)
+    a, b = (run_folder.read_metrics(folder) for folder in folders)
     for left, right in zip(a, b, strict=True):
         assert left["tokens_seen"] == right["tokens_seen"]
         assert left.keys() == right.keys()
-        for key in {"loss", "grad_norm", "val_loss", "epoch", "val_loss_by_position/8"} & left.keys():
+        for key in {
+            "loss",
+            "grad_norm",
+            "val_loss",
+            "epoch",
+            "val_loss_by_position/8",
+        } & left.keys():
             assert left[key] == pytest.approx(right[key], rel=1e-5)
-    states = [torch.load(runs.checkpoints(folder)[-1], weights_only=True)["state_dict"] for folder in folders]
+    states = [
+        torch.load(run_folder.checkpoints(folder)[-1], weights_only=True)["state_dict"]
+        for folder in folders
+    ]
     torch.testing.assert_close(states[0], states[1], rtol=1e-4, atol=1e-5)
 
     before = losses(folders[1])
-    runs.checkpoints(folders[1])[-1].unlink()
+    run_folder.checkpoints(folders[1])[-1].unlink()
     again = start([f"resume={folders[1]}"], tmp_path)
     _, err = again.communicate(timeout=180)
     assert again.returncode == 0, err
     assert losses(folders[1]) == before
 
 
-def test_two_processes_that_keep_little_equal_one_that_keeps_all(words: Words, tmp_path: Path) -> None:
-    shape: dict[str, Any] = {"max_steps": 4, "val_rows": 2, "checkpoint_every": 2, "model__layers": 3}
+def test_two_processes_that_keep_little_equal_one_that_keeps_all(
+    words: Words, tmp_path: Path
+) -> None:
+    shape: dict[str, Any] = {
+        "max_steps": 4,
+        "val_rows": 2,
+        "checkpoint_every": 2,
+        "model__layers": 3,
+    }
     assert train.main(words(name="one", memory="fast", batch_size=2, accumulate=2, **shape)) == 0
     little = {"memory": "long", "memory__mlp_tile": 48}
-    two = start(words(name="two", batch_size=1, accumulate=2, devices=2, **shape, **little), tmp_path)
+    two = start(
+        words(name="two", batch_size=1, accumulate=2, devices=2, **shape, **little), tmp_path
+    )
     _, err = two.communicate(timeout=180)
     assert two.returncode == 0, err
     assert err == ""
     folders = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
     one, both = (losses(folder) for folder in folders)
-    assert [row[:2] for row in both.values()] == [pytest.approx(row[:2], rel=1e-5) for row in one.values()]
-    runs.checkpoints(folders[1])[-1].unlink()
+    assert [row[:2] for row in both.values()] == [
+        pytest.approx(row[:2], rel=1e-5) for row in one.values()
+    ]
+    run_folder.checkpoints(folders[1])[-1].unlink()
     again = start([f"resume={folders[1]}"], tmp_path)
     _, err = again.communicate(timeout=180)
     assert again.returncode == 0, err
@@ -185,14 +226,16 @@ def test_two_processes_stop_together(words: Words, tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 143, err
-    done = runs.read_metrics(folder)[-1]["step"]
-    assert torch.load(runs.checkpoints(folder)[-1], weights_only=True)["steps_done"] == done
+    done = run_folder.read_metrics(folder)[-1]["step"]
+    assert torch.load(run_folder.checkpoints(folder)[-1], weights_only=True)["steps_done"] == done
 
 
 def test_a_sweep_that_is_told_to_end_has_its_job_save_first(words: Words, tmp_path: Path) -> None:
     process = start(["-m", *words(max_steps="100000,100001", workers=0)], tmp_path)
     deadline = time.monotonic() + 120
-    while not [folder for folder in (tmp_path / "runs").glob("*") if runs.read_metrics(folder)]:
+    while not [
+        folder for folder in (tmp_path / "runs").glob("*") if run_folder.read_metrics(folder)
+    ]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     [folder] = (tmp_path / "runs").iterdir()
@@ -202,22 +245,32 @@ def test_a_sweep_that_is_told_to_end_has_its_job_save_first(words: Words, tmp_pa
     assert process.returncode == 143, err
     assert "stopped by SIGTERM" in out
     assert "val perplexity" in out, "the table of all jobs"
-    done = runs.read_metrics(folder)[-1]["step"]
-    assert torch.load(runs.checkpoints(folder)[-1], weights_only=True)["steps_done"] == done
+    done = run_folder.read_metrics(folder)[-1]["step"]
+    assert torch.load(run_folder.checkpoints(folder)[-1], weights_only=True)["steps_done"] == done
 
 
 def test_a_process_that_is_lost_ends_the_run_with_a_line(words: Words, tmp_path: Path) -> None:
-    process = start(words(name="r", max_steps=100_000, devices=2, accumulate=1, workers=0), tmp_path)
+    process = start(
+        words(name="r", max_steps=100_000, devices=2, accumulate=1, workers=0), tmp_path
+    )
     folder = tmp_path / "runs" / "r"
     wait_for_step(folder, 1, process)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    [other] = [int(pid) for pid in children if str(SCRIPT).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    [other] = [
+        int(pid)
+        for pid in children
+        if str(SCRIPT).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
     os.kill(other, signal.SIGKILL)
     _, err = process.communicate(timeout=60)
-    assert process.returncode in (1, -signal.SIGKILL), "who notices first: the process that talked to it, or Lightning"
+    assert process.returncode in (1, -signal.SIGKILL), (
+        "who notices first: the process that talked to it, or Lightning"
+    )
     assert "Traceback" not in err
     said = [line for line in err.splitlines() if line.startswith("error: ")]
     assert 1 <= len(said) <= 2, "one, or both"
     for line in said:
-        assert "a process of the run is gone" in line or f"PID {other} terminated with code -9" in line
+        assert (
+            "a process of the run is gone" in line or f"PID {other} terminated with code -9" in line
+        )
         assert f"python train.py resume={folder} goes on" in line

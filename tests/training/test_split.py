@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import train
-from longctx.training import runs
+from longctx.runs import run_folder
 from longctx.training.split import StepSplit
 
 
@@ -30,7 +30,7 @@ def test_parts_are_what_lies_between_marks(device: str) -> None:
 
 def test_every_row_of_a_run_has_the_parts_of_its_step(words, tmp_path: Path) -> None:
     assert train.main(words(name="r", max_steps=7, log_every=3, val_every=2)) == 0
-    rows = [row for row in runs.read_metrics(tmp_path / "runs" / "r") if "loss" in row]
+    rows = [row for row in run_folder.read_metrics(tmp_path / "runs" / "r") if "loss" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 6, 7]
     for row in rows:
         parts = [row[f"{part}_ms"] for part in ("forward", "backward", "optimizer")]

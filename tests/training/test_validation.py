@@ -1,4 +1,6 @@
-"""Loss by position of packed validation rows: the right token in the right bucket, the same pieces in all of them."""
+"""Loss by position of packed validation rows: the right token in the right bucket, the same pieces
+in all of them.
+"""
 
 import math
 from pathlib import Path
@@ -8,7 +10,7 @@ import torch
 
 import train
 from longctx.data.rows import IGNORED
-from longctx.training import runs
+from longctx.runs import run_folder
 from longctx.training.batches import micro_batch
 from longctx.training.validation import BY_POSITION, MOST, by_position, places
 
@@ -23,7 +25,12 @@ def row(lengths: list[int], padding: int) -> dict[str, torch.Tensor]:
         doc_ids[at : at + length] = number
         at += length
     tokens = torch.zeros(total, dtype=torch.int64)
-    return {"tokens": tokens, "targets": targets, "doc_ids": doc_ids, "padding": torch.tensor(padding)}
+    return {
+        "tokens": tokens,
+        "targets": targets,
+        "doc_ids": doc_ids,
+        "padding": torch.tensor(padding),
+    }
 
 
 def test_every_target_of_a_full_bucket_has_its_place() -> None:
@@ -69,7 +76,9 @@ def test_buckets_are_those_of_pieces_that_fill_all_of_them() -> None:
 def test_the_buckets_of_a_run_are_its_losses(words, tmp_path: Path) -> None:
     """A model that knows nothing yet loses ln(words) everywhere."""
     assert train.main(words(name="r", max_steps=1, lr=0.0, val_rows=0)) == 0
-    before, after = (row for row in runs.read_metrics(tmp_path / "runs" / "r") if "val_loss" in row)
+    before, after = (
+        row for row in run_folder.read_metrics(tmp_path / "runs" / "r") if "val_loss" in row
+    )
     buckets = {key: value for key, value in before.items() if key.startswith(BY_POSITION)}
     assert list(buckets) == [f"{BY_POSITION}/{2**b}" for b in range(6)]
     for value in buckets.values():

@@ -1,0 +1,439 @@
+"""Forward and backward of every attention backend, side by side: TFLOP/s, ratios, and shares of the
+chip's own matmul rate.
+
+FLOPs are those of the visible pairs, 4·pairs·H·D forward and 2.5 times that backward, whatever a
+kernel recomputes. All get the same random inputs and are timed in turn, round by round, so that all
+see the same clocks; figures are medians of the device's own time. The ceiling, a large bf16 matrix
+product, is timed in the same process. `seconds` bounds the whole: where it grows short there are
+fewer rounds, then fewer cases, and a peer that takes a quarter of it to compile is left out from
+there on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MASKS = ("causal", "full", "documents", "window")
+PARTS = {
+    "forward": 1.0,
+    "backward": 2.5,
+    "both": 3.5,
+}  # → matrix products, in units of the forward's
+PEERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "flash": ("flash", {}),
+    "flash-deterministic": ("flash", {}),
+    "flash-portable": ("flash", {"kernel": "portable"}),
+    "flash-hopper": ("flash", {"kernel": "hopper"}),
+    "sdpa-flash": ("sdpa", {"kernel": "flash"}),
+    "sdpa-cudnn": ("sdpa", {"kernel": "cudnn"}),
+    "flex": ("flex", {}),
+    **{f"flash-attention-{version}": ("flash_attn", {"version": version}) for version in (4, 3, 2)},
+}
+BYTES_PER_TOKEN = 4  # of the embedded corpus, about
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure; `row_tokens` is batch × length up to that length, one row above it."""
+
+    lengths: tuple[int, ...] = field(
+        default=(1024, 4096, 16384, 65536), metadata={"help": "tokens in a row"}
+    )
+    head_sizes: tuple[int, ...] = field(default=(64, 128), metadata={"help": "head sizes"})
+    masks: tuple[str, ...] = field(
+        default=MASKS,
+        metadata={
+            "help": " | ".join(MASKS)
+            + ": rows packed with documents as long as those of data=embedded"
+        },
+    )
+    backends: tuple[str, ...] = field(
+        default=tuple(PEERS), metadata={"help": "those that can run here"}
+    )
+    reference: str = field(
+        default="sdpa-flash", metadata={"help": "ratios say how many times as fast as this one"}
+    )
+    channels: int = field(default=2048, metadata={"help": "query heads × head size"})
+    group: int = field(default=1, metadata={"help": "query heads per key-value head"})
+    row_tokens: int = field(default=16384, metadata={"help": "batch × length, up to that length"})
+    window: int = field(default=1024, metadata={"help": "keys of masks=window"})
+    repeats: int = field(default=30, metadata={"help": "rounds at most; at least 3"})
+    seconds: int = field(default=170, metadata={"help": "for everything, about"})
+    out: str = field(default="results/attention", metadata={"help": "writes .json and .png"})
+
+
+@dataclass
+class Clock:
+    """What is left of the time, and what each backend has taken of it to get ready."""
+
+    seconds: float
+    started: float = field(default_factory=time.perf_counter)
+    preparing: dict[str, float] = field(default_factory=dict)
+
+    def left(self) -> float:
+        return self.seconds - (time.perf_counter() - self.started)
+
+    def too_slow(self, name: str) -> bool:
+        return PEERS[name][0] != "flash" and self.preparing.get(name, 0.0) > self.seconds / 4
+
+
+def run(options: Options, command: str) -> None:
+    """Measure, print tables, write `out`.json and `out`.png; ValueError where there is no GPU or a
+    name is unknown.
+    """
+    import torch
+    import torch._functorch.config as functorch_config
+
+    check(options)
+    if not torch.cuda.is_available():
+        raise ValueError("bench attention measures GPU kernels and there is no CUDA GPU here")
+    from benchmarks.report import grid, machine, write_json
+
+    functorch_config.donated_buffer = False  # lets a compiled backward be timed again and again
+    clock = Clock(options.seconds)
+    ceiling = matmul_tflops()
+    print(f"this chip's bf16 matrix product: {ceiling:.0f} TFLOP/s")
+    about = {
+        "command": command,
+        **machine(),
+        "matmul_tflops": ceiling,
+        "reference": options.reference,
+    }
+    rows: list[dict[str, Any]] = []
+    cases = list(itertools.product(options.masks, options.head_sizes, options.lengths))
+    for number, (mask, head_dim, length) in enumerate(cases):
+        found = measure(
+            options,
+            mask,
+            head_dim,
+            length,
+            clock,
+            clock.left() / (len(cases) - number),
+            "cuda",
+            ceiling,
+        )
+        rows += found
+        write_json(
+            Path(f"{options.out}.json"), about | {"rows": rows}
+        )  # what is known so far outlives an interruption
+        if shown := [row for row in found if "skipped" not in row]:
+            lines = [readable(row) for row in shown]
+            grid(
+                f"{mask}, head size {head_dim}, {length:,} tokens; × {options.reference}",
+                list(lines[0]),
+                lines,
+            )
+    if any("skipped" not in row for row in rows):
+        for name in (
+            name
+            for name in options.backends
+            if name.startswith("flash") and PEERS[name][0] == "flash"
+        ):
+            if compared := against(rows, name):
+                title = f"{name}: how many times as fast as its peers, forward / backward / both"
+                grid(
+                    title,
+                    list(dict.fromkeys(column for row in compared for column in row)),
+                    compared,
+                )
+        plot(about | {"rows": rows}, Path(f"{options.out}.png"))
+    for reason, names in left_out(rows).items():
+        print(f"left out   {', '.join(names)}: {reason}")
+    print(
+        f"wrote {options.out}.json and {options.out}.png, after {options.seconds - clock.left():.0f} s"
+    )
+
+
+def check(options: Options) -> None:
+    """Raise ValueError for a name that there is not and for head counts that do not work out."""
+    given = (("masks", options.masks, MASKS), ("backends", options.backends, PEERS))
+    for name, values, known in (*given, ("reference", (options.reference,), PEERS)):
+        if unknown := [x for x in values if x not in known]:
+            raise ValueError(f"{name}={unknown[0]}: choose from {', '.join(known)}")
+    for size in options.head_sizes:
+        if options.channels % (size * options.group):
+            heads = options.channels / size
+            raise ValueError(
+                f"channels={options.channels}: {heads:g} heads of size {size} are no multiple of group={options.group}"
+            )
+
+
+def measure(
+    options: Options,
+    mask_name: str,
+    head_dim: int,
+    length: int,
+    clock: Clock,
+    seconds: float,
+    device: str,
+    ceiling: float,
+) -> list[dict[str, Any]]:
+    """One row per backend: milliseconds, TFLOP/s, share of the `ceiling`, ratio to the reference;
+    or why it was `skipped`.
+
+    Takes about `seconds`, as long as that is enough for three rounds.
+    """
+    import torch
+
+    from longctx.kernels.timing import medians
+
+    B, H = max(1, options.row_tokens // length), options.channels // head_dim
+    case = {
+        "mask": mask_name,
+        "head_size": head_dim,
+        "tokens": length,
+        "batch": B,
+        "heads": H,
+        "group": options.group,
+    }
+    rows: dict[str, dict[str, Any]] = {name: case | {"backend": name} for name in options.backends}
+    if clock.left() < 0:
+        for row in rows.values():
+            row["skipped"] = f"{options.seconds} s were over; give more seconds="
+        return list(rows.values())
+    mask = build_mask(options, mask_name, B, length)
+    flops = 4 * mask.pairs(B, length, length) * H * head_dim
+    bound = mask.bind(B, length, length, device)
+    generator = torch.Generator(device).manual_seed(length)
+    shapes = [(B, length, h, head_dim) for h in (H, H // options.group, H // options.group, H)]
+    tensors = [
+        torch.randn(s, device=device, dtype=torch.bfloat16, generator=generator) for s in shapes
+    ]
+    q, k, v = (x.requires_grad_() for x in tensors[:3])
+    calls: dict[tuple[str, str], Callable[[], Any]] = {}
+    started, ran = time.perf_counter(), ""
+    for name, row in rows.items():
+        if clock.too_slow(name):
+            row["skipped"] = (
+                f"compiling it took {clock.preparing[name]:.0f} of {options.seconds} s; give more seconds="
+            )
+            continue
+        begun = time.perf_counter()
+        try:
+            row["kernel"], forward, backward = prepared(name, q, k, v, tensors[3], bound)
+        except Exception as error:  # whatever a peer may raise for what it cannot do
+            row["skipped"] = (
+                " ".join(str(error).split())[:300]
+                if isinstance(error, ValueError)
+                else failure(error)
+            )
+            continue
+        finally:
+            clock.preparing[name] = clock.preparing.get(name, 0.0) + time.perf_counter() - begun
+        if name != "flash" and PEERS[name][0] == "flash" and row["kernel"] == ran:
+            row["skipped"] = "what flash runs anyway"
+            continue
+        ran = row["kernel"] if name == "flash" else ran
+        calls[name, "forward"], calls[name, "backward"] = forward, backward
+    times: dict[Any, float] = {}
+    if calls:
+        times = medians(calls, options.repeats, seconds - (time.perf_counter() - started))
+    for name in dict.fromkeys(name for name, _ in calls):
+        fill(rows[name], times, options.reference, flops, ceiling)
+    return list(rows.values())
+
+
+def prepared(
+    name: str, q: Any, k: Any, v: Any, do: Any, mask: Any
+) -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+    """The kernel that a backend runs, its forward and its backward, both run once."""
+    import torch
+
+    from longctx.attention import attention, kernels_run
+
+    backend, extra = PEERS[name]
+    forward = partial(attention, q, k, v, mask=mask, backend=backend, **extra)
+    strict = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(strict or name == "flash-deterministic", warn_only=True)
+    try:
+        out = forward()  # which decides what backward will run
+        ran = kernels_run()[backend]
+    finally:
+        torch.use_deterministic_algorithms(strict)
+    backward = partial(torch.autograd.grad, out, (q, k, v), do, retain_graph=True)
+    backward()
+    if q.is_cuda:
+        torch.cuda.synchronize()
+    return ran, forward, backward
+
+
+def failure(error: Exception) -> str:
+    """An error that is not ours, in one line."""
+    return f"failed with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def fill(
+    row: dict[str, Any], times: dict[Any, float], reference: str, flops: float, ceiling: float
+) -> None:
+    """The figures of one backend, from the milliseconds of all."""
+
+    def ms(name: str, part: str) -> float:
+        return sum(times[name, p] for p in (("forward", "backward") if part == "both" else (part,)))
+
+    for part, work in PARTS.items():
+        own = ms(row["backend"], part)
+        rate = work * flops / own / 1e9
+        row |= {
+            f"{part}_ms": round(own, 4),
+            f"{part}_tflops": round(rate, 1),
+            f"{part}_share": round(rate / ceiling, 3),
+        }
+        if (reference, "forward") in times:
+            row[f"{part}_ratio"] = round(ms(reference, part) / own, 3)
+
+
+def against(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """A row per case that `name` was measured in: its speed over each peer's, forward / backward /
+    both.
+    """
+    found = []
+    for own in (row for row in rows if row["backend"] == name and "skipped" not in row):
+        case = {key: own[key] for key in ("mask", "head_size", "tokens")}
+        line = dict(case)
+        for peer in rows:
+            if peer["backend"] != name and "skipped" not in peer and case.items() <= peer.items():
+                line[peer["backend"]] = " / ".join(
+                    f"{peer[f'{part}_ms'] / own[f'{part}_ms']:.2f}" for part in PARTS
+                )
+        found.append(line)
+    return found
+
+
+def readable(row: dict[str, Any]) -> dict[str, str]:
+    """A measured row for the terminal."""
+    line = {"backend": row["backend"]}
+    for part in PARTS:
+        line[f"{part} ms"] = f"{row[f'{part}_ms']:.3f}"
+        line[f"{part} TFLOP/s"] = (
+            f"{row[f'{part}_tflops']:.0f} ({row[f'{part}_share']:.0%} of matmul)"
+        )
+        line[f"{part} ×"] = f"{row[f'{part}_ratio']:.2f}" if f"{part}_ratio" in row else ""
+    return line
+
+
+def left_out(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """Why some were not measured → which, with the number of cases where it is not all of them."""
+    cases = {
+        name: sum(row["backend"] == name for row in rows)
+        for name in dict.fromkeys(row["backend"] for row in rows)
+    }
+    found: dict[str, list[str]] = {}
+    for reason in dict.fromkeys(row["skipped"] for row in rows if "skipped" in row):
+        for name, all_cases in cases.items():
+            if n := sum(row["backend"] == name and row.get("skipped") == reason for row in rows):
+                found.setdefault(reason, []).append(
+                    name if n == all_cases else f"{name} in {n} of {all_cases} cases"
+                )
+    return found
+
+
+def build_mask(options: Options, name: str, B: int, length: int) -> Any:
+    """The mask of a benchmark for B rows of `length` tokens."""
+    import torch
+
+    from longctx.attention import Mask
+
+    if name == "documents":
+        return Mask.documents(torch.from_numpy(packed_rows(B, length)))
+    return {"causal": Mask.causal(), "full": Mask.full(), "window": Mask.causal(options.window)}[
+        name
+    ]
+
+
+def packed_rows(B: int, length: int) -> np.ndarray:
+    """Document ids (B, length) of rows packed as training packs them, with documents as long as the
+    embedded corpus has them.
+
+    Tokens are bytes / 4, which spares the tokenizer. Of all rows those are taken that stand for the
+    rest: ordered by visible pairs, the middle of each of B equal parts.
+    """
+    from longctx.config.data_config import DataConfig
+    from longctx.data.packing import pack
+    from longctx.data.sources import open_corpus
+
+    sizes = [size for _, size in open_corpus(DataConfig()).identity[1]]
+    packing = pack(np.maximum(np.array(sizes) // BYTES_PER_TOKEN, 1), length)
+    pieces = np.split(packing.length, packing.row_starts[1:-1])
+    pieces.sort(key=lambda row: int((row * (row + 1)).sum()))
+    chosen = [pieces[int((i + 0.5) * len(pieces) / B)] for i in range(B)]
+    rows = [
+        np.repeat(np.arange(len(row) + 1), [*row, length - row.sum()]) for row in chosen
+    ]  # what is left is padding
+    return np.stack(rows)
+
+
+def matmul_tflops(n: int = 8192) -> float:
+    """This GPU's rate for an (n, n) bf16 matrix product of random data, in TFLOP/s."""
+    import torch
+
+    from longctx.kernels.timing import medians
+
+    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * n**3 / medians({"matmul": lambda: a @ b}, 40)["matmul"] / 1e9
+
+
+def plot(found: dict[str, Any], path: Path) -> None:
+    """TFLOP/s over length: a panel per mask, head size and direction, a line per backend, the
+    matmul rate drawn in.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from benchmarks.report import save_figure
+
+    rows = [row for row in found["rows"] if "skipped" not in row]
+    masks, sizes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("mask", "head_size"))
+    down, across = (sizes, masks) if len(masks) > 1 else (masks, sizes)
+    lines = list(itertools.product(down, ("forward", "backward")))
+    shape = (4.6 * len(across), 3.3 * len(lines))
+    figure, axes = plt.subplots(len(lines), len(across), figsize=shape, sharey=True, squeeze=False)
+    backends = list(dict.fromkeys(row["backend"] for row in rows))
+    for (line, (outer, part)), (column, inner) in itertools.product(
+        enumerate(lines), enumerate(across)
+    ):
+        axis = axes[line][column]
+        mask, head_size = (inner, outer) if down is sizes else (outer, inner)
+        for number, backend in enumerate(backends):
+            own = [
+                r
+                for r in rows
+                if (r["mask"], r["head_size"], r["backend"]) == (mask, head_size, backend)
+            ]
+            ours = backend.startswith("flash") and "attention" not in backend
+            style = {"linewidth": 2.6, "zorder": 3} if ours else {"linewidth": 1.4}
+            points = [r["tokens"] for r in own], [r[f"{part}_tflops"] for r in own]
+            axis.plot(*points, marker="o", markersize=4, color=f"C{number}", label=backend, **style)
+        axis.axhline(
+            found["matmul_tflops"], color="0.4", linestyle="--", linewidth=1, label="matrix product"
+        )
+        axis.set_title(f"{part}, {mask}, head size {head_size}", fontsize=10)
+        axis.set_xscale("log", base=2)
+        ticks = sorted({r["tokens"] for r in rows})
+        axis.set_xticks(ticks, [f"{n // 1024}K" if n >= 1024 else str(n) for n in ticks])
+        axis.grid(alpha=0.3)
+        if line == len(lines) - 1:
+            axis.set_xlabel("tokens in a row")
+        if column == 0:
+            axis.set_ylabel("TFLOP/s of visible pairs")
+    axes[0][0].set_ylim(
+        bottom=0
+    )  # of all, which share it: once, since no later line would stretch it
+    figure.legend(
+        *axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=9
+    )
+    about = (
+        f"Attention on one {found['gpu']}, bf16, torch {found['torch']}, triton {found['triton']}"
+    )
+    figure.suptitle(about, fontsize=11)
+    figure.tight_layout(rect=(0, 0.5 / shape[1], 1, 1))
+    save_figure(figure, path)

@@ -1,0 +1,325 @@
+"""The frontier: how long a context each backend trains at on this GPU, and memory and speed at
+every length up to it.
+
+For each backend the longest rows are found as `seq_len=max` finds them; then whole steps are timed
+at every length, each in a child process, so that running out of memory is a point of the plot and
+harms nothing. Rows are one document each. The memory policy is the one that a run would choose,
+unless `memory=` is given.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import grid, machine, save_figure, write_json
+from benchmarks.words import check_backends, check_unused, training_config
+from longctx.config.train_config import CompleteConfig, WandbConfig
+from longctx.planner import fitting
+from longctx.planner.hardware import GIB, host_memory
+from longctx.planner.peak_memory import predict
+
+TAKES_TRAINING_KEYS = True
+TAKEN = {"seq_len": "use shortest= and longest=", "attention": "use backends="} | dict.fromkeys(
+    ("batch_size", "accumulate"), "it is one row"
+)
+START = 45.0  # seconds that a child takes before its first step: libraries, compilation
+SHOWN = (
+    "backend",
+    "tokens",
+    "memory",
+    "memory_peak_gib",
+    "predicted_gib",
+    "tokens_per_second",
+    "mfu",
+    "seconds",
+    "note",
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure; keys of train.py may follow, such as model=1b."""
+
+    backends: tuple[str, ...] = field(
+        default=("naive", "sdpa", "flash"), metadata={"help": "attention backends"}
+    )
+    shortest: int = field(
+        default=4096, metadata={"help": "tokens; lengths double from there to the longest"}
+    )
+    longest: str = field(
+        default="auto",
+        metadata={
+            "help": "tokens of the longest rows; auto: what fits, by probes; plan: what is predicted to fit"
+        },
+    )
+    steps: int = field(
+        default=2, metadata={"help": "of a point: the last one counts, the first one compiles"}
+    )
+    minutes: float = field(
+        default=60.0, metadata={"help": "points that would end after that are left out"}
+    )
+    out: str = field(default="results/context", metadata={"help": "writes .json and .png"})
+
+
+def run(options: Options, command: str, words: list[str]) -> None:
+    """Find, measure, print, write `out`.json and `out`.png, and log each point as a run of wandb."""
+    import torch
+
+    check_backends(options.backends)
+    check_unused(words, TAKEN)
+    if not torch.cuda.is_available():
+        raise ValueError("bench context measures what fits a GPU and there is no CUDA GPU here")
+    from longctx.training.fit import check_attention
+
+    end = time.monotonic() + 60 * options.minutes
+    asked = {
+        b: training_config([*words, f"attention={b}", "batch_size=1", "accumulate=1"], "cuda")
+        for b in options.backends
+    }
+    for config in asked.values():
+        check_attention(config, "cuda")
+    longest = {backend: find_longest(config, options, end) for backend, config in asked.items()}
+    rows: list[dict[str, Any]] = []
+    found = {
+        "command": command,
+        **machine(),
+        "options": asdict(options),
+        "parameters": next(iter(asked.values())).model.parameters(),
+        "gpu_memory_gib": gpu_memory() / GIB,
+        "longest": longest,
+        "rows": rows,
+    }
+    write_json(Path(f"{options.out}.json"), found)  # what is known so far outlives an interruption
+    points = [(n, b) for b in asked for n in ladder(options.shortest, longest[b]["tokens"])]
+    for tokens, backend in sorted(points):  # the short ones first: they are cheap
+        print(f"{backend} {tokens:,} tokens:", end=" ", flush=True)
+        rows.append(measure(replace(asked[backend], seq_len=tokens), options.steps, end))
+        print(said(rows[-1]), flush=True)
+        write_json(Path(f"{options.out}.json"), found)
+        report(rows[-1], asked[backend])
+    grid(
+        "Memory and speed over length",
+        SHOWN,
+        [row | {"mfu": percent(row.get("mfu"))} for row in rows],
+    )
+    for backend, best in longest.items():
+        print(f"{backend}: {best['tokens']:,} tokens, {best['how']}")
+    plot(found, Path(f"{options.out}.png"))
+    print(f"wrote {options.out}.json and {options.out}.png")
+
+
+def find_longest(config: CompleteConfig, options: Options, end: float) -> dict[str, Any]:
+    """Tokens of the longest rows of `config`, and how that is known: probed, predicted, or given."""
+    from longctx.training.fit import gpu
+    from longctx.training.longest import find
+    from longctx.training.probe import Measured, in_child
+
+    if options.longest == "plan":
+        longest = fitting.longest(fitting.one_row(config), gpu().usable, host_memory(), 512)
+        return {"tokens": longest.seq_len if longest else 0, "how": "predicted"}
+    if options.longest != "auto":
+        if not options.longest.isdigit() or int(options.longest) < 2:
+            raise ValueError(f"longest={options.longest}: a number of tokens, auto or plan")
+        return {"tokens": int(options.longest), "how": "given"}
+    said: list[str] = []
+
+    def probe(chosen: CompleteConfig) -> Measured:
+        return in_child(
+            chosen, "cuda", options.steps, options.shortest, False, max(1.0, end - time.monotonic())
+        )
+
+    try:
+        tokens = find(config, gpu(), said.append, probe)
+    except ValueError as error:
+        expected = fitting.longest(fitting.one_row(config), gpu().usable, host_memory(), 512)
+        tokens = expected.seq_len if expected else 0
+        return {"tokens": tokens, "how": f"predicted; {error}", "probes": said}
+    return {
+        "tokens": tokens,
+        "how": f"confirmed by {len(said)} probe{'s' if len(said) > 1 else ''}",
+        "probes": said,
+    }
+
+
+def ladder(shortest: int, longest: int) -> list[int]:
+    """Lengths that double from `shortest`, and the longest itself."""
+    lengths = []
+    while shortest < longest:
+        lengths.append(shortest)
+        shortest *= 2
+    return [*lengths, longest] if longest else lengths
+
+
+def measure(asked: CompleteConfig, steps: int, end: float) -> dict[str, Any]:
+    """One point: whole steps of `asked` in a child process; `note` says why there is no speed where
+    there is none.
+    """
+    from longctx.training.fit import decide_memory, gpu
+    from longctx.training.probe import in_child
+
+    config = decide_memory(asked, asked, "cuda")
+    expected = fitting.seconds(config, gpu())
+    row: dict[str, Any] = {
+        "backend": config.attention.backend,
+        "tokens": config.seq_len,
+        "memory": config.memory.policy,
+        "predicted_gib": predict(config).peak / GIB,
+        "predicted_seconds": expected.total if expected else None,
+    }
+    left = end - time.monotonic()
+    if expected is not None and START + steps * expected.total > left:
+        return row | {
+            "note": f"left out: steps={steps} of about {expected.total:,.0f} s are more than the minutes left"
+        }
+    measured = in_child(config, "cuda", steps, None, False, max(1.0, left))
+    if measured.failed is not None:
+        return row | {"note": measured.failed} | {k: v for k, v in measured.memory.items() if v}
+    seconds = measured.ms[-1] / 1000
+    row |= measured.memory | {"seconds": seconds, "tokens_per_second": measured.tokens / seconds}
+    row["kernel"] = measured.kernels[config.attention.backend]
+    peak = gpu().flops
+    if peak is not None:
+        work = measured.tokens * config.model.flops_per_token(measured.pairs / measured.tokens)
+        row["mfu"] = work / seconds / peak
+    return row
+
+
+def report(row: dict[str, Any], config: CompleteConfig) -> None:
+    """One point as a run of wandb, in runs/context-BACKEND-TOKENS, or the next free name."""
+    from longctx.runs import run_folder
+    from longctx.runs.tracking import Tracker
+
+    if "tokens_per_second" not in row:
+        return
+    folder = run_folder.create(Path(config.runs), None, f"context-{row['backend']}-{row['tokens']}")
+    wanted: WandbConfig = replace(config.wandb, group=config.wandb.group or "context")
+    tracker = Tracker(folder, wanted)
+    tracker.log(
+        {"step": 1, "tokens_seen": row["tokens"]}
+        | {k: v for k, v in row.items() if isinstance(v, int | float)}
+    )
+    facts = run_folder.plain(config) | {
+        key: row[key] for key in ("backend", "tokens", "kernel", "memory")
+    }
+    if problem := tracker.start_wandb(facts | {"memory_policy": row["memory"]}):
+        print(problem)
+    tracker.finish(0)
+
+
+def gpu_memory() -> float:
+    """Bytes of this GPU."""
+    from longctx.training.fit import gpu
+
+    return gpu().memory
+
+
+def said(row: dict[str, Any]) -> str:
+    """Policy, speed and memory of a point, or why there is none."""
+    found = row.get("note")
+    if "tokens_per_second" in row:
+        found = f"{row['tokens_per_second']:,.0f} tokens/s, MFU {percent(row.get('mfu'))}, {row['memory_peak_gib']:.1f} GiB"
+    return f"memory={row['memory']}, {found}"
+
+
+def percent(share: float | None) -> str:
+    """0.412 → 41.2%."""
+    return "" if share is None else f"{share:.1%}"
+
+
+def plot(found: dict[str, Any], path: Path) -> None:
+    """Memory and tokens/s over length, a line per backend, the card's limit drawn in; hollow and
+    dashed where predicted.
+
+    Where a backend changes its memory policy its line is broken, and the policy stands beside the
+    first point.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (memory, speed) = plt.subplots(1, 2, figsize=(12, 4.6))
+    for color, (backend, best) in zip(
+        plt.get_cmap("tab10").colors, found["longest"].items(), strict=False
+    ):  # type: ignore[attr-defined]
+        rows = sorted(
+            (row for row in found["rows"] if row["backend"] == backend),
+            key=lambda row: int(row["tokens"]),
+        )
+        width = 2.4 if backend == "flash" else 1.5
+        label = (
+            f"{backend}: {best['tokens']:,} tokens, {best['how'].split(';')[0]}"
+            if best["tokens"]
+            else backend
+        )
+        memory.plot([], [], color=color, linewidth=width, marker="o", label=label)
+        for policy in dict.fromkeys(row["memory"] for row in rows):
+            points = [point for row in rows if row["memory"] == policy and (point := drawn(row))]
+            done, hollow = [p for p in points if p[3]], [p for p in points if not p[3]]
+            for axis, column in ((memory, 1), (speed, 2)):
+                for p, after in itertools.pairwise(points):
+                    style = ("-", width) if p[3] and after[3] else ("--", 1)
+                    axis.plot(
+                        (p[0], after[0]),
+                        (p[column], after[column]),
+                        style[0],
+                        color=color,
+                        linewidth=style[1],
+                    )
+                axis.plot([p[0] for p in done], [p[column] for p in done], "o", color=color)
+                axis.plot(
+                    [p[0] for p in hollow],
+                    [p[column] for p in hollow],
+                    "o",
+                    color=color,
+                    fillstyle="none",
+                )
+            if points and backend == "flash":
+                memory.annotate(
+                    policy,
+                    points[0][:2],
+                    (-4, 7),
+                    textcoords="offset points",
+                    fontsize=8,
+                    ha="right",
+                )
+    memory.axhline(
+        found["gpu_memory_gib"], color="0.3", linestyle="--", linewidth=1, label="the card's memory"
+    )
+    memory.set_ylabel("peak GiB")
+    speed.set_ylabel("tokens/s")
+    speed.set_yscale("log")
+    ticks = sorted(
+        {row["tokens"] for row in found["rows"] if row["tokens"] & (row["tokens"] - 1) == 0}
+    )
+    for axis in (memory, speed):
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ticks, [f"{n // 1024}K" if n >= 1024 else str(n) for n in ticks])
+        axis.set_xlabel("tokens in a row")
+        axis.grid(alpha=0.3)
+    speed.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    speed.yaxis.set_minor_formatter(lambda value, _: "")
+    memory.set_ylim(0, 1.42 * found["gpu_memory_gib"])
+    memory.legend(fontsize=8, loc="upper left")
+    figure.suptitle(
+        f"Training {found['parameters'] / 1e6:,.0f} million parameters on one {found['gpu']}: exact causal attention, "
+        "one document a row; hollow: predicted",
+        fontsize=11,
+    )
+    figure.tight_layout()
+    save_figure(figure, path)
+
+
+def drawn(row: dict[str, Any]) -> tuple[int, float, float, bool] | None:
+    """Tokens, GiB, tokens/s of a point and whether they were measured; None where it failed or
+    nothing is known.
+    """
+    if "tokens_per_second" in row:
+        return row["tokens"], row["memory_peak_gib"], row["tokens_per_second"], True
+    if row.get("predicted_seconds") and row.get("note", "").startswith("left out"):
+        return row["tokens"], row["predicted_gib"], row["tokens"] / row["predicted_seconds"], False
+    return None

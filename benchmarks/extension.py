@@ -1,0 +1,297 @@
+"""A context extended, from nothing to proof: pretrain a small GPT at a short length, stretch it
+with YaRN, fine-tune briefly.
+
+Everything is made of the project's own commands, which are printed as they run: train.py, `python
+-m longctx.model export`, train.py with init= and rope=yarn, export. Then three models answer the
+same questions: the short one as it is, the short one stretched but not trained on, and the
+fine-tuned one. A model this small learns to look facts up only from text that asks for them: half
+of its training rows are generated documents with facts and questions (data=needles), of other
+numbers than those it is measured with. The long documents of the second half of the story are of
+the same kinds.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import machine, save_figure, write_json
+from longctx import cli
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass
+class Options:
+    """What `python -m benchmarks extension` takes."""
+
+    short: int = field(
+        default=2048, metadata={"help": "tokens that the small GPT is pretrained at"}
+    )
+    long: int = field(default=16384, metadata={"help": "tokens that it is extended to"})
+    layers: int = field(default=8, metadata={"help": "of the small GPT"})
+    channels: int = field(default=512, metadata={"help": "of the small GPT, with heads of 64"})
+    vocab: int = field(
+        default=16384, metadata={"help": "tokens of the vocabulary trained on the documents"}
+    )
+    steps: int = field(default=2500, metadata={"help": "of pretraining"})
+    tune_steps: int = field(default=1500, metadata={"help": "of fine-tuning"})
+    tokens: int = field(default=32768, metadata={"help": "of a step"})
+    documents: int = field(
+        default=12000,
+        metadata={"help": "generated documents of the short length; of the long, an eighth"},
+    )
+    samples: int = field(default=20, metadata={"help": "texts for each length, depth and kind"})
+    path: str = field(default="", metadata={"help": "text files instead of the embedded documents"})
+    device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
+    kernel: str = field(
+        default="auto", metadata={"help": "attention.options.kernel of the flash backend"}
+    )
+    seed: int = field(default=1, metadata={"help": "of weights and order"})
+    out: str = field(
+        default="extension", metadata={"help": "a new folder for runs, models and the result"}
+    )
+
+
+def run(options: Options, command: str) -> dict[str, Any]:
+    """Run all of it and write extension.json and extension.png into `options.out`; ValueError where
+    a command fails.
+    """
+    out = Path(options.out)
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(
+            f"out={out}: exists already and is not an empty folder; give the name of a new one"
+        )
+    check(options, out)
+    out.mkdir(parents=True, exist_ok=True)
+    started = time.perf_counter()
+    seconds: dict[str, float] = {}
+    for what, words in commands(options, out):
+        began = time.perf_counter()
+        print(f"\n$ python {' '.join(words)}", flush=True)
+        if subprocess.run([sys.executable, *words], cwd=ROOT, env=_environment()).returncode:
+            raise ValueError(f"{what} failed: see above")
+        seconds[what] = seconds.get(what, 0.0) + time.perf_counter() - began
+    began = time.perf_counter()
+    measured = measure(options, out)
+    seconds["measuring"] = time.perf_counter() - began
+    found = {"command": command, "versions": machine(), "options": vars(options)} | measured
+    found |= {"seconds": {key: round(x, 1) for key, x in seconds.items()}}
+    found["seconds"]["all"] = round(time.perf_counter() - started, 1)
+    write_json(out / "extension.json", found)
+    draw(found, out / "extension.png")
+    _print(found)
+    print(
+        f"\n{out / 'extension.png'}, {out / 'extension.json'}: {found['seconds']['all']:.0f} s in all"
+    )
+    return found
+
+
+def check(options: Options, out: Path) -> None:
+    """Raise ValueError for what would only fail after minutes."""
+    if options.long <= options.short or options.long % options.short:
+        raise ValueError(f"long={options.long}: a multiple of short={options.short}")
+    if options.path and not Path(options.path).exists():
+        raise ValueError(f"path={options.path}: no such file or folder")
+    _, (_, *words) = next(commands(options, out))
+    cli.compose("train", cli.read_words("train", words).overrides)
+
+
+def commands(options: Options, out: Path) -> Iterator[tuple[str, list[str]]]:
+    """What is run, each with its name, as words after `python`."""
+    out, path = out.resolve(), Path(options.path).resolve()
+    text = [f"data.mix.code.path={path}"] if options.path else ["data.mix.code.source=embedded"]
+    filler = [f"data.mix.recall.path={path}"] if options.path else []
+    common = [
+        *(
+            f"device={options.device}",
+            f"seed={options.seed}",
+            f"runs={out}/runs",
+            "wandb.mode=disabled",
+        ),
+        *(
+            f"attention.options.kernel={options.kernel}",
+            "data=mix",
+            *text,
+            "data.mix.recall.source=needles",
+            *filler,
+        ),
+        *(
+            "passkey=true",
+            "passkey.samples=4",
+            "data.val_fraction=0.05",
+            "checkpoint_every=100000",
+            "workers=4" if options.device != "cpu" else "workers=0",
+        ),
+    ]
+    heads = max(1, options.channels // 64)
+    model = [
+        *(
+            "model=tiny",
+            f"model.layers={options.layers}",
+            f"model.channels={options.channels}",
+            f"model.heads={heads}",
+        ),
+        *(f"model.kv_heads={heads}", f"model.ffn={options.channels * 3}", "model.rope_theta=10000"),
+        *(f"data.vocab_size={options.vocab}", f"max_steps={options.steps}", "name=short"),
+    ]
+    yield (
+        "pretraining",
+        ["train.py", *common, *model, *_rows(options, options.short, options.documents)],
+    )
+    yield "export", ["-m", "longctx.model", "export", f"{out}/runs/short", f"{out}/short"]
+    tuning = [
+        f"init={out}/short",
+        "rope=yarn",
+        "lr=0.0003",
+        f"max_steps={options.tune_steps}",
+        "name=long",
+    ]
+    count = max(8, options.documents // 8)
+    yield "fine-tuning", ["train.py", *common, *tuning, *_rows(options, options.long, count)]
+    yield "export", ["-m", "longctx.model", "export", f"{out}/runs/long", f"{out}/long"]
+
+
+def _rows(options: Options, length: int, documents: int) -> list[str]:
+    rows = max(1, options.tokens // length)  # in a micro-batch, of which a step has one
+    per_token = (
+        0.4 * math.log2(options.vocab) - 1.25
+    )  # bytes: the longest documents just fill a row
+    return [
+        *(f"seq_len={length}", f"batch_size={rows}", "accumulate=1"),
+        *(
+            f"data.mix.recall.length={int(per_token * length)}",
+            f"data.mix.recall.documents={documents}",
+        ),
+    ]
+
+
+def measure(options: Options, out: Path) -> dict[str, Any]:
+    """Recall over length and depth and loss by position of the three models, on the same texts."""
+    import torch
+
+    from longctx.data import DataConfig, Tokenizer, load
+    from longctx.evaluation.heatmap import content
+    from longctx.evaluation.passkey import filler_of, recall
+    from longctx.evaluation.perplexity import perplexity
+    from longctx.evaluation.windows import Document
+
+    device = "cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else None
+    tokenizer = Tokenizer.load(out / "short")
+    source = DataConfig(
+        source="text" if options.path else "embedded",
+        path=options.path or None,
+        tokenizer=str(out / "short"),
+        val_fraction=0.05,
+    )
+    unseen = [Document(*document) for document in load(source, options.long).documents("val")]
+    filler = filler_of(unseen, tokenizer, 8 * options.long)
+    longest = [
+        one for one in sorted(unseen, key=lambda one: -len(one.ids)) if len(one.ids) > options.long
+    ]
+    longest = longest or sorted(unseen, key=lambda one: -len(one.ids))[:8]
+    lengths = [options.short]
+    while lengths[-1] < options.long:
+        lengths.append(lengths[-1] * 2)
+    models = {}
+    for name, model in _models(options, out, device):
+        cells = recall(model, tokenizer, filler, lengths, samples=options.samples, dtype=dtype)
+        scored = perplexity(model, islice(longest, 64), options.long, options.long, dtype=dtype)
+        models[name] = {
+            "recall": content(cells, {})["kinds"],
+            "by_position": scored.positions.buckets(),
+        }
+    where = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    return {"device": where, "long_documents": len(longest), "models": models}
+
+
+def _models(options: Options, out: Path, device: str) -> Iterator[tuple[str, Any]]:
+    from longctx.config.model_config import AttentionConfig
+    from longctx.config.rope_config import RopeConfig
+    from longctx.model import GPT
+    from longctx.model.extension import extended
+    from longctx.model.huggingface import load_weights, pretrained, read_config
+
+    attention = AttentionConfig("flash", {"kernel": options.kernel})
+    yield "as pretrained", pretrained(out / "short", attention, device)
+    config, _ = extended(read_config(out / "short"), RopeConfig("yarn"), options.long)
+    stretched = GPT(config, attention).to(device)
+    load_weights(stretched, out / "short")
+    yield "YaRN, not trained", stretched
+    yield "YaRN, fine-tuned", pretrained(out / "long", attention, device)
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Write the picture: pass keys by length and depth before and after, and loss by position of
+    all three.
+    """
+    from matplotlib.figure import Figure
+
+    from longctx.evaluation.heatmap import panel
+
+    models = found["models"]
+    names = list(models)
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    for number, name in enumerate((names[0], names[2]), start=1):
+        image = panel(
+            figure.add_subplot(1, 3, number),
+            models[name]["recall"]["passkey"],
+            f"pass key found, {name}",
+        )
+    figure.colorbar(image, ax=figure.axes, label="right answers", fraction=0.05)
+    axes = figure.add_subplot(1, 3, 3)
+    for name, model in models.items():
+        rows = model["by_position"]
+        axes.plot(
+            [row["last"] for row in rows],
+            [row["loss"] for row in rows],
+            marker="o",
+            markersize=3,
+            label=name,
+        )
+    axes.axvline(
+        found["options"]["short"], color="grey", linestyle=":", label="length of pretraining"
+    )
+    axes.set_xscale("log", base=2)
+    lowest = min(row["loss"] for model in models.values() for row in model["by_position"])
+    axes.set_ylim(lowest - 0.3, lowest + 5)
+    axes.set(
+        xlabel="tokens before", ylabel="loss (nats)", title="loss by position, unseen documents"
+    )
+    axes.legend(fontsize=7)
+    axes.grid(alpha=0.3)
+    save_figure(figure, path)
+
+
+def _print(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    view = Table(title="right answers over all depths (the worst depth)", title_justify="left")
+    view.add_column("model")
+    first = next(iter(found["models"].values()))["recall"]
+    for kind, grid in first.items():
+        for length in grid["lengths"]:
+            view.add_column(f"{kind} {length:,}", justify="right")
+    for name, model in found["models"].items():
+        cells = [
+            f"{sum(row) / len(row):.0%} ({min(row):.0%})"
+            for grid in model["recall"].values()
+            for row in grid["accuracy"]
+        ]
+        view.add_row(name, *cells)
+    Console(width=160).print(view)
+
+
+def _environment() -> dict[str, str]:
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}

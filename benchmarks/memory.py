@@ -1,0 +1,213 @@
+"""Predicted peak memory beside the measured, over models, lengths, policies, backends: how far the
+plan can be trusted.
+
+Every point is two steps, on packed documents, and a validation batch in a child process
+(`longctx.training.probe`), as many at a time as are predicted to fit beside one another: memory,
+unlike time, is the same in company. The models are the presets with fewer layers. Most of a point
+is starting Python and compiling.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import grid, machine, write_json
+from benchmarks.words import check_unused, training_config
+from longctx.config.train_config import CompleteConfig
+from longctx.planner.hardware import GIB
+from longctx.planner.peak_memory import predict
+
+TAKES_TRAINING_KEYS = True
+TAKEN = {
+    "model": "use models=",
+    "model.layers": "use layers=",
+    "memory": "use policies=",
+    "attention": "use backends=",
+    "seq_len": "use lengths=, long_lengths= and naive_lengths=",
+    "batch_size": "it is one row",
+    "lora.rank": "use lora_models=",
+}
+DOCUMENT = 2048  # tokens
+SECONDS = 300.0  # that a point may take
+CONTEXT = 1.5 * GIB  # that a process takes besides its tensors
+
+
+@dataclass(frozen=True)
+class Options:
+    """Every combination of these, then LoRA's; keys of train.py may follow and hold for all."""
+
+    models: tuple[str, ...] = field(default=("124m", "1b"), metadata={"help": "presets"})
+    layers: int = field(default=3, metadata={"help": "of each model"})
+    policies: tuple[str, ...] = field(
+        default=("fast", "balanced", "long"), metadata={"help": "memory="}
+    )
+    backends: tuple[str, ...] = field(
+        default=("flash", "flash:portable", "sdpa", "naive"),
+        metadata={"help": "attention backends; BACKEND:KERNEL picks its kernel option"},
+    )
+    lengths: tuple[int, ...] = field(default=(8192, 65536), metadata={"help": "tokens in a row"})
+    long_lengths: tuple[int, ...] = field(
+        default=(16384, 262144), metadata={"help": "those of memory=long"}
+    )
+    naive_lengths: tuple[int, ...] = field(
+        default=(2048, 4096), metadata={"help": "those of naive attention"}
+    )
+    lora_models: tuple[str, ...] = field(
+        default=("1b", "8b"),
+        metadata={"help": "presets trained by lora.rank=16 too, with the first backend"},
+    )
+    accumulate: tuple[int, ...] = field(default=(2,), metadata={"help": "micro-batches of a step"})
+    parallel: int = field(default=8, metadata={"help": "processes at a time"})
+    minutes: float = field(default=10.0, metadata={"help": "points not begun by then are left out"})
+    out: str = field(default="results/memory", metadata={"help": "writes .json"})
+
+
+def run(options: Options, command: str, words: list[str]) -> None:
+    """Measure, print predicted and measured of every point, write `out`.json."""
+    import torch
+
+    check_unused(words, TAKEN)
+    if not torch.cuda.is_available():
+        raise ValueError("bench memory measures a GPU's memory and there is no CUDA GPU here")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")  # of each process
+    configs = list(combinations(options, words))
+    rows: list[dict[str, Any]] = []
+    found: dict[str, Any] = {
+        "command": command,
+        **machine(),
+        "options": asdict(options),
+        "rows": rows,
+    }
+    with ThreadPoolExecutor(options.parallel) as pool:
+        end = time.monotonic() + 60 * options.minutes
+        room = Room(0.95 * float(torch.cuda.mem_get_info()[0]))
+        for row in pool.map(lambda config: point(config, end, room), configs):
+            rows += [row] if row else []
+            write_json(
+                Path(f"{options.out}.json"), found
+            )  # what is known so far outlives an interruption
+    errors = sorted(abs(row["error"]) for row in rows if row["error"] is not None)
+    shown = (
+        "model",
+        "lora",
+        "memory",
+        "backend",
+        "tokens",
+        "accumulate",
+        "predicted_gib",
+        "measured_gib",
+        "off",
+        "moment",
+        "failed",
+    )
+    grid(
+        "Peak memory, predicted and measured",
+        shown,
+        [row | {"off": off(row["error"])} for row in rows],
+    )
+    within = sum(error <= 0.03 for error in errors)
+    print(f"{within} of {len(errors)} within 3%, the worst {max(errors, default=0.0):.1%}")
+    write_json(Path(f"{options.out}.json"), found | {"within_3_percent": within})
+    print(f"wrote {options.out}.json")
+
+
+def combinations(options: Options, words: list[str]) -> list[tuple[str, CompleteConfig]]:
+    """Name and configuration of every point."""
+    found = []
+    kinds = [(model, word, "") for model in options.models for word in options.backends]
+    kinds += [(model, options.backends[0], "lora.rank=16") for model in options.lora_models]
+    for (model, word, lora), policy, accumulate in itertools.product(
+        kinds, options.policies, options.accumulate
+    ):
+        backend, _, kernel = word.partition(":")
+        chosen = [
+            f"model={model}",
+            f"model.layers={options.layers}",
+            f"memory={policy}",
+            f"attention={backend}",
+        ]
+        chosen += [f"++attention.options.kernel={kernel}"] if kernel else []
+        chosen += [lora] if lora else []
+        lengths = options.long_lengths if policy == "long" else options.lengths
+        for length in options.naive_lengths if backend == "naive" else lengths:
+            config = training_config(
+                [*chosen, f"seq_len={length}", "batch_size=1", f"accumulate={accumulate}", *words],
+                "cuda",
+            )
+            found.append((model, replace(config, val_rows=1)))
+    return found
+
+
+class Room:
+    """A number of bytes that processes share: each waits until its own are free."""
+
+    def __init__(self, size: float) -> None:
+        self.size, self.free, self.changed = size, size, threading.Condition()
+
+    @contextmanager
+    def taken(self, size: float) -> Iterator[None]:
+        """While `size` bytes, or all of them where it is more, are no one else's."""
+        mine = min(size, self.size)
+        with self.changed:
+            self.changed.wait_for(lambda: self.free >= mine)
+            self.free -= mine
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.free += mine
+                self.changed.notify_all()
+
+
+def point(named: tuple[str, CompleteConfig], end: float, room: Room) -> dict[str, Any] | None:
+    """One row: the prediction, the measurement, and how far apart they are; None where the clock is
+    past `end`.
+    """
+    from longctx.training.probe import in_child
+
+    model, config = named
+    predicted = predict(config)
+    with room.taken(1.05 * predicted.peak + CONTEXT):
+        if time.monotonic() > end:
+            return None
+        measured = in_child(config, "cuda", 2, DOCUMENT, True, SECONDS)
+    peak = measured.memory.get("memory_peak_gib")
+    kernel = config.attention.options.get("kernel", "auto")
+    error = None if measured.failed or not peak else predicted.peak / GIB / peak - 1
+    row = {
+        "model": model,
+        "layers": config.model.layers,
+        "lora": config.lora.rank,
+        "memory": config.memory.policy,
+        "backend": config.attention.backend + ("" if kernel == "auto" else f":{kernel}"),
+        "kernel": measured.kernels.get(config.attention.backend),
+        "tokens": config.seq_len,
+        "accumulate": config.accumulate,
+        "predicted_gib": predicted.peak / GIB,
+        "measured_gib": peak,
+        "moment": predicted.moment,
+        "terms": {term: size / GIB for term, size in predicted.gpu.items()},
+        "ms": measured.ms,
+        "failed": measured.failed,
+        "error": error,
+    }
+    lora = " lora" if config.lora.rank else ""
+    print(
+        f"{model}{lora} {row['memory']} {row['backend']} {config.seq_len}: {off(error) or measured.failed}",
+        flush=True,
+    )
+    return row
+
+
+def off(error: float | None) -> str:
+    """+2.1%: predicted more than measured."""
+    return "" if error is None else f"{error:+.1%}"

@@ -1,0 +1,200 @@
+"""What an evaluation is told: the keys of eval.py. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from longctx.config.data_config import DataConfig
+from longctx.config.fields import check, group, key
+from longctx.config.model_config import AttentionConfig
+
+KINDS = ("passkey", "needle")  # of facts: one number, or one number among others
+SHORTEST = 128  # tokens of a text with facts
+TOKENS_PER_BATCH = {"cuda": 65536, "cpu": 4096}
+
+
+@dataclass
+class PasskeyConfig:
+    """Facts hidden in long texts and asked for at the end: passkey=true."""
+
+    enabled: bool = key(False, "set by passkey=true")
+    lengths: list[int] | None = key(
+        None,
+        "tokens of a text; null: 1,024, 2,048 … seq_len; in training seq_len alone",
+    )
+    depths: list[float] | None = key(
+        None,
+        "places of the fact, 0 the beginning, 1 the end; null: 11, in training 5",
+    )
+    samples: int = key(10, "texts for each length, depth and kind", between=(1, 10**6))
+    kinds: list[str] = key(list(KINDS), "passkey: one number | needle: one among others")
+
+    def validate(self) -> None:
+        """Raise ValueError naming the first key whose value makes no sense."""
+        if self.lengths is not None and (not self.lengths or min(self.lengths) < SHORTEST):
+            raise ValueError(
+                f"passkey.lengths={self.lengths}: lengths from {SHORTEST} tokens up, such as [4096,16384]"
+            )
+        if self.depths is not None and (
+            not self.depths or not all(0 <= depth <= 1 for depth in self.depths)
+        ):
+            raise ValueError(f"passkey.depths={self.depths}: shares from 0 to 1, such as [0,0.5,1]")
+        for name in ("lengths", "depths", "kinds"):
+            values = getattr(self, name) or []
+            if len(set(values)) < len(values):
+                raise ValueError(f"passkey.{name}={values}: each once")
+        check(self, "passkey.")
+        if not self.kinds or set(self.kinds) - set(KINDS):
+            raise ValueError(f"passkey.kinds={self.kinds}: of {', '.join(KINDS)}")
+
+
+@dataclass
+class EvalConfig:
+    """One evaluation of one checkpoint."""
+
+    checkpoint: str | None = key(
+        None,
+        "runs/NAME (its newest checkpoint), a file in its checkpoints, a Hugging Face folder",
+    )
+    seq_len: int | None = key(
+        None,
+        "tokens that the model sees at most; null: the length that the run trained at",
+        between=(1, 10**12),
+    )
+    stride: int | None = key(
+        None,
+        "tokens that each window scores beyond the one before; null: half of seq_len",
+        between=(1, 10**12),
+    )
+    split: str = key(
+        "val", "which of the run's own documents: val | train", choices=("val", "train")
+    )
+    documents: int | None = key(None, "score at most so many documents", between=(1, 10**12))
+    contexts: list[int] | None = key(
+        None,
+        "score the same tokens at each; null: 1024, 2048 … seq_len; []: none",
+    )
+    batch_size: int | None = key(
+        None,
+        "windows per forward; null: 65,536 tokens on a GPU, 4,096 on a CPU",
+        between=(1, 10**12),
+    )
+    device: str = key(
+        "auto", "auto: a GPU if there is one | cpu | cuda", choices=("auto", "cpu", "cuda")
+    )
+    devices: int = key(
+        1, "GPUs, or processes on a CPU; each scores its own documents", between=(1, 4096)
+    )
+    precision: str = key(
+        "auto", "auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp32", choices=("auto", "bf16", "fp32")
+    )
+    compile: bool = key(
+        False,
+        "torch.compile of each block: takes seconds, then a third faster; for millions of tokens",
+    )
+    wandb: str = key(
+        "disabled",
+        "send the result there too: disabled | auto | online | offline",
+        choices=("disabled", "auto", "online", "offline"),
+    )
+    tasks: list[str] = key([], "run these of lm-evaluation-harness instead, such as [wikitext]")
+    tasks_path: str | None = key(None, "folder with the YAML files of further tasks")
+    fewshot: int | None = key(
+        None,
+        "solved examples before each question of a task; null: as the task says",
+    )
+    attention: AttentionConfig = group(AttentionConfig)
+    passkey: PasskeyConfig = group(PasskeyConfig)
+    data: DataConfig = group(DataConfig)  # the run's own documents unless data= is given
+
+    def validate(self) -> None:
+        """Raise ValueError naming the first key whose value makes no sense; what needs the run is checked later."""
+        if self.checkpoint is None:
+            raise ValueError("checkpoint is not set; give a run, such as checkpoint=runs/NAME")
+        check(self)
+        for context in self.contexts or []:
+            if context < 2:
+                raise ValueError(f"contexts={self.contexts}: lengths from 2 up")
+        self.passkey.validate()
+        if self.passkey.enabled and self.devices > 1:
+            raise ValueError(
+                f"devices={self.devices}: passkey=true runs on one device; leave devices out"
+            )
+        self._validate_tasks()
+        if self.passkey.enabled and self.passkey.lengths is not None and self.seq_len is not None:
+            raise ValueError(
+                f"seq_len={self.seq_len}: passkey.lengths says how long the texts are; leave one of them out"
+            )
+        unused = (
+            ("stride", "contexts", "batch_size")
+            if self.passkey.enabled
+            else ("contexts",)
+            if self.tasks
+            else ()
+        )
+        for name in unused:
+            if getattr(self, name) is not None:
+                what = "tasks have" if self.tasks else "passkey=true has"
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: {what} no use for it; leave {name} out"
+                )
+        self.data.validate_words()
+
+    def _validate_tasks(self) -> None:
+        if not self.tasks:
+            for name in ("tasks_path", "fewshot"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)}: name the tasks too, such as tasks=[wikitext]"
+                    )
+            return
+        if self.fewshot is not None and self.fewshot < 0:
+            raise ValueError(f"fewshot={self.fewshot}: a number from 0 up")
+        if self.passkey.enabled:
+            raise ValueError(
+                "tasks and passkey=true are two evaluations; call eval.py once for each"
+            )
+        if self.devices > 1:
+            raise ValueError(f"devices={self.devices}: tasks run on one device; leave devices out")
+        if find_spec("lm_eval") is None:
+            raise ValueError(
+                f"tasks=[{','.join(self.tasks)}]: lm-evaluation-harness is not installed; pip install 'longctx[lm-eval]'"
+            )
+
+
+def names_data(changed: dict[str, str]) -> bool:
+    """Whether the words, key → value, name other documents than the run's own; ValueError where they only half do."""
+    for name in ("data.tokenizer", "data.vocab_size"):
+        if name in changed:
+            raise ValueError(
+                f"{name}={changed[name]}: the checkpoint brings its tokenizer; leave {name} out"
+            )
+    if "data.cache" in changed:
+        raise ValueError(
+            f"data.cache={changed['data.cache']}: nothing of data= is kept; leave data.cache out"
+        )
+    keys = [name for name in changed if name == "data" or name.startswith("data.")]
+    if keys and "data" not in changed:
+        raise ValueError(f"{keys[0]}={changed[keys[0]]}: say which source too, such as data=text")
+    if "data.val_fraction" in changed:
+        raise ValueError(
+            f"data.val_fraction={changed['data.val_fraction']}: all documents of data= are scored; leave it out"
+        )
+    if keys and "split" in changed:
+        raise ValueError(
+            f"split={changed['split']}: only the run's own data is split; leave out split, or data"
+        )
+    return bool(keys)
+
+
+def doubling(limit: int) -> list[int]:
+    """The contexts that lead up to `limit`: 1,024, 2,048, …, or four halvings of a shorter limit; [] where it has none."""
+    if limit < 16:
+        return []
+    first = 1024 if limit >= 8192 else 1 << (limit.bit_length() - 4)
+    lengths = []
+    while first < limit:
+        lengths.append(first)
+        first *= 2
+    return [*lengths, limit]

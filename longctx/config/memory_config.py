@@ -1,0 +1,139 @@
+"""What a model keeps for backward, and where: the keys of memory=. Free of torch, so that the command line answers at once.
+
+A policy is a set of values for the keys below it; a key that is given stands, one that is null is the policy's. They
+change speed and memory, never the gradients beyond the order of sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from longctx.config.fields import check, key
+
+LOGITS = {"fast": 2**29, "balanced": 2**29, "long": 2**27}  # of a chunk of the loss: tokens × words
+POLICIES: dict[str, dict[str, Any]] = {
+    "fast": {
+        "recompute": "none",
+        "keep_every": 1,
+        "mlp_tile": 0,
+        "offload": 0.0,
+        "optimizer": "fp32",
+    },
+    "balanced": {
+        "recompute": "block",
+        "keep_every": 1,
+        "mlp_tile": 0,
+        "offload": 0.0,
+        "optimizer": "fp32",
+    },
+    "long": {
+        "recompute": "block",
+        "keep_every": 2,
+        "mlp_tile": 32768,
+        "offload": 0.6,
+        "optimizer": "host",
+    },
+}
+
+
+@dataclass
+class MemoryConfig:
+    """What is kept for backward, and where; null: as the policy says."""
+
+    policy: str = key(
+        "auto",
+        "set by memory=NAME; auto: the first of fast, balanced, long that fits",
+        choices=("auto", *POLICIES),
+    )
+    recompute: str | None = key(
+        None,
+        "computed again in backward: none | mlp | block: all but attention itself",
+        choices=("none", "mlp", "block"),
+    )
+    keep_every: int | None = key(
+        None,
+        "with recompute=block: keep the input of every so many-th block only",
+        between=(1, 2**24),
+    )
+    mlp_tile: int | None = key(
+        None,
+        "with recompute: tokens that pass through projections and MLP at one time; 0: all",
+        between=(0, 2**24),
+    )
+    offload: float | None = key(
+        None,
+        "with recompute=block: the share of what is kept that lies in pinned host memory",
+        between=(0, 1),
+    )
+    loss_chunk: int | None = key(
+        None,
+        "tokens whose logits exist at one time; null: 1 GiB of logits, 256 MiB in long",
+        between=(1, 2**24),
+    )
+    optimizer: str | None = key(
+        None,
+        "AdamW's averages: fp32 | bf16 | host: fp32 in pinned host memory",
+        choices=("fp32", "bf16", "host"),
+    )
+
+    def validate(self) -> None:
+        """Raise ValueError naming `memory.<key>` for values that make no sense, or not together."""
+        check(self, "memory.")
+        self.policies()
+
+    def __str__(self) -> str:
+        """The policy, and where it is not plain fast its parts: what a run says at its beginning."""
+        plain = POLICIES["fast"] | {"loss_chunk": None}
+        parts = [
+            f"{name}={getattr(self, name)}"
+            for name in plain
+            if getattr(self, name) not in (None, plain[name])
+        ]
+        return ", ".join([self.policy, *parts])
+
+    def policies(self) -> list[str]:
+        """The policies that this may stand for, the fastest first: its own, or if it is auto all that go with what is given.
+
+        ValueError where none does.
+        """
+        names = list(POLICIES) if self.policy == "auto" else [self.policy]
+        found = [name for name in names if not self._contradiction(name)]
+        if not found:
+            raise ValueError(self._contradiction(names[0]))
+        return found
+
+    def _contradiction(self, policy: str) -> str:
+        """What does not go together where nulls are filled in as `policy` says; empty if all does."""
+        whole = self.filled(policy)
+        if whole.recompute != "block" and (whole.keep_every != 1 or whole.offload):
+            given = (
+                f"keep_every={whole.keep_every}"
+                if whole.keep_every != 1
+                else f"offload={whole.offload}"
+            )
+            return f"memory.{given} needs memory.recompute=block, not {whole.recompute}"
+        if whole.recompute == "none" and whole.mlp_tile:
+            return f"memory.mlp_tile={whole.mlp_tile} needs memory.recompute=mlp or block, not none"
+        return ""
+
+    def filled(self, policy: str) -> MemoryConfig:
+        """Every null but `loss_chunk` filled in as `policy`, fast, balanced or long, says; what is given stands."""
+        if policy not in POLICIES:
+            raise ValueError(
+                f"memory.policy={policy}: a run decides that; a model takes one of {', '.join(POLICIES)}"
+            )
+        values = {
+            name: value for name, value in POLICIES[policy].items() if getattr(self, name) is None
+        }
+        return replace(self, policy=policy, **values)
+
+    def chunk(self, vocab_size: int, device: str) -> int:
+        """Tokens whose logits exist at one time: `loss_chunk`, or as many as the policy allows on "cuda" or "cpu"."""
+        if self.loss_chunk is not None:
+            return self.loss_chunk
+        return (
+            1024
+            if device == "cpu"
+            else max(128, min(16384, LOGITS[self.policy] // vocab_size // 128 * 128))
+        )

@@ -1,0 +1,197 @@
+"""The shape of a GPT and what it costs. Free of torch, so that the command line answers at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from longctx.config.fields import check, key
+from longctx.config.rope_config import check_scaling
+
+LORA_TARGETS = ("qkv", "out", "gate_up", "down")
+
+
+@dataclass
+class AttentionConfig:
+    """Which backend computes attention, and how."""
+
+    backend: str = key("flash", "set by attention=NAME")
+    options: dict[str, Any] = key({}, "the backend's own: attention.options.kernel=cudnn of sdpa")
+
+
+@dataclass
+class LoraConfig:
+    """Training of low-rank additions to frozen weights: lora.rank=16."""
+
+    rank: int | None = key(
+        None, "of the additions; null: no LoRA, all weights are trained", between=(1, 4096)
+    )
+    scaling: float = key(2.0, "factor of the additions: what others call alpha / rank")
+    targets: list[str] = key(list(LORA_TARGETS), "layers: of qkv, out, gate_up, down")
+
+    def validate(self) -> None:
+        """Raise ValueError naming the first key whose value makes no sense."""
+        check(self, "lora.")
+        if not 0 < self.scaling < float("inf"):
+            raise ValueError(f"lora.scaling={self.scaling}: a number above 0")
+        if (
+            not self.targets
+            or set(self.targets) - set(LORA_TARGETS)
+            or len(set(self.targets)) < len(self.targets)
+        ):
+            raise ValueError(
+                f"lora.targets={self.targets}: of {', '.join(LORA_TARGETS)}, each once"
+            )
+        for name in ("scaling", "targets"):
+            if self.rank is None and getattr(self, name) != getattr(LoraConfig(), name):
+                raise ValueError(
+                    f"lora.{name}={getattr(self, name)}: does nothing without lora.rank, such as lora.rank=16"
+                )
+
+    def parameters(self, model: GPTConfig) -> int:
+        """Trained parameters beside those of `model`, which rest; 0 without LoRA."""
+        C, D, F = model.channels, model.head_size, model.ffn
+        sizes = {
+            "qkv": C + (model.heads + 2 * model.kv_heads) * D,
+            "out": model.heads * D + C,
+            "gate_up": C + 2 * F,
+            "down": F + C,
+        }
+        return model.layers * (self.rank or 0) * sum(sizes[name] for name in self.targets)
+
+
+@dataclass
+class GPTConfig:
+    """Sizes of a GPT in Llama's architecture; the defaults are the `tiny` preset."""
+
+    vocab_size: int | None = key(
+        None, "words; null: the tokenizer's, rounded up to a multiple of 64", between=(2, 2**31 - 1)
+    )
+    layers: int = key(4, "transformer blocks", between=(1, 2**20))
+    channels: int = key(128, "width of the residual stream", between=(1, 2**20))
+    heads: int = key(4, "query heads", between=(1, 2**20))
+    kv_heads: int = key(
+        2, "key-value heads, each shared by heads / kv_heads query heads", between=(1, 2**20)
+    )
+    head_dim: int | None = key(None, "channels of a head; null: channels / heads")
+    ffn: int = key(384, "inner width of SwiGLU", between=(1, 2**20))
+    rope_theta: float = key(500000.0, "base of the rotary frequencies")
+    rope_scaling: dict[str, Any] = key({}, "transformers' rope_parameters; {}: not scaled")
+    nope_layers: list[int] = key([], "layers without rotary embedding, as in SmolLM3; first is 0")
+    window: int | None = key(
+        None,
+        "keys that a query sees at most, its own among them; null: all before it",
+        between=(1, 2**31 - 1),
+    )
+    window_layers: list[int] | None = key(
+        None,
+        "layers that have the window, the first is 0; null: all",
+    )
+    norm_eps: float = key(1e-5, "added to the mean square in RMSNorm")
+    tied: bool = key(True, "the output head is the embedding")
+    qkv_bias: bool = key(False, "biases in the q, k and v projections, as in Qwen2")
+    out_bias: bool = key(False, "a bias in attention's output projection")
+    mlp_bias: bool = key(False, "biases in the projections of SwiGLU")
+    qk_norm: bool = key(False, "RMSNorm on every head of q and k, as in Qwen3")
+    context: int | None = key(
+        None,
+        "tokens that weights from elsewhere were made for, see init; null: those of seq_len",
+        between=(1, 2**31 - 1),
+    )
+    init_std: float = key(0.02, "of the normal distribution that weights are drawn from")
+
+    @classmethod
+    def of_saved(cls, saved: dict[str, Any]) -> GPTConfig:
+        """From the `model` part of a run's configuration; older runs have keys in it that now stand under memory."""
+        return cls(
+            **{
+                name: value
+                for name, value in saved.items()
+                if name not in ("recompute", "loss_chunk")
+            }
+        )
+
+    @property
+    def head_size(self) -> int:
+        """Channels of one head."""
+        return self.channels // self.heads if self.head_dim is None else self.head_dim
+
+    def window_of(self, layer: int) -> int | None:
+        """Keys that a query sees at most in `layer`, or None."""
+        return self.window if self.window_layers is None or layer in self.window_layers else None
+
+    def windows(self) -> dict[int | None, int]:
+        """Window (None: the whole past) → the number of layers that have it."""
+        each = [self.window_of(n) for n in range(self.layers)]
+        return {window: each.count(window) for window in dict.fromkeys(each)}
+
+    def validate(self) -> None:
+        """Raise ValueError naming `model.<key>` for sizes of which no model can be made."""
+        check(self, "model.")
+        for name in ("rope_theta", "norm_eps", "init_std"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"model.{name}={getattr(self, name)} must be a number above 0")
+        if self.heads % self.kv_heads:
+            divisors = ", ".join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)
+            raise ValueError(
+                f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv_heads}; "
+                f"kv_heads can be {divisors}"
+            )
+        self._validate_layers()
+        if self.head_dim is None and self.channels % self.heads:
+            raise ValueError(
+                f"model.channels={self.channels} is not a multiple of model.heads={self.heads}; "
+                "change one of them, or set model.head_dim"
+            )
+        if self.head_size < 2 or self.head_size % 2:
+            name = "model.head_dim" if self.head_dim is not None else "model.channels / model.heads"
+            raise ValueError(
+                f"{name}={self.head_size} must be an even number of at least 2: rotary embedding turns pairs"
+            )
+        check_scaling("model.rope_scaling", self.rope_scaling, self.head_size, self.context)
+
+    def _validate_layers(self) -> None:
+        if self.window is None and self.window_layers is not None:
+            raise ValueError(f"model.window_layers={self.window_layers}: give model.window too")
+        for name in ("nope_layers", "window_layers"):
+            layers = getattr(self, name) or []
+            if list(layers) != sorted(set(layers)) or any(not 0 <= n < self.layers for n in layers):
+                raise ValueError(
+                    f"model.{name}={list(layers)}: layers from 0 to {self.layers - 1}, each once, in order"
+                )
+
+    def matmul_parameters(self) -> int:
+        """Weights that every token is multiplied with: all linear layers and the output head, also where it is tied."""
+        return (
+            self.layers * self._block_matmul_parameters() + self._known_vocab_size() * self.channels
+        )
+
+    def parameters(self) -> int:
+        """Trainable parameters, a tied embedding counted once; raises ValueError while `vocab_size` is None."""
+        V, C, D = self._known_vocab_size(), self.channels, self.head_size
+        block = self._block_matmul_parameters() + 2 * C
+        block += (self.heads + 2 * self.kv_heads) * D if self.qkv_bias else 0
+        block += C if self.out_bias else 0
+        block += 2 * self.ffn + C if self.mlp_bias else 0
+        block += 2 * D if self.qk_norm else 0
+        return V * C * (1 if self.tied else 2) + self.layers * block + C
+
+    def flops_per_token(self, pairs_per_token: float, adapters: int = 0) -> float:
+        """FLOPs of forward and backward for one token that sees `pairs_per_token` keys on average (forward alone: a
+        third).
+
+        6 per matmul weight (PaLM, arXiv 2204.02311, appendix B) and 12 per visible pair, head and channel: pairs that a
+        mask hides are not work, nor is recomputation. With `adapters` weights of LoRA, 6 per one of them, and 4 per other
+        weight, which is not trained.
+        """
+        weights = (4 if adapters else 6) * self.matmul_parameters() + 6 * adapters
+        return weights + 12 * pairs_per_token * self.heads * self.head_size * self.layers
+
+    def _block_matmul_parameters(self) -> int:
+        C, D = self.channels, self.head_size
+        return C * (self.heads + 2 * self.kv_heads) * D + self.heads * D * C + 3 * C * self.ffn
+
+    def _known_vocab_size(self) -> int:
+        if self.vocab_size is None:
+            raise ValueError("model.vocab_size is not set; give it, or take it from a tokenizer")
+        return self.vocab_size

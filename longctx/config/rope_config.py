@@ -1,0 +1,144 @@
+"""The keys of rope=, and what transformers' rope_parameters may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from longctx.config.fields import check, key
+
+WAYS = ("keep", "auto", "abf", "ntk", "linear", "dynamic", "yarn", "llama3", "longrope")
+# rope_type → the keys that it needs, and those that it may have; "original" is short for the length of pretraining.
+ORIGINAL = "original_max_position_embeddings"
+KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "yarn": (
+        (ORIGINAL,),
+        (
+            "factor",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        ),
+    ),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", ORIGINAL), ()),
+    "longrope": (("short_factor", "long_factor", ORIGINAL), ("factor", "attention_factor")),
+}
+
+
+@dataclass
+class RopeConfig:
+    """How the positions of init's weights are stretched to seq_len; set by rope=NAME."""
+
+    type: str = key("keep", "set by rope=NAME")
+    factor: float | None = key(
+        None, "how many times the original length; null: seq_len / original", between=(1, 2**24)
+    )
+    original: int | None = key(
+        None,
+        "tokens that the weights were trained for; null: what their config.json says",
+        between=(2, 2**31 - 1),
+    )
+    theta: float | None = key(None, "rope=abf: the new base of the frequencies")
+    options: dict[str, Any] = key({}, "the type's own: rope.options.beta_fast=32 of yarn")
+
+    def validate(self) -> None:
+        """Raise ValueError naming the first key that cannot be right."""
+        if self.type not in WAYS:
+            raise ValueError(f"rope={self.type}: one of {', '.join(WAYS)}")
+        check(self, "rope.")
+        if self.theta is not None and not 1 < self.theta < float("inf"):
+            raise ValueError(f"rope.theta={self.theta}: a number above 1")
+        if self.type == "abf" and self.theta is None:
+            raise ValueError(
+                "rope=abf: needs the new base of the frequencies, such as rope.theta=5000000"
+            )
+        if self.type != "abf" and self.theta is not None:
+            raise ValueError(
+                f"rope={self.type} rope.theta={self.theta}: rope.theta goes with rope=abf"
+            )
+        for name in ("factor", "original"):
+            if getattr(self, name) is not None and self.type in ("keep", "abf", "auto"):
+                raise ValueError(f"rope.{name}={getattr(self, name)}: not used by rope={self.type}")
+        allowed = sum(KEYS.get(self.type, ((), ())), ())
+        for name, value in self.options.items():
+            if name not in allowed or name in ("factor", ORIGINAL):
+                have = ", ".join(x for x in allowed if x not in ("factor", ORIGINAL)) or "none"
+                raise ValueError(
+                    f"rope.options.{name}={value}: not an option of rope={self.type}; it has: {have}"
+                )
+
+
+def check_scaling(
+    place: str, scaling: Mapping[str, Any], head_dim: int, context: int | None
+) -> None:
+    """Raise ValueError naming `place`.<key> for the first key of rope_parameters that is missing, unknown or wrong."""
+    kind = scaling.get("rope_type", "default")
+    if kind not in KEYS:
+        raise ValueError(f"{place}.rope_type={kind} is not covered; there are {', '.join(KEYS)}")
+    needed, more = KEYS[kind]
+    for name, value in scaling.items():
+        if name not in (*needed, *more, "rope_type"):
+            raise ValueError(f"{place}.{name}={value!r} is not covered for rope_type={kind}")
+    for name in needed:
+        if scaling.get(name) is None:
+            raise ValueError(f"{place}.{name} is missing, which rope_type={kind} needs")
+    for name in (
+        "factor",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "low_freq_factor",
+        "high_freq_factor",
+    ):
+        value = scaling.get(name)
+        if value is not None and not (_is_number(value) and value > 0):
+            raise ValueError(f"{place}.{name}={value!r} must be a number above 0")
+    for name in ("mscale", "mscale_all_dim"):
+        if scaling.get(name) is not None and not _is_number(scaling[name]):
+            raise ValueError(f"{place}.{name}={scaling[name]!r} must be a number")
+    if not isinstance(scaling.get("truncate", True), bool):
+        raise ValueError(f"{place}.truncate={scaling['truncate']!r} must be true or false")
+    old = scaling.get(ORIGINAL, 2)
+    if not isinstance(old, int) or isinstance(old, bool) or old < 2:
+        raise ValueError(f"{place}.{ORIGINAL}={old!r} must be a whole number from 2 up")
+    _check_type(place, kind, scaling, head_dim, context)
+
+
+def _check_type(
+    place: str, kind: str, scaling: Mapping[str, Any], head_dim: int, context: int | None
+) -> None:
+    for name in ("short_factor", "long_factor") if kind == "longrope" else ():
+        found = scaling[name]
+        if (
+            not isinstance(found, list | tuple)
+            or len(found) != head_dim // 2
+            or not all(_is_number(x) for x in found)
+        ):
+            raise ValueError(
+                f"{place}.{name} must be a list of {head_dim // 2} numbers, half the head size"
+            )
+    if kind == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
+        raise ValueError(
+            f"{place}.low_freq_factor={scaling['low_freq_factor']} must be below high_freq_factor"
+        )
+    if context is None and (
+        kind in ("dynamic", "longrope") or (kind == "yarn" and scaling.get("factor") is None)
+    ):
+        raise ValueError(
+            f"{place}.rope_type={kind}: needs model.context, the tokens that the model was made for"
+        )
+    if kind == "dynamic" and head_dim <= 2:
+        raise ValueError(f"{place}.rope_type=dynamic: needs heads of more than 2 channels")
+
+
+def _is_number(value: Any) -> bool:
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+    )

@@ -1,0 +1,330 @@
+"""What a training run is told: its keys, checked, and completed for the machine at hand.
+
+Torch-free, so that `python train.py --help` and every mistyped word are answered in a second.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from longctx.config.data_config import DataConfig
+from longctx.config.eval_config import PasskeyConfig
+from longctx.config.fields import check, group, in_range, key
+from longctx.config.memory_config import MemoryConfig
+from longctx.config.model_config import AttentionConfig, GPTConfig, LoraConfig
+from longctx.config.rope_config import RopeConfig
+
+LONGEST_ROW = 2**24
+LONGEST = -(2**62)  # what seq_len=max is in a configuration, until a run has found the length
+SPELLED = {
+    "seq_len=max": f"seq_len={LONGEST}"
+}  # words of the command line → what the schema can hold
+TOKENS_PER_MICRO_BATCH = {"cuda": 16384, "cpu": 4096}
+TOKENS_PER_STEP = {"cuda": 65536, "cpu": 4096}
+TOKENS_PER_VALIDATION = {"cuda": 262144, "cpu": 32768}
+STEPS = {"cuda": 300, "cpu": 60}
+
+
+@dataclass
+class StrategyConfig:
+    """How several devices share the work."""
+
+    name: str = key(
+        "auto",
+        "auto: ddp with more than one device, else none | ddp: a copy of the model per device",
+        choices=("auto", "ddp"),
+    )
+
+
+@dataclass
+class WandbConfig:
+    """What Weights & Biases is told about a run."""
+
+    project: str = key("longctx", "the project that the run appears in")
+    entity: str | None = key(None, "team or user; null: your default")
+    mode: str = key(
+        "auto",
+        "auto: online with an API key, else offline | online | offline | disabled",
+        choices=("auto", "online", "offline", "disabled"),
+    )
+    group: str | None = key(
+        None,
+        "runs of one group are drawn together; null: offline, the run and what continues it",
+    )
+    job_type: str = key("train", "the kind of run, to filter by; eval.py's is eval")
+    tags: list[str] = key([], "such as [baseline,h200]")
+    notes: str | None = key(None, "a sentence about the run")
+    artifacts: bool = key(False, "also upload the checkpoints")
+
+
+@dataclass
+class KernelConfig:
+    """Whether a run holds on to its kernels; kernel.lock.json in its folder says which they are."""
+
+    lock: str = key(
+        "auto",
+        "auto: record, on resume strict | record: take what is here now | strict: refuse others"
+        " | off",
+        choices=("auto", "record", "strict", "off"),
+    )
+
+
+@dataclass
+class TrainConfig:
+    """One training run."""
+
+    seq_len: int = key(
+        4096,
+        "tokens per row: the context that the model trains at; max: the longest that fits the GPU",
+    )
+    seq_len_schedule: list[list[int]] | None = key(
+        None,
+        "[[tokens per row, steps], …]: shorter rows first, steps as large",
+    )
+    batch_size: int | None = key(
+        None,
+        "rows per device and micro-batch; null: a step's if that fits, else 16,384 tokens",
+        between=(1, 10**9),
+    )
+    accumulate: int | None = key(
+        None,
+        "micro-batches per step; null: 65,536 tokens a step on a GPU, 4,096 on a CPU",
+        between=(1, 10**9),
+    )
+    max_steps: int | None = key(
+        None,
+        "optimizer steps; null: from max_tokens, else 300 on a GPU and 60 on a CPU",
+        between=(1, 10**9),
+    )
+    max_tokens: int | None = key(
+        None,
+        "stop after about so many tokens, padding included, instead of max_steps",
+        between=(1, 10**15),
+    )
+    lr: float | None = key(
+        None,
+        "peak rate of AdamW; null: 0.5 / model.channels, with init 2e-5, with lora 2e-4",
+        between=(0.0, 10.0),
+    )
+    min_lr: float = key(0.1, "the cosine ends at this share of lr", between=(0.0, 1.0))
+    warmup_steps: int | None = key(
+        None, "linear warm-up; null: a tenth of the steps, at most 200", between=(0, 10**9)
+    )
+    weight_decay: float = key(
+        0.1, "on matrices, embeddings among them; never on norms and biases", between=(0.0, 10.0)
+    )
+    betas: tuple[float, float] = key(
+        (0.9, 0.95),
+        "AdamW's averages of the gradient and of its square",
+    )
+    clip: float | None = key(1.0, "largest global gradient norm; null: no clipping")
+    seed: int = key(
+        1, "of the initial weights and of the order of the rows", between=(0, 2**63 - 1)
+    )
+    device: str = key(
+        "auto", "auto: a GPU if there is one | cpu | cuda", choices=("auto", "cpu", "cuda")
+    )
+    devices: int = key(1, "GPUs, or processes on a CPU", between=(1, 4096))
+    precision: str = key(
+        "auto",
+        "auto: bf16 on a GPU, fp32 on a CPU | bf16: fp32 weights, the rest in bf16 | fp32",
+        choices=("auto", "bf16", "fp32"),
+    )
+    compile: str = key(
+        "auto",
+        "auto: on a GPU | true | false: torch.compile of each transformer block",
+    )
+    deterministic: bool = key(False, "only algorithms that give the same bits in every run; slower")
+    name: str | None = key(
+        None,
+        "of the run's folder; null: made of what differs from the defaults, and a counter",
+    )
+    init: str | None = key(
+        None,
+        "start from this Hugging Face folder (config.json, safetensors): its model and tokenizer",
+    )
+    resume: str | None = key(None, "continue this run, for example runs/tiny-flash-4k-001")
+    runs: str = key("runs", "the folder that runs are written to")
+    val_every: int | None = key(
+        None,
+        "steps between validations, also one at step 0; null: a fifth of the run, 20 or more",
+        between=(1, 10**9),
+    )
+    val_rows: int | None = key(
+        None,
+        "rows of a validation; null: 262,144 tokens on a GPU, 32,768 on a CPU; 0: all",
+        between=(0, 10**9),
+    )
+    checkpoint_every: int = key(
+        200, "steps between checkpoints; one always comes at the end", between=(1, 10**9)
+    )
+    keep_checkpoints: int = key(2, "the newest so many stay on disk", between=(1, 10**9))
+    log_every: int = key(5, "steps between rows of metrics.jsonl", between=(1, 10**9))
+    workers: int = key(1, "processes that prepare batches, per device; 0: none", between=(0, 256))
+    attention: AttentionConfig = group(AttentionConfig)
+    kernel: KernelConfig = group(KernelConfig)
+    model: GPTConfig = group(GPTConfig)
+    memory: MemoryConfig = group(MemoryConfig)
+    lora: LoraConfig = group(LoraConfig)
+    rope: RopeConfig = group(RopeConfig)
+    passkey: PasskeyConfig = group(PasskeyConfig)  # at every validation
+    data: DataConfig = group(DataConfig)
+    strategy: StrategyConfig = group(StrategyConfig)
+    wandb: WandbConfig = group(WandbConfig)
+
+    def validate(self) -> None:
+        """Raise ValueError naming the first key whose value makes no sense on any machine, with any data."""
+        check(self)
+        if self.seq_len != LONGEST:
+            in_range("seq_len", self.seq_len, 2, LONGEST_ROW)
+        self._validate_schedule()
+        if self.max_tokens is not None and self.max_steps is not None:
+            raise ValueError(
+                f"max_steps={self.max_steps} and max_tokens={self.max_tokens} both end the run; give one"
+            )
+        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
+            raise ValueError(
+                f"betas={list(self.betas)}: two numbers from 0 up to, not including, 1, such as [0.9,0.95]"
+            )
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip={self.clip}: a norm above 0, or null for no clipping")
+        if self.compile.lower() not in ("auto", "true", "false"):
+            raise ValueError(f"compile={self.compile}: one of auto, true, false")
+        check(self.kernel, "kernel.")
+        check(self.strategy, "strategy.")
+        check(self.wandb, "wandb.")
+        if self.name is not None:
+            check_name(self.name)
+        if self.init == "":
+            raise ValueError(
+                "init= names no folder; give a Hugging Face folder, or leave it out for random weights"
+            )
+        if self.resume == "":
+            raise ValueError(
+                "resume= names no run; give its folder, such as resume=runs/NAME, or leave it out"
+            )
+        if not self.runs.strip() or "\0" in self.runs:
+            raise ValueError(f"runs={self.runs!r}: the path of a folder")
+        self.model.validate()
+        self.memory.validate()
+        if self.memory.optimizer == "bf16" and self.betas[1] > 0.98:
+            raise ValueError(
+                f"memory.optimizer=bf16 with betas[1]={self.betas[1]}: a change of less than 1/256 is lost in 16 bits and "
+                "the average stands still; use betas[1] up to 0.98, or memory.optimizer=fp32 or host"
+            )
+        self.rope.validate()
+        self.passkey.validate()
+        if self.rope.type != "keep" and self.init is None:
+            raise ValueError(
+                f"rope={self.rope.type}: stretches trained weights, and init= names none; leave rope out"
+            )
+        self.lora.validate()
+        self.data.validate_words()
+
+    def _validate_schedule(self) -> None:
+        before = 1
+        for stage in self.seq_len_schedule or []:
+            said = f"seq_len_schedule={self.seq_len_schedule}"
+            if len(stage) != 2 or stage[1] < 1:
+                raise ValueError(
+                    f"{said}: pairs of row length and steps, such as [[2048,100],[8192,50]]"
+                )
+            if self.seq_len == LONGEST:
+                raise ValueError(
+                    f"{said}: its lengths divide seq_len, which seq_len=max leaves open; give a number"
+                )
+            if not before < stage[0] < self.seq_len or self.seq_len % stage[0]:
+                raise ValueError(
+                    f"{said}: growing lengths that divide seq_len={self.seq_len}, which comes last"
+                )
+            before = stage[0]
+
+
+@dataclass
+class CompleteConfig(TrainConfig):
+    """A configuration in which nothing is left to be decided; made by `complete`."""
+
+    batch_size: int = 1
+    accumulate: int = 1
+    max_steps: int = 1
+    lr: float = 1e-3
+    warmup_steps: int = 0
+    val_every: int = 1
+    val_rows: int = 0
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows that one optimizer step takes, over all micro-batches and devices."""
+        return self.batch_size * self.accumulate * self.devices
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError unless `name` is safe as the name of one folder."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        raise ValueError(
+            f"name={name!r}: names a folder: up to 100 letters, digits, '.', '_', '-', the first a letter or digit"
+        )
+
+
+def complete(config: TrainConfig, device: str) -> CompleteConfig:
+    """The configuration with every null that depends on `device` ("cuda" or "cpu") filled in; pure.
+
+    On a GPU `longctx.planner.fitting.decide` may make fewer micro-batches of the same step. ValueError for seq_len=max, which
+    depends on more than that.
+    """
+    if config.seq_len == LONGEST:
+        raise ValueError("seq_len=max: a run finds that on its GPU; here give a number of tokens")
+    batch_size = config.batch_size or max(1, TOKENS_PER_MICRO_BATCH[device] // config.seq_len)
+    micro_batch = batch_size * config.seq_len * config.devices
+    accumulate = config.accumulate or max(1, TOKENS_PER_STEP[device] // micro_batch)
+    if config.max_tokens is not None:
+        steps = math.ceil(config.max_tokens / (micro_batch * accumulate))
+    else:
+        steps = config.max_steps or STEPS[device]
+    if sum(length for _, length in config.seq_len_schedule or []) >= steps:
+        raise ValueError(
+            f"seq_len_schedule={config.seq_len_schedule}: takes all {steps:,} steps; leave some for seq_len"
+        )
+    warmup = min(200, steps // 10) if config.warmup_steps is None else config.warmup_steps
+    decided = {
+        "batch_size": batch_size,
+        "accumulate": accumulate,
+        "max_steps": steps,
+        "max_tokens": None,
+        "lr": default_rate(config) if config.lr is None else config.lr,
+        "warmup_steps": warmup,
+        "val_every": config.val_every or max(20, math.ceil(steps / 5)),
+        "val_rows": max(1, TOKENS_PER_VALIDATION[device] // config.seq_len)
+        if config.val_rows is None
+        else config.val_rows,
+        "memory": config.memory.filled(config.memory.policies()[0]),
+        "precision": {"cuda": "bf16", "cpu": "fp32"}[device]
+        if config.precision == "auto"
+        else config.precision,
+        "compile": str(device == "cuda").lower()
+        if config.compile.lower() == "auto"
+        else config.compile.lower(),
+    }
+    return CompleteConfig(**(vars(config) | decided))
+
+
+def default_rate(config: TrainConfig) -> float:
+    """The peak rate: near GPT-3's table of sizes from random weights; for trained ones what those who stretch them take
+    (YaRN, arXiv 2309.00071), and ten times that for LoRA, whose additions begin at zero (arXiv 2405.09673).
+    """
+    if config.lora.rank is not None:
+        return 2e-4
+    return 2e-5 if config.init is not None else 0.5 / config.model.channels
+
+
+def upgraded(saved: dict[str, Any]) -> dict[str, Any]:
+    """A run's configuration as this version has it; older ones say recompute and loss_chunk under model."""
+    model = dict(saved.get("model") or {})
+    if not {"recompute", "loss_chunk"} & model.keys():
+        return saved
+    recompute, chunk = model.pop("recompute", False), model.pop("loss_chunk", None)
+    memory = {"policy": "balanced" if recompute else "fast", "loss_chunk": chunk}
+    return saved | {"model": model, "memory": memory | dict(saved.get("memory") or {})}

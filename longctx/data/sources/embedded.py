@@ -1,0 +1,91 @@
+"""The corpus that every installation has: Python source of the standard library and of the
+installed torch package.
+
+About 2,400 files, 50 MB, real documents up to 100,000 tokens long, and no network. Left out: tests,
+codecs' and other generated tables, third-party code that either of them carries along, and files of
+a few hundred bytes or less.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+from longctx.config.data_config import DataConfig
+from longctx.data.sources import Corpus, Document, Part
+
+_SKIPPED_FOLDERS = {
+    *(
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+        "_vendor",
+        "_vendored_packages",
+        "_bundled",
+    ),  # others' code
+    *("test", "tests", "idle_test", "_internal_tests"),
+    *("encodings", "pydoc_data", "generated", "serialized_patterns"),  # tables
+}
+_SKIPPED_PATHS = {
+    "torch/testing/_internal",
+    "torch/sparse/_triton_ops_meta.py",
+    "torch/utils/hipify/cuda_to_hip_mappings.py",
+    "torch/_numpy/_casting_dicts.py",
+    "torch/_inductor/autoheuristic/artifacts",
+    "stdlib/lib2to3",
+    "stdlib/html/entities.py",
+    "stdlib/re/_casefix.py",
+    "stdlib/stringprep.py",
+}
+_SKIPPED_PREFIXES = ("_sysconfigdata", "config-")  # of a file's or folder's name
+_SMALLEST = 256  # bytes; what is left out is mostly empty __init__.py
+
+
+def open_corpus(config: DataConfig) -> Corpus:
+    files: list[tuple[str, str, int]] = []
+    versions = {"python": sys.version.split()[0]}
+    files += _python_files(Path(sysconfig.get_path("stdlib")), "stdlib")
+    torch = find_spec("torch")
+    if torch is not None and torch.submodule_search_locations:
+        files += _python_files(Path(torch.submodule_search_locations[0]), "torch")
+        versions["torch"] = version("torch")
+    if not files:
+        folder = sysconfig.get_path("stdlib")
+        raise FileNotFoundError(
+            f"data=embedded: no Python source in {folder} or torch; use data=text data.path=FOLDER"
+        )
+    parts = [Part(name, lambda name=name, path=path: _read(name, path)) for name, path, _ in files]  # type: ignore[misc]
+    return Corpus([versions, [(name, size) for name, _, size in files]], parts, len(parts))
+
+
+def _read(name: str, path: str) -> Iterator[Document]:
+    with open(path, "rb") as file:
+        data = file.read()
+    try:
+        yield Document(name, data.decode("utf-8"))
+    except UnicodeDecodeError:
+        return  # a source file in another encoding; there are none outside of the tests today
+
+
+def _python_files(root: Path, name: str) -> list[tuple[str, str, int]]:
+    """(name, path, bytes) of the files kept under `root`, sorted by name."""
+    found = []
+    folders = [(name, str(root))]
+    while folders:
+        prefix, folder = folders.pop()
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                inner = f"{prefix}/{entry.name}"
+                if inner in _SKIPPED_PATHS or entry.name.startswith(_SKIPPED_PREFIXES):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    if entry.name not in _SKIPPED_FOLDERS:
+                        folders.append((inner, entry.path))
+                elif entry.name.endswith(".py") and (size := entry.stat().st_size) > _SMALLEST:
+                    found.append((inner, entry.path, size))
+    return sorted(found)

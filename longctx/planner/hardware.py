@@ -1,0 +1,104 @@
+"""GPUs by name: their peak, their bandwidth, their memory; and which one is here. Free of torch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+
+GIB = 2**30
+# What torch calls the device, the most specific name first: dense bf16 FLOP/s and bytes per second
+# of HBM, from NVIDIA's data sheets.
+CHIPS = {
+    "H200 NVL": (835e12, 4.8e12),
+    "H200": (989e12, 4.8e12),
+    "GH200": (989e12, 4.0e12),
+    "H100 NVL": (835e12, 3.9e12),
+    "H100 PCIe": (756e12, 2.0e12),
+    "H100": (989e12, 3.35e12),
+    "B200": (2250e12, 8.0e12),
+    "A100": (312e12, 2.0e12),
+    "L40S": (362e12, 0.864e12),
+    "L4": (121e12, 0.3e12),
+}
+HOPPERS = {"H100", "H200", "GH200", "H800", "H20"}
+ASSUMED = "NVIDIA H200", 139.8  # GiB; where there is no GPU and none is named
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A GPU, or what is assumed of one; `flops` and `bandwidth` are None where the name is not
+    known.
+    """
+
+    name: str
+    memory: float  # bytes
+    flops: float | None
+    bandwidth: float | None
+
+    @property
+    def hopper(self) -> bool:
+        """Whether it is a Hopper, for which flash has kernels of its own."""
+        return not HOPPERS.isdisjoint(self.name.upper().replace("-", " ").split())
+
+    @property
+    def usable(self) -> float:
+        """Bytes that tensors can take: CUDA's context, library workspaces and gaps between tensors
+        left out.
+        """
+        return 0.985 * self.memory - 0.8 * GIB
+
+
+def chip(name: str, memory: float) -> Chip:
+    """The chip that torch calls `name`, with so many bytes of memory."""
+    flops, bandwidth = known(name) or (None, None)
+    return Chip(name, memory, flops, bandwidth)
+
+
+def known(name: str) -> tuple[float, float] | None:
+    """Dense bf16 FLOP/s and bytes per second of the GPU that torch calls `name`; None where it is
+    not in the table.
+    """
+    words = name.upper().replace("-", " ").split()
+    if "MIG" in words:  # a part of the chip
+        return None
+    for of, figures in CHIPS.items():
+        if all(word in words for word in of.upper().split()):
+            return figures
+    return None
+
+
+def peak_flops(name: str) -> float | None:
+    """Dense bf16 FLOP/s of the GPU that torch calls `name`; None where it is not known."""
+    found = known(name)
+    return found[0] if found else None
+
+
+def here() -> Chip | None:
+    """The first GPU of this machine as CUDA's driver describes it; None where there is no driver or
+    no GPU.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, size, name = ctypes.c_int(), ctypes.c_size_t(), ctypes.create_string_buffer(256)
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
+        return None
+    if driver.cuDeviceGetName(name, 256, device) or driver.cuDeviceTotalMem_v2(
+        ctypes.byref(size), device
+    ):
+        return None
+    return chip(name.value.decode(), float(size.value))
+
+
+def host_memory() -> float:
+    """Bytes of memory that this machine has, or its control group may use, swap left out."""
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path, encoding="ascii") as file:
+                most = min(most, int(file.read()))
+        except (OSError, ValueError):  # no such group, or "max"
+            continue
+    return float(most)

@@ -1,0 +1,352 @@
+"""Peak memory of a training step, predicted: the tensors alive at each moment at which many are.
+Free of torch.
+
+The largest moment is the peak, as `torch.cuda.max_memory_allocated` counts it. What a block keeps
+is what torch.compile's partitioner saves of it (recompute=none) or what longctx.model.recompute
+does; tests compare both with the real thing.
+
+Letters: N tokens of a micro-batch in B rows of T; C channels, F ffn, H and Hkv heads of D, L
+layers, V words; e bytes of an activation. "Kept" is what forward leaves for backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from longctx.config.train_config import CompleteConfig
+
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
+KEPT, ATTENTION, MLP, LOSS, BATCH = (
+    "kept activations",
+    "attention workspace",
+    "MLP workspace",
+    "loss",
+    "batch",
+)
+TERMS = (PARAMETERS, GRADIENTS, OPTIMIZER, KEPT, ATTENTION, MLP, LOSS, BATCH)
+Terms = dict[str, float]
+CUBLAS = (
+    65 * 2**20
+)  # its workspaces on Hopper, of forward's thread and of backward's, allocated through torch
+FP32 = 4
+SLICE = (
+    2**26
+)  # parameters that a stored optimizer updates at one time, see longctx.training.optimizer
+HOPPER_HEAD_SIZES = range(64, 129, 8)  # see longctx.kernels.flash, which needs torch
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by term that one process takes of its GPU, at the moment of a step when that is most,
+    and of the host.
+    """
+
+    moment: str
+    gpu: Terms
+    host: Terms = field(default_factory=dict)
+
+    @property
+    def peak(self) -> float:
+        """Bytes of the GPU at that moment."""
+        return sum(self.gpu.values())
+
+    @property
+    def largest(self) -> str:
+        """The term that takes most."""
+        return max(self.gpu, key=lambda term: self.gpu[term])
+
+
+def predict(config: CompleteConfig, device: str = "cuda") -> Memory:
+    """Peak memory of a run on one of its devices, "cuda" or "cpu"; ValueError where memory=auto is
+    undecided.
+    """
+    step = _Step(config, device)
+    moment, gpu = max(step.moments(), key=lambda found: sum(found[1].values()))
+    return Memory(moment, {term: gpu.get(term, 0.0) for term in TERMS}, step.host())
+
+
+def for_hopper(config: CompleteConfig) -> bool:
+    """Whether flash takes its Hopper kernels for `config` on a Hopper GPU. Memory is predicted as
+    if every GPU were one, so on others a sum of dq too much is counted unless
+    attention.options.kernel=portable.
+    """
+    kernel = config.attention.options.get("kernel", "auto")
+    if config.attention.backend != "flash" or kernel != "auto":
+        return config.attention.backend == "flash" and kernel == "hopper"
+    return config.precision == "bf16" and config.model.head_size in HOPPER_HEAD_SIZES
+
+
+class _Step:
+    """The inventory of one training step."""
+
+    def __init__(self, config: CompleteConfig, device: str) -> None:
+        m = config.model
+        self.config, self.model, self.memory = config, m, config.memory.filled(config.memory.policy)
+        self.device, self.libraries = device, CUBLAS if device == "cuda" else 0
+        self.B, self.T = config.batch_size, config.seq_len
+        self.N = self.B * self.T
+        self.C, self.F, self.L, self.V = m.channels, m.ffn, m.layers, int(m.vocab_size or 0)
+        self.H, self.q, self.kv = (
+            m.heads,
+            m.heads * m.head_size,
+            m.kv_heads * m.head_size,
+        )  # q, kv: channels
+        self.e = 2 if config.precision == "bf16" else FP32
+        self.compiled = config.compile == "true"
+        self.backend = config.attention.backend
+        self.before_weights = self.C * (
+            self.q + 2 * self.kv
+        )  # of a block's products, before and after attention
+        self.after_weights = self.q * self.C + 3 * self.C * self.F
+        self.added = config.lora.parameters(
+            m
+        )  # LoRA: these are trained, in fp32, and the model's own weights rest
+        self.trained = self.added or m.parameters()
+        self.gradient = (
+            0 if self.added else FP32
+        )  # bytes of the gradient of one of the model's own weights
+        self.copy = self.e if self.e < FP32 and not self.added else 0  # and of its copy in 16 bits
+        # One kernel makes the product of gate and up again in backward, see longctx.kernels.swiglu.
+        targets = config.lora.targets if self.added else []
+        self.kernels = device == "cuda" and self.e < FP32
+        self.fused = self.kernels and "down" not in targets
+        # Of N × F elements, where a product has a thin one beside it and both are there before they
+        # are added up:
+        self.lora_product = 1 if "down" in targets else 0  # the gradient of gate and up's product
+        self.lora_gate_up = 6 if "gate_up" in targets else 0  # gate and up, uncompiled
+        self.tile = self.tile_of(self.memory.mlp_tile or self.N)
+
+    def moments(self) -> Iterator[tuple[str, Terms]]:
+        """Every moment that can be the peak, with its bytes by term."""
+        always = self.always()
+        gradients, embedding = FP32 * self.trained, self.gradient * self.V * self.C
+        block = (
+            self.gradient * (self.before_weights + self.after_weights) + FP32 * self.added / self.L
+        )
+        tied = self.model.tied
+        # From the second micro-batch on every gradient is there all the time, and always where DDP
+        # keeps them in its buckets.
+        full = (
+            self.config.accumulate > 1
+            or self.config.devices > 1
+            or self.config.strategy.name == "ddp"
+        )
+        before = gradients if full else 0.0
+        yield "loss", _sum(always, {GRADIENTS: before}, self.kept(self.L), self.loss())
+        # The head's gradient is there at once; a tied one waits beside the sum for that of the
+        # embedding.
+        head = embedding if tied or not full else 0.0
+        # The norm's input and both its gradients; where no kernel of ours takes them as they are,
+        # in fp32, and the loss's too.
+        norm = (3 * self.e if self.kernels else 3 * FP32 + self.e) * self.C * self.N
+        yield (
+            "backward of the last norm",
+            _sum(always, {GRADIENTS: before + head, LOSS: norm}, self.kept(self.L)),
+        )
+        for layer in range(self.L, 0, -1):
+            held = _sum(
+                always,
+                {GRADIENTS: before + head + (0.0 if full else block * (self.L - layer))},
+                self.kept(layer),
+            )
+            for name, work in (
+                ("MLP", self.mlp_backward(layer)),
+                ("attention", self.attention_backward(layer)),
+            ):
+                yield f"backward of block {layer}, {name}", _sum(held, work)
+        last = (gradients if full else gradients - embedding) + (embedding if tied else 0.0)
+        sparse = (
+            tied and self.device == "cuda" and not self.config.deterministic
+        )  # added to the head's in place
+        last += 0.0 if sparse else embedding
+        tokens = {GRADIENTS: last, KEPT: (FP32 + self.e) * self.C * self.N}
+        yield "backward of the embedding", _sum(always, tokens)
+        yield "optimizer", _sum(always, {GRADIENTS: gradients, OPTIMIZER: self.update()})
+        if self.config.val_rows:
+            yield "validation", _sum(always, self.validation())
+
+    def tile_of(self, most: int) -> int:
+        """Tokens of a tile of at most so many: all tiles are about equal, see
+        `longctx.model.recompute`.
+        """
+        pieces = -(-self.N // most)
+        return self.N if pieces == 1 else min(most, -(-self.N // pieces // 128) * 128)
+
+    def always(self) -> Terms:
+        """Parameters, optimizer state, and what every layer of a micro-batch reads."""
+        per_parameter = {"fp32": 8, "bf16": 4, "host": 0}[self.memory.optimizer or "fp32"]
+        batch = 24 * self.N * self.config.accumulate  # tokens, targets, doc_ids, int64
+        mask = (16 + 8) * self.N  # first, last of queries and of keys; positions
+        rope = FP32 * self.N * self.model.head_size  # cos and sin
+        own = (self.e if self.added else FP32) * self.model.parameters() + FP32 * self.added
+        return {
+            PARAMETERS: own,
+            OPTIMIZER: per_parameter * self.trained,
+            BATCH: batch + mask + rope + self.libraries,
+        }
+
+    def update(self) -> float:
+        """What the optimizer takes besides its state: a slice of those averages that are on the
+        host.
+        """
+        largest = self.added / self.L if self.added else max(self.V * self.C, 2 * self.C * self.F)
+        return 2.0 * FP32 * min(SLICE, largest) if self.memory.optimizer == "host" else 0.0
+
+    def host(self) -> Terms:
+        """Bytes of host memory that grow with the run: the optimizer's, and kept activations in
+        pinned memory.
+        """
+        optimizer = {"host": 2 * FP32 * self.trained}.get(self.memory.optimizer or "fp32", 0)
+        away = [self.kept_by(layer) for layer in range(self.away())]
+        return {OPTIMIZER: float(optimizer), KEPT: float(sum(away))}
+
+    def away(self) -> int:
+        """Layers whose kept activations lie on the host: the first so many."""
+        return round((self.memory.offload or 0.0) * self.L)
+
+    def kept_by(self, layer: int) -> float:
+        """Bytes that block `layer`, from 0, keeps."""
+        N, C, F, e = self.N, self.C, self.F, self.e
+        if self.memory.recompute == "block":
+            x = float(e * C * N) if layer % (self.memory.keep_every or 1) == 0 else 0.0
+            lse = (
+                FP32 * self.H * N if self.backend == "flash" else 0
+            )  # the others run forward again
+            return x + e * self.q * N + lse  # with attention's output
+        attention: float = e * self.q * N + FP32 * self.H * N  # its output and lse
+        attention += e * (self.q + self.kv) * N  # q and k, turned
+        if self.backend == "naive":
+            attention += e * self.kv * N + self.scores_kept() * self.H * self.N * self.T
+        else:
+            attention += e * (self.q + 2 * self.kv) * N  # v is a part of the projection's output
+        norm = e * C * N + FP32 * N  # its output, and 1 / rms
+        weights = self.copy * self.before_weights  # in 16 bits, for backward
+        kept = e * C * N + norm + attention + weights  # with the block's input
+        if self.memory.recompute == "mlp":
+            return kept
+        weights = self.copy * self.after_weights
+        inner = 2 * F if self.fused else 3 * F  # gate and up, and their product
+        return kept + e * C * N + norm + e * inner * N + weights  # with attention's projection
+
+    def kept(self, layers: int) -> Terms:
+        """What the first `layers` blocks keep on the GPU."""
+        return {KEPT: sum(self.kept_by(layer) for layer in range(self.away(), layers))}
+
+    def scores_kept(self) -> float:
+        """Bytes per score that naive attention leaves for backward."""
+        if self.compiled and self.memory.recompute == "none":
+            return 2 * self.e  # raw scores and probabilities; the compiler computes the rest again
+        return 2 * FP32 + self.e  # masked scores, exp of them, probabilities
+
+    def logits(self, bytes_each: int) -> float:
+        """The logits of a chunk: all chunks of the loss are about equal, none larger than
+        memory.loss_chunk.
+        """
+        chunk = self.memory.chunk(self.V, self.device)
+        return float(bytes_each * self.V * self.tile_of(chunk))
+
+    def loss(self) -> Terms:
+        """The last norm's input, in fp32 where no kernel of ours takes it as it is, and its output,
+        logits of a chunk, and the gradients computed with them.
+        """
+        weight = (self.copy + self.gradient) * self.V * self.C
+        hidden = ((self.e if self.kernels else FP32) + 2 * self.e) * self.C * self.N
+        return {LOSS: weight + hidden + self.logits(self.e) + FP32 * self.N}
+
+    def mlp_backward(self, layer: int) -> Terms:
+        """Backward of the part after attention, when the gradients of gate and up have just been
+        computed.
+
+        The gradient of their product is still there then, with LoRA on the down projection in two
+        parts. Fused, the product itself is too, and the down projection has no gradient yet but has
+        given up its copy in 16 bits; else the other way round.
+        """
+        N, C, F, e = self.N, self.C, self.F, self.e
+        incoming = e * C * N
+        down = float(-self.copy if self.fused else self.gradient) * C * F
+        if self.memory.recompute == "none":
+            return {MLP: incoming + e * (4 if self.fused else 2 + self.lora_product) * F * N + down}
+        n = self.tile
+        work = e * (3 * C + 2 * F) * n  # projection, norm, output; gate and up
+        work += e * (4 if self.fused else 3 + self.lora_product) * F * n
+        weights = self.copy * self.after_weights + (
+            down if self.fused else down - self.copy * C * F
+        )
+        if (
+            n < N
+        ):  # attention's output has its gradient for all tokens, the last tile's is there too; weights, a sum
+            work += e * self.q * N + e * (C + self.q) * n
+            weights += self.gradient * self.after_weights
+        return {MLP: incoming + work + weights, KEPT: self.again(layer)}
+
+    def again(self, layer: int) -> float:
+        """What is brought or computed back before a block's backward: an input not kept, what lay
+        on the host.
+        """
+        if self.memory.recompute != "block":
+            return 0.0
+        missing = (layer - 1) % (
+            self.memory.keep_every or 1
+        )  # blocks to go back to the last input that was kept
+        needed = range(layer - 1 - max(1, missing), layer)
+        brought = sum(self.kept_by(i) for i in needed if 0 <= i < self.away())
+        return brought + min(missing, 2) * self.e * self.C * self.N
+
+    def attention_backward(self, layer: int) -> Terms:
+        """Backward of attention, with what comes before it computed again where it was not kept."""
+        N, C, e, q, kv = self.N, self.C, self.e, self.q, self.kv
+        work = (
+            e * C * N + e * (2 * q + 2 * kv) * N + self.kernel_workspace()
+        )  # residual; do, dq, dk, dv
+        if self.memory.recompute == "none":
+            gone = e * ((2 if self.fused else 3) * self.F + C) * N + self.copy * (
+                self.after_weights - q * C
+            )
+            return {ATTENTION: work + self.gradient * self.after_weights, KEPT: -gone}
+        sums = self.gradient * self.after_weights
+        if self.memory.recompute == "mlp":
+            return {ATTENTION: work + sums}
+        whole = self.tile == N
+        qkv = e * (q + 2 * kv) * N + (
+            e * (C + q + kv) * N if whole else 0
+        )  # whole: norm and q, k before rope too
+        return {ATTENTION: work + qkv + sums, KEPT: self.again(layer)}
+
+    def kernel_workspace(self) -> float:
+        """What the backend's backward takes besides its inputs and outputs."""
+        N, q, kv, e = self.N, self.q, self.kv, self.e
+        if self.backend == "naive":
+            scores = self.H * N * self.T
+            if self.memory.recompute == "block":
+                return (self.scores_kept() + e + 2 * FP32) * scores
+            return (
+                FP32 if self.compiled else 2 * FP32 + e
+            ) * scores  # probabilities make room for a part
+        rows = 2 * FP32 * self.H * N  # lse and delta
+        if self.backend == "flash":
+            padded = 64 if self.config.model.head_size <= 64 else 128
+            sums = FP32 * self.H * padded * N  # of dq
+            return rows + (sums if self.device == "cuda" and for_hopper(self.config) else 0)
+        again = e * q * N if self.memory.recompute == "block" else 0
+        repeated = (
+            2 * e * q * N if q != kv else 0
+        )  # dk and dv of every query head, before they are summed
+        return rows + FP32 * q * N + repeated + again
+
+    def validation(self) -> Terms:
+        """A batch without gradient: blocks run uncompiled."""
+        N, C, F, e = self.N, self.C, self.F, self.e
+        scores = (e + 2 * FP32) * self.H * N * self.T if self.backend == "naive" else 0
+        inner = max(3 if self.fused else 4, self.lora_gate_up)
+        mlp = e * (2 * C + self.q) * N + e * (2 * C + inner * F) * min(self.memory.mlp_tile or N, N)
+        logits = self.logits(FP32) + self.copy * self.V * C + e * C * N
+        return {MLP: mlp, ATTENTION: scores} if mlp + scores > logits else {LOSS: logits}
+
+
+def _sum(*parts: Terms) -> Terms:
+    total: Terms = {}
+    for part in parts:
+        for term, size in part.items():
+            total[term] = total.get(term, 0.0) + size
+    return total

@@ -1,0 +1,243 @@
+"""The attention benchmark: rates follow from times, nobody is left out in silence, and the time
+that it may take is kept.
+"""
+
+import dataclasses
+import json
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import attention as bench
+from benchmarks.attention import (
+    MASKS,
+    PEERS,
+    Clock,
+    Options,
+    against,
+    fill,
+    left_out,
+    measure,
+    packed_rows,
+    plot,
+)
+from benchmarks.words import main
+from longctx.attention import attention
+from longctx.kernels import timing
+
+SMALL = dataclasses.replace(
+    Options(),
+    channels=64,
+    row_tokens=256,
+    window=16,
+    backends=("flash", "flash-portable", "sdpa-flash", "flex"),
+)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_case_has_a_row_for_every_backend(mask):
+    rows = measure(SMALL, mask, 32, 128, Clock(60), 0.05, "cpu", 100.0)
+    assert [row["backend"] for row in rows] == list(SMALL.backends)
+    flash, portable, sdpa, flex = rows
+    assert (flash["batch"], flash["heads"], flash["kernel"]) == (2, 2, "torch-tiled")
+    assert flash["both_ms"] == pytest.approx(flash["forward_ms"] + flash["backward_ms"], abs=1e-3)
+    assert portable["skipped"] == "what flash runs anyway"
+    assert sdpa["forward_ratio"] == sdpa["both_ratio"] == 1.0
+    assert "FlexAttention has no backward" in flex["skipped"]
+
+
+def test_rates_shares_and_ratios_follow_from_times():
+    times = {
+        ("flash", "forward"): 2.0,
+        ("flash", "backward"): 6.0,
+        ("flex", "forward"): 3.0,
+        ("flex", "backward"): 7.0,
+    }
+    row = {"backend": "flash"}
+    fill(row, times, "flex", flops=1e12, ceiling=1000.0)
+    assert (row["forward_tflops"], row["backward_tflops"], row["both_tflops"]) == (
+        500.0,
+        416.7,
+        437.5,
+    )
+    assert (row["forward_share"], row["both_share"]) == (0.5, 0.438)
+    assert (row["forward_ratio"], row["backward_ratio"], row["both_ratio"]) == (1.5, 1.167, 1.25)
+    alone = {"backend": "flash"}
+    fill(alone, times, "sdpa-flash", flops=1e12, ceiling=1000.0)
+    assert "forward_ratio" not in alone
+    case = {"mask": "full", "head_size": 64, "tokens": 8}
+    peer = case | {"backend": "flex", "forward_ms": 3.0, "backward_ms": 7.0, "both_ms": 10.0}
+    compared = against(
+        [case | row, peer, case | {"backend": "sdpa-flash", "skipped": "x"}], "flash"
+    )
+    assert compared == [case | {"flex": "1.50 / 1.17 / 1.25"}]
+
+
+def test_a_backend_that_fails_costs_only_itself(monkeypatch):
+    """Peers raise whatever they like for what they cannot do."""
+
+    def breaks(*args, backend, **options):
+        if backend == "sdpa":
+            raise NotImplementedError("window backward is\nnot there yet")
+        return attention(*args, backend=backend, **options)
+
+    monkeypatch.setattr("longctx.attention.registry.attention", breaks)
+    rows = {
+        row["backend"]: row
+        for row in measure(SMALL, "causal", 32, 64, Clock(60), 0.05, "cpu", 100.0)
+    }
+    assert (
+        rows["sdpa-flash"]["skipped"]
+        == "failed with NotImplementedError: window backward is not there yet"
+    )
+    assert rows["flash"]["forward_ms"] > 0
+
+
+def test_time_that_is_over_is_said():
+    over = measure(SMALL, "causal", 32, 64, Clock(-1), 0.05, "cpu", 100.0)
+    assert all("were over" in row["skipped"] for row in over)
+    slow = Clock(170, preparing={"sdpa-flash": 43.0, "flash": 43.0})
+    rows = measure(SMALL, "causal", 32, 64, slow, 0.05, "cpu", 100.0)
+    assert rows[2]["skipped"].startswith("compiling it took 43 of 170 s")
+    assert "forward_ms" in rows[0], "flash is what this is about"
+    reasons = left_out([*over, *rows])
+    assert reasons[over[0]["skipped"]][0] == "flash in 1 of 2 cases"
+
+
+def test_rounds_are_fewer_where_time_is_short_and_shuffled():
+    order = []
+    calls = {name: lambda name=name: order.append(name) for name in "abc"}
+    found = timing.medians(calls, 5)
+    assert set(found) == set("abc")
+    said = "".join(order)
+    assert said[:9] == "aabbcc" + "abc"
+    rounds = [said[i : i + 3] for i in range(9, len(said), 3)]
+    assert len(rounds) == 5
+    assert all(sorted(one) == ["a", "b", "c"] for one in rounds)
+    assert len(set(rounds)) > 2, "none always follows the same other"
+    order.clear()
+    timing.medians(calls, 1000, seconds=0.0, least=2)
+    assert len(order) == 6 + 3 + 6
+
+
+def test_packed_rows_are_full_of_documents():
+    rows = packed_rows(3, 4096)
+    assert rows.shape == (3, 4096)
+    assert (np.diff(rows, axis=1) >= 0).all()
+    documents = [len(np.unique(row)) for row in rows]
+    assert documents[0] >= documents[1] >= documents[2] >= 1
+    assert documents[0] > 1
+    assert (packed_rows(3, 4096) == rows).all()
+
+
+def test_plot_draws_what_was_found(tmp_path):
+    rows = [
+        {
+            "mask": mask,
+            "head_size": 64,
+            "tokens": n,
+            "backend": b,
+            "forward_tflops": n / 10,
+            "backward_tflops": n / 20,
+        }
+        for mask in ("causal", "full")
+        for n in (512, 1024)
+        for b in ("flash", "sdpa-flash")
+    ]
+    rows.append(
+        {"mask": "causal", "head_size": 64, "tokens": 512, "backend": "flex", "skipped": "no GPU"}
+    )
+    found = {"rows": rows, "matmul_tflops": 100.0, "gpu": "test", "torch": "2", "triton": "3"}
+    for name, shown in (("two", rows), ("one", [row for row in rows if row["mask"] == "full"])):
+        plot(found | {"rows": shown}, tmp_path / "deep" / f"{name}.png")
+        assert matplotlib.image.imread(tmp_path / "deep" / f"{name}.png").std() > 0.01
+    assert {p.name for p in (tmp_path / "deep").iterdir()} == {"one.png", "two.png"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["reference=cudnn"], "reference=cudnn: choose from flash, flash-deterministic"),
+        (["channels=100"], "channels=100: 1.5625 heads of size 64 are no multiple of group=1"),
+        (["group=5"], "32 heads of size 64 are no multiple of group=5"),
+    ],
+)
+def test_mistakes_are_found_before_the_gpu_is(words, message, capsys):
+    assert main(["attention", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_whole_of_it(tmp_path, monkeypatch, capsys):
+    """All but the GPU: tables, ratios, reasons, JSON, plot."""
+    if not torch.cuda.is_available():
+        original = bench.measure
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
+        monkeypatch.setattr(bench, "matmul_tflops", lambda: 1.0)
+
+        def on_cpu(*args):
+            with monkeypatch.context() as inside:
+                inside.setattr(torch.cuda, "is_available", lambda: False)
+                return original(*args[:6], "cpu", args[7])
+
+        monkeypatch.setattr(bench, "measure", on_cpu)
+    out = tmp_path / "r"
+    words = [
+        "lengths=64,100",
+        "head_sizes=32",
+        "channels=64",
+        "row_tokens=128",
+        "repeats=3",
+        "seconds=30",
+        f"out={out}",
+    ]
+    assert main(["attention", "masks=causal,window", *words]) == 0
+    found = json.loads(out.with_suffix(".json").read_text())
+    assert len(found["rows"]) == 4 * len(PEERS)
+    assert found["command"].startswith(
+        "python -m benchmarks attention masks=causal,window lengths=64,100"
+    )
+    said = capsys.readouterr().out
+    assert "how many times as fast as its peers" in said
+    assert "left out" in said
+    assert out.with_suffix(".png").exists()
+
+
+@pytest.mark.gpu
+def test_rates_follow_from_times(tmp_path):
+    out = tmp_path / "r"
+    words = [
+        "lengths=1000",
+        "head_sizes=64",
+        "masks=causal,window,documents",
+        "repeats=3",
+        f"out={out}",
+    ]
+    assert main(["attention", *words]) == 0
+    found = json.loads(out.with_suffix(".json").read_text())
+    flash = {row["mask"]: row for row in found["rows"] if row["backend"] == "flash"}
+    flops = 4 * 16 * (1000 * 1001 // 2) * 32 * 64
+    row = flash["causal"]
+    assert row["forward_tflops"] == pytest.approx(flops / row["forward_ms"] / 1e9, rel=0.01)
+    peer = next(r for r in found["rows"] if r["backend"] == "sdpa-flash" and r["mask"] == "causal")
+    assert row["both_ratio"] == pytest.approx(
+        (peer["forward_ms"] + peer["backward_ms"]) / (row["forward_ms"] + row["backward_ms"]),
+        rel=0.02,
+    )
+    assert flash["window"]["forward_ms"] < row["forward_ms"] * 1.5
+    assert 0 < row["both_share"] < 1
+    assert found["gpu"]
+
+
+@pytest.mark.gpu
+def test_times_are_the_devices_own():
+    """A call that keeps Python busy for long is not slower on the device."""
+    import time
+
+    x = torch.randn(2048, 2048, device="cuda")
+    calls = {"plain": lambda: x @ x, "dawdling": lambda: (time.sleep(0.002), x @ x)}
+    found = timing.medians(calls, 20)
+    assert found["dawdling"] == pytest.approx(found["plain"], rel=0.3)

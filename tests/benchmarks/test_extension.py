@@ -1,0 +1,86 @@
+"""The worked example, tiny and on a CPU: every command of it runs, and its result holds what the
+README's plot shows.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.extension import Options, check, draw
+from benchmarks.words import main
+
+
+def test_the_whole_story_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for n in range(30):
+        (texts / f"{n}.txt").write_text(
+            "\n".join(f"line {i * n} of {n} dull texts" for i in range(20 + 5 * n))
+        )
+    words = [
+        "short=512",
+        "long=1024",
+        "layers=1",
+        "channels=64",
+        "vocab=512",
+        "steps=2",
+        "tune_steps=1",
+        "tokens=1024",
+    ]
+    out = tmp_path / "out"
+    assert (
+        main(
+            [
+                "extension",
+                *words,
+                "documents=40",
+                "samples=1",
+                f"path={texts}",
+                "device=cpu",
+                f"out={out}",
+            ]
+        )
+        == 0
+    )
+    found = json.loads((out / "extension.json").read_text())
+    assert list(found["models"]) == ["as pretrained", "YaRN, not trained", "YaRN, fine-tuned"]
+    for model in found["models"].values():
+        grid = model["recall"]["passkey"]
+        assert (grid["lengths"], len(grid["depths"])) == ([512, 1024], 11)
+        assert model["by_position"][0]["first"] == 1
+    assert found["options"]["long"] == 1024
+    assert (out / "extension.png").read_bytes().startswith(b"\x89PNG")
+    config = json.loads((out / "long" / "config.json").read_text())
+    assert config["rope_parameters"] | {"rope_theta": 0} == {
+        **{
+            "rope_type": "yarn",
+            "factor": 2.0,
+            "original_max_position_embeddings": 512,
+            "rope_theta": 0,
+        }
+    }
+    draw(found, tmp_path / "again.png")
+    assert main(["extension", f"out={out}"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["short=2048", "long=2048"], "long=2048: a multiple of short=2048"),
+        (["samples=0"], "samples=0: must be above 0"),
+        (["path=nowhere"], "path=nowhere: no such file or folder"),
+        (["device=tpu"], "device=tpu"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_made(
+    words: list[str], message: str, refused: Callable[[int, str], str], tmp_path: Path
+) -> None:
+    refused(main(["extension", *words, f"out={tmp_path / 'x'}"]), message)
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_defaults_make_a_story(tmp_path: Path) -> None:
+    check(Options(), tmp_path / "x")

@@ -1,0 +1,49 @@
+"""The memory benchmark: which points it measures, and that those under way fit the GPU together."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from benchmarks import memory
+from longctx.planner import fitting
+from longctx.planner.hardware import GIB
+from longctx.planner.peak_memory import predict
+
+
+def test_by_default_forty_points_and_more_of_every_kind() -> None:
+    points = memory.combinations(memory.Options(), [])
+    assert len(points) >= 40
+    made = [(name, str(config)) for name, config in points]
+    assert len(set(made)) == len(made)
+    kinds = {
+        (c.attention.backend, c.attention.options.get("kernel"), c.lora.rank, c.memory.policy)
+        for _, c in points
+    }
+    for policy in ("fast", "balanced", "long"):
+        assert {("flash", "auto", None, policy), ("flash", "portable", None, policy)} <= kinds
+        assert {
+            ("sdpa", "auto", None, policy),
+            ("naive", None, None, policy),
+            ("flash", "auto", 16, policy),
+        } <= kinds
+    assert max(predict(fitting.with_policy(c, c.memory.policy)).peak for _, c in points) < 40 * GIB
+
+
+def test_points_under_way_fit_together() -> None:
+    room, lock = memory.Room(10.0), threading.Lock()
+    now, most = 0.0, 0.0
+
+    def work(size: float) -> None:
+        nonlocal now, most
+        with room.taken(size):
+            with lock:
+                now += min(size, 10.0)
+                most = max(most, now)
+            time.sleep(0.002)
+            with lock:
+                now -= min(size, 10.0)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, [3.0, 4.0, 5.0, 12.0, 1.0] * 6))
+    assert most <= 10.0
+    assert room.free == 10.0

@@ -1,0 +1,358 @@
+"""Steps beside other trainers': every point is a row with a speed or a reason, and the figures are
+of the same work.
+"""
+
+import dataclasses
+import json
+import math
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import pytest
+import torch
+
+from benchmarks import peers, trainers
+from benchmarks.words import main, training_config
+from longctx.planner import hardware
+from longctx.planner.hardware import GIB
+from longctx.training import fit, probe
+from longctx.training.optimizer import learning_rate
+
+TINY = [
+    *("model=tiny", "model.layers=2", "model.channels=96", "model.kv_heads=4", "model.ffn=256"),
+    *("model.vocab_size=512", "workers=0"),
+]
+NANOGPT = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+
+@dataclass
+class GPTConfig:
+    block_size: int = 8
+    vocab_size: int = 8
+    n_layer: int = 1
+    n_head: int = 1
+    n_embd: int = 8
+    dropout: float = 0.5
+    bias: bool = True
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        assert config.dropout == 0 and not config.bias
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+
+    def forward(self, idx, targets=None):
+        x = self.wte(idx) + self.wpe(torch.arange(idx.shape[1], device=idx.device))
+        x = nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+        logits = x @ self.wte.weight.T
+        return logits, nn.functional.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        return torch.optim.AdamW(self.parameters(), lr=learning_rate, betas=betas, weight_decay=weight_decay)
+"""
+
+
+def job(words: list[str], **changes: Any) -> trainers.Job:
+    config = training_config([*TINY, *words], "cpu")
+    made = trainers.Job(
+        trainer="transformers",
+        model=dataclasses.asdict(config.model),
+        lora=dataclasses.asdict(config.lora),
+        rows=2,
+        tokens=33,
+        warm=1,
+        timed=2,
+        device="cpu",
+        bf16=False,
+        lrs=[1e-3] * 3,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+        clip=1.0,
+    )
+    return dataclasses.replace(made, **changes)
+
+
+def test_every_peer_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.py").write_text(NANOGPT)
+    argv = [
+        "lengths=33",
+        "step_tokens=70",
+        "steps=2",
+        f"nanogpt={tmp_path}",
+        f"out={tmp_path}/p",
+        *TINY,
+    ]
+    assert main(["peers", *argv]) == 0
+    found = json.loads((tmp_path / "p.json").read_text())
+    rows = {row["peer"]: row for row in found["rows"]}
+    assert tuple(rows) == peers.PEERS
+    for name in ("longctx", "longctx-bare", "longctx-sdpa", "nanogpt", "transformers"):
+        row = rows[name]
+        assert (row["rows"], row["tokens"], len(row["ms"])) == (2, 33, 2)
+        speed = 66 / (sum(row["ms"]) / 2 / 1000)  # the median of two
+        assert row["tokens_per_second"] == pytest.approx(speed)
+        assert row["longctx_over_it"] == pytest.approx(rows["longctx"]["tokens_per_second"] / speed)
+        assert row["attention"]
+    assert (
+        rows["transformers"]["parameters"] == rows["longctx"]["parameters"] == found["parameters"]
+    )
+    assert rows["nanogpt"]["parameters"] == 512 * 96  # without its positions
+    for key in ("parameters", "attention"):
+        assert rows["longctx-bare"][key] == rows["longctx"][key]
+    if not torch.cuda.is_available():
+        assert rows["transformers-liger"]["how"] == "skipped: Liger's kernels need a GPU"
+    assert matplotlib.image.imread(tmp_path / "p.png").std() > 0.01
+    assert "2 × 33 tokens, longctx: " in capsys.readouterr().out
+
+
+def test_a_bare_step_is_one_micro_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [
+        "peers=longctx-bare",
+        "lengths=33",
+        "step_tokens=70",
+        "accumulate=2",
+        f"out={tmp_path}/p",
+        *TINY,
+    ]
+    assert main(["peers", *argv]) == 0
+    assert (
+        "longctx-bare: skipped: a bare step is one micro-batch; leave accumulate out"
+        in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_transformers_learns_nothing_from_random_tokens(checkpointing: bool) -> None:
+    found = trainers.measure(job([], checkpointing=checkpointing))
+    assert found["failed"] is None
+    assert found["loss"] == pytest.approx(math.log(512), rel=0.1)
+    assert found["attention"].startswith("scaled_dot_product_flash")
+    assert set(found["versions"]) == {"transformers"}
+
+
+def test_every_step_has_the_learning_rate_that_train_py_gives_it() -> None:
+    weight, seen = torch.nn.Parameter(torch.ones(1)), []
+
+    class Seeing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            seen.append(self.param_groups[0]["lr"])
+
+    made = torch.nn.ParameterList([weight]), Seeing([weight], lr=9.0), lambda tokens: weight.sum()
+    trainers.timed_steps(job([], lrs=[0.1, 0.2, 0.3]), *made)
+    assert seen == [0.1, 0.2, 0.3]
+
+
+def test_other_trainers_are_asked_for_the_learning_rates_of_train_py(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        "longctx.training.probe.child", lambda _, request, seconds: asked.append(request) or "ended"
+    )  # type: ignore[func-returns-value]
+    config = training_config([*TINY, "seq_len=33", "batch_size=2", "warmup_steps=3"], "cpu")
+    peers.of_other("transformers", config, peers.Options(steps=4), [], 9.0, "cpu")
+    run = dataclasses.replace(config, max_steps=7)  # three warm steps and four
+    assert asked[0]["lrs"] == [learning_rate(n, run) for n in range(7)]
+    assert len(set(asked[0]["lrs"])) > 3
+
+
+def test_peft_trains_what_our_lora_trains() -> None:
+    words = ["lora.rank=4", "lora.targets=[qkv,down]"]
+    asked = job(words, checkpointing=True)
+    model, optimizer, loss = trainers.transformers(asked)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert {name.split(".")[-4] for name in trained} == {"q_proj", "k_proj", "v_proj", "down_proj"}
+    assert all("lora_" in name for name in trained)
+    loss(torch.randint(512, (2, 34))).backward()
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    assert len(grads) == len(trained) and all(
+        grad is not None and grad.isfinite().all() for grad in grads
+    )
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """An H200 that is not there, on which transformers needs checkpointing from 16,384 tokens on;
+    what it was asked.
+    """
+    asked: list[dict[str, Any]] = []
+
+    def child(module: str, request: dict[str, Any], seconds: float) -> dict[str, Any] | str:
+        asked.append(request)
+        if request["tokens"] >= 131072:
+            return "RuntimeError: it broke"
+        if request["tokens"] >= 16384 and not request["checkpointing"]:
+            return {"ms": [], "failed": probe.OUT_OF_MEMORY, "memory_peak_gib": 139.0}
+        return {
+            "ms": [100.0] * request["timed"],
+            "failed": None,
+            "parameters": 1_235_814_400,
+            "attention": "made up",
+        }
+
+    made = hardware.chip("NVIDIA H200", 139.8 * GIB)
+    monkeypatch.setattr(fit, "gpu", lambda: made)
+    monkeypatch.setattr(probe, "child", child)
+    monkeypatch.setattr(peers, "version", lambda package: "1.0")
+    return asked
+
+
+def points(
+    peer: str, lengths: tuple[int, ...], words: list[str], **options: Any
+) -> list[dict[str, Any]]:
+    """`peer` at each of `lengths`, one after another, on that GPU."""
+    chosen = peers.Options(lengths=lengths, **options)
+    rows: list[dict[str, Any]] = []
+    for tokens in lengths:
+        config = peers.shaped(chosen, words, tokens, "cuda")
+        rows.append(peers.point(peer, config, chosen, words, rows, 1e12, "cuda"))
+    return rows
+
+
+def test_checkpointing_where_memory_runs_out_without(card: list[dict[str, Any]]) -> None:
+    rows = points("transformers-liger", (4096, 16384, 65536, 131072), ["model=1b"])
+    tried = [(request["tokens"], request["rows"], request["checkpointing"]) for request in card]
+    # 65,536 tokens are more than those that did not fit: not tried again
+    assert tried == [
+        (4096, 4, False),
+        (16384, 1, False),
+        (16384, 1, True),
+        (65536, 1, True),
+        (131072, 1, True),
+    ]
+    assert [row["how"] for row in rows] == [
+        "made up",
+        "made up, gradient checkpointing",
+        "made up, gradient checkpointing",
+        "RuntimeError: it broke with gradient checkpointing",
+    ]
+    assert "ms" not in rows[-1]
+    assert rows[1]["tokens_per_second"] == 163840
+    assert rows[1]["mfu"] == pytest.approx(rows[1]["mfu_6n"], rel=0.01)
+
+
+def test_long_steps_are_timed_once(card: list[dict[str, Any]]) -> None:
+    points("transformers", (4096, 81920), ["model=1b"], checkpointing="always")
+    points("transformers", (131072,), ["model=8b", "lora.rank=16"], checkpointing="never")
+    assert [(request["warm"], request["timed"], request["bf16"]) for request in card] == [
+        (3, 5, True),
+        (3, 3, True),
+        (1, 1, True),
+    ]
+
+
+def test_longctx_runs_as_asked_and_pinned_beside(
+    card: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+
+    def in_child(config: Any, device: str, steps: int, *rest: Any) -> probe.Measured:
+        ran.append(config)
+        kernels = {config.attention.backend: "a kernel"}
+        return probe.Measured(
+            [9e3] * 3 + [500.0] * (steps - 3), memory={"memory_peak_gib": 7.0}, kernels=kernels
+        )
+
+    monkeypatch.setattr(fit, "check_attention", lambda config, device: None)
+    monkeypatch.setattr(probe, "in_child", in_child)
+    words = ["model=124m", "attention.options.kernel=hopper", "accumulate=2"]
+    chosen = peers.Options()
+    config = peers.shaped(chosen, words, 16384, "cuda")
+    rows = [
+        peers.point(name, config, chosen, words, [], 1e12, "cuda")
+        for name in ("longctx", "longctx-sdpa")
+    ]
+    assert [(c.attention.backend, c.attention.options) for c in ran] == [
+        ("flash", {"kernel": "hopper"}),
+        ("sdpa", {"kernel": "flash"}),
+    ]
+    assert all((c.batch_size, c.accumulate, c.memory.policy) == (2, 2, "fast") for c in ran)
+    for row in rows:
+        assert (row["rows"], row["tokens_per_second"], row["memory_peak_gib"]) == (4, 131072, 7.0)
+        assert row["how"] == "a kernel, memory=fast"
+    monkeypatch.setattr(
+        probe, "in_child", lambda *asked: probe.Measured([], failed=probe.OUT_OF_MEMORY)
+    )
+    row = peers.point("longctx", config, chosen, words, [], 1e12, "cuda")
+    assert row["how"] == "out of memory (memory=fast)" and "ms" not in row
+
+
+def test_utilization_is_that_of_others(card: list[dict[str, Any]]) -> None:
+    config = training_config(["model=124m", "seq_len=4096"], "cuda")
+    found = peers.utilization(config, 431_049, 123_550_464, "cuda")
+    assert found["mfu_6n"] == pytest.approx(0.422, abs=5e-4)
+    assert found["mfu"] == pytest.approx(0.422, abs=2e-3)
+    lora = training_config(["model=8b", "lora.rank=16"], "cuda")
+    assert set(peers.utilization(lora, 1000, 8_000_000_000, "cuda")) == {"mfu"}
+    assert peers.utilization(config, 431_049, 123_550_464, "cpu") == {}
+
+
+def test_what_cannot_be_measured_says_why(
+    card: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def how(peer: str, *words: str, **options: Any) -> str:
+        return str(points(peer, (4096,), list(words), **options)[0]["how"])
+
+    assert (
+        how("nanogpt", "model=124m") == "skipped: give nanogpt=FOLDER, that of nanoGPT's model.py"
+    )
+    assert "as many kv_heads" in how("nanogpt", "model=1b", nanogpt="there")
+    assert "no LoRA" in how("nanogpt", "model=124m", "lora.rank=4", nanogpt="there")
+    assert how("nanogpt", "model=124m", nanogpt="there") == "made up"
+    assert "another family" in how("transformers-liger", "model=1b", "model.qkv_bias=true")
+    assert "model.mlp_bias=true: no class" in how(
+        "transformers", "model.qk_norm=true", "model.mlp_bias=true"
+    )
+
+    def absent(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(peers, "version", absent)
+    assert (
+        how("transformers", "model=1b")
+        == "skipped: transformers is not installed (pip install transformers)"
+    )
+    late = peers.Options(minutes=2.0)
+    config = peers.shaped(late, ["model=1b"], 4096, "cuda")
+    assert (
+        peers.point("transformers", config, late, [], [], 0.0, "cuda")["how"]
+        == "skipped: 2 minutes were over"
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("peers=longctx,nanogtp", "peers=nanogtp: one or several of longctx,"),
+        ("nanogpt=/no/such/folder", "nanogpt=/no/such/folder: no model.py there"),
+        ("checkpointing=yes", "checkpointing=yes: one of auto, always, never"),
+        ("step_tokens=many", "step_tokens=many: a number of tokens"),
+        ("seq_len=4096", "seq_len=4096: is set for each point; use lengths="),
+        ("accumulate=3", "accumulate=3: does not divide the 16 rows"),
+        ("model.window=1024", "model.window=1024: bench peers compares whole causal attention"),
+        ("modell=1b", "did you mean model"),
+    ],
+)
+def test_a_wrong_word_is_one_line(word: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["peers", word]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_interruption_leaves_the_points_that_were_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(peer: str, *rest: Any) -> dict[str, Any]:
+        if peer == "nanogpt":
+            raise KeyboardInterrupt
+        return {"peer": peer, "tokens": 32, "rows": 1, "how": "made up"}
+
+    monkeypatch.setattr(peers, "point", interrupted)
+    words = ["peers", *TINY, "peers=longctx,nanogpt", "lengths=32", f"out={tmp_path / 'found'}"]
+    assert main(words) != 0
+    kept = json.loads((tmp_path / "found.json").read_text())
+    assert [row["peer"] for row in kept["rows"]] == ["longctx"]

@@ -1,0 +1,102 @@
+"""Where time went, from traces: nothing twice, backward where its forward was, and what the
+compiler fused by its name.
+"""
+
+import pytest
+
+from benchmarks import trace
+from benchmarks.trace import (
+    ATTENTION,
+    COPIES,
+    DATA,
+    LOSS,
+    MATRICES,
+    OPTIMIZER,
+    OTHER,
+    SMALL,
+    time_by_part,
+)
+
+
+def event(name, ts, dur, cat="cpu_op", tid=1, **args):
+    return {
+        "ph": "X",
+        "cat": cat,
+        "name": name,
+        "ts": ts,
+        "dur": dur,
+        "pid": 1,
+        "tid": tid,
+        "args": args,
+    }
+
+
+def spent(*events):
+    return {part: us for part, us in time_by_part(list(events)).items() if us}
+
+
+def test_on_a_cpu_each_operator_counts_for_itself():
+    assert spent(
+        event(trace.MODEL, 0, 100, "user_annotation"),
+        event(trace.RANGE + ATTENTION, 10, 50, "user_annotation"),
+        event("aten::softmax", 20, 30),
+        event("aten::linear", 60, 30),
+        event("aten::mm", 61, 20),
+        event("Optimizer.step#AdamW.step", 100, 7, "user_annotation"),
+        event(
+            "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 110, 5, "user_annotation"
+        ),
+        event("aten::add", 120, 2),
+    ) == {ATTENTION: 50, MATRICES: 30, SMALL: 20, OPTIMIZER: 7, DATA: 5, OTHER: 2}
+
+
+def test_backward_belongs_where_forward_was():
+    found = spent(
+        event(trace.RANGE + LOSS, 0, 10, "user_annotation"),
+        event("aten::mul", 1, 5, **{"Sequence number": 7}),
+        event(trace.BACKWARD + "MulBackward0", 30, 4, tid=2, **{"Sequence number": 7}),
+    )
+    assert found == {LOSS: 14}
+
+
+def test_the_last_operator_of_a_number_is_the_one_that_used_it():
+    found = spent(
+        event(trace.RANGE + LOSS, 0, 10, "user_annotation"),
+        event("aten::ones", 1, 9, **{"Sequence number": 7}),
+        event(trace.RANGE + ATTENTION, 20, 10, "user_annotation"),
+        event("aten::mul", 20, 10, **{"Sequence number": 7}),
+        event(trace.BACKWARD + "MulBackward0", 30, 4, tid=2, **{"Sequence number": 7}),
+    )
+    assert found == {LOSS: 10, ATTENTION: 14}
+
+
+def test_gpu_kernels_count_by_their_launch_and_only_once():
+    found = spent(
+        event(trace.MODEL, 0, 50, "user_annotation"),
+        event("longctx::flash_forward", 5, 10),
+        event("cuLaunchKernelEx", 6, 1, "cuda_driver", correlation=1),
+        event("aten::mm", 20, 5),
+        event("cudaLaunchKernel", 21, 1, "cuda_runtime", correlation=2),
+        event("cuLaunchKernel", 30, 1, "cuda_driver", correlation=3),
+        event("cuLaunchKernel", 32, 1, "cuda_driver", correlation=4),
+        event(
+            "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__",
+            395,
+            20,
+            "user_annotation",
+        ),
+        event("forward_kernel", 100, 100, "kernel", tid=7, correlation=1),
+        event("nvjet_sm90", 150, 100, "kernel", tid=8, correlation=2),
+        event("triton_poi_fused_mul_silu_0", 300, 30, "kernel", tid=7, correlation=3),
+        event("triton_red_fused_add_rsqrt_1", 330, 10, "kernel", tid=7, correlation=4),
+        event("Memcpy HtoD (Pinned -> Device)", 190, 30, "gpu_memcpy", tid=9),
+        event("Memcpy HtoD (Pinned -> Device)", 390, 10, "gpu_memcpy", tid=9),
+    )
+    assert found == {ATTENTION: 100, MATRICES: 80, SMALL: 10, COPIES: 10, DATA: 15}
+
+
+@pytest.mark.parametrize("times", [[(0, 10), (5, 20), (2, 4), (30, 40), (15, 35)]])
+def test_free_parts_are_what_nobody_had(times):
+    busy: list[tuple[float, float]] = []
+    assert sum(b - a for start, end in times for a, b in trace._free(busy, start, end)) == 40
+    assert busy == sorted(busy)

@@ -1,0 +1,62 @@
+"""The benchmarks' command line: keys and values checked, help complete, nothing measured without a
+GPU.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from benchmarks.attention import Options
+from benchmarks.words import main, read
+
+
+def test_words_fill_the_options():
+    options = read(Options, ["lengths=512,1024", "head_sizes=64", "masks=full", "repeats=3"])
+    assert options == dataclasses.replace(
+        Options(), lengths=(512, 1024), head_sizes=(64,), masks=("full",), repeats=3
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["atention"], "atention is not a benchmark; choose one of attention"),
+        (["attention", "length=4"], "length is not a key; did you mean lengths?"),
+        (["attention", "lengths=abc"], "lengths=abc: not whole numbers"),
+        (["attention", "lengths=0"], "lengths=0: give at least one, above 0"),
+        (["attention", "lengths="], "lengths=: give at least one"),
+        (["attention", "masks=diagonal"], "masks=diagonal: choose from causal"),
+        (["attention", "backends=flahs"], "backends=flahs: choose from flash"),
+        (["attention", "lengths"], "not of the form key=value"),
+        (["attention", "repeats=x"], "repeats=x: not a whole number"),
+        (["peers", "minutes=x"], "minutes=x: not a number"),
+        (["step", "steps=0"], "steps=0: must be above 0"),
+        (["peers", "minutes=-1"], "minutes=-1: must be above 0"),
+        (["peers", "minutes=nan"], "minutes=nan: must be above 0"),
+        (["step", "backends=flahs"], "backends=flahs: choose from flash"),
+        (["plan", "backends=flahs"], "backends=flahs: choose from flash"),
+        (["context", "backends=flahs"], "backends=flahs: choose from flash"),
+    ],
+)
+def test_mistakes_are_one_line(argv, message, refused):
+    refused(main(argv), message)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu_is_said(capsys):
+    assert main(["attention"]) == 2
+    assert "no CUDA GPU" in capsys.readouterr().err
+
+
+def test_help_names_every_key(capsys):
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"{field.name}=" in shown for field in dataclasses.fields(Options))
+
+
+def test_help_on_one_benchmark_is_of_it_alone(capsys):
+    assert main(["plan", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "gpu_memory=" in shown
+    assert "benchmarks attention" not in shown

@@ -1,0 +1,114 @@
+"""Presets have the sizes that they are named for; impossible sizes are refused; counts agree with
+the module.
+"""
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch.utils.flop_counter import FlopCounterMode
+
+from longctx.attention import Mask
+from longctx.model import GPT, GPTConfig
+
+PRESETS = Path(__file__).parents[2] / "configs" / "model"
+SMALL = GPTConfig(vocab_size=61, layers=3, channels=24, heads=6, kv_heads=2, ffn=40)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("124m", 123_587_328), ("350m", 350_405_632), ("1b", 1_235_814_400), ("8b", 8_030_261_248)],
+)
+def test_presets_have_their_size(name: str, parameters: int) -> None:
+    config = GPTConfig(**yaml.safe_load((PRESETS / f"{name}.yaml").read_text()))
+    config.validate()
+    assert config.parameters() == parameters
+
+
+def test_presets_name_every_key_and_tiny_is_the_default() -> None:
+    presets = {
+        path.stem: yaml.safe_load(path.read_text())
+        for path in PRESETS.glob("*.yaml")
+        if path.stem != "auto"
+    }
+    assert set(presets) == {"tiny", "124m", "350m", "1b", "8b"}
+    for values in presets.values():
+        assert set(values) == {field.name for field in fields(GPTConfig)}
+    assert GPTConfig(**presets["tiny"]) == GPTConfig()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"heads": 12, "kv_heads": 5},
+            r"model.heads=12 is not a multiple of model.kv_heads=5; .* 1, 2, 3, 4, 6, 12",
+        ),
+        ({"channels": 25}, "model.channels=25 is not a multiple of model.heads=6"),
+        ({"head_dim": 7}, "model.head_dim=7 must be an even number"),
+        ({"channels": 18}, "model.channels / model.heads=3 must be an even number"),
+        ({"head_dim": 0}, "model.head_dim=0"),
+        ({"layers": 0}, "model.layers=0: a number from 1"),
+        ({"channels": 10**9}, "model.channels=1000000000: a number from 1"),
+        ({"channels": -24}, "model.channels=-24: a number from 1"),
+        ({"kv_heads": 0}, "model.kv_heads=0: a number from 1"),
+        ({"context": 0}, "model.context=0: a number from 1"),
+        ({"vocab_size": 1}, "model.vocab_size=1: a number from 2"),
+        ({"rope_theta": float("nan")}, "model.rope_theta=nan"),
+        ({"norm_eps": 0.0}, "model.norm_eps=0.0"),
+    ],
+)
+def test_impossible_sizes_are_refused_by_name(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(SMALL, **changes).validate()
+    with pytest.raises(ValueError, match=message):
+        GPT(replace(SMALL, **changes), "naive")
+
+
+def test_a_model_needs_a_vocabulary() -> None:
+    unknown = replace(SMALL, vocab_size=None)
+    unknown.validate()
+    for use in (
+        lambda: GPT(unknown, "naive"),
+        unknown.parameters,
+        lambda: unknown.flops_per_token(1.0),
+    ):
+        with pytest.raises(ValueError, match=r"model\.vocab_size is not set"):
+            use()
+
+
+VARIANTS = [
+    {},
+    {"tied": False},
+    {"qkv_bias": True},
+    {"qk_norm": True},
+    {"head_dim": 10},
+    {"kv_heads": 6},
+]
+
+
+@pytest.mark.parametrize("changes", VARIANTS)
+def test_parameters_are_those_of_the_module(changes: dict) -> None:
+    config = replace(SMALL, **changes)
+    assert sum(p.numel() for p in GPT(config, "naive").parameters()) == config.parameters()
+
+
+@pytest.mark.parametrize("changes", VARIANTS)
+def test_flops_are_those_that_torch_counts(changes: dict) -> None:
+    """naive under a full mask computes every pair: torch's counter sees the pairs that the formula
+    is given.
+    """
+    config = replace(SMALL, **changes)
+    model = GPT(config, "naive")
+    B, T = 2, 37
+    tokens = torch.randint(61, (B, T))
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, tokens, Mask.full()).backward()
+    assert counter.get_total_flops() == B * T * config.flops_per_token(
+        Mask.full().pairs(B, T, T) / (B * T)
+    )
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(tokens, tokens, Mask.full())
+    assert counter.get_total_flops() == B * T * config.flops_per_token(T) / 3

@@ -1,0 +1,239 @@
+"""Local files: every format gives the same texts, and every fault one line that names the file and
+what is wrong.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from longctx.data import DataConfig, read_documents
+
+TEXTS = ["first document\nof two lines", "zweites — mit Ümläuten", "第三个文件 😀"]
+
+
+def read(path, **options):
+    return list(read_documents(DataConfig(source="text", path=path, **options)))
+
+
+def zst(data: bytes) -> bytes:
+    return pyarrow.Codec("zstd").compress(data, asbytes=True)
+
+
+COMPRESS = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zst,
+}
+
+
+def jsonl(texts, field="text") -> bytes:
+    return "".join(json.dumps({"id": 1, field: text}) + "\n" for text in texts).encode()
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("kind", [".txt", ".md", ".jsonl", ".ndjson", ".parquet"])
+def test_every_format_compressed_or_not(tmp_path, kind, suffix) -> None:
+    if kind == ".parquet":
+        pyarrow.parquet.write_table(
+            pyarrow.table({"text": TEXTS, "id": [1, 2, 3]}), tmp_path / "plain"
+        )
+        data = (tmp_path / "plain").read_bytes()
+    else:
+        data = jsonl(TEXTS) if kind in (".jsonl", ".ndjson") else TEXTS[1].encode()
+    file = tmp_path / f"file{kind}{suffix}"
+    file.write_bytes(COMPRESS[suffix](data))
+    found = read(str(file))
+    if kind in (".txt", ".md"):
+        assert found == [(file.name, TEXTS[1])]
+    else:
+        assert [document.text for document in found] == TEXTS
+        assert [document.name for document in found] == [
+            f"{file.name}:{number}" for number in (1, 2, 3)
+        ]
+
+
+def test_a_folder_is_read_in_order_with_what_lies_in_it(tmp_path) -> None:
+    for name in (
+        "b/2.txt",
+        "b/10.md",
+        "a/x.jsonl",
+        "c.txt",
+        "skip.png",
+        ".hidden.txt",
+        ".git/config.txt",
+    ):
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(jsonl(["j"]) if file.suffix == ".jsonl" else b"t")
+    names = ["a/x.jsonl:1", "b/10.md", "b/2.txt", "c.txt"]
+    assert [document.name for document in read(str(tmp_path))] == names
+    assert [document.name for document in read([str(tmp_path / "b"), str(tmp_path)])] == [
+        "10.md",
+        "2.txt",
+        names[0],
+        names[3],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("*.py", ["a.py"]),
+        ("**/*.py", ["a.py", "sub/b.py", "sub/deep/c.py"]),
+        ("sub/*.py", ["b.py"]),
+        ("sub/**", ["b.py", "deep/c.py", "deep/d.txt"]),
+        ("su[ab]/b.p?", ["sub/b.py"]),
+        ("*/deep/*", ["sub/deep/c.py", "sub/deep/d.txt"]),
+    ],
+)
+def test_globs_find_files_of_any_ending(tmp_path, pattern, names) -> None:
+    for name in ("a.py", "sub/b.py", "sub/deep/c.py", "sub/deep/d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert [document.name for document in read(str(tmp_path / pattern))] == names
+
+
+def test_a_name_with_brackets_is_a_file_first(tmp_path) -> None:
+    (tmp_path / "notes[1].txt").write_text("x")
+    assert len(read(str(tmp_path / "notes[1].txt"))) == 1
+
+
+@pytest.mark.parametrize("pattern", ["", "**/*.txt"])
+def test_loops_of_links_end_and_no_file_is_read_twice(tmp_path, pattern) -> None:
+    folder = tmp_path / "docs"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub" / "a.txt").write_text("a")
+    for number in range(4):
+        (folder / f"loop{number}").symlink_to(folder)
+        (folder / "sub" / f"loop{number}").symlink_to(folder / "sub")
+    (folder / "z.txt").symlink_to(folder / "sub" / "a.txt")
+    assert len(read(str(folder / pattern))) == 1
+    (folder / "dead.txt").symlink_to(folder / "gone")
+    with pytest.raises(FileNotFoundError, match=r"dead\.txt: a link to .*gone, which is not there"):
+        read(str(folder / pattern))
+
+
+def test_a_limit_reads_the_first_documents(tmp_path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl("abcdef") + b"broken, but never reached\n")
+    assert [document.text for document in read(str(tmp_path), documents=4)] == list("abcd")
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfhello")
+    assert read(str(tmp_path))[0].text == "hello"
+
+
+def test_blank_lines_of_jsonl_are_nothing(tmp_path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\n" + jsonl(["x"]) + b"  \n")
+    assert [document.text for document in read(str(tmp_path))] == ["x"]
+
+
+FAULTS = {
+    "not UTF-8 .byte 0xff at 3": ("a.txt", b"abc\xff"),
+    "a.jsonl:2: not JSON": ("a.jsonl", jsonl(["x"]) + b"{broken\n"),
+    "a.jsonl:1: expected an object .* found a list": ("a.jsonl", b"[1]\n"),
+    "a.jsonl:1: no field 'text' .there are: id, body.*data.text_column": (
+        "a.jsonl",
+        jsonl(["x"], "body"),
+    ),
+    "a.jsonl:1: field 'text' is a int, expected a string": ("a.jsonl", jsonl([7])),
+    "^[^:]*a.jsonl:2: not UTF-8": ("a.jsonl", jsonl(["x"]) + b'{"text": "\xff"}\n'),
+    "a.jsonl:1: JSON that cannot be read": ("a.jsonl", b"[" * 100_000),
+    "a.jsonl:1: JSON that cannot be read ": (
+        "a.jsonl",
+        b'{"text": "x", "n": ' + b"1" * 9999 + b"}",
+    ),
+    "a.jsonl:1: half of a surrogate pair": ("a.jsonl", b'{"text": "\\ud800"}\n'),
+    "not a complete .gz file": ("a.txt.gz", gzip.compress(b"hello" * 99)[:-9]),
+    "not a complete .gz file ": ("a.txt.gz", b"never compressed"),
+    "not a complete .xz file": ("a.txt.xz", b"never compressed"),
+    "not a complete .bz2 file": ("a.txt.bz2", b"never compressed"),
+    "not a complete .zst file": ("a.txt.zst", b"never compressed"),
+    "not a readable .parquet file": ("a.parquet", b"PAR1 but not really PAR1"),
+}
+
+
+@pytest.mark.parametrize("message", FAULTS)
+def test_a_broken_file_is_named_in_one_line(tmp_path, message) -> None:
+    name, content = FAULTS[message]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises((ValueError, OSError), match=message.strip()) as caught:
+        read(str(tmp_path))
+    assert str(tmp_path / name) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_parquet_without_the_column_or_with_a_hole(tmp_path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["x", None]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet: no field 'text' \(there are: body\)"):
+        read(str(tmp_path))
+    with pytest.raises(ValueError, match=r"a\.parquet: row 2: 'body' is NoneType"):
+        read(str(tmp_path), text_column="body")
+
+
+def test_a_string_of_parquet_that_is_not_utf8_is_named_or_replaced(tmp_path) -> None:
+    fine, offsets, data = b"good", pyarrow.py_buffer(b"\0\0\0\0\4\0\0\0\7\0\0\0"), b"a\xffb"
+    column = pyarrow.Array.from_buffers(
+        pyarrow.string(), 2, [None, offsets, pyarrow.py_buffer(fine + data)]
+    )
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet: row 2: not UTF-8 \(byte 0xff at 1\)"):
+        read(str(tmp_path))
+    assert [document.text for document in read(str(tmp_path), errors="replace")] == [
+        "good",
+        "a\ufffdb",
+    ]
+
+
+def test_replacing_undecodable_bytes_can_be_asked_for(tmp_path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"ab\xffc")
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "\\ud800x"}\n')
+    assert [document.text for document in read(str(tmp_path), errors="replace")] == [
+        "ab\ufffdc",
+        "?x",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("missing", "no such file or folder"),
+        ("empty", "no .txt, .md, .jsonl, .ndjson, .parquet file in this folder"),
+        ("empty/*.txt", "matches no file"),
+        ("missing/*.txt", "matches no file"),
+        (None, "data.path is not set"),
+        ("", "data.path is not set"),
+        ([], "data.path is not set"),
+        (3, "data.path=3"),
+    ],
+)
+def test_a_path_without_documents_is_refused(tmp_path, monkeypatch, path, message) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "picture.png").write_bytes(b"x")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        read(path)
+
+
+def test_an_unreadable_folder_is_named(tmp_path, monkeypatch) -> None:
+    (tmp_path / "closed").mkdir()
+    real = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(OSError, match=r"cannot read the folder .*closed \(Permission denied\)"):
+        read(str(tmp_path))

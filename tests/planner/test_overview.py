@@ -1,0 +1,85 @@
+"""bench plan: any GPU by name and size, every policy and backend, mistakes in one line, and no GPU
+or torch needed.
+"""
+
+from collections.abc import Callable
+
+import pytest
+
+from benchmarks.words import main
+from longctx.planner import overview as plan
+from longctx.planner.hardware import GIB
+
+
+def test_a_plan_for_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["gpu=H100", "gpu_memory=80", "host_memory=512", "model=1b", "seq_len=262144"]
+    assert main(["plan", *words]) == 0
+    out = capsys.readouterr().out
+    assert "H100, 80.0 GiB" in out
+    for word in (
+        "naive",
+        "sdpa",
+        "flash",
+        "fast",
+        "balanced",
+        "long",
+        "weights",
+        "grads",
+        "kept",
+        "loss",
+        "MFU",
+    ):
+        assert word in out
+    assert main(["plan", "attention=flash", "memory=long", *words]) == 0
+    assert "naive" not in capsys.readouterr().out
+
+
+def test_micro_batches_are_those_that_a_run_would_take(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "gpu=H100", "gpu_memory=80", "model=124m", "memory=fast", "attention=flash"]
+    for given, rows in (([], "16 × 1"), (["accumulate=4"], "4 × 4"), (["batch_size=2"], "2 × 8")):
+        assert main([*words, *given]) == 0
+        assert rows in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("gpu=Voodoo", "gpu=Voodoo: not a known GPU; one of H200 NVL, H200"),
+        ("gpu=H100", "say how much memory it has"),
+        ("gpu_memory=lots", "gpu_memory=lots: a number of GiB above 0"),
+        ("gpu_memory=-1", "gpu_memory=-1: a number of GiB above 0"),
+        ("seq_len=max", "a run finds that on its GPU"),
+        ("modl=1b", "modl is not a key; did you mean model?"),
+        (
+            "init=weights",
+            "init=weights: benchmarks take random weights; describe the model by model=",
+        ),
+        (
+            "resume=runs/x",
+            "resume=runs/x: benchmarks take random weights; describe the model by model=",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(word: str, said: str, refused: Callable[[int, str], str]) -> None:
+    refused(main(["plan", word]), said)
+
+
+def test_gib_with_and_without_its_name() -> None:
+    assert plan.gib("gpu_memory", "139.8GiB") == 139.8 * GIB == plan.gib("gpu_memory", "139.8")
+
+
+def test_too_little_host_memory_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "gpu=H200",
+        "gpu_memory=139",
+        "model=1b",
+        "seq_len=1048576",
+        "attention=flash",
+        "memory=long",
+    ]
+    assert main(["plan", "host_memory=64", *words]) == 0
+    assert "no: host" in capsys.readouterr().out
+    assert main(["plan", "host_memory=512", *words]) == 0
+    out = capsys.readouterr().out
+    assert "no: host" not in out
+    assert "1 row of 1,048,576 tokens" in out

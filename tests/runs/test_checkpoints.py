@@ -1,0 +1,72 @@
+"""A checkpoint in which a bit flipped is refused, wherever the bit is."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from longctx.runs.checkpoints import opened, verify
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_in_a_tensor_is_refused_and_an_older_checkpoint_named(tmp_path: Path) -> None:
+    older, newer = tmp_path / "step-00000001.ckpt", tmp_path / "step-00000002.ckpt"
+    for path in (older, newer):
+        torch.save({"x": torch.arange(10_000)}, path)
+        verify(path)
+    (tmp_path / "last.ckpt").symlink_to(newer.name)
+    flip(newer, newer.stat().st_size // 2)
+    assert not torch.load(newer)["x"].equal(torch.arange(10_000)), "torch reads it as it is"
+    for path in (newer, tmp_path / "last.ckpt"):
+        with pytest.raises(
+            ValueError,
+            match=rf"{path}: damaged, .*/data/0 is not .* delete it to go on from {older}",
+        ):
+            verify(path)
+    flip(older, older.stat().st_size // 2)
+    with pytest.raises(
+        ValueError, match=r"step-00000001\.ckpt: damaged.* start anew: there is no older one"
+    ):
+        verify(older)
+
+
+@pytest.mark.parametrize("left", [0, 1, 700, 20_000])
+def test_a_checkpoint_cut_short_is_refused_and_an_older_one_named(
+    left: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    older, newer = folder / "step-00000001.ckpt", folder / "step-00000002.ckpt"
+    for path in (older, newer):
+        torch.save({"x": torch.arange(10_000), "longctx": {}}, path)
+    newer.write_bytes(newer.read_bytes()[:left])
+    (folder / "last.ckpt").symlink_to(newer.name)
+    for path in (newer, folder / "last.ckpt"):
+        verify(path)  # says nothing of what is no zip file
+        with pytest.raises(
+            ValueError, match=rf"{path}: .* not a whole one: .* delete it to go on from {older}"
+        ):
+            opened(path)
+    other = tmp_path / "notes.ckpt"
+    other.write_text("none")
+    with pytest.raises(ValueError, match=rf"{other}: .* torch cannot open it$"):
+        opened(other)
+
+
+def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    torch.save({"x": torch.arange(30), "config": {"a": [1, "b"]}}, path)
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 5):
+        path.write_bytes(whole)
+        flip(path, place)
+        try:
+            verify(path)
+            found = torch.load(path, mmap=True)
+        except (ValueError, RuntimeError):  # the second is torch's, for no zip file at all
+            continue
+        assert found["x"].equal(torch.arange(30)) and found["config"] == {"a": [1, "b"]}, place

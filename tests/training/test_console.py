@@ -1,0 +1,136 @@
+"""What a run and a sweep print in the end."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from longctx.training.console import (
+    Display,
+    Job,
+    brief,
+    closing_table,
+    duration,
+    summarize,
+    sweep_table,
+)
+
+ROWS: list[dict[str, Any]] = [
+    {"step": 0, "tokens_seen": 0, "val_loss": 9.0, "val_perplexity": 8000.0},
+    {
+        "step": 1,
+        "tokens_seen": 90,
+        "loss": 9.0,
+        "tokens_per_second": 1,
+        "ms_per_step": 9000,
+        "seconds": 9,
+    },
+    {
+        "step": 5,
+        "tokens_seen": 450,
+        "loss": 7.0,
+        "tokens_per_second": 100,
+        "ms_per_step": 900,
+        "seconds": 13,
+    },
+    {
+        "step": 9,
+        "tokens_seen": 810,
+        "loss": 6.0,
+        "tokens_per_second": 300,
+        "ms_per_step": 300,
+        "seconds": 17,
+    },
+    {"step": 9, "tokens_seen": 810, "val_loss": 5.0, "val_perplexity": 150.0},
+]
+for row in ROWS:
+    if "loss" in row:
+        row |= {"memory_peak_gib": row["step"] / 2, "mfu": 0.4}
+
+
+def printed(table: Table) -> str:
+    console = Console(width=200, record=True, quiet=False, file=io.StringIO())
+    console.print(table)
+    return console.export_text()
+
+
+def run(folder: Path) -> Path:
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "checkpoints" / "step-00000009.ckpt").touch()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return folder
+
+
+def test_the_first_step_does_not_count_for_speed() -> None:
+    summary = summarize(ROWS)
+    assert summary["tokens_per_second"] == 200
+    assert summary["val_perplexity"] == (8000.0, 150.0)
+    assert summarize(ROWS[:1]) == {"validations": 1, "val_perplexity": (8000.0, 8000.0)}
+    assert summarize([]) == {}
+
+
+def test_a_run_that_moved_to_a_gpu_has_the_mfu_of_its_rows_there() -> None:
+    moved = [{key: value for key, value in ROWS[1].items() if key != "mfu"}, *ROWS[2:]]
+    assert summarize(moved)["mfu"] == 0.4
+    assert "mfu" not in summarize(
+        [{key: value for key, value in row.items() if key != "mfu"} for row in ROWS]
+    )
+
+
+def test_the_closing_table_says_what_to_type_next(tmp_path: Path) -> None:
+    text = printed(closing_table(run(tmp_path / "r"), {"flash": "triton-portable"}, finished=True))
+    for said in (
+        "8,000.0 → 150.0",
+        "40.0%",
+        "4.5 GiB",
+        "flash: triton-portable",
+        "max_steps=18",
+        "eval.py checkpoint=",
+    ):
+        assert said in text
+    assert "max_steps" not in printed(closing_table(tmp_path / "r", {}, finished=False))
+
+
+def test_a_run_without_a_checkpoint_offers_none(tmp_path: Path) -> None:
+    text = printed(closing_table(tmp_path, {}, finished=False))
+    assert "resume" not in text
+    assert "eval.py" not in text
+
+
+def test_a_sweep_shows_the_words_that_differ(tmp_path: Path) -> None:
+    good = Job(["seed=1", "attention=flash"], 0, run(tmp_path / "a"))
+    killed = Job(["seed=1", "attention=naive"], -9, None)
+    text = printed(sweep_table([good, killed]))
+    assert "seed=1" not in text
+    assert "attention=naive" in text
+    assert "out of memory?" in text
+    assert "150.0" in text
+
+
+def test_lines_without_a_terminal_hold_no_control_codes(capsys: Any) -> None:
+    display = Display(steps=9, first_step=0)
+    display.start()
+    for row in ROWS:
+        display.stepped(row["step"])
+        display.show(row)
+    display.stop()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(ROWS)
+    assert not any("\x1b" in line or "\r" in line for line in lines)
+    assert brief(ROWS[2]) in lines[2]
+
+
+def test_other_ranks_say_nothing(capsys: Any) -> None:
+    display = Display(steps=9, first_step=0, silent=True)
+    display.start()
+    display.say("x")
+    display.show(ROWS[1])
+    display.stop()
+    assert capsys.readouterr().out == ""
+
+
+def test_durations() -> None:
+    assert [duration(x) for x in (3.25, 75, 3700)] == ["3.2 s", "1 min 15 s", "1 h 1 min"]

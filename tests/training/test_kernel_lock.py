@@ -1,0 +1,147 @@
+"""The kernel lock of whole runs: where it stands, what stops a resume, and what accepts new
+kernels.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import train
+from longctx.kernels import tiled
+from longctx.runs import checkpoints, run_folder
+
+
+@pytest.fixture
+def folder(words, tmp_path: Path) -> Path:
+    """A run of two steps."""
+    assert train.main(words(name="r", max_steps=2)) == 0
+    return tmp_path / "runs" / "r"
+
+
+def lock_of(folder: Path) -> dict:
+    return json.loads((folder / "kernel.lock.json").read_text())
+
+
+def checkpoint_lock(folder: Path) -> dict:
+    return checkpoints.read(run_folder.checkpoints(folder)[-1])["longctx"]["kernel_lock"]
+
+
+def more(folder: Path, steps: int, *words: str) -> int:
+    return train.main([f"resume={folder}", f"max_steps={steps}", *words])
+
+
+@pytest.fixture
+def other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU kernel as if a new version of torch had come: its last bits differ."""
+    original = tiled.forward
+
+    def forward(*args):
+        out, lse = original(*args)
+        return out * (1 + 2**-20), lse
+
+    monkeypatch.setattr(tiled, "forward", forward)
+
+
+def test_a_run_and_its_checkpoints_have_it(folder: Path) -> None:
+    lock = lock_of(folder)
+    assert (lock["backend"], lock["kernel"]) == ("flash", "torch-tiled")
+    assert lock["machine"] == {"torch": torch.__version__, "device": "cpu"}
+    assert lock["sources"].keys() == {"tiled.py"}
+    assert lock["fingerprint"].keys() == {"inputs", "out", "dq", "dk", "dv"}
+    assert checkpoint_lock(folder) == lock
+
+
+def test_the_same_kernels_go_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = lock_of(folder)
+    assert more(folder, 3) == 0
+    assert lock_of(folder) == checkpoint_lock(folder) == before
+    assert "kernels  " not in capsys.readouterr().out
+
+
+def test_other_kernels_stop_a_resume_with_one_line(
+    folder: Path, other_kernels: None, refused
+) -> None:
+    before = lock_of(folder)
+    metrics = (folder / "metrics.jsonl").read_text()
+    for word in ((), ("kernel.lock=strict",)):
+        error = refused(
+            more(folder, 3, *word), f"fingerprint.out: {before['fingerprint']['out'][:12]} -> "
+        )
+        assert "machine" not in error
+        assert "kernel.lock=record" in error
+    assert lock_of(folder) == before
+    assert (folder / "metrics.jsonl").read_text() == metrics
+
+
+def test_record_accepts_them_once_and_keeps_what_was(
+    folder: Path, other_kernels: None, capsys, monkeypatch
+) -> None:
+    before = lock_of(folder)
+    assert more(folder, 3, "kernel.lock=record") == 0
+    assert "accepted others from step 3 on: fingerprint.out" in capsys.readouterr().out
+    now = lock_of(folder)
+    assert now["earlier"] == [before | {"until_step": 2}]
+    assert now["fingerprint"]["out"] != before["fingerprint"]["out"]
+    assert yaml.safe_load((folder / "config.yaml").read_text())["kernel"]["lock"] == "auto"
+    assert more(folder, 4) == 0, "from then on they are the run's own"
+    assert lock_of(folder) == now
+    monkeypatch.undo()
+    assert more(folder, 5) == 2
+    assert more(folder, 5, "kernel.lock=off") == 0
+    assert not (folder / "kernel.lock.json").exists()
+    assert checkpoint_lock(folder) is None
+
+
+def test_a_run_without_one_gets_it(words, tmp_path: Path, capsys) -> None:
+    assert train.main(words(name="r", max_steps=2, kernel__lock="off")) == 0
+    folder = tmp_path / "runs" / "r"
+    assert not (folder / "kernel.lock.json").exists()
+    assert more(folder, 3, "kernel.lock=strict") == 2
+    assert "no kernel lock to hold" in capsys.readouterr().err
+    assert more(folder, 3, "kernel.lock=auto") == 0
+    assert "recorded now" in capsys.readouterr().out
+    assert lock_of(folder) == checkpoint_lock(folder)
+
+
+def test_wandb_is_told(words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict] = []
+    monkeypatch.setattr(
+        "longctx.runs.tracking.Tracker.start_wandb", lambda self, facts: told.append(facts)
+    )
+    assert train.main(words(name="r", max_steps=1)) == 0
+    assert told[0]["kernel_lock"] == lock_of(tmp_path / "runs" / "r")
+
+
+@pytest.mark.parametrize("backend", ["naive", "sdpa"])
+def test_other_backends(words, tmp_path: Path, backend: str) -> None:
+    assert train.main(words(name="r", max_steps=1, attention=backend)) == 0
+    lock = lock_of(tmp_path / "runs" / "r")
+    assert lock["backend"] == backend
+    assert (
+        lock["kernel"] == {"naive": "torch matmul and softmax", "sdpa": "torch CPU flash"}[backend]
+    )
+    assert lock["fingerprint"].keys() == {"inputs", "out", "dq", "dk", "dv"}
+    assert "sources" not in lock
+
+
+def test_a_value_that_is_none_of_them(words, capsys) -> None:
+    assert train.main(words(kernel__lock="hard")) == 2
+    assert "kernel.lock=hard: one of auto, record, strict, off" in capsys.readouterr().err
+
+
+def test_it_costs_little(folder: Path, monkeypatch) -> None:
+    """On a CPU the lock takes milliseconds, and no random number of the run."""
+    import time
+
+    from longctx.config import train_config as config
+    from longctx.training import kernel_lock
+
+    complete = config.complete(config.TrainConfig(), "cpu")
+    state = torch.get_rng_state()
+    started = time.perf_counter()
+    kernel_lock.of_run(complete, "cpu")
+    assert time.perf_counter() - started < 1
+    assert torch.equal(torch.get_rng_state(), state)
