@@ -29,7 +29,24 @@ def fused(x: Tensor) -> bool:
 
 
 class Linear(nn.Linear):
-    """x Wᵀ + b, where 16-bit inputs give fp32 weights their gradient, on a GPU unrounded."""
+    """x Wᵀ + b, where 16-bit inputs give fp32 weights their gradient, on a GPU unrounded.
+
+    `parts` gives the rows of each matrix where W holds several, stacked by rows: q, k and v, or
+    gate and up. None: W is one matrix. An optimizer that treats a weight as a matrix needs it.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        parts: tuple[int, ...] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device)
+        assert parts is None or sum(parts) == out_features
+        self.parts = parts
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
@@ -81,9 +98,8 @@ class SelfAttention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_size
         self.rotary = rotary
         self.backend, self.options = chosen.backend, dict(chosen.options)
-        self.qkv = Linear(
-            config.channels, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=config.qkv_bias
-        )
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.qkv = Linear(config.channels, q + 2 * kv, config.qkv_bias, parts=(q, kv, kv))
         self.out = Linear(self.heads * self.head_dim, config.channels, bias=config.out_bias)
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
@@ -112,7 +128,8 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.gate_up = Linear(config.channels, 2 * config.ffn, bias=config.mlp_bias)
+        parts = (config.ffn, config.ffn)
+        self.gate_up = Linear(config.channels, 2 * config.ffn, config.mlp_bias, parts=parts)
         self.down = Linear(config.ffn, config.channels, bias=config.mlp_bias)
 
     def forward(self, x: Tensor, valued: bool = True) -> Tensor:

@@ -33,10 +33,11 @@ class LoraLinear(nn.Linear):
     trained.
     """
 
-    def __init__(self, frozen: nn.Linear, rank: int, alpha: float) -> None:
+    def __init__(self, frozen: Linear, rank: int, alpha: float) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = frozen.in_features, frozen.out_features
         self.weight, self.bias = frozen.weight, frozen.bias
+        self.parts = frozen.parts
         self.scale = alpha / rank
         device = frozen.weight.device
         self.lora_a = nn.Parameter(
@@ -53,7 +54,13 @@ class LoraLinear(nn.Linear):
 
     def merged(self) -> Linear:
         """A plain layer that computes the same, its sum formed in fp32."""
-        plain = Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        plain = Linear(
+            self.in_features,
+            self.out_features,
+            self.bias is not None,
+            parts=self.parts,
+            device="meta",
+        )
         added = self.weight.float() + self.scale * (self.lora_b @ self.lora_a)
         plain.weight = nn.Parameter(added.to(self.weight.dtype))
         plain.bias = self.bias

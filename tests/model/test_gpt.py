@@ -12,8 +12,8 @@ from torch import Tensor
 
 from longctx.attention import Mask
 from longctx.config.memory_config import MemoryConfig
-from longctx.config.model_config import AttentionConfig
-from longctx.model import GPT, GPTConfig
+from longctx.config.model_config import AttentionConfig, LoraConfig
+from longctx.model import GPT, GPTConfig, lora
 
 CONFIG = GPTConfig(vocab_size=67, layers=2, channels=32, heads=4, kv_heads=2, ffn=48, init_std=0.2)
 V = 67
@@ -147,6 +147,16 @@ def test_initial_weights_have_their_spread_and_depend_on_the_seed_alone() -> Non
     again, other = make(config), make(config, seed=1)
     assert torch.equal(model.blocks[3].mlp.down.weight, again.blocks[3].mlp.down.weight)
     assert not torch.equal(model.blocks[3].mlp.down.weight, other.blocks[3].mlp.down.weight)
+
+
+def test_a_stacked_weight_tells_the_rows_of_its_matrices() -> None:
+    config = replace(CONFIG, head_dim=20, qkv_bias=True)
+    block = make(config).blocks[0]
+    assert block.attention.qkv.parts == (4 * 20, 2 * 20, 2 * 20)
+    assert block.mlp.gate_up.parts == (48, 48)
+    assert block.attention.out.parts is None and block.mlp.down.parts is None
+    merged = lora.merge(lora.add(make(config), LoraConfig(rank=2)))
+    assert merged.blocks[0].attention.qkv.parts == block.attention.qkv.parts
 
 
 def test_it_learns_to_repeat_one_row() -> None:
