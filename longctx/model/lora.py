@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from longctx import files
 from longctx.config.model_config import LoraConfig
+from longctx.model.families import family_of
 from longctx.model.gpt import GPT
-from longctx.model.huggingface import pieces
 from longctx.model.layers import Linear, RMSNorm
 
 OF_BLOCK = {"qkv": "attention", "out": "attention", "gate_up": "mlp", "down": "mlp"}
@@ -117,7 +117,7 @@ def export_adapter(
     layers = {
         name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)
     }
-    for piece in pieces(model.config):
+    for piece in family_of(model.config).tensors(model.config):
         layer = layers.get(piece.ours.removesuffix(".weight"))
         if layer is not None and piece.ours.endswith(".weight"):
             place = f"base_model.model.{piece.theirs.removesuffix('.weight')}"

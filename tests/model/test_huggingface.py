@@ -24,7 +24,8 @@ from transformers import (
 )
 
 from longctx.model import GPT, GPTConfig
-from longctx.model.export import QWEN2_WORDS, export
+from longctx.model.export import export
+from longctx.model.families.qwen2 import QWEN2_SPLIT
 from longctx.model.huggingface import check_weights, load_weights, pretrained, read_config
 
 SIZES: dict[str, Any] = {
@@ -140,7 +141,7 @@ def write_tokenizer(folder: Path) -> None:
     made.normalizer = tokenizers.normalizers.NFC()
     made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
         [
-            tokenizers.pre_tokenizers.Split(tokenizers.Regex(QWEN2_WORDS), "isolated"),
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(QWEN2_SPLIT), "isolated"),
             tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
