@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longctx.attention import Mask, attention
+from longctx.attention import Attention, Mask
 from longctx.config.model_config import AttentionConfig, GPTConfig
 from longctx.kernels import HAS_TRITON
 from longctx.kernels.linear import linear
@@ -97,7 +97,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_size
         self.rotary = rotary
-        self.backend, self.options = chosen.backend, dict(chosen.options)
+        self.attend = Attention(chosen.backend, chosen.options)
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         self.qkv = Linear(config.channels, q + 2 * kv, config.qkv_bias, parts=(q, kv, kv))
         self.out = Linear(self.heads * self.head_dim, config.channels, bias=config.out_bias)
@@ -120,7 +120,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """What each token gathers, (B, T, H, D)."""
-        return attention(q, k, v, mask=mask, backend=self.backend, **self.options)
+        return self.attend(q, k, v, mask)
 
 
 class SwiGLU(nn.Module):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longctx.attention import Mask, attention, attention_backward, keeps_output
+from longctx.attention import Mask
 from longctx.config.memory_config import MemoryConfig
 from longctx.model.offload import Host, Kept
 
@@ -95,15 +95,13 @@ class _Tape:
         """Block i of x: its output, what its attention gave, and its lse where the backend's
         backward takes it.
         """
-        chosen = self.blocks[i].attention
+        attend = self.blocks[i].attention.attend
         with self.precision.restored():
             q, k, v = (self.rows(t) for t in self.before(i, x))
-            if keeps_output(chosen.backend):
-                out, lse = attention(
-                    q, k, v, self.masks[i], chosen.backend, return_lse=True, **chosen.options
-                )
+            if attend.saves_output:
+                out, lse = attend(q, k, v, self.masks[i], return_lse=True)
             else:
-                out, lse = attention(q, k, v, self.masks[i], chosen.backend, **chosen.options), None
+                out, lse = attend(q, k, v, self.masks[i]), None
             del q, k, v
             out = out.reshape(1, -1, *out.shape[2:])
             return self.after(i, x, out), out, lse
@@ -175,10 +173,9 @@ def _through_attention(tape: _Tape, i: int, dy: Tensor, sums: _Sums) -> Tensor:
         whole
     ):  # all at once q, k and v are computed once, and their graph serves below
         qkv = block.before(leaf, tape.cos, tape.sin) if whole else tape.before(i, x)
-    chosen = block.attention
     q, k, v = (tape.rows(t.detach()) for t in qkv)
-    dqkv: Tokens = attention_backward(
-        tape.rows(do), q, k, v, tape.rows(out), lse, tape.masks[i], chosen.backend, **chosen.options
+    dqkv: Tokens = block.attention.attend.backward(
+        tape.rows(do), q, k, v, tape.rows(out), lse, tape.masks[i]
     )
     dqkv = tuple(t.reshape(1, -1, *t.shape[2:]) for t in dqkv)
     del do, q, k, v, out, lse, kept, into
