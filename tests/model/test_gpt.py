@@ -124,10 +124,11 @@ def test_weights_survive_safetensors(tmp_path: Path, tied: bool) -> None:
 def test_tied_weights_stay_tied_after_loading() -> None:
     model = make()
     model.load_state_dict(make(seed=3).state_dict(), assign=True)
-    assert model.unembedding is model.embed.weight
+    assert model.lm_head_weight is model.embed.weight
     assert sum(p.shape == (V, CONFIG.channels) for p in model.parameters()) == 1
     assert (
-        make(replace(CONFIG, tied=False)).unembedding.data_ptr() != make().embed.weight.data_ptr()
+        make(replace(CONFIG, tied=False)).lm_head_weight.data_ptr()
+        != make().embed.weight.data_ptr()
     )
 
 
@@ -288,7 +289,7 @@ def gradients_of(
     model: GPT, x: Tensor, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> list[Tensor]:
     """All gradients; a tied weight's two added up in place if `together`."""
-    monkeypatch.setattr(GPT, "_adds_in_place", lambda self, tokens: together)
+    monkeypatch.setattr(GPT, "_adds_tied_gradients_in_place", lambda self, tokens: together)
     model.zero_grad()
     model(x[:, :-1], x[:, 1:]).backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -313,7 +314,9 @@ def test_in_place_they_take_the_room_of_one(monkeypatch: pytest.MonkeyPatch) -> 
     model, x = make(config, "flash").cuda(), tokens(2, 300).cuda()
     room = []
     for together in (True, False):
-        monkeypatch.setattr(GPT, "_adds_in_place", lambda self, tokens, together=together: together)
+        monkeypatch.setattr(
+            GPT, "_adds_tied_gradients_in_place", lambda self, tokens, together=together: together
+        )
         model.zero_grad()
         loss = model(x[:, :-1], x[:, 1:])
         torch.cuda.synchronize()

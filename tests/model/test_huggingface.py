@@ -61,7 +61,7 @@ def test_shards_hold_what_one_file_holds(llama: Path, tmp_path: Path, dtype: tor
         assert torch.equal(a, b)
         assert torch.equal(a, c)
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "many")
-    assert torch.equal(opened.lm_head.weight, model.unembedding)
+    assert torch.equal(opened.lm_head.weight, model.lm_head_weight)
 
 
 def test_keys_that_change_nothing_are_let_through(changed: Change, llama: Path) -> None:
@@ -226,7 +226,7 @@ def test_a_larger_vocabulary_keeps_its_own_rows(llama: Path) -> None:
     load_weights(model, llama)
     small = pretrained(llama)
     assert torch.equal(model.embed.weight[:301], small.embed.weight)
-    assert torch.equal(model.unembedding[:301], small.unembedding)
+    assert torch.equal(model.lm_head_weight[:301], small.lm_head_weight)
     assert torch.equal(model.embed.weight[301:], before)
     config.vocab_size = 300
     with pytest.raises(ValueError, match=r"model.vocab_size=300: .* has weights for 301 tokens"):

@@ -156,11 +156,11 @@ def test_each_policy_keeps_less() -> None:
         total: list[int] = []
         tapes: list[recompute._Tape] = []
         model = make(MemoryConfig(policy, offload=0.0 if policy == "long" else None))
-        keep = recompute._Tape.keep
+        keep = recompute._Tape.save
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 recompute._Tape,
-                "keep",
+                "save",
                 lambda self, *args, seen=tapes, real=keep: seen.append(self) or real(self, *args),
             )
             hooks = torch.autograd.graph.saved_tensors_hooks(
@@ -170,7 +170,7 @@ def test_each_policy_keeps_less() -> None:
                 model(*batch())
         held = [
             x.numel()
-            for kept in (tapes[0].kept.values() if tapes else ())
+            for kept in (tapes[0].saved.values() if tapes else ())
             for x in kept.tensors().values()
         ]
         sizes[policy] = sum(total) + sum(held)
