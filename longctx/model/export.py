@@ -1,7 +1,7 @@
-"""A GPT as a Hugging Face folder: config.json, generation_config.json, safetensors, tokenizer.
-Opens in transformers and in what reads its formats.
+"""Write a GPT as a Hugging Face folder: config.json, generation_config.json, weights, tokenizer.
 
-The folder appears under its name only when it is whole.
+It opens in transformers and in what reads its formats. The folder appears under its name only when
+it is complete.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def export(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write `model` to the new folder `out`, in its own `dtype` or another, in files of at most
-    about `shard_bytes`.
+    """Write `model` to the new folder `out`, in files of at most about `shard_bytes`.
 
-    `context` is the length that it is for, by default that of `model.config`. Token files come from
-    `tokenizer_folder`. Raises ValueError where `out` has something in it or transformers has no
-    class for the model, OSError if it cannot be written; then nothing is left behind.
+    `context` is the length that it is for, by default that of `model.config`; `dtype` is by default
+    that of the model. Tokenizer files come from `tokenizer_folder`. Raises ValueError where `out`
+    has something in it or transformers has no class for the model, OSError if it cannot be written;
+    then nothing is left behind.
     """
     out, tokenizers = Path(out), Path(tokenizer_folder)
     check_out(out)
@@ -58,17 +58,17 @@ def export(
     dtype = dtype or model.embed.weight.dtype
     if not (tokenizers / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{tokenizers}: no tokenizer.json to go with the model")
-    described = architecture(model.config, context)
+    keys = architecture(model.config, context)
     family_of(model.config).check_tokenizer(tokenizers / "tokenizer.json")
     generation = _generation(tokenizers)
     special = {
         f"{key}_token_id": generation.get(f"{key}_token_id") for key in ("bos", "eos", "pad")
     }
-    described |= special | {"dtype": str(dtype).removeprefix("torch.")}
+    keys |= special | {"dtype": str(dtype).removeprefix("torch.")}
     try:
         with files.whole(out) as folder:
             folder.mkdir(parents=True)
-            _write_json(folder / "config.json", described)
+            _write_json(folder / "config.json", keys)
             _write_json(folder / "generation_config.json", generation)
             for name in TOKENIZER_FILES:
                 if (tokenizers / name).is_file():
