@@ -58,6 +58,8 @@ def export(
     dtype = dtype or model.embed.weight.dtype
     if not (tokenizers / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{tokenizers}: no tokenizer.json to go with the model")
+
+    # everything that can be wrong, before anything is written
     keys = architecture(model.config, context)
     family_of(model.config).check_tokenizer(tokenizers / "tokenizer.json")
     generation = _generation(tokenizers)

@@ -35,6 +35,8 @@ def extended(model: GPTConfig, rope: RopeConfig, seq_len: int) -> tuple[GPTConfi
         context = max(model.context, seq_len)
         raised = replace(model, rope_theta=rope.theta, rope_scaling={}, context=context)
         return raised, f"abf: base {model.rope_theta:g} → {rope.theta:g}"
+
+    # the factor, which must reach seq_len
     original = rope.original or _original(model)
     factor = rope.factor or seq_len / original
     reached = int(factor * original)
@@ -48,6 +50,8 @@ def extended(model: GPTConfig, rope: RopeConfig, seq_len: int) -> tuple[GPTConfi
             f"rope={rope.type}: the weights' {original:,} tokens hold seq_len={seq_len} already; "
             "leave rope out"
         )
+
+    # the stretched model
     stretched = _stretched(model, kind, factor, original, rope.options, seq_len)
     try:
         stretched.validate()

@@ -95,6 +95,8 @@ def check_weights(config: GPTConfig, folder: str | Path) -> dict[str, Stored]:
     """
     folder = Path(folder)
     family, source = read_model(folder)
+
+    # the architecture
     free = {key: getattr(config, key) for key in NOT_OF_FOLDER}
     if replace(source, **free) != config or source.head_size != config.head_size:
         raise ValueError(
@@ -105,6 +107,8 @@ def check_weights(config: GPTConfig, folder: str | Path) -> dict[str, Stored]:
             f"model.vocab_size={config.vocab_size}: {folder} has weights for "
             f"{source.vocab_size:,} tokens; use at least that, or null"
         )
+
+    # tensor by tensor
     stored = inventory(folder)
     unused = {name for name in stored if not BUFFERS.fullmatch(name)}
     for name, _, _, shape in family.tensors(source):
@@ -119,6 +123,8 @@ def check_weights(config: GPTConfig, folder: str | Path) -> dict[str, Stored]:
             covered = ", ".join(DTYPES)
             raise ValueError(f"{tensor.file}: {name} is {tensor.dtype}; covered are {covered}")
         unused.discard(name)
+
+    # what is left over
     if source.tied and LM_HEAD in unused:
         unused.discard(LM_HEAD)
         _check_same(stored, LM_HEAD, EMBEDDING)

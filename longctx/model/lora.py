@@ -109,6 +109,7 @@ def export_adapter(
     `base` names the model that it belongs to. Where that has to be opened with another config.json,
     such as one with stretched positions, `architecture` is that.
     """
+    # q, k and v have copies of one A, and their rows of B
     tensors: dict[str, Tensor] = {}
     layers = {
         name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)
@@ -120,6 +121,7 @@ def export_adapter(
             rows = slice(piece.first, piece.first + piece.shape[0])
             tensors[f"{place}.lora_A.weight"] = layer.lora_a.detach().clone()
             tensors[f"{place}.lora_B.weight"] = layer.lora_b.detach()[rows].clone()
+
     adapter: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from longctx.attention import Attention
 from longctx.evaluation.perplexity import merged, perplexity, to_plain
 from longctx.evaluation.scoring import round_matrices
 from longctx.evaluation.windows import Document
@@ -64,7 +65,7 @@ def strided(model: GPT, ids: np.ndarray, length: int, stride: int) -> float:
 def test_one_window_agrees_with_fp64_over_the_whole_document(model: GPT) -> None:
     exact = copy.deepcopy(model).double()
     for block in exact.blocks:
-        block.attention.backend = "naive"
+        block.attention.attend = Attention("naive", {})
     given = documents(150, 97, 33)
     expected = [nats(exact, document.ids) for document in given]
     result = perplexity(model, given, context=150)
