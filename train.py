@@ -7,6 +7,7 @@ torch is imported only once the command line is known to make sense.
 import sys
 
 from longctx import cli
+from longctx.config.request import Request
 from longctx.options import libraries
 
 
@@ -23,19 +24,10 @@ def main(argv: list[str]) -> int:
 
 def train(overrides: list[str]) -> int:
     """One run in this process."""
-    composed = resumed(overrides) or cli.compose("train", overrides)
+    request = Request(*(resumed(overrides) or cli.compose("train", overrides)))
     with libraries():
-        import torch
-
-        from longctx.training.fit import train as fit
-
-    if (
-        composed.config.resume is None
-        and composed.config.device != "cpu"
-        and torch.cuda.is_available()
-    ):
-        composed = cli.compose("train", overrides, gpu=True)
-    return fit(*composed)
+        from longctx.training.loop import train
+    return train(request)
 
 
 def resumed(overrides: list[str]) -> cli.Composed | None:

@@ -62,7 +62,7 @@ def read_words(script: str, argv: list[str]) -> Words:
     return Words(bool(sweep), [_checked_word(script, word) for word in argv if word not in sweep])
 
 
-def compose(script: str, overrides: list[str], gpu: bool = False) -> Composed:
+def compose(script: str, overrides: list[str], gpu: bool | None = None) -> Composed:
     """The configuration of `script` with `overrides` (from `read_words`); ValueError, one line, for
     a wrong value.
     """
@@ -73,10 +73,8 @@ def compose(script: str, overrides: list[str], gpu: bool = False) -> Composed:
 
     ConfigStore.instance().store(name=f"{script}_schema", node=_schema(script))
     _parse(overrides)
-    spelled = getattr(importlib.import_module(_schema(script).__module__), "SPELLED", {})
-    overrides = [spelled.get(word, word) for word in overrides]
     changed = dict(_key_and_value(word) for word in overrides)
-    if "model" in _groups(script) and changed.get("model", "auto") == "auto":
+    if gpu is not None and changed.get("model", "auto") == "auto":
         overrides = [word for word in overrides if not word.startswith("model=")] + [
             f"model={AUTO_MODEL[gpu]}"
         ]

@@ -5,6 +5,7 @@ A checkpoint appears under its name only when it is whole on disk; `last.ckpt` p
 It holds weights, optimizer state, random state, the counters of the run and its configuration,
 enough to continue exactly.
 """
+
 from __future__ import annotations
 
 import os
@@ -19,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
 
 from longctx import files
 from longctx.files import by_step
@@ -29,29 +29,24 @@ FORMAT = 2
 TO_RESUME = {"state_dict", "optimizer_states", "meter", "random", "steps_done"}
 
 
-class WholeFiles(TorchCheckpointIO):
-    """Lightning's file writer, made atomic: to a temporary name, to the disk, then renamed; into a
-    folder that is there.
-    """
+def save(checkpoint: dict[str, Any], path: Path) -> None:
+    """Write `checkpoint` to `path`: under another name, to the disk, then renamed.
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
-    ) -> None:
-        target = Path(path)
-        if not target.parent.is_dir():
-            raise FileNotFoundError(
-                f"{target.parent}: the folder of the run is gone, so no checkpoint can be written"
-            )
-        try:
-            with files.whole(target) as partial, open(partial, "wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-        except RuntimeError as error:
-            # torch reports a full disk as a RuntimeError of its zip writer
-            raise OSError(
-                f"{target}: the checkpoint could not be written; is the disk full? ({error})"
-            ) from error
+    Raises OSError where it cannot be written, or the folder of the run is gone.
+    """
+    if not path.parent.is_dir():
+        raise FileNotFoundError(
+            f"{path.parent}: the folder of the run is gone, so no checkpoint can be written"
+        )
+    try:
+        with files.whole(path) as partial, open(partial, "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except RuntimeError as error:  # what torch's zip writer makes of a full disk
+        raise OSError(
+            f"{path}: the checkpoint could not be written; is the disk full? ({error})"
+        ) from error
 
 
 def path_of(folder: Path, step: int) -> Path:

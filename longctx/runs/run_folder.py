@@ -171,11 +171,10 @@ def check_resumable(folder: Path, words: Iterable[str]) -> None:
             )
 
 
-def check_unedited(folder: Path, saved: dict[str, Any], config: Any) -> None:
+def check_unedited(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise ValueError where `config`, read from config.yaml, computes something else than the one
     `saved` in a checkpoint.
     """
-    now = plain(config)
     for name in sorted(saved.keys() & now.keys() - {"name", "runs", "resume", "init", *RESUMABLE}):
         was, is_now = saved[name], now[name]
         if not isinstance(was, dict):
@@ -200,16 +199,15 @@ def checkpoints(folder: Path) -> list[Path]:
     )
 
 
-def write_config(folder: Path, config: Any) -> None:
+def write_config(folder: Path, settings: dict[str, Any]) -> None:
     """Write the resolved configuration to config.yaml."""
-    files.write_text(
-        folder / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False, width=120)
-    )
+    files.write_text(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, width=120))
 
 
 def plain(config: Any) -> dict[str, Any]:
     """A configuration as dictionaries, lists, strings, numbers."""
-    result: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    values = config if isinstance(config, dict) else dataclasses.asdict(config)
+    result: dict[str, Any] = json.loads(json.dumps(values))
     return result
 
 

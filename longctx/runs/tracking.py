@@ -20,8 +20,8 @@ from statistics import fmean
 from typing import Any
 from urllib.parse import urlparse
 
-from longctx.runs import run_folder
 from longctx.config.train_config import WandbConfig
+from longctx.runs import run_folder
 
 POSITIONS = "val_loss_by_position/"  # keys that go into one table and plot
 HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")  # under which `wandb login` has kept keys
@@ -39,7 +39,7 @@ class Tracker:
     def __init__(self, folder: Path, config: WandbConfig) -> None:
         self.folder, self.config = folder, config
         self.mode: Any = wandb_mode(config)
-        self._file = open(folder / "metrics.jsonl", "a", encoding="utf-8")
+        self._file = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
         self._waiting: list[dict[str, Any]] = []
         before = run_folder.read_metrics(folder) if (folder / "metrics.jsonl").is_file() else []
         self._positions = [line for row in before for line in positions(row)]

@@ -8,7 +8,6 @@ one kernel of ours updates a tensor (longctx.kernels.adamw) and clips its gradie
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,29 +15,29 @@ import torch
 from torch import Tensor, nn
 from torch.optim import adamw as functional
 
-from longctx.config.train_config import CompleteConfig
 from longctx.kernels import HAS_TRITON
 from longctx.model.offload import pinned
+from longctx.training.run import Run
 
 SLICE = 2**26  # parameters whose averages are with the GPU at one time
 
 
-def adamw(model: nn.Module, config: CompleteConfig) -> torch.optim.AdamW:
+def adamw(model: nn.Module, run: Run) -> torch.optim.AdamW:
     """Fused AdamW over `model` with two groups: decayed matrices, and undecayed vectors.
 
-    `config.memory.optimizer` says where and how its averages are kept between steps.
+    `memory.optimizer` says where and how its averages are kept between steps.
     """
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": matrices, "weight_decay": run.config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    groups, (beta1, beta2) = [g for g in groups if g["params"]], config.betas
-    stored = config.memory.optimizer or "fp32"
+    groups, (beta1, beta2) = [g for g in groups if g["params"]], run.config.betas
+    stored = run.workload.memory.optimizer or "fp32"
     if stored == "fp32" and not all(_by_kernel(p) for p in matrices + vectors):
-        return torch.optim.AdamW(groups, lr=config.lr, betas=(beta1, beta2), fused=True)
-    return AdamW(groups, config.lr, (beta1, beta2), stored)
+        return torch.optim.AdamW(groups, lr=run.lr, betas=(beta1, beta2), fused=True)
+    return AdamW(groups, run.lr, (beta1, beta2), stored)
 
 
 def _by_kernel(p: Tensor) -> bool:
@@ -139,20 +138,6 @@ class AdamW(torch.optim.AdamW):
             return average
         place = pinned(p.numel(), torch.float32).view(p.shape) if p.is_cuda else torch.empty_like(p)
         return place.zero_() if average is None else place.copy_(average)
-
-
-def learning_rate(step: int, config: CompleteConfig) -> float:
-    """The rate of step `step`, counted from 0.
-
-    Linear warm-up to `lr`, then a cosine that reaches `min_lr`·`lr` with the last step (arXiv
-    1608.03983).
-    """
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    done = (step - config.warmup_steps) / max(1, config.max_steps - 1 - config.warmup_steps)
-    return config.lr * (
-        config.min_lr + (1 - config.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-    )
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, largest: float | None) -> Tensor:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from longctx.runs.checkpoints import opened, verify
 
 

@@ -15,7 +15,9 @@ from longctx.runs import run_folder
 def test_runs_started_together_get_folders_of_their_own(tmp_path: Path) -> None:
     with ThreadPoolExecutor(16) as pool:
         made = list(
-            pool.map(lambda _: run_folder.create(tmp_path / "runs", None, "tiny-flash-4k"), range(40))
+            pool.map(
+                lambda _: run_folder.create(tmp_path / "runs", None, "tiny-flash-4k"), range(40)
+            )
         )
     assert sorted(path.name for path in made) == [f"tiny-flash-4k-{n:03d}" for n in range(1, 41)]
 

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from longctx import cli
-from longctx.runs import run_folder
 from longctx.config.train_config import WandbConfig
+from longctx.runs import run_folder
 from longctx.runs.tracking import POSITIONS, Tracker, evaluated, log_evaluation, wandb_mode
 
 ROOT = Path(__file__).resolve().parents[2]

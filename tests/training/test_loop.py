@@ -2,29 +2,35 @@
 not depend on its pieces.
 """
 
+import itertools
 import json
 import re
 import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
 
 import train
 from longctx import cli
-from longctx.config.train_config import complete
+from longctx.config.request import Request
 from longctx.data import Data, DataConfig, SampleStream, load
 from longctx.evaluation.subject import load_model
-from longctx.planner import hardware
-from longctx.planner.hardware import GIB
+from longctx.planner.hardware import Machine
 from longctx.runs import checkpoints, run_folder
-from longctx.training import fit
+from longctx.training import resolve
 from longctx.training.batches import micro_batch
+from longctx.training.loop import step_batches
+from longctx.training.module import TrainingModule
+from longctx.training.parallel import Parallel
+from longctx.training.schedule import Schedule
 
 Words = Callable[..., list[str]]
 
@@ -154,7 +160,7 @@ def test_a_step_is_the_same_in_one_piece_or_in_many(
     words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, rel: float
 ) -> None:
     monkeypatch.setattr(
-        "longctx.training.fit.load", lambda config, seq_len: Uneven(Data(config, seq_len))
+        "longctx.training.resolve.load", lambda config, seq_len: Uneven(Data(config, seq_len))
     )
     shape = {"max_steps": 5, "clip": 0.3, "precision": precision}
     assert train.main(words(name="one", batch_size=4, accumulate=1, **shape)) == 0
@@ -283,7 +289,8 @@ def test_weights_that_are_no_numbers_are_not_saved(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(
-        "longctx.training.module.learning_rate", lambda step, config: float("nan") if step else 0.1
+        "longctx.training.learning_rate.learning_rate",
+        lambda step, run: float("nan") if step else 0.1,
     )
     assert (
         train.main(words(name="r", max_steps=30, log_every=30, val_every=30, checkpoint_every=3))
@@ -332,7 +339,7 @@ def test_memory_that_a_machine_does_not_have_is_refused_and_not_a_kill(
 ) -> None:
     used = int(re.findall(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) << 10
     monkeypatch.setattr(
-        "longctx.training.fit.machine_memory", lambda: (used + (256 << 20)) // 9 * 10
+        "longctx.training.out_of_memory.machine_memory", lambda: (used + (256 << 20)) // 9 * 10
     )
     before = resource.getrlimit(resource.RLIMIT_DATA)
     assert train.main(words(attention="naive", seq_len=2048, max_steps=1)) == 1
@@ -443,14 +450,14 @@ def test_a_flipped_bit_stops_resume_and_evaluation(
 def test_a_checkpoint_that_cannot_be_finished_leaves_the_last_one(tmp_path: Path) -> None:
     import resource
 
-    writer, target = checkpoints.WholeFiles(), tmp_path / "step-00000001.ckpt"
-    writer.save_checkpoint({"longctx": {}, "x": torch.zeros(10)}, target)
+    target = tmp_path / "step-00000001.ckpt"
+    checkpoints.save({"longctx": {}, "x": torch.zeros(10)}, target)
     before = target.read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
         with pytest.raises(OSError, match="step-00000001"):
-            writer.save_checkpoint({"longctx": {}, "x": torch.zeros(1_000_000)}, target)
+            checkpoints.save({"longctx": {}, "x": torch.zeros(1_000_000)}, target)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert target.read_bytes() == before
@@ -533,34 +540,38 @@ def test_shorter_rows_first_keep_the_tokens_of_a_step_and_resume_exactly(
     assert "takes all 4 steps; leave some for seq_len" in capsys.readouterr().err
 
 
-def test_a_resumed_run_keeps_its_micro_batches_on_another_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    request = cli.compose("train", ["model=124m", "model.vocab_size=50304"], gpu=True).config
-    monkeypatch.setattr(fit, "gpu", lambda: hardware.chip("NVIDIA H200", 139.8 * GIB))
-    begun = fit.decide_memory(complete(request, "cuda"), request, "cuda")
-    assert (begun.batch_size, begun.accumulate, begun.memory.policy) == (16, 1, "fast")
-    run_folder.write_config(tmp_path, begun)
-    again = cli.from_file("train", tmp_path / "config.yaml", ["max_steps=900"]).config
-    monkeypatch.setattr(fit, "gpu", lambda: hardware.chip("NVIDIA L4", 22 * GIB))
-    resumed = fit.decide_memory(complete(again, "cuda"), again, "cuda")
-    assert (resumed.batch_size, resumed.accumulate, resumed.memory) == (16, 1, begun.memory)
-    for words in (["batch_size=2"], ["accumulate=2"]):
-        given = cli.compose("train", ["model=124m", *words], gpu=True).config
-        asked = complete(given, "cuda")
-        decided = fit.decide_memory(asked, given, "cuda")
-        assert (decided.batch_size, decided.accumulate) == (asked.batch_size, asked.accumulate)
+def test_loop_and_stock_trainer_give_the_same_losses(words: Words, tmp_path: Path) -> None:
+    """The module trains under a stock lightning.Trainer as it does in our loop."""
+    overrides = words(name="ours", max_steps=20, accumulate=1, clip=0.3, lr=0.01, val_every=100)
+    assert train.main(overrides) == 0
+    request = Request(*cli.compose("train", cli.read_words("train", overrides).overrides))
+    request = request._replace(config=replace(request.config, name="stock"))
+    run = resolve.resolve(request, Machine(0, None, False, 0.0))
+    assert run.data is not None
+    parallel = Parallel(run.config, "cpu", Machine(0, None, False, 0.0))
+    batches = step_batches(run, Schedule(run, [run.data]), parallel)
+    micro = [batch for step in itertools.islice(batches, 20) for batch in step.micro]
 
+    class Losses(pl.Callback):
+        def __init__(self) -> None:
+            self.losses = list[float]()
 
-def test_the_longest_rows_are_taken_as_they_were_probed(
-    words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fit, "longest_rows", lambda request, config, device: 64)
-    assert (
-        train.main(
-            words(seq_len="max", batch_size=None, accumulate=None, max_steps=1, name="longest")
-        )
-        == 0
+        def on_train_batch_end(
+            self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any
+        ) -> None:
+            self.losses.append(float(outputs["loss"]))
+
+    seen = Losses()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_steps=20,
+        logger=False,
+        callbacks=[seen],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
-    saved = cli.from_file("train", tmp_path / "runs" / "longest" / "config.yaml", []).config
-    assert (saved.seq_len, saved.batch_size) == (64, 1)
+    trainer.fit(TrainingModule(run), micro)
+    ours = [row["loss"] for row in steps(tmp_path / "runs" / "ours")]
+    assert seen.losses == pytest.approx(ours, rel=1e-6)
+    assert len(ours) == 20 and ours[-1] < ours[0]
