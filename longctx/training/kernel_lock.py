@@ -25,6 +25,7 @@ from longctx.kernels import fingerprint, launch
 from longctx.kernels.fingerprint import Lock
 from longctx.kernels.selftest import SelfTestFailed
 from longctx.planner.workload import Workload
+from longctx.runs import run_folder
 
 FILE = "kernel.lock.json"
 # Backend → the packages that its kernels come from.
@@ -70,7 +71,7 @@ def of_workload(workload: Workload) -> Lock:
         lock |= {"sources": sources, "compiled": fingerprint.compiled(sources)}
     if os.environ.get("TRITON_INTERPRET") == "1":
         lock["interpreter"] = True
-    return lock
+    return run_folder.plain(lock)  # torch.__version__, for one, is no plain string
 
 
 def _packages(backend: str) -> dict[str, str]:
