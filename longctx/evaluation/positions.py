@@ -83,11 +83,12 @@ def mean_losses(groups: Iterable[Filled]) -> list[dict[str, Any]]:
     """
     groups = [group for group in groups if group.documents and group.nats]
     enough = FEWEST if sum(group.documents for group in groups) >= FEWEST else 1
-    longest = documents = 0
+    longest = 0
+    reached: float = 0  # documents that fill `longest` buckets or more
     for group in sorted(groups, key=lambda group: -len(group.nats)):
-        documents += group.documents
-        if documents >= enough:
-            longest = len(group.nats)
+        longest = len(group.nats)
+        reached += group.documents
+        if reached >= enough:
             break
     chosen = [group for group in groups if len(group.nats) >= longest]
     count = sum(group.documents for group in chosen)
