@@ -68,7 +68,7 @@ def recall(
     kinds: Sequence[str] = KINDS,
     dtype: torch.dtype | None = None,
 ) -> list[Cell]:
-    """Score `samples` texts of each of `kinds`, `lengths` and `depths`, made of the tokens `filler`.
+    """Score `samples` texts of each kind, length and depth, made of the tokens `filler`.
 
     The same arguments give the same texts. `dtype` is autocast's. Raises ValueError where `filler`
     is shorter than a quarter of a text: it would be repeated too often to be a text.

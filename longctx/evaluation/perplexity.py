@@ -61,7 +61,7 @@ class Score:
 
 @dataclass
 class Perplexity:
-    """One score per document, in their order, also of documents of one token, which score nothing."""
+    """One score per document, in their order; 0 tokens for a document with nothing to score."""
 
     context: int
     stride: int

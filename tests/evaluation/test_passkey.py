@@ -130,11 +130,13 @@ def test_filler_is_text_alone(tokenizer: Tokenizer) -> None:
     assert len(filler_of([], tokenizer, 10)) == 0
 
 
-def test_mistakes(tokenizer: Tokenizer, filler: np.ndarray) -> None:
+def test_lengths_that_cannot_be_filled_are_refused(
+    tokenizer: Tokenizer, filler: np.ndarray
+) -> None:
     model = Oracle(tokenizer)
-    with pytest.raises(ValueError, match="the documents have 10 tokens, too few to fill 256"):
+    with pytest.raises(ValueError, match=r"passkey\.lengths=\[256\]:"):
         recall(model, tokenizer, filler[:10], [256])
-    with pytest.raises(ValueError, match="40 tokens do not hold a fact and its question"):
+    with pytest.raises(ValueError, match=r"passkey\.lengths=\[40\]:"):
         recall(model, tokenizer, filler, [40])
 
 
@@ -149,7 +151,7 @@ def test_tables_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[s
     shown = capsys.readouterr().out
     assert "1,024" in shown
     assert "100%" in shown
-    content = heatmap.content(cells, {"about": "x"})
+    content = heatmap.content(cells)
     json.dumps(content, allow_nan=False)
     assert content["samples"] == 4
     assert content["kinds"]["needle"]["accuracy"] == [[0.0, 0.5, 1.0]] * 2
