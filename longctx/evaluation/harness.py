@@ -1,9 +1,8 @@
-"""lm-evaluation-harness on a GPT: its requests in our windows. Imported only where tasks are asked
-for; needs lm-eval.
+"""Tasks of lm-evaluation-harness on a GPT. Imported only for tasks=, because lm-eval is an extra.
 
 A request is scored with the last `context` tokens before it, long texts in rolling windows (see
-`windows`). Generation is greedy and computes the whole context again for every token: fit for the
-short answers of retrieval tasks such as RULER's.
+`windows`). Generation is greedy and computes the context again for every token, which is fast
+enough for the short answers of retrieval tasks such as RULER's.
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ class Harness(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """ln p of whole texts, every token scored once."""
+        """ln p of texts, every token scored once."""
         texts = [
             np.array([self.prefix_token_id, *self.tok_encode(r.args[0])], dtype=np.int64)
             for r in requests
@@ -231,13 +230,13 @@ def evaluate_tasks(
     limit: int | None = None,
     fewshot: int | None = None,
 ) -> dict[str, Any]:
-    """lm-eval's results of `tasks`, found in `task_folder` or among its own; `limit` documents of
-    each.
+    """lm-eval's results of `tasks`, which lie in `task_folder` or come with it; `limit` documents
+    of each.
 
     Raises ValueError, one line, for a task that does not exist or whose data cannot be had.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    # For tasks that are made for a length, such as RULER's, and count it in tokens.
+    # For tasks of a given length in tokens, such as RULER's.
     metadata = {"tokenizer": str(tokenizer_folder), "max_seq_lengths": [lm.context]}
     manager = _manager(tasks, task_folder, metadata)
     try:

@@ -21,7 +21,7 @@ FEWEST = 8  # documents that the longest bucket should have
 class Filled(NamedTuple):
     """Documents that fill the buckets 0 .. len(nats) - 1: how many, and their nats in each."""
 
-    documents: float  # a whole number
+    documents: float  # a count, as a float where ranks added it up
     nats: Sequence[float]
 
 

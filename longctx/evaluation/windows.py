@@ -2,7 +2,7 @@
 
 Window k of a document shows the tokens k·stride .. k·stride + context - 1 and scores the next-token
 predictions that no window before it has scored, so that a token has context - stride + 1 tokens
-before it, or all that there are. Windows shorter than the context share a row, kept apart by the
+before it, or all of the document's. Windows shorter than the context share a row, kept apart by the
 attention mask.
 """
 

@@ -1,6 +1,6 @@
 """The files that eval.py leaves in a run's eval/: their names, and what stands in them. Torch-free.
 
-Evaluation writes them and the report reads them, so both are told here what they look like. A
+Evaluation writes them and the report reads them; what both must know stands here. A
 perplexity has "total", pass keys have "kinds", tasks of lm-evaluation-harness have "results".
 """
 
@@ -111,7 +111,7 @@ def task_scores(results: dict[str, Any]) -> list[TaskScore]:
             metric, comma, filter_name = key.partition(",")
             if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
-            if metric.isdigit() and value == -1:  # RULER's value for a length that was not asked
+            if metric.isdigit() and value == -1:  # RULER's value for a length that was not run
                 continue
             error = values.get(f"{metric}_stderr,{filter_name}")
             error = float(error) if isinstance(error, int | float) else None
