@@ -207,7 +207,7 @@ def measure(options: Options, out: Path) -> dict[str, Any]:
         cells = recall(model, tokenizer, filler, lengths, samples=options.samples, dtype=dtype)
         scored = perplexity(model, islice(longest, 64), options.long, options.long, dtype=dtype)
         models[name] = {
-            "recall": content(cells, {})["kinds"],
+            "recall": content(cells)["kinds"],
             "by_position": scored.positions.buckets(),
         }
     where = torch.cuda.get_device_name() if device == "cuda" else "cpu"

@@ -2,7 +2,7 @@
 
 Window k of a document shows the tokens k·stride .. k·stride + context - 1 and scores the next-token
 predictions that no window before it has scored, so that a token has context - stride + 1 tokens
-before it, or all that there are. Windows shorter than the context share a row, kept apart by the
+before it, or all of the document's. Windows shorter than the context share a row, kept apart by the
 attention mask.
 """
 
@@ -14,10 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-AHEAD = (
-    4,
-    32,
-)  # batches, and rows at least, that are packed together, so that few places in a row stay empty
+# Batches, and rows at least, that are packed together, so that few places in a row stay empty.
+AHEAD = (4, 32)
 
 
 class Document(NamedTuple):
@@ -44,6 +42,17 @@ class Window(NamedTuple):
     ids: np.ndarray
     seen: int
     context: int = 0
+
+
+def stride_of(stride: int | None, context: int) -> int:
+    """The stride, by default half of the context; ValueError where it would leave tokens out."""
+    stride = max(1, context // 2) if stride is None else stride
+    if not 1 <= stride <= context:
+        raise ValueError(
+            f"stride={stride}: tokens between two windows would never be scored; "
+            f"give 1 to seq_len={context}"
+        )
+    return stride
 
 
 def spans(tokens: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
@@ -75,9 +84,8 @@ def batches(windows: Iterable[Window], context: int, rows: int) -> Iterator[list
         tokens += len(window.ids) - 1
         if tokens >= together:
             packed = _packed(waiting, context)
-            full = max(
-                len(packed) // 2 // rows * rows, rows
-            )  # the other half, of short windows, fills rows to come
+            # The other half, of short windows, fills rows to come.
+            full = max(len(packed) // 2 // rows * rows, rows)
             for start in range(0, full, rows):
                 yield packed[start : start + rows]
             waiting = [window for row in packed[full:] for window in row]

@@ -20,6 +20,7 @@ from longctx.config.train_config import TrainConfig
 from longctx.data import Data, Mixture
 from longctx.data.rows import IGNORED
 from longctx.evaluation.passkey import check_texts, filler_of, recall
+from longctx.evaluation.positions import Filled, mean_losses, packed_buckets
 from longctx.evaluation.windows import Document
 from longctx.training.batches import MicroBatch, validation_batches
 from longctx.training.parallel import Parallel
@@ -29,7 +30,6 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 FOUND = "facts_found"  # key/kind/length in a row of metrics.jsonl
 T = TypeVar("T")
 BY_POSITION = "val_loss_by_position"  # key/2^b in a row of metrics.jsonl
-FEWEST = 8  # pieces that the longest bucket should have
 MOST = 32  # buckets; rows are shorter than 2^32 tokens
 
 
@@ -130,40 +130,18 @@ def places(micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
     and its place (n,) in the flattened batch; and per piece the number of buckets that it fills.
     """
     assert micro.mask.offsets is not None
-    offsets = micro.mask.offsets.numpy().astype(np.int64)
-    starts, lengths = offsets[:-1], np.diff(offsets)
     scored = (micro.targets.numpy() != IGNORED).reshape(-1)
-    ends = np.where(
-        scored, len(scored), np.arange(len(scored))
-    )  # of what is scored without a gap from the beginning
-    run = np.minimum(np.minimum.reduceat(ends, starts), offsets[1:]) - starts
-    full = _exponent(
-        run + 1
-    )  # of a piece with n targets: log2(n + 1); in conversations the first target is none
-    bucket = _exponent(np.arange(len(scored)) - np.repeat(starts, lengths) + 1)
-    of_piece = np.repeat(full, lengths)
-    kept = np.flatnonzero(scored & (bucket < of_piece))
-    place = of_piece[kept] * MOST + bucket[kept]
-    return torch.from_numpy(place), torch.from_numpy(kept), torch.from_numpy(full)
+    place, bucket, of_piece, full = packed_buckets(micro.mask.offsets.numpy(), scored)
+    cell = of_piece * MOST + bucket
+    return torch.from_numpy(cell), torch.from_numpy(place), torch.from_numpy(full)
 
 
 def by_position(nats: list[list[float]], pieces: list[float]) -> dict[str, float]:
-    """Mean loss per bucket over the pieces that fill as many buckets as `FEWEST` do (of fewer, as
-    any does).
+    """Mean loss per bucket of the pieces that fill them all, where pieces[n] of them fill n buckets
+    and have nats[n][b] in bucket b.
     """
-    reach = [sum(pieces[n:]) for n in range(MOST)]  # pieces that fill n buckets or more
-    enough = FEWEST if reach[1] >= FEWEST else 1
-    longest = max((n for n in range(1, MOST) if reach[n] >= enough), default=0)
-    return {
-        f"{BY_POSITION}/{2**b}": math.fsum(row[b] for row in nats[longest:])
-        / (reach[longest] * 2**b)
-        for b in range(longest)
-    }
-
-
-def _exponent(counts: Any) -> Any:
-    """floor(log2) of whole numbers from 1 up."""
-    return np.frexp(counts.astype(np.float64))[1] - 1
+    groups = (Filled(pieces[n], nats[n][:n]) for n in range(1, MOST))
+    return {f"{BY_POSITION}/{row['first']}": row["loss"] for row in mean_losses(groups)}
 
 
 def _eager(function: Callable[..., T], *args: Any) -> T:

@@ -1,4 +1,4 @@
-"""Tables and JSON: the sums are there, nothing that is no number, no file by halves."""
+"""Tables, JSON and picture: sums are there, null for what is no number, no file by halves."""
 
 import io
 import json
@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from longctx.config.eval_config import EvalConfig
 from longctx.evaluation.contexts import Contexts, Gain
 from longctx.evaluation.perplexity import Perplexity, Score
 from longctx.evaluation.plots import draw
 from longctx.evaluation.positions import Positions
-from longctx.evaluation.report import content, table, tables, write
+from longctx.evaluation.results import decisive, perplexity_content
+from longctx.evaluation.tables import table, tables
+from longctx.runs.evaluations import write
 
 
 def result(documents: int) -> Perplexity:
@@ -29,14 +32,14 @@ def printed(result: Perplexity) -> str:
     return console.export_text()
 
 
-def test_few_documents_are_all_shown() -> None:
+def test_table_shows_all_of_few_documents() -> None:
     text = printed(result(5))
     assert all(f"docs/[{n}].md" in text for n in range(5))
     assert "all 6" in text
     assert f"{result(5).total.perplexity:.3f}" in text
 
 
-def test_of_many_documents_the_longest_best_and_worst_are_shown() -> None:
+def test_table_shows_the_longest_best_and_worst_of_many_documents() -> None:
     text = printed(result(40))
     assert "docs/[39].md" in text
     assert "docs/[0].md" in text
@@ -45,41 +48,41 @@ def test_of_many_documents_the_longest_best_and_worst_are_shown() -> None:
 
 def test_json_has_every_document_and_null_for_what_is_no_number(tmp_path: Path) -> None:
     path = tmp_path / "eval" / "x.json"
-    write(content(result(4), {"checkpoint": "runs/a"}, str), path)
-    found = json.loads(path.read_text(), parse_constant=pytest.fail)
-    assert found["checkpoint"] == "runs/a"
-    assert found["context"] == 64
-    assert found["windows"] == 5
-    assert [x["tokens"] for x in found["documents"]] == [10, 11, 12, 13, 0]
-    assert found["documents"][-1]["perplexity"] is None
-    assert found["total"]["perplexity"] == pytest.approx(math.exp(58 / 46))
+    write({"checkpoint": "runs/a", **perplexity_content(result(4), str)}, path)
+    content = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert content["checkpoint"] == "runs/a"
+    assert content["context"] == 64
+    assert content["windows"] == 5
+    assert [x["tokens"] for x in content["documents"]] == [10, 11, 12, 13, 0]
+    assert content["documents"][-1]["perplexity"] is None
+    assert content["total"]["perplexity"] == pytest.approx(math.exp(58 / 46))
     assert [p.name for p in path.parent.iterdir()] == ["x.json"]
 
 
-def test_nothing_is_left_where_writing_fails(tmp_path: Path) -> None:
+def test_json_leaves_nothing_where_writing_fails(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
-        write(content(result(1), {"what": object()}, str), tmp_path / "x.json")
+        write({"what": object()}, tmp_path / "x.json")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_overflowing_perplexity_is_infinite_not_an_error() -> None:
+def test_perplexity_that_overflows_is_infinite() -> None:
     assert Score("x", tokens=1, n_bytes=1, nats=1e4).perplexity == math.inf
     assert math.isnan(Score("x", tokens=1, n_bytes=1, nats=math.nan).perplexity)
 
 
 def full() -> Perplexity:
     """A result with positions, contexts and gains."""
-    found = result(9)
-    found.positions = Positions({0: [3.0, 4.0], 1: [2.0, 4.0, 9.0]})
-    found.contexts = Contexts([512, 1024], tokens=8, documents=1, nats=[16.0, 12.0])
-    found.contexts.gains = [Gain(0, 700, 5.0, 0.25, [65, 10, 66, 67], 2)]
-    return found
+    scores = result(9)
+    scores.positions = Positions({0: [3.0, 4.0], 1: [2.0, 4.0, 9.0]})
+    scores.contexts = Contexts([512, 1024], tokens=8, documents=1, nats=[16.0, 12.0])
+    scores.contexts.gains = [Gain(0, 700, 5.0, 0.25, [65, 10, 66, 67], 2)]
+    return scores
 
 
-def test_positions_contexts_and_gains_are_told_and_drawn(tmp_path: Path) -> None:
-    found = full()
+def test_positions_contexts_and_gains_are_shown_and_drawn(tmp_path: Path) -> None:
+    full_result = full()
     console = Console(width=150, record=True, file=io.StringIO())
-    for view in tables(found, lambda ids: "".join(map(chr, ids))):
+    for view in tables(full_result, lambda ids: "".join(map(chr, ids))):
         console.print(view)
     text = console.export_text()
     for expected in (
@@ -94,10 +97,15 @@ def test_positions_contexts_and_gains_are_told_and_drawn(tmp_path: Path) -> None
         "docs/[0].md",
     ):
         assert expected in text, expected
-    written = content(found, {}, lambda ids: "".join(map(chr, ids)))
+    written = perplexity_content(full_result, lambda ids: "".join(map(chr, ids)))
     assert written["gains"][0]["token"] == "B"
     assert written["by_context"][1]["gain"] == 0.5
-    for name, what in (("full", written), ("bare", content(result(2), {}, str))):
-        draw(what, tmp_path / f"{name}.png")
+    for name, content in (("full", written), ("bare", perplexity_content(result(2), str))):
+        draw(content, tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bare.png", "full.png"]
+
+
+def test_place_of_an_evaluation_decides_nothing() -> None:
+    assert decisive(EvalConfig(device="cpu", batch_size=3)) == decisive(EvalConfig())
+    assert decisive(EvalConfig(documents=1)) != decisive(EvalConfig())

@@ -1,4 +1,4 @@
-"""Documents for evaluation: whole, in the run's tokens, with the bytes of what is scored."""
+"""Documents for evaluation: uncut, in the run's tokens, with the bytes of what is scored."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from longctx.data import DataConfig, Tokenizer, load
 from longctx.data.tokenizer import train
-from longctx.evaluation.documents import Share, of_run, of_source
+from longctx.evaluation.subject import Share, of_run, of_source
 
 TEXTS = {
     f"{n:02d}.txt": f"# file {n}\n" + "a rose is a rose – naïve 𝄞\n" * (n + 1) for n in range(30)
@@ -26,12 +26,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_files_become_whole_documents_with_the_bytes_after_the_first_token(
+def test_documents_of_files_are_uncut_and_count_bytes_after_the_first_token(
     folder: Path, tokenizer: Tokenizer
 ) -> None:
-    found = list(of_source(DataConfig(source="text", path=str(folder / "docs")), tokenizer))
-    assert len(found) == len(TEXTS)
-    for name, ids, n_bytes, n_words in found:
+    documents = list(of_source(DataConfig(source="text", path=str(folder / "docs")), tokenizer))
+    assert len(documents) == len(TEXTS)
+    for name, ids, n_bytes, n_words in documents:
         text = TEXTS[Path(name).name]
         assert n_words == len(tokenizer.decode(ids[1:-1]).split())
         assert tokenizer.decode(ids[:-1]) == text
@@ -39,7 +39,7 @@ def test_files_become_whole_documents_with_the_bytes_after_the_first_token(
         assert n_bytes == len(tokenizer.decode(ids[1:-1]).encode())
 
 
-def test_a_first_token_that_is_part_of_a_character_is_one_byte(tmp_path: Path) -> None:
+def test_documents_count_a_part_of_a_character_as_one_byte(tmp_path: Path) -> None:
     tokenizer = train(["abc"], 260)
     (tmp_path / "x.txt").write_text("é!", encoding="utf-8")
     (document,) = of_source(DataConfig(source="text", path=str(tmp_path)), tokenizer)
@@ -47,7 +47,7 @@ def test_a_first_token_that_is_part_of_a_character_is_one_byte(tmp_path: Path) -
     assert document.n_bytes == 2
 
 
-def test_splits_of_a_run_are_its_own(
+def test_documents_of_a_run_are_those_of_its_split(
     folder: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = folder / "run"
@@ -65,7 +65,8 @@ def test_splits_of_a_run_are_its_own(
         for split in ("train", "val")
     }
     names = {
-        split: {Path(document.name).name for document in found} for split, found in splits.items()
+        split: {Path(document.name).name for document in documents}
+        for split, documents in splits.items()
     }
     assert names["train"] | names["val"] == set(TEXTS)
     assert not names["train"] & names["val"]
@@ -73,17 +74,15 @@ def test_splits_of_a_run_are_its_own(
     for document in splits["val"]:
         assert tokenizer.decode(document.ids[:-1]) == TEXTS[Path(document.name).name]
         assert document.n_words == len(tokenizer.decode(document.ids[1:-1]).split())
-    with pytest.raises(ValueError, match="split=val: the run has no such documents"):
+    with pytest.raises(ValueError, match="split=val:"):
         list(of_run(run, {"data": {**data, "val_fraction": 0.0}, "seq_len": 64}, "val", began))
-    assert "not those" not in capsys.readouterr().err
+    assert str(run) not in capsys.readouterr().err
     (folder / "docs" / "new.txt").write_text("a new one")
     assert list(of_run(run, {"data": data, "seq_len": 64}, "train", began))
-    assert "the documents are not those" in capsys.readouterr().err
+    assert str(run) in capsys.readouterr().err
 
 
-def test_shares_are_disjoint_and_together_the_first_so_many(
-    folder: Path, tokenizer: Tokenizer
-) -> None:
+def test_shares_are_disjoint_and_cover_the_limit(folder: Path, tokenizer: Tokenizer) -> None:
     config = DataConfig(source="text", path=str(folder / "docs"))
     everything = [document.name for document in of_source(config, tokenizer)]
     shares = [
