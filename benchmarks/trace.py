@@ -117,9 +117,10 @@ def marked(compiled: bool) -> Iterator[None]:
     ]
     targets += [(gpt.F, "embedding", RANGE + SMALL)]
     if not compiled:
-        targets += [(layers, "attention", RANGE + ATTENTION), (layers, "rotate", RANGE + SMALL)]
+        targets += [(layers.SelfAttention, "forward", RANGE + ATTENTION)]
+        targets += [(layers, "rotate", RANGE + SMALL)]
         targets += [
-            (layers.StreamNorm, "onward", RANGE + SMALL),
+            (layers.StreamNorm, "add_and_norm", RANGE + SMALL),
             (layers.SwiGLU, "forward", RANGE + MATRICES),
         ]
         targets += [

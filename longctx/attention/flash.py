@@ -1,16 +1,15 @@
-"""flash: our own FlashAttention. Fused, exact, O(T) memory; on a GPU in Triton, on a CPU in torch
-tiles.
+"""flash: our own FlashAttention, fused and exact in O(T) memory.
+
+Triton on a GPU, tiles in torch on a CPU; the kernels are in longctx/kernels.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from longctx.attention.mask import Mask
-from longctx.attention.registry import Request, register
+from longctx.attention.registry import Backend, Gradients, Request, register
 from longctx.kernels import HAS_TRITON
 from longctx.kernels.flash import (
     HEAD_SIZES,
@@ -21,16 +20,15 @@ from longctx.kernels.flash import (
 )
 
 
-class Flash:
-    """Any interval mask, any length, grouped-query, fp32, bf16, fp16; the lse is differentiable
-    too.
+class Flash(Backend):
+    """Any interval mask and length, grouped-query, fp32, bf16, fp16; the lse is differentiable.
 
-    `kernel`: portable is for every GPU; hopper is Hopper's own, for 16-bit heads of 64 to 128, and
-    adds dq up in any order unless torch is told to use deterministic algorithms; auto is hopper
-    where that runs, and portable elsewhere.
+    `kernel`: portable runs on every GPU. hopper is for Hopper alone, for 16-bit heads of 64 to 128;
+    it adds dq up in any order unless torch uses deterministic algorithms. auto is hopper where that
+    runs, and portable elsewhere.
     """
 
-    options: dict[str, tuple[Any, ...]] = {"kernel": ("auto", "portable", "hopper")}
+    options = {"kernel": ("auto", "portable", "hopper")}
     reproducible = {
         "triton-portable": ("out", "dq", "dk", "dv"),
         "torch-tiled": ("out", "dq", "dk", "dv"),
@@ -43,15 +41,17 @@ class Flash:
             return f"its kernels take fp32, bf16 and fp16, not {request.dtype}; use attention=naive"
         if request.options.get("kernel") == "hopper" and (reason := _not_hopper(request)):
             return f"kernel=hopper {reason}; use attention.options.kernel=portable"
-        if (
-            implementation(request.device, request.dtype, request.head_dim, "portable")
-            == "torch-tiled"
-        ):
+        shape = request.device, request.dtype, request.head_dim
+        if implementation(*shape, "portable") == "torch-tiled":
             return None
         if request.device.type == "cpu" and request.dtype == torch.bfloat16:
-            return "Triton's interpreter computes bf16 products wrongly; use fp32 or fp16, or unset TRITON_INTERPRET"
+            return (
+                "Triton's interpreter computes bf16 products wrongly; "
+                "use fp32 or fp16, or unset TRITON_INTERPRET"
+            )
         if request.head_dim not in HEAD_SIZES:
-            return f"head size {request.head_dim} is outside {HEAD_SIZES[0]} to {HEAD_SIZES[-1]}; use attention=naive"
+            sizes = f"{HEAD_SIZES[0]} to {HEAD_SIZES[-1]}"
+            return f"head size {request.head_dim} is outside {sizes}; use attention=naive"
         if not HAS_TRITON:
             return "triton is not installed; `pip install triton`, or use attention=sdpa"
         return None
@@ -60,9 +60,8 @@ class Flash:
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, kernel: str = "auto"
     ) -> tuple[Tensor, Tensor, str]:
         chosen = implementation(q.device, q.dtype, q.shape[3], kernel)
-        out, lse = flash_forward(
-            q, k, v, mask.first, mask.last, mask.qfirst, mask.qlast, scale, chosen
-        )
+        intervals = mask.first, mask.last, mask.qfirst, mask.qlast
+        out, lse = flash_forward(q, k, v, *intervals, scale, chosen)
         return out, lse, chosen
 
     def backward(
@@ -76,18 +75,23 @@ class Flash:
         mask: Mask,
         scale: float,
         kernel: str = "auto",
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Gradients:
         chosen = implementation(q.device, q.dtype, q.shape[3], kernel)
         intervals = mask.first, mask.last, mask.qfirst, mask.qlast
-        dq, dk, dv = flash_backward(do, None, q, k, v, out, lse, *intervals, scale, chosen)
-        return dq, dk, dv
+        gradients: Gradients = flash_backward(
+            do, None, q, k, v, out, lse, *intervals, scale, chosen
+        )
+        return gradients
 
 
 def _not_hopper(request: Request) -> str | None:
     if request.device.type != "cuda" or torch.cuda.get_device_properties(request.device).major != 9:
         return "needs a Hopper GPU"
     if not runs_hopper(request.device, request.dtype, request.head_dim):
-        return f"takes bf16 and fp16 with head sizes 64, 72 .. 128, not {request.dtype} with {request.head_dim}"
+        return (
+            "takes bf16 and fp16 with head sizes 64, 72 .. 128, "
+            f"not {request.dtype} with {request.head_dim}"
+        )
     return None
 
 

@@ -1,5 +1,6 @@
-"""flex: torch's FlexAttention, the intervals given as its mask function and block mask, compiled by
-inductor on a GPU.
+"""flex: torch's FlexAttention, compiled by inductor on a GPU.
+
+The intervals of a mask become its mask function and its block mask.
 """
 
 from __future__ import annotations
@@ -9,17 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from longctx.attention.mask import Mask
-from longctx.attention.registry import Request, register
+from longctx.attention.registry import Backend, Request, register
 
 BLOCK = 128
 
 
-class Flex:
+class Flex(Backend):
     """Any interval mask, on a GPU; its lse is differentiable."""
-
-    options: dict[str, tuple[Any, ...]] = {}
 
     def refusal(self, request: Request) -> str | None:
         if request.device.type != "cuda":
@@ -31,19 +31,16 @@ class Flex:
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
     ) -> tuple[Tensor, Tensor, str]:
-        from torch.nn.attention.flex_attention import AuxRequest
-
         heads = (x.transpose(1, 2) for x in (q, k, v))
         options = {"scale": scale, "enable_gqa": True, "return_aux": AuxRequest(lse=True)}
-        options["kernel_options"] = {
-            "BACKEND": "TRITON"
-        }  # else short rows go to a kernel for decoding, which lacks shapes
+        # Else short rows go to a kernel for decoding, which lacks shapes.
+        options["kernel_options"] = {"BACKEND": "TRITON"}
         if torch.compiler.is_compiling():
             out, aux = _attend()(*heads, block_mask=block_mask(mask, k.shape[1]), **options)
         else:
-            blocks = mask.cache.get("flex") or mask.cache.setdefault(
-                "flex", block_mask(mask, k.shape[1])
-            )
+            if "flex" not in mask.cache:
+                mask.cache["flex"] = block_mask(mask, k.shape[1])
+            blocks = mask.cache["flex"]
             # Also where the caller forbids compiling: FlexAttention not compiled has the (Tq, Tk)
             # scores in memory.
             with (
@@ -56,17 +53,12 @@ class Flex:
 
 @functools.cache
 def _attend() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(
-        flex_attention, fullgraph=True
-    )  # at the recompile limit an error, never the scores in memory
+    # fullgraph: at the recompile limit an error, never the scores in memory
+    return torch.compile(flex_attention, fullgraph=True)
 
 
-def block_mask(mask: Mask, Tk: int) -> Any:
-    """FlexAttention's block mask, straight from the intervals: O(T / BLOCK)² booleans, never O(T²)."""
-    from torch.nn.attention.flex_attention import BlockMask
-
+def block_mask(mask: Mask, Tk: int) -> BlockMask:
+    """FlexAttention's block mask from the intervals: (T / BLOCK)² booleans, never T²."""
     first, last = mask.first, mask.last
     assert first is not None and last is not None
     starts = torch.arange(0, first.shape[1], BLOCK, device=first.device)
@@ -95,8 +87,9 @@ def block_mask(mask: Mask, Tk: int) -> Any:
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row of blocks: how many are chosen, and all indices with the chosen ones first, (B, 1,
-    rows[, columns]) int32.
+    """Count and indices of the chosen blocks of each row, the chosen first.
+
+    (B, 1, rows) and (B, 1, rows, columns), int32.
     """
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]

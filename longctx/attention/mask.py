@@ -18,13 +18,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Which keys each query sees; build with `causal`, `full`, `documents` or `intervals`, once per
-    batch.
+    """Which keys each query sees.
 
-    After `bind` it holds int32 tensors: `first`, `last` (B or 1, Tq) and `qfirst`, `qlast` (B or 1,
-    Tk). A batch of 1 stands for every row. `doc_ids` (B, T) and `offsets` (documents + 1,) describe
-    packed documents over the flattened batch; none is longer than `longest`, a power of two, so
-    that code compiled for it serves many batches.
+    Build it once per batch with `causal`, `full`, `documents` or `intervals`. After `bind` it holds
+    int32 tensors: `first`, `last` (B or 1, Tq) and `qfirst`, `qlast` (B or 1, Tk). A batch of 1
+    stands for every row. `doc_ids` (B, T) and `offsets` (documents + 1,) describe packed documents
+    over the flattened batch; none is longer than `longest`, a power of two, so that code compiled
+    for it serves many batches.
     """
 
     kind: str
@@ -37,9 +37,8 @@ class Mask:
     offsets: Tensor | None = None
     longest: int = 0
     visible: int = -1
-    cache: dict[str, Any] = field(
-        default_factory=dict
-    )  # what a backend derives from a bound mask, once per batch
+    # what a backend derives from a bound mask, once per batch
+    cache: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def causal(window: int | None = None) -> Mask:
@@ -63,11 +62,13 @@ class Mask:
         """
         if doc_ids.ndim != 2 or doc_ids.is_floating_point():
             raise ValueError(
-                f"doc_ids must be integers of shape (B, T), got {doc_ids.dtype} of shape {tuple(doc_ids.shape)}"
+                f"doc_ids must be integers of shape (B, T), got {doc_ids.dtype} "
+                f"of shape {tuple(doc_ids.shape)}"
             )
         if bool((doc_ids[:, 1:] < doc_ids[:, :-1]).any()):
             raise ValueError(
-                "doc_ids must not decrease along a row; sort the documents of each row, or renumber them"
+                "doc_ids must not decrease along a row; "
+                "sort the documents of each row, or renumber them"
             )
         B, T = doc_ids.shape
         changes = torch.ones(B, T, dtype=torch.bool, device=doc_ids.device)
@@ -94,7 +95,8 @@ class Mask:
         """
         if first.shape != last.shape or first.ndim != 2:
             raise ValueError(
-                f"first and last must both be (B, Tq), got {tuple(first.shape)} and {tuple(last.shape)}"
+                f"first and last must both be (B, Tq), got {tuple(first.shape)} "
+                f"and {tuple(last.shape)}"
             )
         for name, x in (("first", first), ("last", last)):
             if bool((x[:, 1:] < x[:, :-1]).any()):
@@ -122,7 +124,8 @@ class Mask:
         window = _checked(window) or window
         if self.kind not in ("causal", "documents"):
             raise ValueError(
-                f"a window of {window} is for causal attention and packed documents, not for {self.kind}"
+                f"a window of {window} is for causal attention and packed documents, "
+                f"not for {self.kind}"
             )
         window = window if self.window is None else min(window, self.window)
         if self.qfirst is None:
@@ -181,7 +184,8 @@ class Mask:
     def _check_shape(self, B: int, Tq: int, Tk: int) -> None:
         if self.doc_ids is not None and (B, Tq, Tq) != (*self.doc_ids.shape, Tk):
             raise ValueError(
-                f"mask is for doc_ids of shape {tuple(self.doc_ids.shape)}, not for B={B}, Tq={Tq}, Tk={Tk}"
+                f"mask is for doc_ids of shape {tuple(self.doc_ids.shape)}, "
+                f"not for B={B}, Tq={Tq}, Tk={Tk}"
             )
         if self.first is not None and (
             self.first.shape[0] not in (1, B) or self.first.shape[1] != Tq
@@ -202,10 +206,8 @@ class Mask:
         if self.kind == "full":
             return torch.zeros_like(i), torch.full_like(i, Tk - 1)
         if self.doc_ids is not None:
-            first, last = (
-                _document_starts(self.doc_ids.to(device)).int(),
-                i.expand(B, Tq).contiguous(),
-            )
+            first = _document_starts(self.doc_ids.to(device)).int()
+            last = i.expand(B, Tq).contiguous()
         else:
             last = (i + (Tk - Tq)).clamp(min=-1)
             first = torch.zeros_like(last)

@@ -1,22 +1,20 @@
 """naive: scores, softmax and weighted sum as the formula says, with the (Tq, Tk) matrix in memory.
+
 The oracle of the others.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from longctx.attention.mask import Mask
-from longctx.attention.registry import Request, register
+from longctx.attention.registry import Backend, Request, register
 
 
-class Naive:
+class Naive(Backend):
     """Runs on every device, dtype, head size and mask; memory grows with Tq·Tk."""
 
-    options: dict[str, tuple[Any, ...]] = {}
     reproducible = {"torch matmul and softmax": ("out", "dq", "dk", "dv")}
 
     def refusal(self, request: Request) -> str | None:

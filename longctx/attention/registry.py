@@ -1,8 +1,10 @@
-"""The registry of attention backends, and the one function that calls them.
+"""The registry of attention backends, and the two ways to call one.
 
-A backend is a file of this package (or any module outside it) that registers an object with two
-methods: `refusal` says why it cannot do what is asked, `run` does it. Nothing falls back: what was
-asked for runs, or a ValueError says what to use instead.
+A backend is a file of this package (or any module outside it) that registers a `Backend`. Nothing
+falls back: the backend that was asked for runs, or a ValueError says what to use instead.
+
+`attention()` checks everything on every call. `Attention` is for a layer that calls the same
+backend in every step: it looks the backend and its options up once.
 """
 
 from __future__ import annotations
@@ -10,51 +12,76 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol, overload
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from longctx.attention.mask import Mask
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
+
 
 class Request(NamedTuple):
-    """What a backend is asked to do, known before any tensor exists. `mask` None stands for any
-    mask.
-    """
+    """What a backend is asked to do, known before any tensor exists. `mask` None: any mask."""
 
     device: torch.device
     dtype: torch.dtype
     head_dim: int
     mask: Mask | None = None
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = {}
     deterministic: bool = False
 
 
-class Backend(Protocol):
-    """What `register` takes: one object per backend.
+class Backend(ABC):
+    """One way to compute attention; `refusal` and `run` are all that a backend needs."""
 
-    It may also have `backward` (do, q, k, v, out, lse, mask, scale, **options) → dq, dk, dv; then
-    recomputation in backward never runs its forward twice.
-    """
+    # option name → its allowed values, the default first
+    options: Mapping[str, tuple[Any, ...]] = {}
 
-    options: dict[str, tuple[Any, ...]]  # option name → its allowed values, the default first
+    # kernel → those of "out", "dq", "dk", "dv" that have the same bits whenever that kernel runs on
+    # one machine; the kernel lock of a run holds their hashes
+    reproducible: Mapping[str, tuple[str, ...]] = {}
 
+    @abstractmethod
     def refusal(self, request: Request) -> str | None:
-        """Why this backend cannot serve the request (and what to use instead), or None."""
+        """Why this backend cannot serve the request (and what to use instead), or None.
 
-    @property
-    def run(self) -> Callable[..., tuple[Tensor, Tensor, str]]:
-        """A method (q, k, v, mask, scale, **options) → out (B, Tq, Hq, D), lse (B, Hq, Tq) float32,
-        name of the kernel that ran.
+        Of a mask only its kind and window may count: `Attention` remembers the answer for both.
+        """
+
+    @abstractmethod
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, *_: Any, **options: Any
+    ) -> tuple[Tensor, Tensor, str]:
+        """out (B, Tq, Hq, D), lse (B, Hq, Tq) float32, and the name of the kernel that ran.
 
         `mask` is bound, and q, k, v are contiguous in their last dimension.
         """
 
-    # It may also have reproducible: dict[str, tuple[str, ...]], name of a kernel → which of "out",
-    # "dq", "dk", "dv" have the same bits whenever that kernel runs on one machine. Their hashes
-    # then stand in the kernel lock of a run.
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Mask,
+        scale: float,
+        *_: Any,
+        **options: Any,
+    ) -> Gradients:
+        """dq, dk, dv from a forward's out and lse; without it, recomputation runs `run` again."""
+        raise NotImplementedError(f"{type(self).__name__} has no backward of its own")
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether `backward` is defined."""
+        return type(self).backward is not Backend.backward
 
 
 _backends: dict[str, Backend] = {}
@@ -62,9 +89,12 @@ _ran: dict[str, str] = {}
 
 
 def register(name: str, backend: Backend) -> None:
-    """Make `backend` available as `attention(..., backend=name)`; raises ValueError if the name is
-    taken.
+    """Make `backend` available as `attention(..., backend=name)`.
+
+    Raises ValueError if the name is taken, TypeError for what is no `Backend`.
     """
+    if not isinstance(backend, Backend):
+        raise TypeError(f"attention backend {name!r} must derive from longctx.attention.Backend")
     if name in _backends and type(_backends[name]) is not type(backend):
         raise ValueError(f"attention backend {name!r} is already registered")
     _backends[name] = backend
@@ -92,30 +122,118 @@ def check(
     dtype: torch.dtype,
     head_dim: int,
     mask: Mask | None = None,
-    options: dict[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
     deterministic: bool = False,
 ) -> None:
     """Raise ValueError, saying what to use instead, if `backend` cannot serve such tensors here."""
-    if backend not in _backends:
-        raise ValueError(
-            f"attention={backend} is not a backend; choose one of {', '.join(sorted(_backends))}"
-        )
-    chosen = _backends[backend]
     options = options or {}
-    for key, value in options.items():
-        if key not in chosen.options:
-            have = ", ".join(chosen.options) or "none"
-            raise ValueError(
-                f"attention.options.{key}={value} is not an option of {backend}; it has: {have}"
+    request = Request(torch.device(device), dtype, head_dim, mask, options, deterministic)
+    _refuse(backend, _lookup(backend, options), request)
+
+
+def reproducible(backend: str) -> dict[str, tuple[str, ...]]:
+    """Kernel → the outputs with the same bits in every run of it; empty where none is promised."""
+    return dict(_backends[backend].reproducible)
+
+
+def kernels_run() -> dict[str, str]:
+    """Backend → the kernel that it last ran with in this process."""
+    return dict(_ran)
+
+
+class Attention:
+    """A backend with its options, looked up once and called by a layer in every step.
+
+    Raises ValueError for an unknown backend or option, and at the first call with another device,
+    dtype, head size or kind of mask if the backend cannot serve it. Shapes are not checked: see
+    `attention()`.
+    """
+
+    def __init__(
+        self, backend: str, options: Mapping[str, Any] | None = None, scale: float | None = None
+    ) -> None:
+        self.name = backend
+        self.options = dict(options or {})
+        self.scale = scale  # None: D**-0.5
+        self.backend = _lookup(backend, self.options)
+        self._served: set[tuple[Any, ...]] = set()
+
+    @property
+    def saves_output(self) -> bool:
+        """Whether `backward` takes the forward's out and lse, and need not run it again."""
+        return self.backend.has_backward
+
+    @overload
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, return_lse: Literal[False] = False
+    ) -> Tensor: ...
+    @overload
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, return_lse: Literal[True]
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, return_lse: bool
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, return_lse: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """out (B, Tq, Hq, D), with `return_lse` also lse (B, Hq, Tq); see `attention`."""
+        if torch.is_autocast_enabled(q.device.type):
+            dtype = torch.get_autocast_dtype(q.device.type)
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        # While compiling, every trace asks: its answer holds for the code that it makes.
+        kind = (q.device, q.dtype, q.shape[3], mask.kind, mask.window)
+        if torch.compiler.is_compiling():
+            self._ask(q, mask)
+        elif kind not in self._served:
+            self._ask(q, mask)
+            self._served.add(kind)
+        bound = mask.bind(q.shape[0], q.shape[1], k.shape[1], q.device)
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse, kernel = self.backend.run(
+                q, k, v, bound, self._scale(q.shape[3]), **self.options
             )
-        if value not in chosen.options[key]:
-            choices = ", ".join(str(x) for x in chosen.options[key])
-            raise ValueError(f"attention.options.{key}={value} must be one of {choices}")
-    reason = chosen.refusal(
-        Request(torch.device(device), dtype, head_dim, mask, options, deterministic)
-    )
-    if reason:
-        raise ValueError(f"attention={backend} cannot run here: {reason}")
+        _record(self.name, kernel)
+        return (out, lse) if return_lse else out
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        mask: Mask,
+    ) -> Gradients:
+        """dq, dk, dv for the gradient `do` of the `out` that an earlier call gave for q, k, v.
+
+        Unless `saves_output`, it runs the forward again and needs no lse.
+        """
+        if lse is None or not self.saves_output:
+            with torch.enable_grad():
+                leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+                again = self(leaves[0], leaves[1], leaves[2], mask)
+            dq, dk, dv = torch.autograd.grad(again, leaves, do)
+            return dq, dk, dv
+        bound = mask.bind(q.shape[0], q.shape[1], k.shape[1], q.device)
+        q16, k16, v16 = (x.to(out.dtype) for x in (q, k, v))
+        scale = self._scale(q.shape[3])
+        with torch.autocast(q.device.type, enabled=False):
+            gradients = self.backend.backward(
+                do, q16, k16, v16, out, lse, bound, scale, **self.options
+            )
+        dq, dk, dv = (g.to(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True))
+        return dq, dk, dv
+
+    def _ask(self, q: Tensor, mask: Mask) -> None:
+        request = Request(q.device, q.dtype, q.shape[3], mask, self.options)
+        _refuse(self.name, self.backend, request)
+
+    def _scale(self, head_dim: int) -> float:
+        return head_dim**-0.5 if self.scale is None else self.scale
 
 
 @overload
@@ -151,84 +269,44 @@ def attention(
     return_lse: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact softmax attention: q (B, Tq, Hq, D), k and v (B, Tk, Hkv, D) → out like q; Hq a
-    multiple of Hkv (grouped-query).
+    """Exact softmax attention: q (B, Tq, Hq, D), k and v (B, Tk, Hkv, D) → out like q.
 
-    `mask` defaults to `Mask.causal()`, `scale` to D**-0.5. With `return_lse` also the log-sum-exp
-    of each query's scores, (B, Hq, Tq) float32, natural log; its gradient flows in naive, flash and
-    flex and is not defined in sdpa and flash_attn. A query that sees nothing gets output 0, lse
-    -inf and zero gradients. Under autocast the inputs are cast first. fp32, bf16, fp16; any
-    strides; any length from 1 up. Raises ValueError for shapes that do not fit and for a backend
-    that cannot do what is asked.
+    Hq is a multiple of Hkv (grouped-query). fp32, bf16, fp16; any strides; any length from 1 up.
+    `mask` defaults to `Mask.causal()`, `scale` to D**-0.5. Autocast casts the inputs first.
+
+    With `return_lse` also the log-sum-exp of each query's scores, (B, Hq, Tq) float32, natural log.
+    Its gradient flows in naive, flash and flex and is not defined in sdpa and flash_attn. A query
+    that sees nothing gets output 0, lse -inf and zero gradients.
+
+    Raises ValueError for shapes that do not fit and for a backend that cannot do what is asked.
     """
-    mask = Mask.causal() if mask is None else mask
     _check_inputs(q, k, v, scale)
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    B, Tq, _, D = q.shape
-    check(backend, device=q.device, dtype=q.dtype, head_dim=D, mask=mask, options=options)
-    bound = mask.bind(B, Tq, k.shape[1], q.device)
-    with torch.autocast(q.device.type, enabled=False):
-        out, lse, kernel = _backends[backend].run(
-            q, k, v, bound, D**-0.5 if scale is None else scale, **options
-        )
-    _record(backend, kernel)
-    return (out, lse) if return_lse else out
+    mask = Mask.causal() if mask is None else mask
+    return Attention(backend, options, scale)(q, k, v, mask, return_lse)
 
 
-def reproducible(backend: str) -> dict[str, tuple[str, ...]]:
-    """Kernel → the outputs that have the same bits in every run of it; empty where `backend`
-    promises none.
-    """
-    return dict(getattr(_backends[backend], "reproducible", {}))
+def _lookup(backend: str, options: Mapping[str, Any]) -> Backend:
+    """The backend of that name; ValueError for one or for an option that does not exist."""
+    if backend not in _backends:
+        names = ", ".join(sorted(_backends))
+        raise ValueError(f"attention={backend} is not a backend; choose one of {names}")
+    chosen = _backends[backend]
+    for key, value in options.items():
+        if key not in chosen.options:
+            names = ", ".join(chosen.options) or "none"
+            raise ValueError(
+                f"attention.options.{key}={value} is not an option of {backend}; it has: {names}"
+            )
+        if value not in chosen.options[key]:
+            choices = ", ".join(str(x) for x in chosen.options[key])
+            raise ValueError(f"attention.options.{key}={value} must be one of {choices}")
+    return chosen
 
 
-def keeps_output(backend: str) -> bool:
-    """Whether `attention_backward` takes this backend's out and lse as they are."""
-    return hasattr(_backends[backend], "backward")
-
-
-def attention_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    mask: Mask,
-    backend: str,
-    scale: float | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv for the gradient `do` of `out`, where `attention` gave out and lse for these q, k,
-    v some time before.
-
-    A backend that has no such backward (see `keeps_output`) computes its forward again and needs no
-    lse.
-    """
-    if lse is None or not keeps_output(backend):
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            again = attention(leaves[0], leaves[1], leaves[2], mask, backend, scale, **options)
-        dq, dk, dv = torch.autograd.grad(again, leaves, do)
-        return dq, dk, dv
-    B, Tq, _, D = q.shape
-    bound = mask.bind(B, Tq, k.shape[1], q.device)
-    q16, k16, v16 = (x.to(out.dtype) for x in (q, k, v))
-    chosen: Any = _backends[backend]
-    with torch.autocast(q.device.type, enabled=False):
-        found = chosen.backward(
-            do, q16, k16, v16, out, lse, bound, D**-0.5 if scale is None else scale, **options
-        )
-    dq, dk, dv = (g.to(x.dtype) for g, x in zip(found, (q, k, v), strict=True))
-    return dq, dk, dv
-
-
-def kernels_run() -> dict[str, str]:
-    """Backend → the kernel that it last ran with in this process."""
-    return dict(_ran)
+def _refuse(name: str, backend: Backend, request: Request) -> None:
+    reason = backend.refusal(request)
+    if reason:
+        raise ValueError(f"attention={name} cannot run here: {reason}")
 
 
 @torch.compiler.assume_constant_result
@@ -237,13 +315,8 @@ def _record(backend: str, kernel: str) -> None:
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
-    if (
-        q.ndim != 4
-        or k.ndim != 4
-        or k.shape != v.shape
-        or q.shape[0] != k.shape[0]
-        or q.shape[3] != k.shape[3]
-    ):
+    four = q.ndim == 4 and k.ndim == 4
+    if not four or k.shape != v.shape or q.shape[::3] != k.shape[::3]:
         raise ValueError(
             "attention takes q (B, Tq, Hq, D) and k, v (B, Tk, Hkv, D), "
             f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
@@ -258,7 +331,7 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
         )
     if not q.dtype == k.dtype == v.dtype and not torch.is_autocast_enabled(q.device.type):
         raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if q.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+    if q.dtype not in DTYPES:
         raise ValueError(f"attention takes fp32, bf16 or fp16, got {q.dtype}")
     if not q.device == k.device == v.device:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""sdpa: torch's fused kernels, the one that runs pinned by us and never chosen behind our back.
+"""sdpa: torch's fused kernels, of which we pin the one that runs.
 
 On a GPU: FlashAttention-2 (`aten::_flash_attention_forward`, the kernel under torch's varlen
 attention, which packed documents use), or cuDNN for whole causal or full rows where it is right and
@@ -8,24 +8,22 @@ tile by query tile. No N×N mask is ever built.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from longctx.attention.mask import Mask
 from longctx.attention.naive import visible
-from longctx.attention.registry import Request, register
+from longctx.attention.registry import Backend, Request, register
 from longctx.kernels.tiled import fused_documents
 
 TILE = 512  # queries of a tile on a CPU
 
 
-class Sdpa:
-    """`kernel`: auto (cuDNN where it may, else flash), flash, or cudnn; it matters on a GPU only."""
+class Sdpa(Backend):
+    """`kernel`, for GPUs only: auto (cuDNN where it is right and faster, else flash), flash, cudnn."""
 
-    options: dict[str, tuple[Any, ...]] = {"kernel": ("auto", "flash", "cudnn")}
+    options = {"kernel": ("auto", "flash", "cudnn")}
     reproducible = {  # the backward of the GPU kernels adds up in any order
         "torch CPU flash": ("out", "dq", "dk", "dv"),
         "flash-attention-2": ("out",),
@@ -35,15 +33,14 @@ class Sdpa:
     def refusal(self, request: Request) -> str | None:
         kernel = request.options.get("kernel", "auto")
         if request.device.type == "cpu":
-            if request.dtype == torch.float64:
-                return None
-            return (
-                "kernel=cudnn needs a GPU; leave attention.options.kernel=auto"
-                if kernel == "cudnn"
-                else None
-            )
+            if kernel == "cudnn" and request.dtype != torch.float64:
+                return "kernel=cudnn needs a GPU; leave attention.options.kernel=auto"
+            return None
         if request.device.type != "cuda":
-            return f"its kernels are pinned for CUDA GPUs and CPUs, not {request.device.type}; use attention=naive"
+            return (
+                f"its kernels are pinned for CUDA GPUs and CPUs, not {request.device.type}; "
+                "use attention=naive"
+            )
         if reason := beyond_flash_attention(request):
             return reason
         if kernel == "cudnn" and (reason := _not_cudnn(request)):
@@ -56,12 +53,12 @@ class Sdpa:
         if not q.is_cuda:
             return *_cpu(q, k, v, mask, scale), "torch CPU flash"
         request = Request(q.device, q.dtype, q.shape[3], mask)
-        lengths_fit = (
-            q.shape[1] == k.shape[1] and q.shape[1] % 128 == 0
-        )  # other lengths: pytorch#196678
+        Tq, Tk = q.shape[1], k.shape[1]
+        lengths_fit = Tq == Tk and Tq % 128 == 0  # cuDNN is wrong for others: pytorch#196678
         if kernel == "cudnn" and not lengths_fit:
             raise ValueError(
-                f"kernel=cudnn is trusted for Tq = Tk, a multiple of 128, not {q.shape[1]} and {k.shape[1]}; use kernel=flash"
+                f"kernel=cudnn is trusted for Tq = Tk, a multiple of 128, not {Tq} and {Tk}; "
+                "use kernel=flash"
             )
         if kernel != "flash" and lengths_fit and not _not_cudnn(request):
             return *_cudnn(q, k, v, mask, scale), "cudnn"
@@ -69,9 +66,7 @@ class Sdpa:
 
 
 def beyond_flash_attention(request: Request) -> str | None:
-    """What of the request no FlashAttention kernel takes, torch's or the user's own, and what to
-    use instead; or None.
-    """
+    """Why neither torch's nor the user's FlashAttention serves the request, or None."""
     if request.dtype not in (torch.bfloat16, torch.float16):
         return (
             f"it takes bf16 and fp16, not {request.dtype}; use precision=bf16, or attention=flash"
@@ -81,7 +76,10 @@ def beyond_flash_attention(request: Request) -> str | None:
             f"head size {request.head_dim} must be a multiple of 8 up to 256; use attention=flash"
         )
     if request.mask is not None and request.mask.kind == "intervals":
-        return "it takes causal, windowed, packed and full masks, not free intervals; use attention=flash"
+        return (
+            "it takes causal, windowed, packed and full masks, not free intervals; "
+            "use attention=flash"
+        )
     return None
 
 
@@ -90,9 +88,8 @@ def _not_cudnn(request: Request) -> str | None:
         return "is faster on Hopper and later only"
     if request.head_dim % 8 or request.head_dim > 128:
         return f"takes head sizes up to 128, not {request.head_dim}"
-    if request.mask is not None and (
-        request.mask.kind not in ("causal", "full") or request.mask.window is not None
-    ):
+    mask = request.mask
+    if mask is not None and (mask.kind not in ("causal", "full") or mask.window is not None):
         return "takes whole causal or full rows, not packed documents or windows"
     return None
 
@@ -121,36 +118,31 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[T
         q, k, v, None, None, Tq, k.shape[1], 0.0, causal and left < 0, False, scale=scale, **window
     )
     lse = lse.detach()
-    return out, lse.masked_fill(
-        lse == float("inf"), float("-inf")
-    )  # its mark for rows that see nothing
+    # It gives rows that see nothing an lse of +inf.
+    return out, lse.masked_fill(lse == float("inf"), float("-inf"))
 
 
 @torch.compiler.disable
 def _cpu(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
     assert mask.first is not None and mask.last is not None
-    rows = []
+    outs, lses = [], []
     for b in range(q.shape[0]):
+        qb, kb, vb = (x[b : b + 1] for x in (q, k, v))
         first, last = mask.first[b % mask.first.shape[0]], mask.last[b % mask.last.shape[0]]
         documents = fused_documents(first, last, k.shape[1])
+        parts = []
         if documents is None:
-            parts = [
-                _cpu_tile(q[b : b + 1], k[b : b + 1], v[b : b + 1], first, last, i, scale)
-                for i in range(0, len(first), TILE)
-            ]
+            for i in range(0, len(first), TILE):
+                parts.append(_cpu_tile(qb, kb, vb, first, last, i, scale))
         else:
-            parts = [
-                _cpu_fused(
-                    q[b : b + 1, s:e], k[b : b + 1, s:e] if causal else k[b : b + 1], v[b : b + 1, s:e] if causal else v[b : b + 1],
-                    causal, None, scale,
+            for start, end, causal in documents:
+                keys = slice(start, end) if causal else slice(None)
+                parts.append(
+                    _cpu_fused(qb[:, start:end], kb[:, keys], vb[:, keys], causal, None, scale)
                 )
-                for s, e, causal in documents
-            ]  # fmt: skip
-        rows.append(
-            [torch.cat(x, dim) for x, dim in zip(zip(*parts, strict=True), (1, 2), strict=True)]
-        )
-    out, lse = (torch.cat(x) for x in zip(*rows, strict=True))
-    return out, lse
+        outs.append(torch.cat([out for out, _ in parts], 1))
+        lses.append(torch.cat([lse for _, lse in parts], 2))
+    return torch.cat(outs), torch.cat(lses)
 
 
 def _cpu_fused(
@@ -172,9 +164,9 @@ def _cpu_tile(
     rows = slice(i, i + TILE)
     lo, hi = int(first[rows][0]), int(last[rows][-1]) + 1
     if hi <= lo:
-        return F.pad(q[:, rows] * 0, (0, 0)), q.new_full(
-            (1, q.shape[2], q[:, rows].shape[1]), float("-inf"), dtype=torch.float32
-        )
+        lse_shape = 1, q.shape[2], q[:, rows].shape[1]
+        lse = q.new_full(lse_shape, float("-inf"), dtype=torch.float32)
+        return F.pad(q[:, rows] * 0, (0, 0)), lse
     tile = Mask("intervals", first=first[None, rows] - lo, last=last[None, rows] - lo)
     seen = visible(tile, hi - lo)[0, 0]
     bias = torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, float("-inf"))

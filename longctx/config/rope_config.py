@@ -9,8 +9,9 @@ from typing import Any
 from longctx.config.fields import check, key
 
 WAYS = ("keep", "auto", "abf", "ntk", "linear", "dynamic", "yarn", "llama3", "longrope")
-# rope_type → the keys that it needs, and those that it may have; "original" is short for the length of pretraining.
+# The length that the weights were trained for before any scaling.
 ORIGINAL = "original_max_position_embeddings"
+# rope_type → the keys that it needs, and those that it may have.
 KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -69,16 +70,17 @@ class RopeConfig:
         allowed = sum(KEYS.get(self.type, ((), ())), ())
         for name, value in self.options.items():
             if name not in allowed or name in ("factor", ORIGINAL):
-                have = ", ".join(x for x in allowed if x not in ("factor", ORIGINAL)) or "none"
+                options = ", ".join(x for x in allowed if x not in ("factor", ORIGINAL)) or "none"
                 raise ValueError(
-                    f"rope.options.{name}={value}: not an option of rope={self.type}; it has: {have}"
+                    f"rope.options.{name}={value}: not an option of rope={self.type}; "
+                    f"it has: {options}"
                 )
 
 
 def check_scaling(
     place: str, scaling: Mapping[str, Any], head_dim: int, context: int | None
 ) -> None:
-    """Raise ValueError naming `place`.<key> for the first key of rope_parameters that is missing, unknown or wrong."""
+    """Raise ValueError naming the first key of rope_parameters, in `place`, that is not right."""
     kind = scaling.get("rope_type", "default")
     if kind not in KEYS:
         raise ValueError(f"{place}.rope_type={kind} is not covered; there are {', '.join(KEYS)}")
@@ -105,9 +107,9 @@ def check_scaling(
             raise ValueError(f"{place}.{name}={scaling[name]!r} must be a number")
     if not isinstance(scaling.get("truncate", True), bool):
         raise ValueError(f"{place}.truncate={scaling['truncate']!r} must be true or false")
-    old = scaling.get(ORIGINAL, 2)
-    if not isinstance(old, int) or isinstance(old, bool) or old < 2:
-        raise ValueError(f"{place}.{ORIGINAL}={old!r} must be a whole number from 2 up")
+    original = scaling.get(ORIGINAL, 2)
+    if not isinstance(original, int) or isinstance(original, bool) or original < 2:
+        raise ValueError(f"{place}.{ORIGINAL}={original!r} must be a whole number from 2 up")
     _check_type(place, kind, scaling, head_dim, context)
 
 
@@ -115,11 +117,11 @@ def _check_type(
     place: str, kind: str, scaling: Mapping[str, Any], head_dim: int, context: int | None
 ) -> None:
     for name in ("short_factor", "long_factor") if kind == "longrope" else ():
-        found = scaling[name]
+        factors = scaling[name]
         if (
-            not isinstance(found, list | tuple)
-            or len(found) != head_dim // 2
-            or not all(_is_number(x) for x in found)
+            not isinstance(factors, list | tuple)
+            or len(factors) != head_dim // 2
+            or not all(_is_number(x) for x in factors)
         ):
             raise ValueError(
                 f"{place}.{name} must be a list of {head_dim // 2} numbers, half the head size"

@@ -1,7 +1,7 @@
-"""A GPT as a Hugging Face folder: config.json, generation_config.json, safetensors, tokenizer.
-Opens in transformers and in what reads its formats.
+"""Write a GPT as a Hugging Face folder: config.json, generation_config.json, weights, tokenizer.
 
-The folder appears under its name only when it is whole.
+It opens in transformers and in what reads its formats. The folder appears under its name only when
+it is complete.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from longctx import files
 from longctx.config.model_config import GPTConfig
+from longctx.model.families import family_of, read_json
+from longctx.model.families.tensors import Piece
 from longctx.model.gpt import GPT
-from longctx.model.huggingface import Piece, pieces, read_json
 
 SHARD_BYTES = 5_000_000_000
 TOKENIZER_FILES = (
@@ -29,16 +30,6 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-# How Qwen2 splits text, after NFC. transformers 5 opens every qwen2 model so, whatever its
-# tokenizer.json says.
-QWEN2_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-NAMES = {
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "smollm3": "SmolLM3",
-}
 SHORT_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -50,12 +41,12 @@ def export(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write `model` to the new folder `out`, in its own `dtype` or another, in files of at most
-    about `shard_bytes`.
+    """Write `model` to the new folder `out`, in files of at most about `shard_bytes`.
 
-    `context` is the length that it is for, by default that of `model.config`. Token files come from
-    `tokenizer_folder`. Raises ValueError where `out` has something in it or transformers has no
-    class for the model, OSError if it cannot be written; then nothing is left behind.
+    `context` is the length that it is for, by default that of `model.config`; `dtype` is by default
+    that of the model. Tokenizer files come from `tokenizer_folder`. Raises ValueError where `out`
+    has something in it or transformers has no class for the model, OSError if it cannot be written;
+    then nothing is left behind.
     """
     out, tokenizers = Path(out), Path(tokenizer_folder)
     check_out(out)
@@ -67,18 +58,17 @@ def export(
     dtype = dtype or model.embed.weight.dtype
     if not (tokenizers / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{tokenizers}: no tokenizer.json to go with the model")
-    described = architecture(model.config, context)
-    if described["model_type"] == "qwen2":
-        _check_words(tokenizers / "tokenizer.json")
+    keys = architecture(model.config, context)
+    family_of(model.config).check_tokenizer(tokenizers / "tokenizer.json")
     generation = _generation(tokenizers)
     special = {
         f"{key}_token_id": generation.get(f"{key}_token_id") for key in ("bos", "eos", "pad")
     }
-    described |= special | {"dtype": str(dtype).removeprefix("torch.")}
+    keys |= special | {"dtype": str(dtype).removeprefix("torch.")}
     try:
         with files.whole(out) as folder:
             folder.mkdir(parents=True)
-            _write_json(folder / "config.json", described)
+            _write_json(folder / "config.json", keys)
             _write_json(folder / "generation_config.json", generation)
             for name in TOKENIZER_FILES:
                 if (tokenizers / name).is_file():
@@ -99,134 +89,11 @@ def check_out(out: Path) -> None:
 
 
 def architecture(config: GPTConfig, context: int) -> dict[str, Any]:
-    """config.json of `config`; ValueError naming the combination for which transformers has no
-    class.
+    """config.json of `config` for `context` tokens.
+
+    Raises ValueError naming the key that no class of transformers has beside the others.
     """
-    kind = _family(config)
-    if config.rope_scaling.get("rope_type") == "dynamic":
-        context = config.context or context  # from which its base starts to grow
-    return {
-        "architectures": [f"{NAMES[kind]}ForCausalLM"],
-        "model_type": kind,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.channels,
-        "intermediate_size": config.ffn,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "hidden_act": "silu",
-        "max_position_embeddings": context,
-        "initializer_range": config.init_std,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tied,
-        "attention_dropout": 0.0,
-        "use_cache": True,
-        **_rope(config),
-        **_extra(config, kind),
-    }
-
-
-def _family(config: GPTConfig) -> str:
-    """The model_type whose class computes `config`; ValueError where there is none."""
-    partly = config.window_layers is not None
-    if config.qk_norm:
-        kind = "qwen3"
-    elif config.nope_layers or (partly and not config.qkv_bias):
-        kind = "smollm3"
-    elif config.qkv_bias and not config.out_bias:
-        kind = "qwen2"
-    else:
-        kind = "mistral" if config.window is not None and not config.qkv_bias else "llama"
-    words = {
-        "model.qkv_bias": (
-            config.qkv_bias,
-            {"qwen2": True, "mistral": False}.get(kind, config.qkv_bias),
-        ),
-        "model.out_bias": (
-            config.out_bias,
-            config.qkv_bias if kind in ("llama", "qwen3", "smollm3") else False,
-        ),
-        "model.mlp_bias": (config.mlp_bias, config.mlp_bias and kind in ("llama", "smollm3")),
-        "model.nope_layers": (config.nope_layers, config.nope_layers if kind == "smollm3" else []),
-        "model.window": (config.window, config.window if kind != "llama" else None),
-    }
-    for key, (have, can) in words.items():
-        if have != can:
-            shown = str(have).lower() if isinstance(have, bool) else have
-            raise ValueError(
-                f"{key}={shown}: no class of transformers has it beside the model's other keys ({kind})"
-            )
-    if kind == "qwen2" and config.head_size * config.heads != config.channels:
-        raise ValueError(
-            f"model.qkv_bias=true with model.head_dim={config.head_dim}: Qwen2 has heads of channels / heads only"
-        )
-    if kind == "llama" and config.channels % config.heads:
-        raise ValueError(
-            f"model.channels={config.channels} with model.heads={config.heads}: Llama wants a multiple of the heads"
-        )
-    return kind
-
-
-def _rope(config: GPTConfig) -> dict[str, Any]:
-    """RoPE in the words of transformers 5 (rope_parameters), and in those of tools that follow it
-    before version 5.
-    """
-    base, scaling = (
-        {"rope_theta": config.rope_theta},
-        dict(config.rope_scaling) or {"rope_type": "default"},
-    )
-    older = {"rope_scaling": scaling} if config.rope_scaling else {}
-    return {"rope_parameters": scaling | base, **base, **older}
-
-
-def _extra(config: GPTConfig, kind: str) -> dict[str, Any]:
-    """The keys that one family has and others have not."""
-    sliding = range(config.layers) if config.window_layers is None else config.window_layers
-    sliding = sliding if config.window is not None else []
-    types = [
-        "sliding_attention" if n in sliding else "full_attention" for n in range(config.layers)
-    ]
-    windows: dict[str, Any] = {
-        "use_sliding_window": config.window is not None,
-        "sliding_window": config.window,
-        "layer_types": types,
-    }
-    if kind.startswith("qwen") and list(sliding) == list(
-        range(min(sliding, default=config.layers), config.layers)
-    ):
-        windows |= (
-            {"max_window_layers": min(sliding)} if sliding else {}
-        )  # for tools that do not know layer_types
-    size = {"head_dim": config.head_size}
-    extra: dict[str, dict[str, Any]] = {
-        "llama": {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias, **size},
-        "mistral": {"sliding_window": config.window, **size},
-        "qwen2": windows,
-        "qwen3": windows | {"attention_bias": config.qkv_bias, **size},
-        "smollm3": windows
-        | {
-            "attention_bias": config.qkv_bias,
-            "mlp_bias": config.mlp_bias,
-            "no_rope_layers": [int(n not in config.nope_layers) for n in range(config.layers)],
-            **(size if config.head_dim is not None else {}),
-        },
-    }
-    return extra[kind]
-
-
-def _check_words(file: Path) -> None:
-    """Raise ValueError for a tokenizer that transformers would replace by another when it opens a
-    Qwen2 model.
-    """
-    described = read_json(file)
-    splitting = described.get("pre_tokenizer") or {}
-    first = (splitting.get("pretokenizers") or [{}])[0]
-    words = (first.get("pattern") or {}).get("Regex")
-    if words != QWEN2_WORDS or described.get("normalizer") != {"type": "NFC"}:
-        raise ValueError(
-            f"{file}: does not normalize and split text as Qwen2 does, but transformers opens a model with model.qkv_bias=true so: "
-            "its tokens would be others"
-        )
+    return family_of(config).write(config, context)
 
 
 def _write_weights(model: GPT, dtype: torch.dtype, shard_bytes: int, folder: Path) -> None:
@@ -260,7 +127,7 @@ def _shards(config: GPTConfig, itemsize: int, most: int) -> Iterator[list[Piece]
     """
     shard: list[Piece] = []
     used = 0
-    for piece in pieces(config):
+    for piece in family_of(config).tensors(config):
         size = itemsize * torch.Size(piece.shape).numel()
         if shard and used + size > most:
             yield shard
@@ -281,12 +148,12 @@ def _generation(tokenizers: Path) -> dict[str, Any]:
     ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
     ids |= {token["content"]: token["id"] for token in described.get("added_tokens", [])}
     settings = tokenizers / "tokenizer_config.json"
-    found: dict[str, Any] = {}
+    special: dict[str, Any] = {}
     for kind, token in (read_json(settings) if settings.is_file() else {}).items():
         text = token.get("content") if isinstance(token, dict) else token
         if kind in ("bos_token", "eos_token") and isinstance(text, str) and text in ids:
-            found[f"{kind}_id"] = ids[text]
-    return {"_from_model_config": True, **found}
+            special[f"{kind}_id"] = ids[text]
+    return {"_from_model_config": True, **special}
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
-"""Longer contexts for trained weights: which RoPE scaling `rope=NAME` means for a model and a length. Free of torch.
+"""Longer contexts for trained weights: what `rope=NAME` means for a model and a length.
 
-The outcome is the model's `rope_theta` and `rope_scaling`, in the words of transformers' rope_parameters; what they
-compute stands in `rope.py`, and the exported config.json repeats them, so that other tools extend the same way.
+The outcome is the model's `rope_theta` and `rope_scaling`, named as transformers' rope_parameters.
+What they compute stands in `rope.py`. The exported config.json repeats them, so that other tools
+extend the same way. Free of torch.
 """
 
 from __future__ import annotations
@@ -14,58 +15,55 @@ from longctx.config.model_config import GPTConfig
 from longctx.config.rope_config import KEYS, ORIGINAL, RopeConfig
 
 
-def extended(model: GPTConfig, asked: RopeConfig, seq_len: int) -> tuple[GPTConfig, str]:
-    """`model` with its positions stretched to `seq_len` as `asked` says, and a line that says how, empty for keep.
+def extended(model: GPTConfig, rope: RopeConfig, seq_len: int) -> tuple[GPTConfig, str]:
+    """`model` with its positions stretched to `seq_len` as `rope` says, and a line that says how.
 
-    `model.context` and `model.rope_scaling` say what the weights were trained for. Raises ValueError where `asked`
-    cannot be done with them or does not reach `seq_len`.
+    The line is empty for keep. `model.context` and `model.rope_scaling` say what the weights were
+    trained for. Raises ValueError where `rope` cannot be done with them or does not reach
+    `seq_len`.
     """
-    asked.validate()
+    rope.validate()
     if model.context is None:
         raise ValueError(
-            f"rope={asked.type}: the length that the weights were trained for is not known"
+            f"rope={rope.type}: the length that the weights were trained for is not known"
         )
-    kind = chosen(model, seq_len) if asked.type == "auto" else asked.type
+    kind = automatic(model, seq_len) if rope.type == "auto" else rope.type
     if kind == "keep":
-        if asked.type == "keep":
-            return model, ""
-        if model.rope_scaling.get("rope_type") == "dynamic" and seq_len > model.context:
-            return (
-                model,
-                "auto: kept, rope_type=dynamic of the weights stretches itself to any length",
-            )
-        return model, f"auto: kept, the weights' own {model.context:,} tokens hold {seq_len:,}"
+        return model, _why_kept(model, seq_len) if rope.type == "auto" else ""
     if kind == "abf":
-        assert asked.theta is not None
-        made = replace(
-            model, rope_theta=asked.theta, rope_scaling={}, context=max(model.context, seq_len)
-        )
-        return made, f"abf: base {model.rope_theta:g} → {asked.theta:g}"
-    original = asked.original or _original(model, kind)
-    factor = asked.factor or seq_len / original
+        assert rope.theta is not None
+        context = max(model.context, seq_len)
+        raised = replace(model, rope_theta=rope.theta, rope_scaling={}, context=context)
+        return raised, f"abf: base {model.rope_theta:g} → {rope.theta:g}"
+    original = rope.original or _original(model)
+    factor = rope.factor or seq_len / original
+    reached = int(factor * original)
     if factor * original < seq_len:
         raise ValueError(
-            f"rope.factor={factor:g}: stretches {original:,} tokens to {int(factor * original):,}, less than "
+            f"rope.factor={factor:g}: stretches {original:,} tokens to {reached:,}, less than "
             f"seq_len={seq_len}; give rope.factor={seq_len / original:g} or leave it out"
         )
     if factor < 1:
         raise ValueError(
-            f"rope={asked.type}: the weights' {original:,} tokens hold seq_len={seq_len} already; leave rope out"
+            f"rope={rope.type}: the weights' {original:,} tokens hold seq_len={seq_len} already; "
+            "leave rope out"
         )
-    made = _stretched(model, kind, factor, original, asked.options, seq_len)
+    stretched = _stretched(model, kind, factor, original, rope.options, seq_len)
     try:
-        made.validate()
+        stretched.validate()
     except ValueError as error:
         raise ValueError(str(error).replace("model.rope_scaling.", "rope.options.")) from error
-    line = f"{kind}: {original:,} tokens × {factor:g} = {int(factor * original):,}"
+    line = f"{kind}: {original:,} tokens × {factor:g} = {reached:,}"
     if kind == "ntk":
-        line += f", base {model.rope_theta:g} → {made.rope_theta:g}"
-    return made, f"auto: {line}" if asked.type == "auto" else line
+        line += f", base {model.rope_theta:g} → {stretched.rope_theta:g}"
+    return stretched, f"auto: {line}" if rope.type == "auto" else line
 
 
-def chosen(model: GPTConfig, seq_len: int) -> str:
-    """What rope=auto means: nothing where the model's own length holds `seq_len`; else more of the scaling that its
-    weights know, and YaRN, which needs the least training to adapt (arXiv 2309.00071), where they know none.
+def automatic(model: GPTConfig, seq_len: int) -> str:
+    """What rope=auto means for `model`.
+
+    Nothing where the model's own length holds `seq_len`; else more of the scaling that its weights
+    know, and where they know none YaRN, which needs the least training to adapt (arXiv 2309.00071).
     """
     assert model.context is not None
     kind: str = model.rope_scaling.get("rope_type", "default")
@@ -73,19 +71,26 @@ def chosen(model: GPTConfig, seq_len: int) -> str:
         return "keep"
     if kind == "longrope":
         raise ValueError(
-            f"rope=auto: longrope's factors were searched for {model.context:,} tokens, and seq_len={seq_len} is more; "
-            "say rope=yarn, or rope=longrope with factors for it"
+            f"rope=auto: longrope's factors were searched for {model.context:,} tokens, and "
+            f"seq_len={seq_len} is more; say rope=yarn, or rope=longrope with factors for it"
         )
     return "yarn" if kind == "default" else kind
 
 
-def _original(model: GPTConfig, kind: str) -> int:
+def _why_kept(model: GPTConfig, seq_len: int) -> str:
+    assert model.context is not None
+    if model.rope_scaling.get("rope_type") == "dynamic" and seq_len > model.context:
+        return "auto: kept, rope_type=dynamic of the weights stretches itself to any length"
+    return f"auto: kept, the weights' own {model.context:,} tokens hold {seq_len:,}"
+
+
+def _original(model: GPTConfig) -> int:
     """The length that the frequencies without scaling were trained for."""
     assert model.context is not None
-    had = model.rope_scaling
-    if had.get("rope_type") == "linear":
-        return max(2, round(model.context / had["factor"]))
-    return int(had.get(ORIGINAL) or model.context)
+    scaling = model.rope_scaling
+    if scaling.get("rope_type") == "linear":
+        return max(2, round(model.context / scaling["factor"]))
+    return int(scaling.get(ORIGINAL) or model.context)
 
 
 def _stretched(
@@ -114,9 +119,8 @@ def _stretched(
     if kind == "llama3":
         scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     if kind == "dynamic":
-        context = (
-            original  # from which its base starts to grow; transformers has no other key for it
-        )
+        # from which its base starts to grow; transformers has no other key for it
+        context = original
     if model.rope_scaling.get("rope_type") == kind:
         scaling = dict(model.rope_scaling) | {
             key: scaling[key] for key in ("factor", ORIGINAL) if key in scaling

@@ -1,9 +1,11 @@
-"""One transformer block: RMSNorm, grouped-query self-attention, RMSNorm, SwiGLU, each half added to
-the residual stream.
+"""One transformer block: x + attention(norm(x)), then x + mlp(norm(x)), with RMSNorm, grouped-query
+attention and SwiGLU.
 
-Shapes: B rows, T tokens, C channels, H query heads, Hkv key-value heads, D channels per head. q, k,
-v come from one projection and gate and up from another; their rows are [q; k; v] and [gate; up], so
-that they split into the tensors of a Llama checkpoint.
+q, k and v come from one projection, gate and up from another. Their rows are [q; k; v] and
+[gate; up], so that they split into the tensors of a Llama checkpoint. Where a kernel of ours serves
+a tensor (`fused`) a layer calls it; the lines beside it are the formula.
+
+Shapes: B rows, T tokens, C channels, H query heads, Hkv key-value heads, D channels per head.
 """
 
 from __future__ import annotations
@@ -14,22 +16,42 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longctx.attention import Mask, attention
+from longctx.attention import Attention, Mask
 from longctx.config.model_config import AttentionConfig, GPTConfig
 from longctx.kernels import HAS_TRITON
 from longctx.kernels.linear import linear
 from longctx.model.rope import rotate
 
+if HAS_TRITON:
+    from longctx.kernels import rms_norm, rope, swiglu
+
 
 def fused(x: Tensor) -> bool:
-    """Whether our own kernel serves x: 16 bits on a GPU, and any but fp64 in Triton's interpreter."""
+    """Whether our kernels serve x: 16 bits on a GPU, in Triton's interpreter all but fp64."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return x.dtype != torch.float64
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and HAS_TRITON
 
 
 class Linear(nn.Linear):
-    """x Wᵀ + b, where 16-bit inputs give fp32 weights their gradient, on a GPU unrounded."""
+    """x Wᵀ + b, where 16-bit inputs give fp32 weights their gradient, on a GPU unrounded.
+
+    `parts` gives the rows of each matrix where W holds several, stacked by rows: q, k and v, or
+    gate and up. None: W is one matrix. An optimizer that treats a weight as a matrix needs it.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        parts: tuple[int, ...] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device)
+        assert parts is None or sum(parts) == out_features
+        self.parts = parts
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
@@ -39,72 +61,62 @@ class RMSNorm(nn.RMSNorm):
     """x / rms(x) · weight, computed in fp32 and returned in x's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = torch.promote_types(
-            x.dtype, self.weight.dtype
-        )  # of a 16-bit stream and 32-bit weights: 32 bits
-        return F.rms_norm(x.to(wide), self.normalized_shape, self.weight.to(wide), self.eps).to(
-            x.dtype
-        )
+        # a 16-bit residual stream and fp32 weights: fp32
+        wide = torch.promote_types(x.dtype, self.weight.dtype)
+        weight = self.weight.to(wide)
+        return F.rms_norm(x.to(wide), self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
 class StreamNorm(RMSNorm):
-    """An RMSNorm of the residual stream, by one kernel each way on a GPU."""
+    """An RMSNorm of the residual stream; on a GPU one kernel each way."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not fused(x):
             return super().forward(x)
-        from longctx.kernels.rms_norm import norm
-
         assert self.eps is not None
-        return norm(x, self.weight, self.eps)
+        return rms_norm.norm(x, self.weight, self.eps)
 
-    def onward(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x (..., C), `branch` added to it where there is one, as it goes on, and its norm; their
-        gradients meet in backward.
+    def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The residual stream x (..., C) plus `branch` where there is one, and the norm of the sum.
+
+        On a GPU both, and the sum of their gradients in backward, are one pass over memory.
         """
         if not fused(x):
             x = x if branch is None else x + branch
             return x, super().forward(x)
-        from longctx.kernels.rms_norm import add_and_norm
-
         assert self.eps is not None
-        return add_and_norm(x, branch, self.weight, self.eps)
+        return rms_norm.add_and_norm(x, branch, self.weight, self.eps)
 
 
 class SelfAttention(nn.Module):
-    """Rotary grouped-query attention by the chosen backend; without the rotation where `rotary` is
-    false.
-    """
+    """Grouped-query attention by the chosen backend, with rotary positions if `rotary`."""
 
     def __init__(self, config: GPTConfig, chosen: AttentionConfig, rotary: bool = True) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_size
         self.rotary = rotary
-        self.backend, self.options = chosen.backend, dict(chosen.options)
-        self.qkv = Linear(
-            config.channels, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=config.qkv_bias
-        )
+        self.attend = Attention(chosen.backend, chosen.options)
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.qkv = Linear(config.channels, q + 2 * kv, config.qkv_bias, parts=(q, kv, kv))
         self.out = Linear(self.heads * self.head_dim, config.channels, bias=config.out_bias)
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, T, C) → q (B, T, H, D), k and v (B, T, Hkv, D), q and k turned by their positions
-        if `rotary`.
-        """
+        """q (B, T, H, D), k and v (B, T, Hkv, D) of x (B, T, C); q and k rotated if `rotary`."""
         qkv = self.qkv(x)
         if self.rotary and isinstance(self.q_norm, nn.Identity) and fused(qkv):
-            from longctx.kernels.rope import turned
-
-            return turned(qkv, cos, sin, self.heads, self.kv_heads)
+            return rope.turned(qkv, cos, sin, self.heads, self.kv_heads)
         heads = self.heads, self.kv_heads, self.kv_heads
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(heads, dim=2)
         q, k = self.q_norm(q), self.k_norm(k)
-        return (rotate(q, cos, sin), rotate(k, cos, sin), v) if self.rotary else (q, k, v)
+        if self.rotary:
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return q, k, v
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        """What each token gathers, (B, T, H, D)."""
-        return attention(q, k, v, mask=mask, backend=self.backend, **self.options)
+        """Attention's output, (B, T, H, D), before its projection."""
+        return self.attend(q, k, v, mask)
 
 
 class SwiGLU(nn.Module):
@@ -112,22 +124,28 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.gate_up = Linear(config.channels, 2 * config.ffn, bias=config.mlp_bias)
+        parts = (config.ffn, config.ffn)
+        self.gate_up = Linear(config.channels, 2 * config.ffn, config.mlp_bias, parts=parts)
         self.down = Linear(config.ffn, config.channels, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor, valued: bool = True) -> Tensor:
-        """Unless `valued` the result may be 0, and only its gradients are right."""
+    def forward(self, x: Tensor, needs_value: bool = True) -> Tensor:
+        """Of x (B, T, C); without `needs_value` the result may be 0, and its gradients are right.
+
+        A recomputation in backward wants the gradients alone.
+        """
         gate_up = self.gate_up(x)
         if fused(gate_up) and type(self.down) is Linear:
-            from longctx.kernels.swiglu import gated_down
-
-            return gated_down(gate_up, self.down.weight, self.down.bias, valued)
+            return swiglu.gated_down(gate_up, self.down.weight, self.down.bias, needs_value)
         gate, up = gate_up.chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); x is (B, T, C). Only attention mixes tokens."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), of x (B, T, C).
+
+    Only attention mixes tokens. So a block is also before → attention → after, where `before` and
+    `after` can run on any slice of the tokens, see `longctx.model.recompute`.
+    """
 
     def __init__(self, config: GPTConfig, chosen: AttentionConfig, rotary: bool = True) -> None:
         super().__init__()
@@ -137,19 +155,15 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config)
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v of the block's input; each token by itself."""
+        """q, k and v of the block's input."""
         return self.attention.project(self.attention_norm(x), cos, sin)
 
-    def after(self, x: Tensor, out: Tensor, valued: bool = True) -> Tensor:
-        """The block's output from its input and attention's output (B, T, H, D); each token by
-        itself.
-
-        Unless `valued`, only its gradients are right: for those who know the output and want its
-        graph again.
-        """
-        x, normed = self.mlp_norm.onward(x, self.attention.out(out.flatten(2)))
-        return x + self.mlp(normed, valued)
+    def after(self, x: Tensor, out: Tensor, needs_value: bool = True) -> Tensor:
+        """The block's output, from its input and attention's output (B, T, H, D)."""
+        x, normed = self.mlp_norm.add_and_norm(x, self.attention.out(out.flatten(2)))
+        return x + self.mlp(normed, needs_value)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
-        x, normed = self.attention_norm.onward(x)
-        return self.after(x, self.attention(*self.attention.project(normed, cos, sin), mask))
+        x, normed = self.attention_norm.add_and_norm(x)
+        q, k, v = self.attention.project(normed, cos, sin)
+        return self.after(x, self.attention(q, k, v, mask))

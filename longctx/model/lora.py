@@ -1,10 +1,11 @@
 """LoRA (Hu et al., arXiv 2106.09685): frozen weights W, and beside each a low-rank product that is
 trained.
 
-y = W x + (alpha / rank) · B (A x), A (rank, in) random, B (out, rank) zero at first. The
-projections of q, k, v, and of gate and up, are one matrix here, so they share A: the same as
-adapters of their own with equal A, which is how an adapter is written for peft. Merged, W + (alpha
-/ rank) · B A, nothing of it is left to see.
+    y = W x + (alpha / rank) · B (A x),  A (rank, in) random,  B (out, rank) zero at first
+
+q, k and v are one matrix here, and so are gate and up: their adapters share A. That equals adapters
+of their own with equal A, which is how they are written for peft. Merged, W + (alpha / rank) · B A,
+the model is a plain GPT again.
 """
 
 from __future__ import annotations
@@ -21,22 +22,21 @@ from torch import Tensor, nn
 
 from longctx import files
 from longctx.config.model_config import LoraConfig
+from longctx.model.families import family_of
 from longctx.model.gpt import GPT
-from longctx.model.huggingface import pieces
 from longctx.model.layers import Linear, RMSNorm
 
 OF_BLOCK = {"qkv": "attention", "out": "attention", "gate_up": "mlp", "down": "mlp"}
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer whose own weights rest, with a product of two thin matrices, in fp32, that is
-    trained.
-    """
+    """A linear layer with frozen weights and a trained product of two thin fp32 matrices."""
 
-    def __init__(self, frozen: nn.Linear, rank: int, alpha: float) -> None:
+    def __init__(self, frozen: Linear, rank: int, alpha: float) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = frozen.in_features, frozen.out_features
         self.weight, self.bias = frozen.weight, frozen.bias
+        self.parts = frozen.parts
         self.scale = alpha / rank
         device = frozen.weight.device
         self.lora_a = nn.Parameter(
@@ -53,7 +53,13 @@ class LoraLinear(nn.Linear):
 
     def merged(self) -> Linear:
         """A plain layer that computes the same, its sum formed in fp32."""
-        plain = Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        plain = Linear(
+            self.in_features,
+            self.out_features,
+            self.bias is not None,
+            parts=self.parts,
+            device="meta",
+        )
         added = self.weight.float() + self.scale * (self.lora_b @ self.lora_a)
         plain.weight = nn.Parameter(added.to(self.weight.dtype))
         plain.bias = self.bias
@@ -61,7 +67,7 @@ class LoraLinear(nn.Linear):
 
 
 def in_precision(model: GPT, dtype: torch.dtype) -> GPT:
-    """`model` with its matrices and biases in `dtype` and its norms in fp32."""
+    """Convert the matrices and biases of `model` to `dtype`; its norms stay in fp32."""
     model.to(dtype)
     for module in model.modules():
         if isinstance(module, RMSNorm):
@@ -70,7 +76,7 @@ def in_precision(model: GPT, dtype: torch.dtype) -> GPT:
 
 
 def add(model: GPT, config: LoraConfig) -> GPT:
-    """Freeze `model` and give the layers of `config.targets` something to train."""
+    """Freeze `model` and add trained products to the layers of `config.targets`."""
     assert config.rank is not None
     model.requires_grad_(False)
     for block in model.blocks:
@@ -86,9 +92,7 @@ def add(model: GPT, config: LoraConfig) -> GPT:
 
 @torch.no_grad()
 def merge(model: GPT) -> GPT:
-    """Put every trained product into the weight beside it; `model` is a plain GPT then, and
-    trainable as a whole.
-    """
+    """Add every trained product to the weight beside it: `model` is a plain, trainable GPT then."""
     for block in model.blocks:
         for name, part in OF_BLOCK.items():
             layer = getattr(getattr(block, part), name)
@@ -100,24 +104,23 @@ def merge(model: GPT) -> GPT:
 def export_adapter(
     model: GPT, config: LoraConfig, base: str, out: Path, architecture: dict[str, Any] | None = None
 ) -> None:
-    """Write the adapter of `model` to the new folder `out` as peft reads it; `base` names the model
-    that it belongs to.
+    """Write the adapter of `model` to the new folder `out` as peft reads it.
 
-    Where that has to be opened with another config.json, such as one with stretched positions,
-    `architecture` is that.
+    `base` names the model that it belongs to. Where that has to be opened with another config.json,
+    such as one with stretched positions, `architecture` is that.
     """
     tensors: dict[str, Tensor] = {}
     layers = {
         name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)
     }
-    for piece in pieces(model.config):
+    for piece in family_of(model.config).tensors(model.config):
         layer = layers.get(piece.ours.removesuffix(".weight"))
         if layer is not None and piece.ours.endswith(".weight"):
             place = f"base_model.model.{piece.theirs.removesuffix('.weight')}"
             rows = slice(piece.first, piece.first + piece.shape[0])
             tensors[f"{place}.lora_A.weight"] = layer.lora_a.detach().clone()
             tensors[f"{place}.lora_B.weight"] = layer.lora_b.detach()[rows].clone()
-    described: dict[str, Any] = {
+    adapter: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -133,7 +136,7 @@ def export_adapter(
         folder.mkdir(parents=True)
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         (folder / "adapter_config.json").write_text(
-            json.dumps(described, indent=2) + "\n", encoding="utf-8"
+            json.dumps(adapter, indent=2) + "\n", encoding="utf-8"
         )
         if architecture is not None:
             (folder / "config.json").write_text(

@@ -1,17 +1,19 @@
-"""Cross-entropy of a linear output head in chunks of tokens: the logits of a whole row never exist
-at once.
+"""Cross-entropy of the lm_head in chunks of tokens: all logits of a batch never exist at once.
 
-For a token with hidden state h and target t:  z = W h,  p = softmax(z),  loss = -log p[t],  dz = p - onehot(t),
-dh = Wᵀ dz,  dW = Σ dz hᵀ.  All of it needs z, so the gradients are computed in forward, while a chunk's z is there, and
-z is never computed twice (as in Liger Kernel, arXiv 2410.10989). Backward only multiplies them with
-the incoming gradient, a scalar. dW is accumulated in fp32 over the chunks; matmuls run in the dtype
-of the inputs, or in autocast's.
+For a token with hidden state h and target t:
 
-On a GPU one kernel turns a chunk's z into dz in place (longctx.kernels.cross_entropy). There the
-logits that a gradient is taken of are rounded to 16 bits, as F.linear and F.cross_entropy would;
-those of an evaluation stay in fp32.
+    z = W h,  p = softmax(z),  loss = -log p[t],  dz = p - onehot(t),  dh = Wᵀ dz,  dW = Σ dz hᵀ
 
-Shapes: N tokens, C channels, V words.
+All of it needs z, so the gradients are computed in forward, while a chunk's z is there, and z is
+never computed twice (as in Liger Kernel, arXiv 2410.10989). Backward only multiplies them with the
+incoming gradient, a scalar. dW is accumulated in fp32 over the chunks; matmuls run in the dtype of
+the inputs, or in autocast's.
+
+On a GPU one kernel makes dz of a chunk's z in place (longctx.kernels.cross_entropy). There logits
+with a gradient are rounded to 16 bits, as F.linear and F.cross_entropy would; those of an
+evaluation stay in fp32.
+
+Shapes: N tokens, C channels, V tokens in the vocabulary.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longctx.kernels import HAS_TRITON
+
+if HAS_TRITON:
+    from longctx.kernels import cross_entropy
 
 IGNORED = -100
 
@@ -89,9 +94,7 @@ def _times(x: Tensor, by: Tensor) -> Tensor:
     """x times a scalar, in place."""
     if not fused(x.device, x.dtype):
         return x.mul_(by)
-    from longctx.kernels.cross_entropy import multiply_
-
-    return multiply_(x, by)
+    return cross_entropy.multiply_(x, by)
 
 
 def fused(device: torch.device, dtype: torch.dtype) -> bool:
@@ -101,8 +104,9 @@ def fused(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class _Chunks:
-    """Losses, and with them the gradients of `scale` · their sum if asked for: `dh` (N, C) and `dw`
-    (V, C).
+    """Losses chunk by chunk, with the gradients of `scale` · their sum where they are needed.
+
+    The gradients are `dh` (N, C) and `dw` (V, C).
     """
 
     def __init__(
@@ -121,16 +125,15 @@ class _Chunks:
         self.scale = torch.ones((), device=hidden.device) if scale is None else scale
         self.dh = torch.empty_like(hidden, dtype=dtype) if need_dh else None
         self.dw = torch.empty_like(weight, dtype=self.accumulate) if need_dw else None
-        self.begun = False  # there is something in dw
-        self.z: Tensor | None = None  # the logits of a chunk, in one place for all of them
+        self.begun = False  # whether dw holds the sum of earlier chunks
+        self.z: Tensor | None = None  # logits of a chunk; all chunks share the memory
 
     def losses(self, targets: Tensor, chunk: int) -> Tensor:
         """(N,) loss of each token, with the logits of at most `chunk` tokens at one time."""
         losses = torch.empty(targets.shape, dtype=self.accumulate, device=self.hidden.device)
         pieces = max(1, -(-len(targets) // chunk))
-        size = min(
-            chunk, -(-len(targets) // pieces // 128) * 128
-        )  # none much smaller than the others
+        # chunks of about equal size, a multiple of 128
+        size = min(chunk, -(-len(targets) // pieces // 128) * 128)
         for start in range(0, len(targets), size):
             rows = slice(start, start + size)
             if fused(self.hidden.device, self.dtype):
@@ -138,9 +141,8 @@ class _Chunks:
                 continue
             ignored = targets[rows, None] == IGNORED
             t = targets[rows, None].masked_fill(ignored, 0)
-            h = (
-                self.hidden[rows].to(self.dtype).masked_fill(ignored, 0)
-            )  # (n, C); an ignored token adds nothing to dW
+            # (n, C); an ignored token adds nothing to dW
+            h = self.hidden[rows].to(self.dtype).masked_fill(ignored, 0)
             logp = self._logits(h).log_softmax(dim=-1)  # (n, V)
             loss = -logp.gather(1, t)
             losses[rows] = loss.masked_fill(ignored, 0).squeeze(1)
@@ -154,18 +156,16 @@ class _Chunks:
         return losses
 
     def _fused(self, rows: slice, targets: Tensor, losses: Tensor, size: int) -> None:
-        """The same of the tokens `rows` by the kernel."""
-        from longctx.kernels.cross_entropy import cross_entropy_
-
+        """Losses and gradients of the tokens `rows`, by the kernel."""
         gradient = self.dh is not None or self.dw is not None
         h = self.hidden[rows].to(self.dtype).masked_fill((targets == IGNORED)[:, None], 0)
         if not gradient:
-            cross_entropy_(self._logits(h), targets, losses, scale=None)
+            cross_entropy.cross_entropy_(self._logits(h), targets, losses, scale=None)
             return
         if self.z is None:
             self.z = torch.empty(size, self.weight.shape[0], dtype=self.dtype, device=h.device)
         z = torch.mm(h, self.weight.t(), out=self.z[: len(h)])
-        cross_entropy_(z, targets, losses, self.scale)
+        cross_entropy.cross_entropy_(z, targets, losses, self.scale)
         if self.dh is not None:
             torch.mm(z, self.weight, out=self.dh[rows])
         if self.dw is not None:

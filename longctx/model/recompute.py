@@ -1,15 +1,18 @@
-"""Blocks that compute again in backward what they did not keep, never attention, and in tiles of
-tokens.
+"""Activation checkpointing of blocks: backward recomputes what was not saved, never attention, and
+in tiles of tokens.
 
-A block is token by token but for attention: (q, k, v) = before(x), out = attention(q, k, v), y =
-after(x, out). Keeping x, out and attention's lse is enough for its gradients: `after` and `before`
-run again, tile by tile, and attention's backward takes out and lse as they are. A backend without
-such a backward (all but flash) runs its forward again.
+A block is token by token but for attention:
 
-With `keep_every` = n only the x of every n-th block is kept: another is after(x, out) of the block
-before it, which needs no attention either. Gradients of weights are added up over the tiles in the
-weights' precision, fp32 at least. Compare activation checkpointing (arXiv 1604.06174) and tiled
-computation in ALST (arXiv 2506.13996).
+    q, k, v = before(x),   out = attention(q, k, v),   y = after(x, out)
+
+So x, out and attention's lse, the saved activations, are enough for its gradients: `after` and
+`before` run again, tile by tile, and attention's backward takes out and lse as they are. A backend
+without such a backward (all but flash) runs its forward again.
+
+With memory.keep_every=n only the x of every n-th block is saved: the others are after(x, out) of
+the block before, which needs no attention either. Gradients of weights are added up over the tiles
+in the weights' precision, fp32 at least. Compare activation checkpointing (arXiv 1604.06174) and
+tiled computation in ALST (arXiv 2506.13996).
 """
 
 from __future__ import annotations
@@ -23,14 +26,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longctx.attention import Mask, attention, attention_backward, keeps_output
+from longctx.attention import Mask
 from longctx.config.memory_config import MemoryConfig
-from longctx.model.offload import Host, Kept
+from longctx.model.offload import HostBuffers, SavedTensors
 
 Tokens = tuple[Tensor, ...]  # each (1, B·T, ...): the tokens of all rows, one after another
 
 
-def through(
+def checkpointed_blocks(
     blocks: Sequence[Any],
     x: Tensor,
     cos: Tensor,
@@ -38,9 +41,7 @@ def through(
     masks: Sequence[Mask],
     memory: MemoryConfig,
 ) -> Tensor:
-    """x (B, T, C) through `blocks` (see `longctx.model.layers.Block`), each with its mask, by
-    memory.recompute=block.
-    """
+    """x (B, T, C) through `blocks`, each with its mask: memory.recompute=block."""
     tape = _Tape(blocks, x.shape, cos.flatten(0, 1)[None], sin.flatten(0, 1)[None], masks, memory)
     y = x.reshape(1, -1, x.shape[-1])
     for i, block in enumerate(blocks):
@@ -48,19 +49,17 @@ def through(
     return y.view(x.shape)
 
 
-def after(block: Any, x: Tensor, out: Tensor, tile: int) -> Tensor:
-    """block.after(x, out), of which nothing but x and out is kept: memory.recompute=mlp."""
+def checkpointed_after(block: Any, x: Tensor, out: Tensor, tile: int) -> Tensor:
+    """block.after(x, out), saving nothing but x and out: memory.recompute=mlp."""
     flat = x.reshape(1, -1, x.shape[-1]), out.reshape(1, -1, *out.shape[2:])
     y: Tensor = _After.apply(*flat, block, tile, *_trained(block))
     return y.view(x.shape)
 
 
-def without_gradient(
+def forward_in_tiles(
     block: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, tile: int
 ) -> Tensor:
-    """block(x, cos, sin, mask) where no gradient is wanted: outside attention `tile` tokens at one
-    time.
-    """
+    """block(x, cos, sin, mask) without gradients; outside attention, `tile` tokens at a time."""
     rows, flat = x.shape[:2], x.reshape(1, -1, x.shape[-1])
     angles = (t.flatten(0, 1)[None] for t in (cos, sin))
     qkv = (t.view(*rows, *t.shape[2:]) for t in in_tiles(block.before, tile, (flat, *angles)))
@@ -70,7 +69,7 @@ def without_gradient(
 
 @dataclass
 class _Tape:
-    """What the blocks of one forward pass share, and keep until its backward."""
+    """What the blocks of one forward pass share, and the activations saved for its backward."""
 
     blocks: Sequence[Any]
     shape: torch.Size  # B, T, C
@@ -78,7 +77,7 @@ class _Tape:
     sin: Tensor
     masks: Sequence[Mask]
     memory: MemoryConfig
-    kept: dict[int, Kept] = field(default_factory=dict)
+    saved: dict[int, SavedTensors] = field(default_factory=dict)
     precision: _Precision = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,18 +91,14 @@ class _Tape:
         return in_tiles(self.blocks[i].after, self.tile, (x, out))[0]
 
     def run(self, i: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Block i of x: its output, what its attention gave, and its lse where the backend's
-        backward takes it.
-        """
-        chosen = self.blocks[i].attention
+        """Block i of x: its output, attention's output, and its lse where backward takes it."""
+        attend = self.blocks[i].attention.attend
         with self.precision.restored():
             q, k, v = (self.rows(t) for t in self.before(i, x))
-            if keeps_output(chosen.backend):
-                out, lse = attention(
-                    q, k, v, self.masks[i], chosen.backend, return_lse=True, **chosen.options
-                )
+            if attend.saves_output:
+                out, lse = attend(q, k, v, self.masks[i], return_lse=True)
             else:
-                out, lse = attention(q, k, v, self.masks[i], chosen.backend, **chosen.options), None
+                out, lse = attend(q, k, v, self.masks[i]), None
             del q, k, v
             out = out.reshape(1, -1, *out.shape[2:])
             return self.after(i, x, out), out, lse
@@ -112,24 +107,20 @@ class _Tape:
         """(1, B·T, H, D) → (B, T, H, D)"""
         return x.view(*self.shape[:2], *x.shape[2:])
 
-    def keep(self, i: int, x: Tensor, out: Tensor, lse: Tensor | None) -> None:
-        """Keep block i's input, if it is the turn of it, and its attention's output, here or on the
-        host.
-        """
+    def save(self, i: int, x: Tensor, out: Tensor, lse: Tensor | None) -> None:
+        """Save attention's output of block i and, of every keep_every-th block, its input x."""
         tensors = {"out": out} if lse is None else {"out": out, "lse": lse}
         if i % (self.memory.keep_every or 1) == 0:
             tensors["x"] = x
-        away = i < round((self.memory.offload or 0.0) * len(self.blocks))
-        self.kept[i] = Kept(tensors, Host.of(x.device, i) if away else None)
+        offloaded = i < round((self.memory.offload or 0.0) * len(self.blocks))
+        self.saved[i] = SavedTensors(tensors, HostBuffers.of(x.device, i) if offloaded else None)
 
     def input(self, i: int) -> Tensor:
-        """x of block i: kept, or computed from what the block before it kept."""
-        kept = self.kept[i].tensors()
-        return (
-            kept["x"]
-            if "x" in kept
-            else self.after(i - 1, self.input(i - 1), self.kept[i - 1].tensors()["out"])
-        )
+        """x of block i: saved, or recomputed from what the block before it saved."""
+        saved = self.saved[i].tensors()
+        if "x" in saved:
+            return saved["x"]
+        return self.after(i - 1, self.input(i - 1), self.saved[i - 1].tensors()["out"])
 
 
 class _Block(torch.autograd.Function):
@@ -137,59 +128,63 @@ class _Block(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, tape: _Tape, i: int, *weights: Tensor) -> Tensor:
         ctx.tape, ctx.i, ctx.weights = tape, i, weights
         y, out, lse = tape.run(i, x)
-        tape.keep(i, x, out, lse)
+        tape.save(i, x, out, lse)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         tape, i = ctx.tape, ctx.i
-        if i not in tape.kept:
+        if i not in tape.saved:
             raise RuntimeError(
                 "the gradients of this forward pass were already taken; run it again"
             )
         if i:
-            tape.kept[i - 1].prefetch()
+            tape.saved[i - 1].prefetch()
         sums = _Sums(ctx.weights)
         with tape.precision.restored():
-            dx = _through_attention(tape, i, dy.contiguous(), sums)
-        del tape.kept[i]
+            dx = _block_backward(tape, i, dy.contiguous(), sums)
+        del tape.saved[i]
         return dx, None, None, *sums.gradients()
 
 
-def _through_attention(tape: _Tape, i: int, dy: Tensor, sums: _Sums) -> Tensor:
-    """dx of block i, its weights' gradients into `sums`. In tiles dx takes dy's place: the next
-    block made it for us.
+def _block_backward(tape: _Tape, i: int, dy: Tensor, sums: _Sums) -> Tensor:
+    """dx of block i; its weights' gradients go into `sums`.
+
+    In tiles dx takes the memory of dy, which the block above made and nobody else reads.
     """
     x, block = tape.input(i), tape.blocks[i]
-    kept = tape.kept[i].tensors()
-    out, lse = kept["out"], kept.get("lse")
-    whole = _one_tile(tape.tile, x)
-    into = None if whole else [dy, torch.empty_like(out)]
-    dx, do = gradients_in_tiles(
-        partial(block.after, valued=False), tape.tile, (x, out), (), (dy,), sums, into
-    )
+    saved = tape.saved[i].tensors()
+    out, lse = saved["out"], saved.get("lse")
+    one_tile = _one_tile(tape.tile, x)
 
-    leaf = x.detach().requires_grad_(whole)
-    with torch.set_grad_enabled(
-        whole
-    ):  # all at once q, k and v are computed once, and their graph serves below
-        qkv = block.before(leaf, tape.cos, tape.sin) if whole else tape.before(i, x)
-    chosen = block.attention
+    # after: dx along the residual stream, and do of attention's output
+    after = partial(block.after, needs_value=False)
+    into = None if one_tile else [dy, torch.empty_like(out)]
+    dx, do = gradients_in_tiles(after, tape.tile, (x, out), (), (dy,), sums, into)
+
+    # q, k and v again; in one tile with their graph, which serves the last step
+    leaf = x.detach().requires_grad_(one_tile)
+    with torch.set_grad_enabled(one_tile):
+        qkv = block.before(leaf, tape.cos, tape.sin) if one_tile else tape.before(i, x)
     q, k, v = (tape.rows(t.detach()) for t in qkv)
-    dqkv: Tokens = attention_backward(
-        tape.rows(do), q, k, v, tape.rows(out), lse, tape.masks[i], chosen.backend, **chosen.options
+
+    # attention
+    dqkv: Tokens = block.attention.attend.backward(
+        tape.rows(do), q, k, v, tape.rows(out), lse, tape.masks[i]
     )
     dqkv = tuple(t.reshape(1, -1, *t.shape[2:]) for t in dqkv)
-    del do, q, k, v, out, lse, kept, into
-    if whole:
-        found = torch.autograd.grad(qkv, (leaf, *sums.weights), dqkv, allow_unused=True)
-        sums.add(found[1:])
-        return dx + found[0]
+    del do, q, k, v, out, lse, saved, into
+
+    # before
+    if one_tile:
+        leaves = leaf, *sums.weights
+        dx_before, *dweights = torch.autograd.grad(qkv, leaves, dqkv, allow_unused=True)
+        sums.add(dweights)
+        return dx + dx_before
     del qkv
-    gradients_in_tiles(
-        block.before, tape.tile, (x,), (tape.cos, tape.sin), dqkv, sums, [dx], add=True
-    )
+    constants = tape.cos, tape.sin
+    gradients_in_tiles(block.before, tape.tile, (x,), constants, dqkv, sums, [dx], add=True)
     return dx
 
 
@@ -198,12 +193,8 @@ class _After(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, out: Tensor, block: Any, tile: int, *weights: Tensor
     ) -> Tensor:
-        ctx.block, ctx.tile, ctx.weights, ctx.precision = (
-            block,
-            tile,
-            weights,
-            _Precision(x.device.type),
-        )
+        ctx.block, ctx.tile, ctx.weights = block, tile, weights
+        ctx.precision = _Precision(x.device.type)
         ctx.save_for_backward(x, out)
         with ctx.precision.restored():
             return in_tiles(block.after, tile, (x, out))[0]
@@ -212,30 +203,26 @@ class _After(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         sums, (x, out) = _Sums(ctx.weights), ctx.saved_tensors
+        after = partial(ctx.block.after, needs_value=False)
         into = None if _one_tile(ctx.tile, x) else [torch.empty_like(x), torch.empty_like(out)]
         with ctx.precision.restored():
-            dx, do = gradients_in_tiles(
-                partial(ctx.block.after, valued=False), ctx.tile, (x, out), (), (dy,), sums, into
-            )
+            dx, do = gradients_in_tiles(after, ctx.tile, (x, out), (), (dy,), sums, into)
         return dx, do, None, None, *sums.gradients()
 
 
 def in_tiles(function: Callable[..., Any], tile: int, inputs: Tokens) -> Tokens:
-    """The tensors that `function` makes of `inputs`, token by token: `tile` tokens (0: all) at one
-    time, no gradient.
-    """
+    """function(*inputs) without gradients, `tile` tokens (0: all) at a time."""
     with torch.no_grad():
         if _one_tile(tile, inputs[0]):
             return _tuple(function(*inputs))
-        whole: Tokens = ()
-        for at in _tiles(tile, inputs[0].shape[1]):
+        outputs: Tokens = ()
+        tokens = inputs[0].shape[1]
+        for at in _tiles(tile, tokens):
             parts = _tuple(function(*(x[:, at] for x in inputs)))
-            whole = whole or tuple(
-                part.new_empty(1, inputs[0].shape[1], *part.shape[2:]) for part in parts
-            )
-            for all_of_it, part in zip(whole, parts, strict=True):
-                all_of_it[:, at] = part
-    return whole
+            outputs = outputs or tuple(p.new_empty(1, tokens, *p.shape[2:]) for p in parts)
+            for output, part in zip(outputs, parts, strict=True):
+                output[:, at] = part
+    return outputs
 
 
 def gradients_in_tiles(
@@ -248,24 +235,23 @@ def gradients_in_tiles(
     into: list[Tensor] | None,
     add: bool = False,
 ) -> Sequence[Tensor]:
-    """Gradients of `inputs` where those of function(*inputs, *constants) are `gradients`; of the
-    weights into `sums`.
+    """Gradients of `inputs` where those of function(*inputs, *constants) are `gradients`.
 
     They are written, or with `add` added, to the tensors `into`, of which one may be among
-    `gradients`.
+    `gradients`. The gradients of the weights go into `sums`.
     """
-    found: Sequence[Tensor] = ()
+    parts: Sequence[Tensor] = ()
     for at in _tiles(tile, inputs[0].shape[1]):
         with torch.enable_grad():
             leaves = [x[:, at].detach().requires_grad_() for x in inputs]
             outputs = _tuple(function(*leaves, *(x[:, at] for x in constants)))
         douts = [g[:, at] for g in gradients]
         every = torch.autograd.grad(outputs, (*leaves, *sums.weights), douts, allow_unused=True)
-        found = every[: len(leaves)]
+        parts = every[: len(leaves)]
         sums.add(every[len(leaves) :])
-        for whole, part in zip(into or (), found, strict=bool(into)):
-            whole[:, at] = whole[:, at] + part if add else part
-    return found if into is None else into
+        for target, part in zip(into or (), parts, strict=bool(into)):
+            target[:, at] = target[:, at] + part if add else part
+    return parts if into is None else into
 
 
 class _Sums:
@@ -291,7 +277,7 @@ class _Sums:
 
 
 class _Precision:
-    """Autocast as it was when the forward pass ran, for a backward that runs it again."""
+    """Autocast as it was in the forward pass, for a backward that runs parts of it again."""
 
     def __init__(self, device: str) -> None:
         self.device, self.enabled = device, torch.is_autocast_enabled(device)
@@ -304,8 +290,8 @@ class _Precision:
 
 
 def _tiles(tile: int, tokens: int) -> Iterator[slice]:
-    """At most `tile` tokens each (0: all), of one size but for the last, so that compiled code
-    serves them.
+    """Slices of at most `tile` tokens (0: all), of one size but for the last: compiled code depends
+    on the size.
     """
     size = tokens
     if tile:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from longctx.config.model_config import AttentionConfig, GPTConfig, LoraConfig
-from longctx.model import lora
 from longctx.model.gpt import GPT
+from longctx.model.lora import add as add_lora
 
 
 def mapped_model(
@@ -17,14 +17,15 @@ def mapped_model(
     checkpoint: dict[str, Any],
     config: GPTConfig,
     backend: AttentionConfig | str,
-    added: LoraConfig,
+    lora: LoraConfig,
 ) -> GPT:
-    """The model of `config` with the checkpoint's weights, still where they lie on disk; ValueError
-    if they are not its own.
+    """The model of `config` with the weights of a checkpoint, mapped from disk.
+
+    Raises ValueError if they are not those of this model.
     """
     with torch.device("meta"):
         model = GPT(config, backend)
-        model = model if added.rank is None else lora.add(model, added)
+        model = model if lora.rank is None else add_lora(model, lora)
     weights = {name.removeprefix("model."): x for name, x in checkpoint["state_dict"].items()}
     try:
         model.load_state_dict(weights, assign=True)

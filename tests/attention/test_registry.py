@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from longctx.attention import Mask, attention, backends, check, kernels_run, register
+from longctx.attention import (
+    Attention,
+    Mask,
+    attention,
+    backends,
+    check,
+    kernels_run,
+    register,
+    registry,
+)
 from longctx.attention.naive import Naive
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs" / "attention"
@@ -90,9 +99,64 @@ def test_a_backend_from_outside_is_one_call_away():
     assert kernels_run()["twice"] == "twice"
     with pytest.raises(ValueError, match="already registered"):
         register("twice", Naive())
-    from longctx.attention.registry import _backends
+    del registry._backends["twice"]
 
-    del _backends["twice"]
+
+def test_register_takes_backends_only():
+    with pytest.raises(TypeError, match="Backend"):
+        register("object", object())
+    assert "object" not in backends()
+
+
+@pytest.mark.parametrize("options", [{"kernle": "flash"}, {"kernel": "fastest"}])
+def test_handle_checks_name_and_options_when_it_is_made(options):
+    with pytest.raises(ValueError, match="attention=flahs"):
+        Attention("flahs")
+    with pytest.raises(ValueError, match=r"attention\.options\.kern"):
+        Attention("sdpa", options)
+
+
+def test_handle_asks_once_per_kind_of_request(monkeypatch):
+    requests = []
+    monkeypatch.setattr(Naive, "refusal", lambda self, request: requests.append(request))
+    attend = Attention("naive")
+    for _ in range(3):
+        for mask in (Mask.causal(), Mask.causal(2), Mask.full()):
+            attend(q, q, q, mask)
+    kinds = [(r.mask.kind, r.mask.window) for r in requests]
+    assert kinds == [("causal", None), ("causal", 2), ("full", None)]
+    requests.clear()
+    attend(q.double(), q.double(), q.double(), Mask.full())
+    assert [r.dtype for r in requests] == [torch.float64]
+
+
+def test_handle_refuses_at_the_first_call_and_again():
+    attend = Attention("flash")
+    attend(q, q, q, Mask.causal())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="use attention=naive"):
+            attend(q.double(), q.double(), q.double(), Mask.causal())
+
+
+@pytest.mark.parametrize("backend", ["naive", "sdpa", "flash"])
+def test_handle_has_the_gradients_of_autograd(backend):
+    attend = Attention(backend)
+    leaves = [q.clone().requires_grad_() for _ in range(3)]
+    out, lse = attend(*leaves, Mask.causal(), return_lse=True)
+    do = torch.randn_like(out)
+    expected = torch.autograd.grad(out, leaves, do)
+    given = lse.detach() if attend.saves_output else None
+    got = attend.backward(do, *(x.detach() for x in leaves), out.detach(), given, Mask.causal())
+    torch.testing.assert_close(got, expected)
+
+
+def test_handle_compiles_to_one_graph_and_refuses_when_traced():
+    attend = Attention("flash")
+    mask = Mask.causal().bind(1, 5, 5, "cpu")
+    compiled = torch.compile(lambda x: attend(x, x, x, mask), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(q), attend(q, q, q, mask))
+    with pytest.raises(Exception, match="attention=flash cannot run here"):
+        compiled(q.double())
 
 
 def test_autocast_chooses_the_dtype():

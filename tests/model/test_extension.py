@@ -60,20 +60,20 @@ YARN = {"rope_type": "yarn", "factor": 2.0, ORIGINAL: 1024, "beta_fast": 16}
 def test_a_plain_model(
     asked: dict[str, Any], seq_len: int, scaling: dict[str, Any], context: int, line: str
 ) -> None:
-    made, said = extended(PLAIN, RopeConfig(**asked), seq_len)
-    assert (made.rope_scaling, made.context, said) == (scaling, context, line)
-    assert replace(made, rope_scaling={}, context=2048) == PLAIN
-    GPT(made, "naive")(torch.zeros(1, 5, dtype=torch.int64))
+    stretched, how = extended(PLAIN, RopeConfig(**asked), seq_len)
+    assert (stretched.rope_scaling, stretched.context, how) == (scaling, context, line)
+    assert replace(stretched, rope_scaling={}, context=2048) == PLAIN
+    GPT(stretched, "naive")(torch.zeros(1, 5, dtype=torch.int64))
 
 
 def test_raised_bases_are_no_scaling_that_another_tool_must_know() -> None:
-    made, said = extended(PLAIN, RopeConfig("abf", theta=5e5), 8192)
-    assert (made.rope_theta, made.rope_scaling, made.context) == (5e5, {}, 8192)
-    assert said == "abf: base 10000 → 500000"
-    made, _ = extended(PLAIN, RopeConfig("ntk"), 8192)
-    assert (made.rope_scaling, made.context) == ({}, 8192)
+    stretched, how = extended(PLAIN, RopeConfig("abf", theta=5e5), 8192)
+    assert (stretched.rope_theta, stretched.rope_scaling, stretched.context) == (5e5, {}, 8192)
+    assert how == "abf: base 10000 → 500000"
+    stretched, _ = extended(PLAIN, RopeConfig("ntk"), 8192)
+    assert (stretched.rope_scaling, stretched.context) == ({}, 8192)
     D = PLAIN.head_size
-    slowest = made.rope_theta ** (-(D - 2) / D)
+    slowest = stretched.rope_theta ** (-(D - 2) / D)
     assert slowest == pytest.approx(PLAIN.rope_theta ** (-(D - 2) / D) / 4)
 
 
@@ -90,11 +90,11 @@ def test_auto_goes_on_with_the_scaling_that_the_weights_know(
     scaling: dict[str, Any], factor: float, kept: dict[str, Any]
 ) -> None:
     model = replace(PLAIN, rope_scaling=scaling)
-    made, said = extended(model, RopeConfig("auto"), 8192)
-    assert made.rope_scaling["rope_type"] == scaling["rope_type"]
-    assert made.rope_scaling["factor"] == factor
-    assert kept.items() <= made.rope_scaling.items()
-    assert said.startswith("auto: ")
+    stretched, how = extended(model, RopeConfig("auto"), 8192)
+    assert stretched.rope_scaling["rope_type"] == scaling["rope_type"]
+    assert stretched.rope_scaling["factor"] == factor
+    assert kept.items() <= stretched.rope_scaling.items()
+    assert how.startswith("auto: ")
     assert extended(model, RopeConfig("auto"), 2048)[0] == model
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from longctx.attention import Mask
 from longctx.config.memory_config import MemoryConfig
-from longctx.config.model_config import AttentionConfig
-from longctx.model import GPT, GPTConfig
+from longctx.config.model_config import AttentionConfig, LoraConfig
+from longctx.model import GPT, GPTConfig, lora
 
 CONFIG = GPTConfig(vocab_size=67, layers=2, channels=32, heads=4, kv_heads=2, ffn=48, init_std=0.2)
 V = 67
@@ -124,10 +124,11 @@ def test_weights_survive_safetensors(tmp_path: Path, tied: bool) -> None:
 def test_tied_weights_stay_tied_after_loading() -> None:
     model = make()
     model.load_state_dict(make(seed=3).state_dict(), assign=True)
-    assert model.unembedding is model.embed.weight
+    assert model.lm_head_weight is model.embed.weight
     assert sum(p.shape == (V, CONFIG.channels) for p in model.parameters()) == 1
     assert (
-        make(replace(CONFIG, tied=False)).unembedding.data_ptr() != make().embed.weight.data_ptr()
+        make(replace(CONFIG, tied=False)).lm_head_weight.data_ptr()
+        != make().embed.weight.data_ptr()
     )
 
 
@@ -147,6 +148,16 @@ def test_initial_weights_have_their_spread_and_depend_on_the_seed_alone() -> Non
     again, other = make(config), make(config, seed=1)
     assert torch.equal(model.blocks[3].mlp.down.weight, again.blocks[3].mlp.down.weight)
     assert not torch.equal(model.blocks[3].mlp.down.weight, other.blocks[3].mlp.down.weight)
+
+
+def test_a_stacked_weight_tells_the_rows_of_its_matrices() -> None:
+    config = replace(CONFIG, head_dim=20, qkv_bias=True)
+    block = make(config).blocks[0]
+    assert block.attention.qkv.parts == (4 * 20, 2 * 20, 2 * 20)
+    assert block.mlp.gate_up.parts == (48, 48)
+    assert block.attention.out.parts is None and block.mlp.down.parts is None
+    merged = lora.merge(lora.add(make(config), LoraConfig(rank=2)))
+    assert merged.blocks[0].attention.qkv.parts == block.attention.qkv.parts
 
 
 def test_it_learns_to_repeat_one_row() -> None:
@@ -199,8 +210,15 @@ def test_one_token_is_a_row() -> None:
     assert make()(tokens(1, 1)).shape == (1, 1, V)
 
 
-@pytest.mark.parametrize("attention", ["naive", "flash"])
-@pytest.mark.parametrize("mask", [Mask.causal(), Mask.documents(doc_ids(20, 3).expand(2, -1))])
+@pytest.mark.parametrize(
+    ("attention", "mask"),
+    [
+        ("naive", Mask.causal()),
+        ("flash", Mask.documents(doc_ids(20, 3).expand(2, -1))),
+        pytest.param("flash", Mask.causal(), marks=pytest.mark.slow),
+        pytest.param("naive", Mask.documents(doc_ids(20, 3).expand(2, -1)), marks=pytest.mark.slow),
+    ],
+)
 def test_a_block_is_one_graph(attention: str, mask: Mask) -> None:
     model, x = make(attention=attention), tokens(2, 23)
     expected = model(x, x, mask)
@@ -278,7 +296,7 @@ def gradients_of(
     model: GPT, x: Tensor, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> list[Tensor]:
     """All gradients; a tied weight's two added up in place if `together`."""
-    monkeypatch.setattr(GPT, "_adds_in_place", lambda self, tokens: together)
+    monkeypatch.setattr(GPT, "_adds_tied_gradients_in_place", lambda self, tokens: together)
     model.zero_grad()
     model(x[:, :-1], x[:, 1:]).backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -303,7 +321,9 @@ def test_in_place_they_take_the_room_of_one(monkeypatch: pytest.MonkeyPatch) -> 
     model, x = make(config, "flash").cuda(), tokens(2, 300).cuda()
     room = []
     for together in (True, False):
-        monkeypatch.setattr(GPT, "_adds_in_place", lambda self, tokens, together=together: together)
+        monkeypatch.setattr(
+            GPT, "_adds_tied_gradients_in_place", lambda self, tokens, together=together: together
+        )
         model.zero_grad()
         loss = model(x[:, :-1], x[:, 1:])
         torch.cuda.synchronize()
@@ -323,19 +343,19 @@ def test_they_meet_in_one_order_where_runs_must_repeat(monkeypatch: pytest.Monke
     config = replace(CONFIG, channels=64)
     model, x = make(config, "flash").cuda(), tokens(2, 301) % 3
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    found = []
+    sums = []
     torch.use_deterministic_algorithms(True)
     try:
         for _ in range(3):
             model.zero_grad()
             model(x[:, :-1].cuda(), x[:, 1:].cuda()).backward()
-            found.append(model.embed.weight.grad.clone())
+            sums.append(model.embed.weight.grad.clone())
     finally:
         torch.use_deterministic_algorithms(False)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+    assert torch.equal(sums[0], sums[1])
+    assert torch.equal(sums[0], sums[2])
     oracle = make(config).double()
     oracle.load_state_dict(model.state_dict())
     oracle(x[:, :-1], x[:, 1:]).backward()
     expected = oracle.embed.weight.grad
-    assert (found[0].double().cpu() - expected).norm() <= 2e-5 * expected.norm()
+    assert (sums[0].double().cpu() - expected).norm() <= 2e-5 * expected.norm()

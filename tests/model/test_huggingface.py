@@ -9,156 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    SmolLM3Config,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from longctx.model import GPT, GPTConfig
-from longctx.model.export import QWEN2_WORDS, export
+from longctx.model.export import export
 from longctx.model.huggingface import check_weights, load_weights, pretrained, read_config
+from tests.model.families.parity import OLD, SIZES, reference, write_tokenizer
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 301,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "intermediate_size": 80,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "initializer_range": 0.3,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
-}
-SPECIAL: dict[str, Any] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": 0}
-OLD = "original_max_position_embeddings"
-ROPES: dict[str, dict[str, Any]] = {
-    "linear": {"rope_type": "linear", "factor": 2.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
-    "yarn": {"rope_type": "yarn", "factor": 4.0, OLD: 32, "beta_fast": 8.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        OLD: 32,
-    },
-    "longrope": {
-        **{"rope_type": "longrope", "factor": 2.0, OLD: 32},
-        **{"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [1.0, 2.0, 4.0, 8.0]},
-    },
-}
-FAMILIES: dict[str, PreTrainedConfig] = {
-    "llama 2": LlamaConfig(**SIZES, num_key_value_heads=6),
-    "llama 3": LlamaConfig(**SIZES, num_key_value_heads=2, head_dim=10),
-    "smollm2": LlamaConfig(**SIZES, num_key_value_heads=3, tie_word_embeddings=True),
-    "llama, biases": LlamaConfig(
-        **SIZES, num_key_value_heads=2, attention_bias=True, mlp_bias=True
-    ),
-    "mistral": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=None, head_dim=16),
-    "mistral, window": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=9, head_dim=16),
-    "smollm3": SmolLM3Config(**SIZES, num_key_value_heads=3, no_rope_layer_interval=2, **SPECIAL),
-    "smollm3, window": SmolLM3Config(
-        **SIZES | {"num_hidden_layers": 3},
-        **{
-            "num_key_value_heads": 2,
-            "no_rope_layers": [1, 0, 1],
-            "use_sliding_window": True,
-            "sliding_window": 7,
-        },
-        **{"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
-        **SPECIAL,
-    ),
-    "qwen2": Qwen2Config(**SIZES, num_key_value_heads=2),
-    "qwen2, tied": Qwen2Config(**SIZES, num_key_value_heads=1, tie_word_embeddings=True),
-    "qwen2, half windowed": Qwen2Config(
-        **SIZES,
-        num_key_value_heads=2,
-        use_sliding_window=True,
-        sliding_window=11,
-        max_window_layers=1,
-    ),
-    "qwen3, layer types": Qwen3Config(
-        **SIZES | {"num_hidden_layers": 3},
-        **{"num_key_value_heads": 2, "head_dim": 16, "attention_bias": True},
-        **{"use_sliding_window": True, "sliding_window": 5},
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-    ),
-    "qwen3": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16),
-    "qwen3, tied": Qwen3Config(
-        **SIZES, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True
-    ),
-}
-
-
-def stretched(kind: str, rope: str) -> PreTrainedConfig:
-    """A small model of a family whose positions are stretched."""
-    build = {
-        "llama": LlamaConfig,
-        "mistral": MistralConfig,
-        "qwen2": Qwen2Config,
-        "qwen3": Qwen3Config,
-    }
-    more = SPECIAL | {"no_rope_layers": [1, 0]} if kind == "smollm3" else {}
-    more |= (
-        {"head_dim": 8} if kind == "qwen3" else {"sliding_window": 40} if kind == "mistral" else {}
-    )
-    keys = {
-        "num_key_value_heads": 2,
-        "rope_parameters": {"rope_theta": 5000.0} | ROPES[rope],
-    } | more
-    return build.get(kind, SmolLM3Config)(**SIZES | keys)
-
-
-for kind in ("llama", "mistral", "qwen2", "qwen3", "smollm3"):
-    FAMILIES |= {f"{kind}, {rope}": stretched(kind, rope) for rope in ROPES}
 Change = Callable[..., Path]
-
-
-def reference(config: PreTrainedConfig) -> Any:
-    """A model of transformers with random weights; norms and biases too, whose ones and zeros would
-    hide mistakes.
-    """
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, mean=0.3 if parameter.ndim == 1 else 0.0, std=0.2)
-    return model
-
-
-def write_tokenizer(folder: Path) -> None:
-    """A byte-level BPE that splits words as Qwen2 does."""
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.normalizer = tokenizers.normalizers.NFC()
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
-        [
-            tokenizers.pre_tokenizers.Split(tokenizers.Regex(QWEN2_WORDS), "isolated"),
-            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    made.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator(["a rose is a rose in 1812 and in 2024"], trainer)
-    made.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
-    reference(FAMILIES["llama 3"]).save_pretrained(folder)
+    reference(LlamaConfig(**SIZES, num_key_value_heads=2, head_dim=10)).save_pretrained(folder)
     write_tokenizer(folder)
     return folder
 
@@ -179,61 +45,6 @@ def changed(llama: Path, tmp_path: Path) -> Change:
     return change
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_loss_gradients_and_the_way_back(family: str, tmp_path: Path) -> None:
-    theirs = reference(FAMILIES[family])
-    theirs.save_pretrained(tmp_path / "in")
-    write_tokenizer(tmp_path / "in")
-    model = pretrained(tmp_path / "in")
-    tokens = torch.randint(301, (2, 101))
-    expected = theirs(tokens, labels=tokens)
-    error = (model(tokens) - expected.logits).abs().max() / expected.logits.abs().max()
-    assert error < 1e-4
-    loss = model(tokens, torch.cat([tokens[:, 1:], torch.full((2, 1), -100)], dim=1))
-    torch.testing.assert_close(loss, expected.loss, rtol=1e-4, atol=0)
-    loss.backward()
-    expected.loss.backward()
-    ours, there = model.embed.weight.grad, theirs.get_input_embeddings().weight.grad
-    assert (ours - there).abs().max() < 1e-3 * there.abs().max()
-    gate = theirs.model.layers[1].mlp.gate_proj.weight.grad
-    assert (
-        model.blocks[1].mlp.gate_up.weight.grad[:80] - gate
-    ).abs().max() < 1e-3 * gate.abs().max()
-    q = theirs.model.layers[0].self_attn.q_proj.weight.grad
-    assert (
-        model.blocks[0].attention.qkv.weight.grad[: len(q)] - q
-    ).abs().max() < 1e-3 * q.abs().max()
-
-    export(model, tmp_path / "in", tmp_path / "out")
-    again = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", attn_implementation="eager"
-    ).eval()
-    assert {k: v.tolist() for k, v in again.state_dict().items()} == {
-        k: v.tolist() for k, v in theirs.state_dict().items()
-    }
-    assert torch.equal(again(tokens).logits, expected.logits)
-    back = pretrained(tmp_path / "out")
-    assert back.config == model.config == read_config(tmp_path / "in")
-    for (name, a), (_, b) in zip(back.named_parameters(), model.named_parameters(), strict=True):
-        assert torch.equal(a, b), name
-    if family != "mistral":  # it goes out as the Llama that it is
-        assert type(again) is type(theirs)
-        kept = (again.config.to_dict(), theirs.config.to_dict())
-        for key in set(kept[0]) - {
-            "architectures",
-            "dtype",
-            "no_rope_layer_interval",
-            "bos_token_id",
-            "eos_token_id",
-            "_name_or_path",
-        }:
-            assert kept[0][key] == kept[1][key], key
-    text = "In 1812 a rose is 20 roses"
-    ids = tokenizers.Tokenizer.from_file(str(tmp_path / "in" / "tokenizer.json")).encode(text).ids
-    assert AutoTokenizer.from_pretrained(tmp_path / "out")(text)["input_ids"] == ids
-    assert again.generation_config.eos_token_id == again.config.eos_token_id
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_shards_hold_what_one_file_holds(llama: Path, tmp_path: Path, dtype: torch.dtype) -> None:
     model = pretrained(llama, dtype=dtype)
@@ -250,7 +61,13 @@ def test_shards_hold_what_one_file_holds(llama: Path, tmp_path: Path, dtype: tor
         assert torch.equal(a, b)
         assert torch.equal(a, c)
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "many")
-    assert torch.equal(opened.lm_head.weight, model.unembedding)
+    assert torch.equal(opened.lm_head.weight, model.lm_head_weight)
+
+
+def test_keys_that_change_nothing_are_let_through(changed: Change, llama: Path) -> None:
+    keys = {"torch_dtype": "bfloat16", "unsloth_version": "2025.1", "use_cache": False}
+    keys |= {"pretraining_tp": 2, "attention_dropout": 0.1, "an_unknown_key": None}
+    assert read_config(changed(**keys)) == read_config(llama)
 
 
 def test_the_older_form_of_config_json_is_the_same_model(changed: Change, llama: Path) -> None:
@@ -270,34 +87,6 @@ def test_scaling_of_the_older_form_is_read_as_transformers_reads_it(changed: Cha
     assert (pretrained(folder)(tokens) - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
-def test_a_missing_key_has_the_value_that_transformers_gives_it(tmp_path: Path) -> None:
-    for kind, build in (
-        *(("llama", LlamaConfig), ("qwen2", Qwen2Config), ("qwen3", Qwen3Config)),
-        *(("mistral", MistralConfig), ("smollm3", SmolLM3Config)),
-    ):
-        sizes = {k: SIZES[k] for k in ("vocab_size", "num_hidden_layers", "intermediate_size")}
-        sizes |= {"hidden_size": 64, "num_attention_heads": 32} | (
-            SPECIAL if kind == "smollm3" else {}
-        )
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **sizes}))
-        ours, theirs = read_config(tmp_path), build(**sizes)
-        assert ours.head_size == getattr(theirs, "head_dim", 2)
-        assert (ours.kv_heads, ours.norm_eps, ours.tied) == (
-            theirs.num_key_value_heads,
-            theirs.rms_norm_eps,
-            theirs.tie_word_embeddings,
-        )
-        assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
-        assert ours.window == (4096 if kind == "mistral" else None)
-        assert ours.nope_layers == [
-            n for n, rotary in enumerate(getattr(theirs, "no_rope_layers", [])) if not rotary
-        ]
-        assert (ours.context, ours.init_std) == (
-            theirs.max_position_embeddings,
-            theirs.initializer_range,
-        )
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -307,7 +96,7 @@ def test_a_missing_key_has_the_value_that_transformers_gives_it(tmp_path: Path) 
         ),
         (
             {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}},
-            r"config.json: rope_parameters.low_freq_factor is missing, which rope_type=llama3 needs",
+            r"config.json: rope_parameters.low_freq_factor is missing",
         ),
         (
             {"rope_parameters": {"rope_type": "proportional"}},
@@ -378,6 +167,12 @@ def test_a_missing_key_has_the_value_that_transformers_gives_it(tmp_path: Path) 
         ),
         ({"rms_norm_eps": "tiny"}, "rms_norm_eps='tiny' must be a number"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings=1 must be true or false"),
+        (
+            {"model_type": "mistral", "attention_bias": True},
+            "attention_bias=true is not covered yet",
+        ),
+        ({"sliding_window": 4096}, "sliding_window=4096 is not covered yet"),
+        ({"auto_map": {"AutoModel": "x.py"}}, "auto_map=.* is not covered yet"),
     ],
 )
 def test_what_is_not_covered_is_refused_by_key_and_value(
@@ -413,7 +208,9 @@ def test_every_tensor_is_accounted_for(changed: Change, keys: dict[str, Any], me
 
 
 def test_old_buffers_and_a_copy_of_a_tied_head_are_no_mistake(tmp_path: Path) -> None:
-    reference(FAMILIES["smollm2"]).save_pretrained(tmp_path)
+    reference(
+        LlamaConfig(**SIZES, num_key_value_heads=3, tie_word_embeddings=True)
+    ).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
@@ -429,7 +226,7 @@ def test_a_larger_vocabulary_keeps_its_own_rows(llama: Path) -> None:
     load_weights(model, llama)
     small = pretrained(llama)
     assert torch.equal(model.embed.weight[:301], small.embed.weight)
-    assert torch.equal(model.unembedding[:301], small.unembedding)
+    assert torch.equal(model.lm_head_weight[:301], small.lm_head_weight)
     assert torch.equal(model.embed.weight[301:], before)
     config.vocab_size = 300
     with pytest.raises(ValueError, match=r"model.vocab_size=300: .* has weights for 301 tokens"):

@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
 TOKENS = torch.arange(300).view(2, 150) % 61
 
 
-def made(config: LoraConfig, memory: str = "fast", trained: bool = True) -> GPT:
+def with_lora(config: LoraConfig, memory: str = "fast", trained: bool = True) -> GPT:
     torch.manual_seed(0)
     how = MemoryConfig(memory, mlp_tile=128 if memory == "long" else None)
     model = lora.add(GPT(GPTConfig(**SIZES, qkv_bias=True), "flash", how), config)
@@ -39,23 +39,35 @@ def made(config: LoraConfig, memory: str = "fast", trained: bool = True) -> GPT:
 def test_nothing_changes_before_training() -> None:
     torch.manual_seed(0)
     plain = GPT(GPTConfig(**SIZES, qkv_bias=True))
-    torch.testing.assert_close(made(LoraConfig(rank=3), trained=False)(TOKENS), plain(TOKENS))
+    torch.testing.assert_close(with_lora(LoraConfig(rank=3), trained=False)(TOKENS), plain(TOKENS))
 
 
-@pytest.mark.parametrize("memory", ["fast", "balanced", "long"])
-@pytest.mark.parametrize("targets", [list(LORA_TARGETS), ["qkv", "down"], ["gate_up"]])
+@pytest.mark.parametrize(
+    ("targets", "memory"),
+    [
+        (list(LORA_TARGETS), "fast"),
+        (["qkv", "down"], "balanced"),
+        (["gate_up"], "long"),
+        pytest.param(list(LORA_TARGETS), "balanced", marks=pytest.mark.slow),
+        pytest.param(list(LORA_TARGETS), "long", marks=pytest.mark.slow),
+        pytest.param(["qkv", "down"], "fast", marks=pytest.mark.slow),
+        pytest.param(["qkv", "down"], "long", marks=pytest.mark.slow),
+        pytest.param(["gate_up"], "fast", marks=pytest.mark.slow),
+        pytest.param(["gate_up"], "balanced", marks=pytest.mark.slow),
+    ],
+)
 def test_only_the_additions_learn_and_their_gradients_are_those_of_the_sum(
     targets: list[str], memory: str
 ) -> None:
     config = LoraConfig(rank=3, scaling=1.5, targets=targets)
-    model = made(config, memory)
+    model = with_lora(config, memory)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert all(name.endswith(("lora_a", "lora_b")) for name in trained)
     assert sum(p.numel() for p in trained.values()) == config.parameters(model.config)
     model(TOKENS, TOKENS.roll(-1, 1)).backward()
     assert all(p.grad is None for name, p in model.named_parameters() if name not in trained)
 
-    twin = lora.merge(made(config))
+    twin = lora.merge(with_lora(config))
     twin(TOKENS, TOKENS.roll(-1, 1)).backward()
     for name, p in trained.items():
         layer = name.rpartition(".")[0]
@@ -65,7 +77,7 @@ def test_only_the_additions_learn_and_their_gradients_are_those_of_the_sum(
 
 
 def test_merged_it_is_a_plain_model_that_computes_the_same() -> None:
-    model = made(LoraConfig(rank=4))
+    model = with_lora(LoraConfig(rank=4))
     expected = model(TOKENS)
     merged = lora.merge(model)
     torch.testing.assert_close(merged(TOKENS), expected, rtol=1e-4, atol=1e-5)
@@ -102,7 +114,7 @@ def test_mistakes(changes: dict[str, Any], message: str) -> None:
         LoraConfig(**{"rank": 2} | changes).validate()
 
 
-def test_flops_of_weights_that_rest() -> None:
+def test_flops_with_frozen_weights() -> None:
     model = GPTConfig(**SIZES)
     added = LoraConfig(rank=2).parameters(model)
     assert model.flops_per_token(0.0, added) == 4 * model.matmul_parameters() + 6 * added

@@ -1,5 +1,5 @@
-"""Every way to keep less gives the gradients of keeping all, for any backend, mask, tile and share
-on the host.
+"""Every way to save fewer activations gives the gradients of saving all, for any backend, mask,
+tile and share on the host.
 """
 
 from dataclasses import replace
@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from longctx.attention import Mask
+from longctx.attention import Mask, flash
 from longctx.config.memory_config import POLICIES, MemoryConfig
-from longctx.model import GPT, GPTConfig
+from longctx.model import GPT, GPTConfig, recompute
 from longctx.model.layers import Block
 
 CONFIG = GPTConfig(
@@ -51,25 +51,34 @@ def gradients(model: GPT, device: str = "cpu") -> list[Tensor]:
 
 
 @pytest.fixture(scope="module")
-def kept() -> dict[str, list[Tensor]]:
+def saved() -> dict[str, list[Tensor]]:
     return {
         attention: gradients(make(attention=attention)) for attention in ("flash", "naive", "sdpa")
     }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("attention", ["flash", "naive", "sdpa"])
-def test_gradients_are_those_of_keeping_all(
-    way: str, attention: str, kept: dict[str, list[Tensor]]
+@pytest.mark.parametrize(
+    ("attention", "way"),
+    [
+        *(("flash", way) for way in WAYS),
+        *((other, way) for other in ("naive", "sdpa") for way in ("mlp", "tiles")),
+        *(
+            pytest.param(other, way, marks=pytest.mark.slow)
+            for other in ("naive", "sdpa")
+            for way in WAYS
+            if way not in ("mlp", "tiles")
+        ),
+    ],
+)
+def test_gradients_are_those_of_saving_all(
+    attention: str, way: str, saved: dict[str, list[Tensor]]
 ) -> None:
     got = gradients(make(WAYS[way], attention=attention))
-    torch.testing.assert_close(got, kept[attention], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got, saved[attention], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_attention_runs_once(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from longctx.attention import flash
-
     calls = []
     forward = flash.flash_forward
     monkeypatch.setattr(flash, "flash_forward", lambda *args: calls.append(1) or forward(*args))
@@ -82,14 +91,14 @@ def test_under_autocast_every_weight_has_its_gradient(way: str) -> None:
     """A weight that autocast cast while gradients were off must not be taken for the one that is
     trained.
     """
-    found = []
+    both = []
     for memory in (MemoryConfig("fast"), WAYS[way]):
         model = make(memory)
         with torch.autocast("cpu", torch.bfloat16):
             model(*batch()).backward()
             model(*batch()).backward()
-        found.append([p.grad for p in model.parameters()])
-    for got, want in zip(*found, strict=True):
+        both.append([p.grad for p in model.parameters()])
+    for got, want in zip(*both, strict=True):
         assert got.dtype == torch.float32
         assert (got - want).norm() <= 2e-2 * want.norm()
 
@@ -123,13 +132,13 @@ def test_without_gradient_it_is_the_same_model_in_tiles(
 
 
 def test_two_forwards_before_their_backwards_do_not_share_memory(
-    kept: dict[str, list[Tensor]],
+    saved: dict[str, list[Tensor]],
 ) -> None:
     model = make(WAYS["host"])
     first, second = model(*batch()), model(*batch())
     first.backward()
     second.backward()
-    doubled = [2 * g for g in kept["flash"]]
+    doubled = [2 * g for g in saved["flash"]]
     torch.testing.assert_close([p.grad for p in model.parameters()], doubled, rtol=1e-5, atol=1e-6)
 
 
@@ -148,19 +157,17 @@ def test_gradients_are_taken_once() -> None:
         loss.backward()
 
 
-def test_each_policy_keeps_less() -> None:
-    from longctx.model import recompute
-
+def test_each_policy_saves_less() -> None:
     sizes: dict[str, int] = {}
     for policy in POLICIES:
         total: list[int] = []
         tapes: list[recompute._Tape] = []
         model = make(MemoryConfig(policy, offload=0.0 if policy == "long" else None))
-        keep = recompute._Tape.keep
+        keep = recompute._Tape.save
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 recompute._Tape,
-                "keep",
+                "save",
                 lambda self, *args, seen=tapes, real=keep: seen.append(self) or real(self, *args),
             )
             hooks = torch.autograd.graph.saved_tensors_hooks(
@@ -170,8 +177,8 @@ def test_each_policy_keeps_less() -> None:
                 model(*batch())
         held = [
             x.numel()
-            for kept in (tapes[0].kept.values() if tapes else ())
-            for x in kept.tensors().values()
+            for block in (tapes[0].saved.values() if tapes else ())
+            for x in block.tensors().values()
         ]
         sizes[policy] = sum(total) + sum(held)
     assert sizes["long"] < sizes["balanced"] < sizes["fast"] / 2
@@ -199,7 +206,7 @@ def test_compiled_parts_share_their_graphs() -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_on_a_gpu(way: str, compiled: bool) -> None:
     config = replace(CONFIG, channels=64)
-    found = []
+    both = []
     for memory in (MemoryConfig("fast"), WAYS[way]):
         model = make(memory, config).cuda()
         if compiled:
@@ -207,6 +214,6 @@ def test_on_a_gpu(way: str, compiled: bool) -> None:
         with torch.autocast("cuda", torch.bfloat16):
             for _ in range(2):
                 model(*batch("cuda")).backward()
-        found.append([p.grad for p in model.parameters()])
-    for got, want in zip(*found, strict=True):
+        both.append([p.grad for p in model.parameters()])
+    for got, want in zip(*both, strict=True):
         assert (got - want).norm() <= 3e-2 * want.norm()

@@ -1,0 +1,39 @@
+"""Model families: one file each, which says how a config.json of transformers reads and writes.
+
+Every file of this folder is imported, so a family that registers itself is known.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from pathlib import Path
+
+from longctx.config.model_config import GPTConfig
+from longctx.model.families.config_json import ConfigJson, read_json
+from longctx.model.families.family import FAMILIES, Family
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+
+def read_model(folder: str | Path) -> tuple[Family, GPTConfig]:
+    """The family and the model of `folder`/config.json.
+
+    transformers 5 writes rope_parameters, older ones rope_theta; both are read. Raises ValueError
+    or FileNotFoundError naming the first key and value that GPT does not cover.
+    """
+    file = Path(folder) / "config.json"
+    source = ConfigJson(file, read_json(file))
+    model_type = source.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise source.error(f"model_type={model_type} is not covered yet; there are {known}")
+    family = FAMILIES[model_type]
+    return family, family.read(source)
+
+
+def family_of(config: GPTConfig) -> Family:
+    """The family whose class in transformers is meant for `config`."""
+    suiting = [family for family in FAMILIES.values() if family.suits(config)]
+    return max(suiting, key=lambda family: family.rank)

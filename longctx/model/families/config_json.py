@@ -1,0 +1,210 @@
+"""Reading of a config.json, key by key. Every mistake is one ValueError that names file, key and
+value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from longctx.config.rope_config import ORIGINAL
+
+# Keys that transformers and tools around it write and that do not change what a model computes.
+_HARMLESS = """
+_attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled
+_name_or_path architectures attention_dropout attn_implementation
+bos_token_id chunk_size_feed_forward cls_token_id decoder_start_token_id dtype eos_token_id
+finetuning_task gradient_checkpointing hidden_dropout id2label is_decoder is_encoder_decoder
+is_llama_config keys_to_ignore_at_inference label2id mask_token_id max_sequence_length
+max_window_layers model_max_length model_type name_or_path num_labels num_logits_to_keep
+output_attentions output_hidden_states pad_token_id prefix pretraining_tp problem_type
+pruned_heads return_dict sep_token_id seq_length task_specific_params tf_legacy_loss
+tie_encoder_decoder tie_last_hidden_states tokenizer_class torch_dtype torchscript
+transformers.js_config transformers_version unk_token_id unsloth_fixed unsloth_version
+use_bfloat16 use_cache use_flash_attn use_return_dict
+
+assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens
+diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
+encoder_repetition_penalty epsilon_cutoff eta_cutoff exponential_decay_length_penalty
+forced_bos_token_id forced_eos_token_id length_penalty max_length max_new_tokens min_length
+no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups
+num_beams num_return_sequences output_scores remove_invalid_values repetition_penalty
+return_dict_in_generate suppress_tokens target_lookbehind temperature top_k top_p typical_p
+"""
+HARMLESS = frozenset(_HARMLESS.split())
+# Keys that change the computation, with the values under which it is GPT's; a missing key has the
+# first of them. A family that reads one of them itself is not bound to these values.
+COVERED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "partial_rotary_factor": (1.0, None),
+    "is_causal": (True, None),
+    "quantization_config": (None,),
+    "rope_interleaved": (False, None),
+    "use_mrope": (False, None),
+    "add_cross_attention": (False, None),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "use_sliding_window": (False, None),
+}
+SHARED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "layer_types",
+    ORIGINAL,
+)
+
+
+class ConfigJson:
+    """The keys of the config.json in `file`."""
+
+    def __init__(self, file: Path, keys: Mapping[str, Any]) -> None:
+        self.file = file
+        self.keys = dict(keys)
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigJson:
+        """The same with a value for each key of `defaults` that is missing."""
+        return ConfigJson(self.file, {**defaults, **self.keys})
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of `key` as it stands there, unchecked."""
+        return self.keys.get(key, default)
+
+    def size(self, key: str) -> int:
+        """A whole number from 1 up."""
+        value = self.keys.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+            raise self.error(f"{key}={value!r} must be a whole number from 1 up")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        """A number above 0; `default` where it is missing or null."""
+        return self._number(key, self.keys.get(key), default)
+
+    def flag(self, key: str) -> bool:
+        """True or false; false where it is missing or null."""
+        value = self.keys.get(key)
+        value = False if value is None else value
+        if not isinstance(value, bool):
+            raise self.error(f"{key}={value!r} must be true or false")
+        return value
+
+    def layer_types(self, layers: int, sliding: bool) -> list[str] | None:
+        """The kind of attention of each layer; sliding_attention is allowed only if `sliding`."""
+        kinds = self.keys.get("layer_types")
+        if kinds is None:
+            return None
+        if not isinstance(kinds, list) or len(kinds) != layers:
+            raise self.error(
+                f"layer_types={_short(kinds)} must be a list of {layers}, one for each layer"
+            )
+        covered = ("full_attention", "sliding_attention") if sliding else ("full_attention",)
+        for n, kind in enumerate(kinds):
+            self.refuse_unless(f"layer_types[{n}]", kind, covered)
+        return kinds
+
+    @property
+    def rope_key(self) -> str:
+        """The key that holds RoPE's parameters: the older one comes first, as in transformers."""
+        return "rope_scaling" if self.keys.get("rope_scaling") else "rope_parameters"
+
+    def rope(self) -> tuple[float, dict[str, Any]]:
+        """The base of the rotary frequencies and their scaling, {} for none, with transformers'
+        defaults filled in.
+        """
+        place = self.rope_key
+        rope = self.keys.get(place) or {}
+        if not isinstance(rope, dict):
+            raise self.error(f"{place}={rope!r} must be an object")
+        for key, value in rope.items():
+            if isinstance(value, dict):
+                shown = f"{place}.{key}={_short(value)}"
+                raise self.error(f"{shown} is not covered yet; one rope for all layers")
+        partial = rope.get("partial_rotary_factor")
+        self.refuse_unless(f"{place}.partial_rotary_factor", partial, (1.0, None))
+        owner = rope if "rope_theta" in rope else self.keys
+        theta = self._number("rope_theta", owner.get("rope_theta"), 10000.0)
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if not isinstance(kind, str):
+            raise self.error(f"{place}.rope_type={kind!r} must be a word")
+        if kind == "default":
+            return theta, {}
+        not_scaling = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
+        scaling = {"rope_type": kind} | {
+            key: value
+            for key, value in rope.items()
+            if key not in not_scaling and value is not None
+        }
+        if kind in ("llama3", "yarn", "longrope"):
+            outer = self.keys.get(ORIGINAL)
+            inner = scaling.get(ORIGINAL, outer)
+            if outer is not None and outer != inner:
+                raise self.error(f"{ORIGINAL}={outer} differs from {place}.{ORIGINAL}={inner}")
+            default = self.keys["max_position_embeddings"] if outer is None else outer
+            scaling.setdefault(ORIGINAL, default)
+        return theta, scaling
+
+    def refuse_uncovered(self, read: Collection[str], harmless: Collection[str] = ()) -> None:
+        """Raise for the first key that is not among `read`, and is not known to change nothing.
+
+        A key that is null says nothing, so it is let through.
+        """
+        for key, values in COVERED.items():
+            if key not in read and key not in harmless:
+                self.refuse_unless(key, self.keys.get(key, values[0]), values)
+        for key, value in self.keys.items():
+            known = key in read or key in harmless or key in COVERED
+            if not known and key not in SHARED and key not in HARMLESS and value is not None:
+                raise self.error(
+                    f"{key}={_short(value)} is not covered yet; "
+                    "take the key out if the model computes the same without it"
+                )
+
+    def refuse_unless(self, key: str, value: Any, covered: tuple[Any, ...]) -> None:
+        """Raise unless `value` of `key` is one of those `covered`."""
+        if not any(value == x and isinstance(value, bool) == isinstance(x, bool) for x in covered):
+            wanted = covered[0] if isinstance(covered[0], str) else json.dumps(covered[0])
+            raise self.error(f"{key}={_short(value)} is not covered yet; only {wanted} is")
+
+    def error(self, message: str) -> ValueError:
+        """A ValueError that begins with the file."""
+        return ValueError(f"{self.file}: {message}")
+
+    def _number(self, key: str, value: Any, default: float) -> float:
+        value = default if value is None else value
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < float("inf"):
+            raise self.error(f"{key}={value!r} must be a number above 0")
+        return float(value)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in `file`; ValueError or FileNotFoundError, one line, where there is none."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{file}: no such file; give a folder with config.json and safetensors"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: cannot be read as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: not a JSON object")
+    return content
+
+
+def _short(value: Any) -> str:
+    return (value if isinstance(value, str) else json.dumps(value))[:80]

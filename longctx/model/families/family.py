@@ -1,0 +1,199 @@
+"""What a model family is: one `model_type` of transformers, and the GPTConfig that it stands for.
+
+A family is one file in this folder. It subclasses `Family`, says what is its own, and registers
+itself; reading, checking, loading and writing of folders ask the registry and name no family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+from longctx.config.model_config import GPTConfig
+from longctx.config.rope_config import check_scaling
+from longctx.model.families.config_json import ConfigJson
+from longctx.model.families.tensors import Piece, llama_tensors
+
+# Keys of GPTConfig that every family can express, whatever their values.
+COMMON = (
+    *("vocab_size", "layers", "channels", "heads", "kv_heads", "head_dim", "ffn"),
+    *("rope_theta", "rope_scaling", "norm_eps", "tied", "context", "init_std"),
+)
+
+
+class Family:
+    """One `model_type` of transformers; the methods hold for a model like Llama."""
+
+    model_type: ClassVar[str]
+    # its class in transformers is <class_name>ForCausalLM
+    class_name: ClassVar[str]
+    # of the families that suit a GPTConfig, the one with the highest rank writes it
+    rank: ClassVar[int]
+    # what transformers takes where config.json lacks a key
+    defaults: ClassVar[dict[str, Any]] = {}
+    # keys of config.json that it reads, beside those that all families have
+    keys: ClassVar[tuple[str, ...]] = ()
+    # keys of config.json that its class in transformers ignores
+    harmless: ClassVar[tuple[str, ...]] = ()
+    # keys of GPTConfig that it can express, beside COMMON; all others must have their defaults
+    features: ClassVar[tuple[str, ...]] = ()
+
+    def suits(self, config: GPTConfig) -> bool:
+        """Whether `config` has what sets this family apart, so that it should write it."""
+        raise NotImplementedError
+
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
+        """The keys of GPTConfig in `features`, as config.json says them."""
+        raise NotImplementedError
+
+    def write_features(self, config: GPTConfig) -> dict[str, Any]:
+        """The keys of config.json that this family has and others may not have."""
+        raise NotImplementedError
+
+    def check_features(self, config: GPTConfig) -> None:
+        """Raise ValueError for values of `features` that do not go together in this family."""
+
+    def check_tokenizer(self, file: Path) -> None:
+        """Raise ValueError for a tokenizer.json that transformers would not use for this family."""
+
+    def tensors(self, config: GPTConfig) -> Iterator[Piece]:
+        """Yield every tensor of its weights, with the rows that it is here."""
+        return llama_tensors(config)
+
+    def read(self, source: ConfigJson) -> GPTConfig:
+        """The model of a config.json; ValueError naming the first key that GPT does not cover."""
+        source = source.with_defaults(self.defaults)
+        source.refuse_uncovered(self.keys, self.harmless)
+        layers, heads = source.size("num_hidden_layers"), source.size("num_attention_heads")
+        channels, head_dim = source.size("hidden_size"), None
+        if source.get("head_dim") is not None and source.size("head_dim") * heads != channels:
+            head_dim = source.size("head_dim")
+        shared = source.get("num_key_value_heads") is not None
+        theta, scaling = source.rope()
+        config = GPTConfig(
+            vocab_size=source.size("vocab_size"),
+            layers=layers,
+            channels=channels,
+            heads=heads,
+            kv_heads=source.size("num_key_value_heads") if shared else heads,
+            head_dim=head_dim,
+            ffn=source.size("intermediate_size"),
+            rope_theta=theta,
+            norm_eps=source.number("rms_norm_eps", 1e-6),
+            tied=source.flag("tie_word_embeddings"),
+            init_std=source.number("initializer_range", 0.02),
+            context=source.size("max_position_embeddings"),
+            **self.read_features(source, layers),
+        )
+        place = f"{source.file}: {source.rope_key}"
+        check_scaling(place, scaling, config.head_size, config.context)
+        config.rope_scaling = scaling
+        try:
+            config.validate()
+        except ValueError as error:
+            raise source.error(str(error)) from error
+        return config
+
+    def check(self, config: GPTConfig) -> None:
+        """Raise ValueError naming the first key of `config` that this family cannot express."""
+        for item in fields(config):
+            if item.name in COMMON or item.name in self.features:
+                continue
+            default = item.default
+            if default is MISSING and item.default_factory is not MISSING:
+                default = item.default_factory()
+            if getattr(config, item.name) != default:
+                raise self.cannot(config, item.name)
+        self.check_features(config)
+
+    def cannot(self, config: GPTConfig, key: str) -> ValueError:
+        """The error for a key of `config` that this family cannot express."""
+        value = getattr(config, key)
+        shown = str(value).lower() if isinstance(value, bool) else value
+        return ValueError(
+            f"model.{key}={shown}: no class of transformers has it beside the model's other keys "
+            f"({self.model_type})"
+        )
+
+    def write(self, config: GPTConfig, context: int) -> dict[str, Any]:
+        """config.json of `config` for `context` tokens; ValueError where it cannot say that."""
+        self.check(config)
+        if config.rope_scaling.get("rope_type") == "dynamic":
+            context = config.context or context  # from which its base starts to grow
+        return {
+            "architectures": [f"{self.class_name}ForCausalLM"],
+            "model_type": self.model_type,
+            "vocab_size": config.vocab_size,
+            "hidden_size": config.channels,
+            "intermediate_size": config.ffn,
+            "num_hidden_layers": config.layers,
+            "num_attention_heads": config.heads,
+            "num_key_value_heads": config.kv_heads,
+            "hidden_act": "silu",
+            "max_position_embeddings": context,
+            "initializer_range": config.init_std,
+            "rms_norm_eps": config.norm_eps,
+            "tie_word_embeddings": config.tied,
+            "attention_dropout": 0.0,
+            "use_cache": True,
+            **write_rope(config),
+            **self.write_features(config),
+        }
+
+
+FAMILIES: dict[str, Family] = {}
+
+
+def register(family: type[Family]) -> type[Family]:
+    """Make a family known by its model_type."""
+    assert family.model_type not in FAMILIES
+    FAMILIES[family.model_type] = family()
+    return family
+
+
+def write_rope(config: GPTConfig) -> dict[str, Any]:
+    """RoPE as transformers 5 names it (rope_parameters), and as tools that follow older ones do."""
+    base = {"rope_theta": config.rope_theta}
+    scaling = dict(config.rope_scaling) or {"rope_type": "default"}
+    older = {"rope_scaling": scaling} if config.rope_scaling else {}
+    return {"rope_parameters": scaling | base, **base, **older}
+
+
+def read_windows(
+    source: ConfigJson, layers: int, used: bool, otherwise: Callable[[], Sequence[int]]
+) -> dict[str, Any]:
+    """`window` and `window_layers` of GPTConfig; a model without windows is not `used` to them.
+
+    The windowed layers stand in layer_types. Where that is missing, `otherwise` gives them.
+    """
+    sized = used and source.get("sliding_window") is not None
+    window = source.size("sliding_window") if sized else None
+    kinds = source.layer_types(layers, sliding=window is not None)
+    if window is None:
+        return {"window": None}
+    if kinds is None:
+        sliding = list(otherwise())
+    else:
+        sliding = [n for n, kind in enumerate(kinds) if kind == "sliding_attention"]
+    if not sliding:
+        return {"window": None}
+    return {"window": window, "window_layers": None if len(sliding) == layers else sliding}
+
+
+def windowed_layers(config: GPTConfig) -> list[int]:
+    """The layers of `config` that have a window."""
+    return [n for n in range(config.layers) if config.window_of(n) is not None]
+
+
+def write_windows(config: GPTConfig) -> dict[str, Any]:
+    """The windows of `config` in config.json, layer by layer."""
+    sliding = windowed_layers(config)
+    return {
+        "use_sliding_window": config.window is not None,
+        "sliding_window": config.window,
+        "layer_types": [
+            "sliding_attention" if n in sliding else "full_attention" for n in range(config.layers)
+        ],
+    }

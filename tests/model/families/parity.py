@@ -1,0 +1,176 @@
+"""What every model family is held to: what transformers computes from a folder, we compute, and the
+folder that we write is the same model there.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+
+from longctx.model.export import export
+from longctx.model.families.qwen2 import QWEN2_SPLIT
+from longctx.model.huggingface import pretrained, read_config
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 301,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "intermediate_size": 80,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+}
+SPECIAL: dict[str, Any] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": 0}
+OLD = "original_max_position_embeddings"
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, OLD: 32, "beta_fast": 8.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        OLD: 32,
+    },
+    "longrope": {
+        **{"rope_type": "longrope", "factor": 2.0, OLD: 32},
+        **{"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [1.0, 2.0, 4.0, 8.0]},
+    },
+}
+
+
+def stretched(rope: str) -> dict[str, Any]:
+    """Keys of a model with heads of 8 channels whose positions are stretched."""
+    return SIZES | {"rope_parameters": {"rope_theta": 5000.0} | ROPES[rope]}
+
+
+def reference(config: PreTrainedConfig) -> Any:
+    """A model of transformers with random weights; norms and biases too, whose ones and zeros would
+    hide mistakes.
+    """
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=0.3 if parameter.ndim == 1 else 0.0, std=0.2)
+    return model
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a byte-level BPE that splits text as Qwen2 does."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.normalizer = tokenizers.normalizers.NFC()
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(QWEN2_SPLIT), "isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["a rose is a rose in 1812 and in 2024"], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def check_parity(config: PreTrainedConfig, tmp_path: Path, same_class: bool = True) -> None:
+    """Logits, loss and gradients are those of transformers, and an export is the model again.
+
+    With `same_class` the export also has the class and every key that the model came with.
+    """
+    theirs = reference(config)
+    theirs.save_pretrained(tmp_path / "in")
+    write_tokenizer(tmp_path / "in")
+    check_computation(theirs, tmp_path / "in")
+
+    model = pretrained(tmp_path / "in")
+    export(model, tmp_path / "in", tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", attn_implementation="eager"
+    ).eval()
+    assert {k: v.tolist() for k, v in again.state_dict().items()} == {
+        k: v.tolist() for k, v in theirs.state_dict().items()
+    }
+    tokens = torch.randint(301, (2, 101))
+    assert torch.equal(again(tokens).logits, theirs(tokens).logits)
+    back = pretrained(tmp_path / "out")
+    assert back.config == model.config == read_config(tmp_path / "in")
+    for (name, a), (_, b) in zip(back.named_parameters(), model.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    if same_class:
+        assert type(again) is type(theirs)
+        ours, want = again.config.to_dict(), theirs.config.to_dict()
+        free = ("architectures", "dtype", "no_rope_layer_interval", "_name_or_path")
+        for key in ours.keys() - {*free, "bos_token_id", "eos_token_id"}:
+            assert ours[key] == want[key], key
+    text = "In 1812 a rose is 20 roses"
+    ids = tokenizers.Tokenizer.from_file(str(tmp_path / "in" / "tokenizer.json")).encode(text).ids
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")(text)["input_ids"] == ids
+    assert again.generation_config.eos_token_id == again.config.eos_token_id
+
+
+def check_computation(theirs: Any, folder: Path) -> None:
+    """Logits, loss and gradients of `folder` are those of `theirs`."""
+    model = pretrained(folder)
+    tokens = torch.randint(301, (2, 101))
+    expected = theirs(tokens, labels=tokens)
+    error = (model(tokens) - expected.logits).abs().max() / expected.logits.abs().max()
+    assert error < 1e-4
+    loss = model(tokens, torch.cat([tokens[:, 1:], torch.full((2, 1), -100)], dim=1))
+    torch.testing.assert_close(loss, expected.loss, rtol=1e-4, atol=0)
+    loss.backward()
+    expected.loss.backward()
+    q = theirs.model.layers[0].self_attn.q_proj.weight.grad
+    gate = theirs.model.layers[1].mlp.gate_proj.weight.grad
+    pairs = (
+        (model.embed.weight.grad, theirs.get_input_embeddings().weight.grad),
+        (model.blocks[1].mlp.gate_up.weight.grad[:80], gate),
+        (model.blocks[0].attention.qkv.weight.grad[: len(q)], q),
+    )
+    for ours, want in pairs:
+        assert (ours - want).abs().max() < 1e-3 * want.abs().max()
+
+
+def check_defaults(
+    build: type[PreTrainedConfig], tmp_path: Path, special: dict[str, Any] | None = None
+) -> None:
+    """A key that is missing in config.json has the value that transformers gives it."""
+    sizes = {k: SIZES[k] for k in ("vocab_size", "num_hidden_layers", "intermediate_size")}
+    sizes |= {"hidden_size": 64, "num_attention_heads": 32} | (special or {})
+    content = {"model_type": build.model_type, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    ours, theirs = read_config(tmp_path), build(**sizes)
+    assert ours.head_size == (getattr(theirs, "head_dim", None) or 2)
+    assert ours.kv_heads == theirs.num_key_value_heads
+    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.tied == theirs.tie_word_embeddings
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert ours.window == getattr(theirs, "sliding_window", None)
+    assert ours.nope_layers == [
+        n for n, rotary in enumerate(getattr(theirs, "no_rope_layers", [])) if not rotary
+    ]
+    assert ours.context == theirs.max_position_embeddings
+    assert ours.init_std == theirs.initializer_range
+
+
+def check_keys(build: type[PreTrainedConfig], tmp_path: Path) -> None:
+    """Every key that transformers writes for the family is known; any other is refused by name."""
+    content = build(**SIZES | SPECIAL, num_key_value_heads=2).to_dict()
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(content, default=str))
+    read_config(tmp_path)
+    for key, value in (("per_layer_config", {"0": {}}), ("logit_scale", 0.5)):
+        file.write_text(json.dumps(content | {key: value}, default=str))
+        with pytest.raises(ValueError, match=re.escape(f"{file}: {key}={json.dumps(value)} ")):
+            read_config(tmp_path)

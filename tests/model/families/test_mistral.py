@@ -1,0 +1,79 @@
+"""Mistral: a window in every layer, in those that layer_types names, or in none."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, MinistralConfig, MistralConfig
+
+from longctx.model.huggingface import read_config
+from tests.model.families.parity import (
+    ROPES,
+    SIZES,
+    check_computation,
+    check_defaults,
+    check_keys,
+    check_parity,
+    reference,
+    stretched,
+)
+
+CASES = {
+    "no window": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=None, head_dim=16),
+    "window": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=9, head_dim=16),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mistral_computes_as_in_transformers_and_comes_back(case: str, tmp_path: Path) -> None:
+    # without windows it goes out as the Llama that it is
+    check_parity(CASES[case], tmp_path, same_class=case != "no window")
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [rope if rope == "yarn" else pytest.param(rope, marks=pytest.mark.slow) for rope in ROPES],
+)
+def test_stretched_mistral_computes_as_in_transformers(rope: str, tmp_path: Path) -> None:
+    config = MistralConfig(**stretched(rope), num_key_value_heads=2, sliding_window=40)
+    check_parity(config, tmp_path)
+
+
+def test_missing_keys_of_mistral_have_the_values_of_transformers(tmp_path: Path) -> None:
+    check_defaults(MistralConfig, tmp_path)
+
+
+def test_unknown_keys_of_mistral_are_refused_by_name(tmp_path: Path) -> None:
+    check_keys(MistralConfig, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("layer_types", "window", "window_layers"),
+    [
+        (["sliding_attention", "full_attention"], 9, [0]),
+        (["sliding_attention"] * 2, 9, None),
+        (["full_attention"] * 2, None, None),
+    ],
+)
+def test_windows_of_mistral_stand_in_layer_types_where_it_has_them(
+    layer_types: list[str], window: int | None, window_layers: list[int] | None, tmp_path: Path
+) -> None:
+    # transformers opens a mistral folder with layer_types as Ministral
+    ministral = MinistralConfig(**SIZES, num_key_value_heads=2, head_dim=8, sliding_window=9)
+    reference(ministral).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    content = json.loads(file.read_text())
+    content |= {"model_type": "mistral", "layer_types": layer_types}
+    file.write_text(json.dumps(content))
+    config = read_config(tmp_path)
+    assert (config.window, config.window_layers) == (window, window_layers)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    check_computation(theirs, tmp_path)
+
+
+def test_layer_types_that_slide_without_a_window_are_refused(tmp_path: Path) -> None:
+    config = {**SIZES, "model_type": "mistral", "num_key_value_heads": 2, "sliding_window": None}
+    config["layer_types"] = ["full_attention", "sliding_attention"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"layer_types\[1\]=sliding_attention is not"):
+        read_config(tmp_path)
