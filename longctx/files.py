@@ -51,3 +51,8 @@ def by_step(path: Path) -> tuple[int, str]:
     of a later step.
     """
     return len(path.name), path.name
+
+
+def printable(text: str) -> str:
+    """Text that moves no cursor and breaks no encoding: names of folders are anybody's."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
