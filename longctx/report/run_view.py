@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,6 +20,7 @@ from longctx.runs.metrics import (
     all_finite,
     figures,
     finite,
+    is_step,
     shown,
 )
 from longctx.runs.run_folder import NotARun, is_training, read_config, read_rows
@@ -122,14 +124,17 @@ def facts(rows: list[Row]) -> dict[str, dict[int, float]]:
 
 
 def families_last_first(rows: list[Row], family: str) -> Iterator[Row]:
-    """The members of a family of keys in each row that has some, the newest row first; without the
-    family's name.
+    """The members of a family of keys in each validation that has some, the newest first; without
+    the family's name.
     """
+    prefix = f"{family}/"
     for row in reversed(rows):
-        prefix = f"{family}/"
-        if members := {
+        if is_step(row):
+            continue
+        members = {
             key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)
-        }:
+        }
+        if members:
             yield members
 
 
@@ -138,22 +143,20 @@ def curves(rows: list[Row], points: int) -> dict[str, Curve]:
 
     A row that tells no time, such as a validation, has that of the row before it.
     """
-    seconds: list[float] = []
     now = 0.0
+    timed: dict[bool, list[tuple[Row, float]]] = {True: [], False: []}
     for row in rows:
         now = row.get("seconds", now)
-        seconds.append(now)
+        timed[is_step(row)].append((row, now))
     result: dict[str, Curve] = {}
-    for metric in shown(Shown.CURVE):
-        places = [number for number, row in enumerate(rows) if metric.key in row]
-        curve = reduced(
-            [rows[number]["tokens_seen"] for number in places],
-            [seconds[number] for number in places],
-            [rows[number][metric.key] for number in places],
-            points,
-        )
-        if curve["y"]:
-            result[metric.key] = curve
+    for group in timed.values():
+        tokens = [row["tokens_seen"] for row, _ in group]
+        seconds = [time for _, time in group]
+        for metric in shown(Shown.CURVE):
+            column = [row.get(metric.key) for row, _ in group]
+            curve = reduced(tokens, seconds, column, points)
+            if curve["y"]:
+                result[metric.key] = curve
     return result
 
 
@@ -162,7 +165,7 @@ def reduced(tokens: list[float], seconds: list[float], values: list[Any], points
     its rows.
     """
     if not all_finite(values):
-        drawn = [n for n, value in enumerate(values) if finite([value])]
+        drawn = [n for n, x in enumerate(values) if isinstance(x, int | float) and isfinite(x)]
         tokens, seconds, values = (
             [column[n] for n in drawn] for column in (tokens, seconds, values)
         )

@@ -220,6 +220,11 @@ METRICS: tuple[Metric, ...] = (
 )
 
 
+def is_step(row: Row) -> bool:
+    """Whether a row is of training steps, not of a validation."""
+    return "ms_per_step" in row
+
+
 def shown(place: Shown) -> list[Metric]:
     """The single metrics that are shown in `place`, families left out."""
     return [metric for metric in METRICS if metric.shown & place and metric.prefix is None]
@@ -270,18 +275,21 @@ def figures(rows: list[Row]) -> Row:
     that is no finite number, such as the loss of a run that diverged, is nan.
     """
     result: Row = {}
+    held: set[str] = set().union(*rows)
     for metric in METRICS:
-        column = values(rows, metric.key)
-        if not column:
+        key = metric.key
+        if key not in held:
             continue
         if metric.of_run == "last":
-            result[metric.key] = math.nan if column[-1] is None else column[-1]
+            last = next(row[key] for row in reversed(rows) if key in row)
+            result[key] = math.nan if last is None else last
             continue
+        column = values(rows, key)
         if metric.of_run == "median":
             column = column[1:] or column
             column = column[:: max(1, len(column) // MEDIAN_OF)]
         if numbers := finite(column):
-            result[metric.key] = median(numbers) if metric.of_run == "median" else max(numbers)
+            result[key] = median(numbers) if metric.of_run == "median" else max(numbers)
     return result
 
 

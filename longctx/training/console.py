@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 
 from longctx.runs import metrics
-from longctx.runs.metrics import Metric, Row, Shown, figures
+from longctx.runs.metrics import Metric, Row, Shown, figures, is_step
 from longctx.runs.run_folder import checkpoints, read_metrics
 
 UNSCORED = "nothing scored"  # such as pieces of conversations without an answer
@@ -69,11 +69,6 @@ class Display:
             self._bar.update(self._task, completed=row["step"], numbers=brief(row))
         else:
             self.say(f"step {row['step']:,}/{self.steps:,}  {brief(row)}")
-
-
-def is_step(row: Row) -> bool:
-    """Whether a row is of training steps, not of a validation."""
-    return "ms_per_step" in row
 
 
 def brief(row: Row) -> str:
