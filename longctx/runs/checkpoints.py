@@ -58,7 +58,7 @@ def save(checkpoint: dict[str, Any], path: Path) -> None:
             f"{path.parent}: the folder of the run is gone, so no checkpoint can be written"
         )
     try:
-        with files.whole(path) as partial, open(partial, "wb") as file:
+        with files.atomic(path) as partial, open(partial, "wb") as file:
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
@@ -83,7 +83,7 @@ def tidy(folder: Path, keep: int) -> None:
     process left half-written.
     """
     paths = run_folder.checkpoints(folder)
-    with files.whole(folder / "checkpoints" / "last.ckpt") as link:
+    with files.atomic(folder / "checkpoints" / "last.ckpt") as link:
         link.symlink_to(paths[-1].name)
     for path in [*paths[:-keep], *(folder / "checkpoints").glob(".step-*.ckpt")]:
         path.unlink()

@@ -22,13 +22,12 @@ from longctx.data import Data, Mixture
 from longctx.data.rows import IGNORED
 from longctx.evaluation.passkey import check_texts, filler_of, recall
 from longctx.evaluation.windows import Document
+from longctx.runs.metrics import BY_POSITION, FACTS_FOUND
 from longctx.training.batches import MicroBatch, StepBatch, validation_batches
 from longctx.training.module import TrainingModule
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-FOUND = "facts_found"  # key/kind/length in a row of metrics.jsonl
 T = TypeVar("T")
-BY_POSITION = "val_loss_by_position"  # key/2^b in a row of metrics.jsonl
 FEWEST = 8  # pieces that the longest bucket should have
 MOST = 32  # buckets; rows are shorter than 2^32 tokens
 
@@ -95,7 +94,7 @@ def facts_found(
     for cell in cells:
         groups[cell.kind, cell.length] += cell.right
     return {
-        f"{FOUND}/{kind}/{n}": right / (len(depths) * asked.samples)
+        f"{FACTS_FOUND}/{kind}/{n}": right / (len(depths) * asked.samples)
         for (kind, n), right in groups.items()
     }
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from longctx.report.compare import POINTS, compare
+from longctx.report import compare as compare_module
+from longctx.report.compare import compare
 from longctx.report.run_view import read, reduced
 from longctx.report.tables import differing
 from longctx.runs import run_folder
@@ -213,14 +214,17 @@ def test_a_reduced_curve_keeps_extremes_and_mean(rows):
     assert curve["t"] == sorted(curve["t"])
 
 
-def test_the_page_of_many_long_runs_is_small(tmp_path):
-    text = "".join(json.dumps(step(n, loss=math.sin(n) / 3)) + "\n" for n in range(1, 1001))
-    folders = [make(tmp_path / f"{number}", rows=[], tail=text) for number in range(50)]
+def test_the_page_of_many_long_runs_is_small(tmp_path, monkeypatch):
+    """At most POINTS points in all, and 40 bytes for each: 10 MB."""
+    monkeypatch.setattr(compare_module, "POINTS", 4000)
+    text = "".join(json.dumps(step(n, loss=math.sin(n) / 3)) + "\n" for n in range(1, 401))
+    folders = [make(tmp_path / f"{number}", rows=[], tail=text) for number in range(5)]
     compare(folders, tmp_path / "x.html")
-    assert (tmp_path / "x.html").stat().st_size < 10e6
     runs = page_data(tmp_path / "x.html")["runs"]
     points = [len(curve["y"]) for run in runs for curve in run["curves"].values()]
-    assert max(points) < 1000 and sum(points) <= POINTS
+    assert max(points) < 400 and sum(points) <= 4000
+    page_alone = (Path(compare_module.__file__).parent / "page.html").stat().st_size
+    assert (tmp_path / "x.html").stat().st_size < page_alone + 4000 * 40
 
 
 def test_start_up_needs_no_torch():

@@ -63,7 +63,7 @@ def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(tmp_path: Path) ->
         flip(path, place)
         try:
             verify(path)
-            found = torch.load(path, mmap=True)
+            content = torch.load(path, mmap=True)
         except (ValueError, RuntimeError):  # the second is torch's, for no zip file at all
             continue
-        assert found["x"].equal(torch.arange(30)) and found["config"] == {"a": [1, "b"]}, place
+        assert content["x"].equal(torch.arange(30)) and content["config"] == {"a": [1, "b"]}, place

@@ -60,6 +60,7 @@ assert "wandb" not in sys.modules
     assert run_folder.read_metrics(tmp_path) == [{"step": 1, "tokens_seen": 5, "loss": 2.0}]
 
 
+@pytest.mark.slow
 def test_wandb_gets_the_rows_logged_before_and_after_its_start(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
