@@ -222,7 +222,7 @@ def check_unedited(folder: Path, saved: dict[str, Any], config: Any) -> None:
         for key in old:
             if key in new and old[key] != new[key]:
                 raise ValueError(
-                    f"{folder / 'config.yaml'}: {prefix}{key}={new[key]}, but the run began with "
+                    f"{folder / 'config.yaml'}: {prefix}{key}={new[key]}, where the run began with "
                     f"{old[key]}; it cannot change when the run is resumed, so put it back"
                 )
 
