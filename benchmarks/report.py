@@ -83,6 +83,6 @@ def save_figure(figure: Any, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    with files.whole(path) as partial:
+    with files.atomic(path) as partial:
         figure.savefig(partial, dpi=120)
     plt.close(figure)

@@ -64,7 +64,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "state_dict": weights,
         "longctx": checkpoints.describe(config, data.fingerprint, 1, None),
     }
-    checkpoints.WholeFiles().save_checkpoint(content, checkpoints.path_of(folder, 3))
+    checkpoints.save(content, checkpoints.path_of(folder, 3))
     run_folder.write_config(folder, config)
     return folder
 

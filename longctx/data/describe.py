@@ -206,7 +206,7 @@ def draw(data: Data | Mixture, path: Path) -> None:
     )
     above.set_title(f"{source} · {len(data.lengths):,} documents, {total:,} tokens", loc="left")
     try:
-        with files.whole(path) as partial:
+        with files.atomic(path) as partial:
             figure.savefig(partial, dpi=150, format=path.suffix.lstrip(".") or "png")
     except OSError as error:
         raise OSError(f"out={path}: cannot write there ({error.strerror or error})") from error

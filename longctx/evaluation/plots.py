@@ -29,7 +29,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
 
 def save(figure: Any, path: Path) -> None:
     """Write a matplotlib figure to `path`, a .png, whole or not at all."""
-    with files.whole(path) as partial:
+    with files.atomic(path) as partial:
         figure.savefig(partial, dpi=120)
 
 

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from longctx import files
+from longctx.files import printable
+from longctx.runs.metrics import Row
 
 FOLDER = "eval"  # beside the checkpoints of a run, or in a Hugging Face folder
 LONGEST_TASKS = 80  # characters of the tasks in a file's name
 Content = dict[str, Any]  # of one JSON
+Line = dict[str, list[float]]  # points to draw: "x", such as tokens before, and "y", the losses
+SCORES = ("perplexity", "word_perplexity", "bits_per_byte")
 
 
 class TaskScore(NamedTuple):
@@ -125,3 +130,88 @@ def _asked(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8")).get("asked")
     except (OSError, ValueError, AttributeError):
         return None  # not a file of ours: it stays
+
+
+class Evaluations(NamedTuple):
+    """What eval.py left in a folder: perplexities, maps of facts found again, scores of tasks; and
+    the files that are none of these.
+    """
+
+    perplexities: list[Row]
+    passkeys: list[Row]
+    tasks: list[Row]
+    unreadable: list[Path]
+
+
+def read_evaluations(folder: Path) -> Evaluations:
+    """Every evaluation in the folder of a run."""
+    result = Evaluations([], [], [], [])
+    for path in paths(folder):
+        try:
+            content = read(path)
+            if kind(content) == "passkey":
+                result.passkeys.extend(passkeys(content, path.name))
+            elif kind(content) == "tasks":
+                result.tasks.extend(tasks(content))
+            else:
+                result.perplexities.append(perplexity(content, path.name))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+            result.unreadable.append(path)
+    return result
+
+
+def perplexity(content: Row, name: str) -> Row:
+    """A perplexity, without those of its single documents."""
+    total = content["total"]
+    return {
+        "file": printable(name),
+        "context": int(content["context"]),
+        "stride": int(content["stride"]),
+        "tokens": int(total["tokens"]),
+        **{key: None if total.get(key) is None else float(total[key]) for key in SCORES},
+        "positions": line(content.get("by_position", []), "first"),
+        "contexts": line(content.get("by_context", []), "context"),
+    }
+
+
+def line(rows: Iterable[Row], x: str) -> Line:
+    """The losses of an evaluation over the key `x`."""
+    rows = list(rows)
+    return {
+        "x": [int(row[x]) for row in rows],
+        "y": [float(f"{float(row['loss']):.5g}") for row in rows],
+    }
+
+
+def passkeys(content: Row, name: str) -> list[Row]:
+    """The maps of one file, one for each kind of fact; `accuracy` is [length][depth]."""
+    maps = []
+    for name_of_kind, grid in grids(content).items():
+        lengths = [int(x) for x in grid["lengths"]]
+        depths = [float(x) for x in grid["depths"]]
+        accuracy = [[float(x) for x in row] for row in grid["accuracy"]]
+        if len(accuracy) != len(lengths) or any(len(row) != len(depths) for row in accuracy):
+            raise ValueError(f"{name}: accuracy is not [length][depth]")
+        maps.append(
+            {
+                "file": printable(name),
+                "kind": printable(name_of_kind),
+                "lengths": lengths,
+                "depths": depths,
+                "accuracy": accuracy,
+            }
+        )
+    return maps
+
+
+def tasks(content: Content) -> list[Row]:
+    """The scores of lm-evaluation-harness, one for each task and metric."""
+    context = int(content["context"])
+    return [
+        {
+            "name": printable(f"{score.task} {score.metric}"),
+            "value": score.value,
+            "context": context,
+        }
+        for score in task_scores(content["results"])
+    ]

@@ -307,7 +307,7 @@ def train_safely(run: Run, parallel: Parallel) -> int:
         parallel.leave()
         code = 0 if stop.number is None else 128 + stop.number
     except KeyboardInterrupt:
-        code = 128 + int(stop.number or signal.SIGINT)
+        code = 128 + (stop.number or int(signal.SIGINT))
         parallel.kill_others()
         raise SystemExit(code) from None
     except (SelfTestFailed, FloatingPointError) as error:

@@ -22,14 +22,13 @@ from longctx.data.rows import IGNORED
 from longctx.evaluation.passkey import check_texts, filler_of, recall
 from longctx.evaluation.positions import Filled, mean_losses, packed_buckets
 from longctx.evaluation.windows import Document
+from longctx.runs.metrics import BY_POSITION, FACTS_FOUND
 from longctx.training.batches import MicroBatch, validation_batches
 from longctx.training.parallel import Parallel
 from longctx.training.run import Run
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-FOUND = "facts_found"  # key/kind/length in a row of metrics.jsonl
 T = TypeVar("T")
-BY_POSITION = "val_loss_by_position"  # key/2^b in a row of metrics.jsonl
 MOST = 32  # buckets; rows are shorter than 2^32 tokens
 
 
@@ -94,7 +93,7 @@ def facts_found(module: Any, data: Data | Mixture, run: Run) -> dict[str, float]
     for cell in cells:
         right[cell.kind, cell.length] += cell.right
     texts = len(depths) * keys.samples
-    return {f"{FOUND}/{kind}/{length}": n / texts for (kind, length), n in right.items()}
+    return {f"{FACTS_FOUND}/{kind}/{length}": n / texts for (kind, length), n in right.items()}
 
 
 def check_facts(data: Data | Mixture, config: TrainConfig, seq_len: int) -> None:

