@@ -4,7 +4,7 @@ at the end.
 A text is `length` tokens: filler with the fact after `depth` of it, the question, the answer. The
 model is shown all but the answer's last token, and is right if each token of the answer is the most
 likely one (teacher-forced: in greedy decoding it would say the same). Logits exist for the answer's
-tokens alone. Tasks: `longctx.data.needles`.
+tokens alone. Tasks: `longctx.data.facts`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from longctx.config.eval_config import KINDS
 from longctx.data import Tokenizer
-from longctx.data.needles import Task, task
+from longctx.data.facts import Task, task
 from longctx.evaluation.windows import Document
 from longctx.model import GPT
 

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, Sampler
 
 from longctx.config.train_config import CompleteConfig
 from longctx.data import Data, Mixture
-from longctx.data.mix import Joined
+from longctx.data.rows import Joined
 
 
 class Stage(NamedTuple):
