@@ -127,7 +127,7 @@ class EvalConfig:
         self.passkey.validate()
         self._validate_passkey()
         self._validate_tasks()
-        self.data.validate_words()
+        self.data.validate()
 
     def _validate_passkey(self) -> None:
         if not self.passkey.enabled:

@@ -215,7 +215,7 @@ class TrainConfig:
                 f"rope={self.rope.type}: stretches trained weights, and init= names none; leave rope out"
             )
         self.lora.validate()
-        self.data.validate_words()
+        self.data.validate()
 
     def _validate_schedule(self) -> None:
         before = 1

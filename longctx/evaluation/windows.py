@@ -8,11 +8,13 @@ attention mask.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+
+from longctx.data.packing import pack
 
 # Batches, and rows at least, that are packed together, so that few places in a row stay empty.
 AHEAD = (4, 32)
@@ -96,20 +98,10 @@ def batches(windows: Iterable[Window], context: int, rows: int) -> Iterator[list
 
 
 def _packed(windows: list[Window], context: int) -> list[list[Window]]:
-    """Rows of at most `context` tokens: the longest window first, each into the row that it fills
-    best.
-    """
-    rows: list[list[Window]] = []
-    spaces: list[tuple[int, int]] = []  # (tokens left, row), ascending
-    for window in sorted(windows, key=lambda window: -len(window.ids)):
-        length = len(window.ids) - 1
-        place = bisect_left(spaces, (length, -1))
-        if place < len(spaces):
-            space, row = spaces.pop(place)
-        else:
-            space, row = context, len(rows)
-            rows.append([])
-        rows[row].append(window)
-        if space > length:
-            insort(spaces, (space - length, row))
-    return rows
+    """Rows of at most `context` tokens, in each the longest window first."""
+    windows = sorted(windows, key=lambda window: -len(window.ids))
+    packing = pack(np.array([len(window.ids) - 1 for window in windows], np.int64), context)
+    return [
+        [windows[n] for n in packing.document[first:end].tolist()]
+        for first, end in pairwise(packing.row_starts.tolist())
+    ]

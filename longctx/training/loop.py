@@ -278,8 +278,8 @@ class StopSignal:
         try:
             yield
         finally:
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler)
+            for caught, handler in self._handlers.items():
+                signal.signal(caught, handler)
 
     def wanted(self, parallel: Parallel) -> bool:
         """Whether a signal has reached any rank, agreed on by all of them."""
@@ -307,8 +307,8 @@ def train_safely(run: Run, parallel: Parallel) -> int:
         parallel.leave()
         code = 0 if stop.number is None else 128 + stop.number
     except KeyboardInterrupt:
-        code = 128 + (stop.number or int(signal.SIGINT))
         parallel.kill_others()
+        code = 128 + int(stop.number or signal.SIGINT)
         raise SystemExit(code) from None
     except (SelfTestFailed, FloatingPointError) as error:
         problem = str(error)

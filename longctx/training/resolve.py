@@ -21,7 +21,7 @@ from longctx.config.data_config import DataConfig
 from longctx.config.model_config import GPTConfig
 from longctx.config.request import Request
 from longctx.config.train_config import TrainConfig
-from longctx.data import load
+from longctx.data import load, sources
 from longctx.model.extension import extended
 from longctx.model.restore import mapped_model
 from longctx.planner import fitting, hardware
@@ -102,7 +102,7 @@ def resolve(request: Request, machine: Machine, say: Say = print) -> Run:
         config.name,
         run_folder.stem(choices_of(request, device), seq_len, request.overrides),
     )
-    config = replace(config, data=config.data.absolute(), name=folder.name)
+    config = replace(config, data=sources.absolute(config.data), name=folder.name)
     run = replace(run, config=config, folder=folder, kernel_lock=lock)
     fill_folder(run)
     return run

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch.utils.data import Dataset, Sampler
 
 from longctx.data import Data, Mixture
-from longctx.data.mix import Joined
+from longctx.data.rows import Joined
 from longctx.training.run import Run
 
 

@@ -1,5 +1,5 @@
-"""Facts hidden in long texts, and questions that only they answer: to measure whether a context is
-used, and to train on.
+"""Facts to hide in long texts, and questions that only they answer: to measure whether a model uses
+its context, and to train on.
 
 passkey: one number, told once (Mohtashami & Jaggi 2023, arXiv 2305.16300). needle: the number of
 one city among those of others, so that the question must be matched and not only the form (RULER,
@@ -16,20 +16,23 @@ from typing import NamedTuple
 DISTRACTORS = 3  # other cities' numbers in a needle task
 DIGITS = 5
 _NAMES = (
-    "Accra Adelaide Algiers Amman Ankara Antwerp Athens Austin Baghdad Baku Bangkok Barcelona Basel Beirut Bergen "
-    "Berlin Bogota Bonn Boston Brisbane Bruges Brussels Cairo Calgary Cardiff Chicago Cologne Dakar Dallas Delhi "
-    "Denver Doha Dresden Dublin Durban Florence Fresno Geneva Genoa Ghent Glasgow Graz Hague Hamburg Hanoi Havana "
-    "Helsinki Houston Istanbul Jakarta Kabul Karachi Kiel Kyoto Lagos Leeds Leipzig Lima Lisbon London Lyon Madrid "
-    "Malaga Manila Mecca Miami Milan Minsk Mombasa Montreal Moscow Mumbai Munich Nairobi Naples Odessa Osaka Oslo "
-    "Oxford Palermo Paris Perth Porto Prague Quito Rabat Riga Rome Santiago Seoul Seville Sofia Sydney Tallinn "
-    "Tampa Tehran Tokyo Toronto Tunis Turin Utrecht Venice Vienna Vilnius Warsaw York Zagreb Zurich"
+    "Accra Adelaide Algiers Amman Ankara Antwerp Athens Austin Baghdad Baku Bangkok Barcelona "
+    "Basel Beirut Bergen Berlin Bogota Bonn Boston Brisbane Bruges Brussels Cairo Calgary "
+    "Cardiff Chicago Cologne Dakar Dallas Delhi Denver Doha Dresden Dublin Durban Florence "
+    "Fresno Geneva Genoa Ghent Glasgow Graz Hague Hamburg Hanoi Havana Helsinki Houston "
+    "Istanbul Jakarta Kabul Karachi Kiel Kyoto Lagos Leeds Leipzig Lima Lisbon London Lyon "
+    "Madrid Malaga Manila Mecca Miami Milan Minsk Mombasa Montreal Moscow Mumbai Munich Nairobi "
+    "Naples Odessa Osaka Oslo Oxford Palermo Paris Perth Porto Prague Quito Rabat Riga Rome "
+    "Santiago Seoul Seville Sofia Sydney Tallinn Tampa Tehran Tokyo Toronto Tunis Turin Utrecht "
+    "Venice Vienna Vilnius Warsaw York Zagreb Zurich"
 )
 CITIES = _NAMES.split()
 
 
 class Task(NamedTuple):
-    """A fact to hide, other facts that do not answer, and a question that `question + answer`
-    completes.
+    """A fact to hide, the question that it answers, and other facts that do not.
+
+    `question + answer` is the text that the model is to continue, and how.
     """
 
     fact: str
@@ -44,7 +47,7 @@ def number(rng: random.Random) -> str:
 
 
 def task(kind: str, rng: random.Random) -> Task:
-    """One task of `kind`, a name in KINDS."""
+    """Draw a task of `kind`, passkey or needle."""
     if kind == "passkey":
         answer = number(rng)
         return Task(passkey_fact(answer), [], PASSKEY_QUESTION, f" {answer}")
@@ -70,24 +73,21 @@ def needle_question(city: str) -> str:
 
 
 def document(filler: str, every: int, rng: random.Random) -> str:
-    """`filler` with a fact per about `every` characters and, later on, a question with its answer
-    for each.
+    """Put a fact per about `every` characters into `filler`, and its question and answer later on.
 
     One fact is a pass key, which the end of the text asks for; the others are cities' numbers, each
-    asked for once, at a distance that may be anything up to the whole text.
+    asked for once, at any distance.
     """
     cities = rng.sample(CITIES, max(1, min(len(CITIES), len(filler) // every)))
     events: list[tuple[float, str]] = []
     for city in cities:
         answer = number(rng)
-        told, asked = sorted((_place(rng), _place(rng)))
-        events += [
-            (told, needle_fact(city, answer)),
-            (asked, f"{needle_question(city)} {answer}.\n"),
-        ]
+        of_fact, of_question = sorted((_place(rng), _place(rng)))
+        events.append((of_fact, needle_fact(city, answer)))
+        events.append((of_question, f"{needle_question(city)} {answer}.\n"))
     key = number(rng)
     events.append((_place(rng), passkey_fact(key)))
-    return f"{_with(filler, sorted(events))}{PASSKEY_QUESTION} {key}.\n"
+    return f"{_inserted(filler, sorted(events))}{PASSKEY_QUESTION} {key}.\n"
 
 
 def _place(rng: random.Random) -> float:
@@ -95,11 +95,10 @@ def _place(rng: random.Random) -> float:
     return min(1.0, max(0.0, rng.uniform(-0.1, 1.05)))
 
 
-def _with(filler: str, events: Sequence[tuple[float, str]]) -> str:
-    """`filler` with each text of `events` at the end of the line nearest after its place, a share
-    of the whole.
-    """
-    parts, at = [], 0
+def _inserted(filler: str, events: Sequence[tuple[float, str]]) -> str:
+    """Insert each text of `events` after a line of `filler`; its place is a share of the length."""
+    parts = []
+    at = 0
     for place, text in events:
         line = filler.find("\n", max(at, int(place * len(filler))))
         end = len(filler) if line < 0 else line
