@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from longctx import cli
 from longctx.config.eval_config import SHORTEST, TOKENS_PER_BATCH, EvalConfig, doubling, names_data
-from longctx.options import libraries
+from longctx.cli import libraries
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     return cli.run("eval", argv, asked)
 
 
-def asked(words: cli.Words) -> int:
+def asked(words: cli.Arguments) -> int:
     """The evaluation that the words ask for."""
     if words.sweep:
         raise ValueError("-m: eval.py does one evaluation at a time; call it once for each")

@@ -23,7 +23,7 @@ from longctx.config.train_config import TrainConfig
 from longctx.data import DataConfig, load
 from longctx.data.tokenizer import train
 from longctx.model import GPT, GPTConfig
-from longctx.model.__main__ import main as export
+from longctx.cli import main as export
 from longctx.runs import checkpoints, run_folder
 
 SCRIPT = Path(__file__).parents[1] / "eval.py"

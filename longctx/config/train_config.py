@@ -12,16 +12,12 @@ from typing import Any
 
 from longctx.config.data_config import DataConfig
 from longctx.config.eval_config import PasskeyConfig
-from longctx.config.fields import check, group, in_range, key
+from longctx.config.fields import check, group, key
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import AttentionConfig, GPTConfig, LoraConfig
 from longctx.config.rope_config import RopeConfig
 
 LONGEST_ROW = 2**24
-LONGEST = -(2**62)  # what seq_len=max is in a configuration, until a run has found the length
-SPELLED = {
-    "seq_len=max": f"seq_len={LONGEST}"
-}  # words of the command line → what the schema can hold
 TOKENS_PER_MICRO_BATCH = {"cuda": 16384, "cpu": 4096}
 TOKENS_PER_STEP = {"cuda": 65536, "cpu": 4096}
 TOKENS_PER_VALIDATION = {"cuda": 262144, "cpu": 32768}
@@ -76,9 +72,11 @@ class KernelConfig:
 class TrainConfig:
     """One training run."""
 
-    seq_len: int = key(
+    seq_len: int | str = key(
         4096,
         "tokens per row: the context that the model trains at; max: the longest that fits the GPU",
+        between=(2, LONGEST_ROW),
+        word="max",
     )
     seq_len_schedule: list[list[int]] | None = key(
         None,
@@ -178,8 +176,6 @@ class TrainConfig:
     def validate(self) -> None:
         """Raise ValueError naming the first key whose value makes no sense on any machine, with any data."""
         check(self)
-        if self.seq_len != LONGEST:
-            in_range("seq_len", self.seq_len, 2, LONGEST_ROW)
         self._validate_schedule()
         if self.max_tokens is not None and self.max_steps is not None:
             raise ValueError(
@@ -232,7 +228,7 @@ class TrainConfig:
                 raise ValueError(
                     f"{said}: pairs of row length and steps, such as [[2048,100],[8192,50]]"
                 )
-            if self.seq_len == LONGEST:
+            if isinstance(self.seq_len, str):
                 raise ValueError(
                     f"{said}: its lengths divide seq_len, which seq_len=max leaves open; give a number"
                 )
@@ -247,6 +243,7 @@ class TrainConfig:
 class CompleteConfig(TrainConfig):
     """A configuration in which nothing is left to be decided; made by `complete`."""
 
+    seq_len: int = 4096
     batch_size: int = 1
     accumulate: int = 1
     max_steps: int = 1
@@ -275,7 +272,7 @@ def complete(config: TrainConfig, device: str) -> CompleteConfig:
     On a GPU `longctx.planner.fitting.decide` may make fewer micro-batches of the same step. ValueError for seq_len=max, which
     depends on more than that.
     """
-    if config.seq_len == LONGEST:
+    if isinstance(config.seq_len, str):
         raise ValueError("seq_len=max: a run finds that on its GPU; here give a number of tokens")
     batch_size = config.batch_size or max(1, TOKENS_PER_MICRO_BATCH[device] // config.seq_len)
     micro_batch = batch_size * config.seq_len * config.devices

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longctx.kernels import fingerprint, flash, launch
 from longctx.kernels.selftest import SelfTestFailed
-from longctx.kernels.words import ShowOptions
+from longctx.config.command_config import ShowOptions
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

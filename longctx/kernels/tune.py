@@ -31,7 +31,7 @@ from longctx import files
 from longctx.kernels import flash, launch, selftest
 from longctx.kernels.launch import Launch
 from longctx.kernels.timing import medians
-from longctx.kernels.words import TuneOptions
+from longctx.config.command_config import TuneOptions
 
 PORTABLE = {
     "forward": "forward",

@@ -26,7 +26,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from longctx import attention
 from longctx.config.rope_config import RopeConfig
-from longctx.config.train_config import LONGEST, CompleteConfig, TrainConfig, complete
+from longctx.config.train_config import CompleteConfig, TrainConfig, complete
 from longctx.data import Data, DataConfig, Mixture, load
 from longctx.kernels.selftest import SelfTestFailed
 from longctx.model.restore import mapped_model
@@ -68,7 +68,7 @@ def train(request: TrainConfig, choices: dict[str, str], changed: dict[str, str]
             f"lora.rank={request.lora.rank}: adds to trained weights, and init= names none; leave lora out"
         )
     asked, asked_choices = request, choices
-    if request.seq_len == LONGEST:
+    if request.seq_len == "max":
         request = replace(
             request, seq_len=SOME_ROW, rope=RopeConfig()
         )  # stretched once the length is known
@@ -84,7 +84,7 @@ def train(request: TrainConfig, choices: dict[str, str], changed: dict[str, str]
             run_folder.check_free(Path(request.runs), request.name)
     config = complete(request, device)
     check_attention(config, device)
-    if asked.seq_len == LONGEST:
+    if asked.seq_len == "max":
         found = replace(
             asked, seq_len=longest_rows(request, config, device), batch_size=asked.batch_size or 1
         )

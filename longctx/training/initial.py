@@ -46,6 +46,7 @@ def model_of_folder(request: TrainConfig, changed: dict[str, str]) -> tuple[str,
         )
     said = {key: getattr(request.model, key) for key in OURS_TO_SAY if f"model.{key}" in changed}
     said = {key: value for key, value in said.items() if key != "vocab_size" or value is not None}
+    assert not isinstance(request.seq_len, str)  # seq_len=max is a number by now
     model, how = extended(
         replace(huggingface.read_config(folder), **said), request.rope, request.seq_len
     )

@@ -29,7 +29,7 @@ Probe = Callable[[CompleteConfig], Measured]
 def find(
     request: TrainConfig, chip: Chip, say: Callable[[str], None], probe: Probe | None = None
 ) -> int:
-    """Tokens per row for `request`, whose seq_len is LONGEST and whose vocabulary is known;
+    """Tokens per row for `request`, whose seq_len is max and whose vocabulary is known;
     ValueError if none fits.
 
     The rows of a micro-batch are those that `request` asks for, else one.

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from longctx.cli import main
 from longctx.report import dashboard
-from longctx.report.words import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
     "words",
-    [["--project", "p", "--dry-run"], ["--dry-run", "--project=p"], ["project=p", "dry_run=true"]],
+    [["project=p", "dry_run=true"], ["dry_run=true", "project=p"]],
 )
 def test_a_dry_run_prints_the_plan(capsys, words):
     assert main(["dashboard", *words]) == 0
@@ -31,8 +31,8 @@ def test_a_dry_run_prints_the_plan(capsys, words):
 
 def test_a_dry_run_loads_no_wandb():
     code = (
-        "import sys; from longctx.report.words import main; "
-        "main(['dashboard', '--project', 'p', '--dry-run']); assert 'wandb' not in sys.modules"
+        "import sys; from longctx.cli import main; "
+        "main(['dashboard', 'project=p', 'dry_run=true']); assert 'wandb' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
@@ -41,7 +41,7 @@ def test_without_a_key_the_plan_is_printed_and_said_to_be_one(capsys, monkeypatc
     wandb = pytest.importorskip("wandb")
     monkeypatch.setattr(dashboard, "require", lambda: None)
     monkeypatch.setattr(wandb, "login", lambda **_: False)
-    assert main(["dashboard", "--project", "p", "--entity", "e"]) == 0
+    assert main(["dashboard", "project=p", "entity=e"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["entity"] == "e"
     assert "nothing was sent" in captured.err
@@ -50,7 +50,7 @@ def test_without_a_key_the_plan_is_printed_and_said_to_be_one(capsys, monkeypatc
 def test_what_goes_wrong_is_one_line(capsys, refused, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setattr(dashboard, "find_spec", lambda name: None)
-    assert main(["dashboard", "--project", "p"]) == 2
+    assert main(["dashboard", "project=p"]) == 2
     assert "pip install 'longctx[dashboard]'" in capsys.readouterr().err
     monkeypatch.setattr(dashboard, "find_spec", lambda name: True)
 
@@ -59,14 +59,14 @@ def test_what_goes_wrong_is_one_line(capsys, refused, monkeypatch):
 
     monkeypatch.setattr(wandb, "login", refuse)
     for words, said in [
-        (["--project", "p"], "project=p: wandb did not take the workspace: no route"),
-        ([], "give the project"),
-        (["--project"], "needs a value"),
-        (["--project", "--dry-run"], "needs a value"),
-        (["--project", "p", "project=q"], "given twice"),
-        (["--projekt", "p"], "not an option of dashboard"),
-        (["project"], "not an option of dashboard"),
-        (["--project", "p", "dry_run=maybe"], "dry_run=maybe"),
+        (["project=p"], "project=p: wandb did not take the workspace: no route"),
+        ([], "project=longctx"),
+        (["project="], "project=longctx"),
+        (["--project=p"], "write project=p"),
+        (["project=p", "project=q"], "project=p is given too"),
+        (["projekt=p"], "did you mean project?"),
+        (["project"], "project: not of the form key=value"),
+        (["project=p", "dry_run=maybe"], "dry_run=maybe"),
     ]:
         refused(main(["dashboard", *words]), said)
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from longctx.cli import main
 from longctx.report.findings import evaluations, kernel_lock, lock_differences
 from longctx.report.page import described
 from longctx.report.runs import read
-from longctx.report.words import main
 
 GRID = {"lengths": [64, 128], "depths": [0, 0.5, 1], "accuracy": [[1, 1, 1], [0.25, 0.5, 0]]}
 LOCK = {

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from longctx.cli import main
 from longctx.report import watch
 from longctx.report.compare import differing
 from longctx.report.runs import read, reduced
-from longctx.report.words import main
 
 HOSTILE = "<!--<script>&\x1b[31m\u2028<img src=x onerror=alert(1)>"
 
@@ -219,13 +219,13 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path, refused):
         (["compare", empty, out], "no metrics yet"),
         (["compare", run, f"out={tmp_path}"], "a folder"),
         (["compare", run, f"out={tmp_path}/no/x.html"], "no file can be made"),
-        (["compare", run, "outt=x"], "neither a folder nor out=FILE"),
-        (["compare", out], "no runs given"),
-        (["compare", run, "--fast"], "no such option"),
+        (["compare", run, "outt=x"], "outt is not a key; did you mean out?"),
+        (["compare", out], "RUNS is missing"),
+        (["compare", run, "--fast"], "--fast: not an option"),
         (["watch", empty], "no metrics yet"),
         (["watch", tmp_path / "none"], "no such folder"),
-        (["watch"], "one run"),
-        (["look", run], "choose compare, watch or dashboard"),
+        (["watch"], "RUN is missing"),
+        (["look", run], "look: not a command"),
     ]:
         refused(main([str(word) for word in words]), said)
     assert sorted(tmp_path.rglob("*")) == before
@@ -280,7 +280,8 @@ def test_many_long_runs_take_little_time_and_space(tmp_path):
 
 
 def test_start_up_needs_no_torch():
-    code = "import sys, longctx.report.words, longctx.report.compare, longctx.report.watch; print(*sys.modules)"
+    modules = "longctx.cli, longctx.report.compare, longctx.report.watch"
+    code = f"import sys, {modules}; print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()

@@ -536,7 +536,7 @@ def test_shorter_rows_first_keep_the_tokens_of_a_step_and_resume_exactly(
 def test_a_resumed_run_keeps_its_micro_batches_on_another_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = cli.compose("train", ["model=124m", "model.vocab_size=50304"], gpu=True).config
+    request = cli.compose("train", ["model=124m", "model.vocab_size=50304"]).config
     monkeypatch.setattr(fit, "gpu", lambda: hardware.chip("NVIDIA H200", 139.8 * GIB))
     begun = fit.decide_memory(complete(request, "cuda"), request, "cuda")
     assert (begun.batch_size, begun.accumulate, begun.memory.policy) == (16, 1, "fast")
@@ -546,7 +546,7 @@ def test_a_resumed_run_keeps_its_micro_batches_on_another_gpu(
     resumed = fit.decide_memory(complete(again, "cuda"), again, "cuda")
     assert (resumed.batch_size, resumed.accumulate, resumed.memory) == (16, 1, begun.memory)
     for words in (["batch_size=2"], ["accumulate=2"]):
-        given = cli.compose("train", ["model=124m", *words], gpu=True).config
+        given = cli.compose("train", ["model=124m", *words]).config
         asked = complete(given, "cuda")
         decided = fit.decide_memory(asked, given, "cuda")
         assert (decided.batch_size, decided.accumulate) == (asked.batch_size, asked.accumulate)
