@@ -120,16 +120,10 @@ def options(schema: type[Options], argv: list[str]) -> Options:
     Lists may be written a,b as well as [a,b]. Paths are taken as they are. A number without a
     declared range must be above 0.
     """
-    from omegaconf import OmegaConf
-
     overrides, paths = split_positional(schema, argv)
     known = keys(schema)
     overrides = [_with_brackets(one, known) for one in overrides]
-    with _plain_errors(schema, overrides):
-        node = OmegaConf.structured(schema)
-        OmegaConf.set_readonly(node, False)
-        _update(node, schema, overrides)
-        filled = _instance(node)
+    filled: Any = _filled(schema, overrides) if overrides else schema()
     tuples = {
         name: tuple(getattr(filled, name))
         for name, key in known.items()
@@ -197,6 +191,16 @@ def jobs(command: str, overrides: list[str]) -> list[list[str]]:
     return [list(job) for job in itertools.product(*alternatives)]
 
 
+def _filled(schema: type, overrides: Sequence[str]) -> Any:
+    """The dataclass `schema`, frozen or not, with its defaults and `overrides`."""
+    from omegaconf import OmegaConf
+
+    node = OmegaConf.structured(schema)
+    OmegaConf.set_readonly(node, False)
+    _update(node, schema, overrides)
+    return _instance(node)
+
+
 def _preset_files(group: str, name: str) -> list[Any]:
     """A preset after those that its own list of defaults names."""
     from omegaconf import OmegaConf
@@ -223,10 +227,11 @@ def _update(node: Any, schema: type, overrides: Sequence[str]) -> None:
     from omegaconf import OmegaConf
 
     for override, parsed in zip(overrides, _parse(schema, overrides), strict=True):
-        if parsed.is_sweep_override():
-            raise HydraException(f"Ambiguous value for argument '{override}'")
         name = parsed.key_or_group
-        OmegaConf.update(node, name, parsed.value(), force_add=is_open(schema, name))
+        with _plain_errors(schema, [override]):
+            if parsed.is_sweep_override():
+                raise HydraException(f"Ambiguous value for argument '{override}'")
+            OmegaConf.update(node, name, parsed.value(), force_add=is_open(schema, name))
 
 
 def _instance(node: Any) -> Any:
