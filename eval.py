@@ -8,7 +8,6 @@ import sys
 
 from longctx import cli
 from longctx.config.eval_config import EvalRequest
-from longctx.options import libraries
 
 
 def main(argv: list[str]) -> int:
@@ -16,14 +15,14 @@ def main(argv: list[str]) -> int:
     return cli.run("eval", argv, evaluate)
 
 
-def evaluate(words: cli.Words) -> int:
+def evaluate(words: cli.Arguments) -> int:
     """Run the evaluation of the command line, print its tables, write its files."""
     if words.sweep:
         raise ValueError("-m: eval.py does one evaluation at a time; call it once for each")
     composed = cli.compose("eval", words.overrides)
     command = [__file__, *words.overrides]
     request = EvalRequest.of(composed.config, composed.changed, command)
-    with libraries():
+    with cli.libraries():
         from longctx.evaluation.measure import measure
         from longctx.evaluation.results import save
         from longctx.evaluation.setup import resolve

@@ -102,7 +102,7 @@ def check(options: Options, out: Path) -> None:
     if options.path and not Path(options.path).exists():
         raise ValueError(f"path={options.path}: no such file or folder")
     _, (_, *words) = next(commands(options, out))
-    cli.compose("train", cli.read_words("train", words).overrides)
+    cli.compose("train", cli.read("train", words).overrides)
 
 
 def commands(options: Options, out: Path) -> Iterator[tuple[str, list[str]]]:
@@ -147,7 +147,7 @@ def commands(options: Options, out: Path) -> Iterator[tuple[str, list[str]]]:
         "pretraining",
         ["train.py", *common, *model, *_rows(options, options.short, options.documents)],
     )
-    yield "export", ["-m", "longctx.model", "export", f"{out}/runs/short", f"{out}/short"]
+    yield "export", ["-m", "longctx", "export", f"{out}/runs/short", f"{out}/short"]
     tuning = [
         f"init={out}/short",
         "rope=yarn",
@@ -157,7 +157,7 @@ def commands(options: Options, out: Path) -> Iterator[tuple[str, list[str]]]:
     ]
     count = max(8, options.documents // 8)
     yield "fine-tuning", ["train.py", *common, *tuning, *_rows(options, options.long, count)]
-    yield "export", ["-m", "longctx.model", "export", f"{out}/runs/long", f"{out}/long"]
+    yield "export", ["-m", "longctx", "export", f"{out}/runs/long", f"{out}/long"]
 
 
 def _rows(options: Options, length: int, documents: int) -> list[str]:

@@ -154,9 +154,10 @@ def longctx_bare(job: Job) -> Built:
     """The model that train.py would train, built, compiled and optimized as there; a step is one
     micro-batch.
     """
+    from longctx.training.probe import config_of
+
     from longctx.training.module import TrainingModule
     from longctx.training.optimizer import adamw
-    from longctx.training.probe import config_of
 
     config = config_of(job.config)
     module = TrainingModule(config)
@@ -193,6 +194,7 @@ def measure(job: Job) -> dict[str, Any]:
     """
     from longctx.training.fit import is_out_of_memory, within_memory
     from longctx.training.probe import OUT_OF_MEMORY
+
     from longctx.training.throughput import memory
 
     torch.manual_seed(1)

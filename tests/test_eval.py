@@ -17,13 +17,13 @@ from types import ModuleType
 import pytest
 import torch
 
+from longctx.cli import main as export
 from longctx.config.eval_config import EvalConfig
 from longctx.config.model_config import AttentionConfig
 from longctx.config.train_config import TrainConfig
 from longctx.data import DataConfig, load
 from longctx.data.tokenizer import train
 from longctx.model import GPT, GPTConfig
-from longctx.model.__main__ import main as export
 from longctx.runs import checkpoints, run_folder
 
 SCRIPT = Path(__file__).parents[1] / "eval.py"

@@ -8,9 +8,8 @@ whether it will train.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -100,18 +99,6 @@ class DataConfig:
         if os.environ.get("LONGCTX_CACHE"):
             return Path(os.environ["LONGCTX_CACHE"]).expanduser()
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "longctx"
-
-    # The three old names of functions in longctx.data.sources, until their callers use those.
-
-    def validate_words(self) -> None:
-        self.validate()
-
-    def check_words(self, words: Mapping[str, str]) -> None:
-        import_module("longctx.data.sources").check_overrides(self, words)
-
-    def absolute(self) -> DataConfig:
-        config: DataConfig = import_module("longctx.data.sources").absolute(self)
-        return config
 
 
 def _strings(value: Any, name: str) -> list[str]:

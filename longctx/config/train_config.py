@@ -11,7 +11,7 @@ from typing import Any
 
 from longctx.config.data_config import DataConfig
 from longctx.config.eval_config import PasskeyConfig
-from longctx.config.fields import check, group, in_range, key
+from longctx.config.fields import check, group, key
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import AttentionConfig, GPTConfig, LoraConfig
 from longctx.config.rope_config import RopeConfig
@@ -70,6 +70,8 @@ class TrainConfig:
     seq_len: int | str = key(
         4096,
         "tokens per row: the context that the model trains at; max: the longest that fits the GPU",
+        between=(2, LONGEST_ROW),
+        word="max",
     )
     seq_len_schedule: list[list[int]] | None = key(
         None,
@@ -169,10 +171,6 @@ class TrainConfig:
     def validate(self) -> None:
         """Raise ValueError naming the first key whose value makes no sense on any machine, with any data."""
         check(self)
-        if isinstance(self.seq_len, str) and self.seq_len != "max":
-            raise ValueError(f"seq_len={self.seq_len}: a whole number of tokens, or max")
-        if not isinstance(self.seq_len, str):
-            in_range("seq_len", self.seq_len, 2, LONGEST_ROW)
         self._validate_schedule()
         if self.max_tokens is not None and self.max_steps is not None:
             raise ValueError(

@@ -5,13 +5,11 @@ how well they fill rows.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from longctx import cli, files
-from longctx.config.data_config import DataConfig
-from longctx.config.fields import group, key
+from longctx import files
+from longctx.config.command_config import DescribeConfig
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,41 +18,6 @@ if TYPE_CHECKING:
     from longctx.data.mixture import Mixture
 
 _LONG = (4096, 16384, 65536)  # tokens; documents above these are what a long context is for
-
-
-@dataclass
-class DescribeConfig:
-    """The data set, and the rows that it is to fill; the keys of `data` are those of train.py."""
-
-    seq_len: int = key(4096, "tokens in a row")
-    out: str | None = key("lengths.png", "picture of the document lengths; null: none")
-    data: DataConfig = group(DataConfig)
-
-    def validate(self) -> None:
-        """Raise ValueError naming the first key that cannot be right, before anything is read."""
-        if not 2 <= self.seq_len < 2**31:
-            raise ValueError(
-                f"seq_len={self.seq_len}: a row holds 2 tokens or more, and fewer than 2^31; "
-                "give such a number"
-            )
-        if self.out == "":
-            raise ValueError(
-                "out= names no picture; give a file such as out=lengths.png, or out=null for none"
-            )
-        self.data.validate()
-
-
-def main(argv: list[str]) -> int:
-    """Describe the data set that `argv` names; 0, or 2 after one line on stderr."""
-    return cli.run("describe", argv, lambda words: describe(read(words)))
-
-
-def read(words: cli.Words) -> DescribeConfig:
-    """The configuration that the words make; ValueError, one line, where they make none."""
-    if words.sweep:
-        raise ValueError("-m: one data set is described at a time")
-    asked: DescribeConfig = cli.compose("describe", words.overrides).config
-    return asked
 
 
 def describe(config: DescribeConfig) -> int:

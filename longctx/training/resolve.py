@@ -34,7 +34,6 @@ from longctx.training.run import Run
 from longctx.training.validation import check_facts, check_validation
 
 SOME_LENGTH = 4096  # tokens per row, to open the data of seq_len=max before its length is known
-PRESET = {"cuda": "124m", "cpu": "tiny"}  # what model=auto stands for
 STEPS = {"cuda": 300, "cpu": 60}
 TOKENS_PER_VALIDATION = {"cuda": 262144, "cpu": 32768}
 Say = Callable[[str], None]
@@ -145,10 +144,8 @@ def choose_model(request: Request, device: str) -> tuple[TrainConfig, GPTConfig,
         return config, model, f"weights of {request.config.init}"
     if preset != "auto":
         return config, config.model, preset
-    preset = PRESET[device]
-    given = {key.removeprefix("model.") for key in request.overrides if key.startswith("model.")}
-    values = presets.read("model", preset) | {key: getattr(config.model, key) for key in given}
-    return config, GPTConfig(**values), f"{preset} (model=auto)"
+    model = presets.auto_model(config.model, request.overrides, device)
+    return config, model, f"{presets.AUTO_MODEL[device]} (model=auto)"
 
 
 def choices_of(request: Request, device: str) -> dict[str, str]:
@@ -157,7 +154,7 @@ def choices_of(request: Request, device: str) -> dict[str, str]:
     if request.config.init is not None:
         choices["model"] = Path(request.config.init).name.lstrip(".-") or "model"
     elif choices["model"] == "auto":
-        choices["model"] = PRESET[device]
+        choices["model"] = presets.AUTO_MODEL[device]
     return choices
 
 

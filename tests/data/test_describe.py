@@ -1,4 +1,4 @@
-"""`python -m longctx.data`: the numbers it shows are right, its words are checked, and it starts
+"""`longctx data`: the numbers it shows are right, its words are checked, and it starts
 fast.
 """
 
@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from longctx import cli
+from longctx.cli import main
 from longctx.data import DataConfig, describe
 from longctx.data.dataset import Data
 
@@ -45,7 +46,7 @@ def test_it_prints_and_draws(corpus, tmp_path, capsys) -> None:
         "seq_len=64",
     ]
     out = tmp_path / "lengths.png"
-    assert describe.main([*words, f"out={out}"]) == 0
+    assert main(["data", *words, f"out={out}"]) == 0
     shown = capsys.readouterr().out
     for text in (
         "documents",
@@ -63,7 +64,7 @@ def test_it_prints_and_draws(corpus, tmp_path, capsys) -> None:
     assert picture.shape[0] > 400
     assert np.ptp(picture) > 0.5
     for wrong in (f"{tmp_path}/no/such/folder.png", f"{tmp_path}/picture.odd"):
-        assert describe.main([*words, f"out={wrong}"]) == 2
+        assert main(["data", *words, f"out={wrong}"]) == 2
         assert f"error: out={wrong}: " in capsys.readouterr().err
 
 
@@ -109,14 +110,14 @@ def test_it_prints_and_draws(corpus, tmp_path, capsys) -> None:
         (["seq_len=99999999999999999999"], r"seq_len=99999999999999999999: "),
         (["data.chat=maybe"], r"data\.chat=maybe: .*true"),
         (["data=mix", "data.mix.a.pth=x"], r"data\.mix\.a\.pth: .*path"),
-        (["-m", "seq_len=64,128"], r"-m: one data set is described at a time"),
+        (["-m", "seq_len=64,128"], r"-m: "),
         (["data.length=9000"], r"data\.length=9000: data=embedded .*data=needles"),
     ],
 )
 def test_a_wrong_word_is_one_clear_line(words, message, capsys) -> None:
     with pytest.raises(ValueError, match=message):
-        describe.read(cli.read_words("describe", words))
-    assert describe.main(words) == 2
+        cli.compose("data", cli.read("data", words).overrides)
+    assert main(["data", *words]) == 2
     assert capsys.readouterr().err.startswith("error: ")
 
 
@@ -129,10 +130,10 @@ def test_words_become_the_configuration() -> None:
         "seq_len=128",
         "out=null",
     ]
-    asked = describe.read(cli.read_words("describe", words))
+    asked = cli.compose("data", cli.read("data", words).overrides).config
     assert asked.data == DataConfig(source="text", path=["a", "b c"], documents=3)
     assert (asked.seq_len, asked.out) == (128, None)
-    hub = describe.read(cli.read_words("describe", ["data=hub", "data.path=some/set"]))
+    hub = cli.compose("data", cli.read("data", ["data=hub", "data.path=some/set"]).overrides).config
     assert hub.data.documents == 10000
 
 
@@ -154,7 +155,7 @@ def test_a_mix_is_described_with_its_sources(corpus, tmp_path, capsys) -> None:
         "seq_len=64",
         f"out={tmp_path / 'mix.png'}",
     ]
-    assert describe.main(words) == 0
+    assert main(["data", *words]) == 0
     shown = capsys.readouterr().out
     assert "Sources" in shown
     assert "recall       1          4" in shown
@@ -169,7 +170,7 @@ def test_presets_hold_only_known_keys(file) -> None:
 
 
 def test_help_names_every_key_and_imports_nothing_slow() -> None:
-    command = [sys.executable, "-X", "importtime", "-m", "longctx.data", "--help"]
+    command = [sys.executable, "-X", "importtime", "-m", "longctx", "data", "--help"]
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
     )

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-
 from longctx.report.words import main
+
 from tests.report.run_files import make
 
 

@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 import torch
 import yaml
+from longctx.model.__main__ import main as export
 from peft import PeftModel
 from transformers import (
     AutoConfig,
@@ -29,7 +30,6 @@ from longctx.config.model_config import LoraConfig
 from longctx.config.train_config import TrainConfig
 from longctx.data import tokenizer as bpe
 from longctx.evaluation.subject import load_model
-from longctx.model.__main__ import main as export
 from longctx.planner.workload import workload_of
 from longctx.runs import run_folder
 from longctx.training.resolve import default_learning_rate, scheduled

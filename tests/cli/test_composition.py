@@ -1,32 +1,31 @@
-"""Every preset composes, every mistake is one line that names the key, and the help needs neither
-Hydra nor torch.
+"""Every preset composes, every mistake is one line that names the key, and composing needs no
+torch.
 """
 
-import dataclasses
-import signal
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from longctx import cli
-from longctx.config.data_config import DataConfig
-from longctx.config.eval_config import EvalConfig, PasskeyConfig
-from longctx.config.memory_config import MemoryConfig
-from longctx.config.model_config import LoraConfig
-from longctx.config.rope_config import RopeConfig
-from longctx.config.train_config import StrategyConfig, TrainConfig, WandbConfig, complete
-from longctx.options import answer
+from longctx.cli import composition, overrides
+from longctx.config.train_config import TrainConfig
+from longctx.planner.workload import workload_of
 from longctx.runs import run_folder
+from longctx.training.resolve import scheduled
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PRESETS = sorted((path.parent.name, path.stem) for path in cli.CONFIGS.glob("*/*.yaml"))
 
 
-def compose(*words: str, gpu: bool = False) -> cli.Composed:
-    return cli.compose("train", cli.read_words("train", list(words)).overrides, gpu)
+def compose(*arguments: str, gpu: bool = False) -> cli.Composed:
+    return cli.with_model(
+        cli.compose("train", cli.read("train", list(arguments)).overrides), gpu=gpu
+    )
 
 
 @pytest.mark.parametrize(("group", "name"), PRESETS)
@@ -46,8 +45,8 @@ def test_every_preset_composes(group: str, name: str) -> None:
 def test_every_preset_composes_for_evaluation(group: str, name: str) -> None:
     path = ["data.path=somewhere"] if name in ("text", "hub") else []
     path += ["data.mix.code.source=embedded"] if name == "mix" else []
-    words = cli.read_words("eval", ["checkpoint=runs/x", f"{group}={name}", *path]).overrides
-    assert cli.compose("eval", words).choices[group] == name
+    arguments = cli.read("eval", ["checkpoint=runs/x", f"{group}={name}", *path])
+    assert cli.compose("eval", arguments.overrides).choices[group] == name
 
 
 def test_no_words_give_the_defaults_of_the_dataclass() -> None:
@@ -75,9 +74,11 @@ def test_model_auto_follows_the_device_and_keeps_what_was_said_about_it() -> Non
         ("+foo=1", "foo is not a key"),
         ("attention=flsh", "did you mean flash?"),
         ("attention=", "attention=: not one of"),
-        ("seq_len=abc", "seq_len=abc: must be a whole number"),
+        ("seq_len=abc", "seq_len=abc: must be a whole number, or max"),
         ("seq_len=4.5", "seq_len=4.5: must be a whole number"),
-        ("seq_len=null", "seq_len=null: needs a value"),
+        ("seq_len=null", "seq_len=null: not allowed; give a whole number"),
+        ("min_lr=null", "min_lr=null: not allowed; give a number"),
+        ("seq_len=true", "seq_len=true: must be a whole number, or max"),
         ("seq_len=0", "seq_len=0"),
         ("seq_len=1", "seq_len=1"),
         ("seq_len=-4096", "seq_len=-4096"),
@@ -143,7 +144,15 @@ def test_model_auto_follows_the_device_and_keeps_what_was_said_about_it() -> Non
         ("model.rope_scaling.rope_type=linear", "model.rope_scaling.factor is missing"),
         ("model.window_layers=[0]", "model.window_layers=[0]: give model.window too"),
         ("seed=${oc.env:HOME}", "seed=${oc.env:HOME}: ${...} is not filled in here"),
-        ("seq_len_schedule=[[128.5,2]]", "seq_len_schedule=[[128.5,2]]: must hold whole numbers"),
+        (r"wandb.notes=$\{oc.env:HOME}", "wandb.notes"),
+        (r"wandb.tags=[a,$\{oc.env:HOME}]", "wandb.tags"),
+        (r"seed=$\{oc.env:HOME}", "seed"),
+        (r"attention.options.kernel=$\{oc.env:HOME}", "attention.options.kernel"),
+        (r"data.mix.a.path={b:$\{oc.env:HOME}}", "data.mix.a.path"),
+        (
+            "seq_len_schedule=[[128.5,2]]",
+            "seq_len_schedule=[[128.5,2]]: must be a list of lists of whole numbers",
+        ),
         ("attention.options=3", "attention.options=3: must be keys with values"),
         ("model.nope_layers=[4]", "model.nope_layers=[4]: layers from 0 to 3"),
     ],
@@ -200,9 +209,7 @@ def test_words_about_data_of_which_nothing_comes_are_mistakes_and_a_saved_run_ma
             compose(*words, "data.errors=replace", "data.vocab_size=300").config.data.errors
             == "replace"
         )
-    run_folder.write_config(
-        tmp_path, complete(compose("data.tokenizer=a", "max_steps=7").config, "cpu")
-    )
+    run_folder.write_config(tmp_path, settings("data.tokenizer=a", "max_steps=7"))
     assert (
         cli.from_file("train", tmp_path / "config.yaml", ["max_steps=9"]).config.data.tokenizer
         == "a"
@@ -260,9 +267,10 @@ def test_auto_stands_for_the_policies_that_go_with_what_is_given(
 ) -> None:
     asked = compose(*words).config
     assert asked.memory.policies() == policies
-    assert complete(asked, "cpu").memory == asked.memory.filled(policies[0])
+    work = workload_of(asked, "cpu", 64)
+    assert work.memory == asked.memory.filled(policies[0])
     asked.memory.validate()
-    complete(asked, "cpu").memory.validate()
+    work.memory.validate()
 
 
 def test_two_lengths_of_one_run_are_a_mistake() -> None:
@@ -273,11 +281,10 @@ def test_two_lengths_of_one_run_are_a_mistake() -> None:
 def test_a_misspelt_key_in_a_preset_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import shutil
-
     shutil.copytree(cli.CONFIGS, tmp_path / "configs")
     (tmp_path / "configs" / "model" / "odd.yaml").write_text("layrs: 3\n")
-    monkeypatch.setattr(cli, "CONFIGS", tmp_path / "configs")
+    for module in (overrides, composition):
+        monkeypatch.setattr(module, "CONFIGS", tmp_path / "configs")
     with pytest.raises(ValueError, match="layrs"):
         compose("model=odd")
 
@@ -286,36 +293,66 @@ def test_options_of_a_backend_may_have_any_name() -> None:
     assert compose("attention.options.kernel=flash").config.attention.options["kernel"] == "flash"
 
 
+def test_what_looks_like_an_interpolation_is_kept_as_it_is() -> None:
+    assert compose(r"wandb.notes='$\{oc.env:HOME}'").config.wandb.notes == r"$\{oc.env:HOME}"
+
+
+def test_seq_len_is_a_number_or_max() -> None:
+    assert compose("seq_len=max").config.seq_len == "max"
+    assert compose("seq_len=16384").config.seq_len == 16384
+
+
+def test_model_auto_is_open_until_the_device_is_known() -> None:
+    composed = cli.compose("train", ["model.ffn=77"])
+    assert composed.choices["model"] == "auto"
+    assert composed.config.model.ffn == 77
+
+
+@pytest.mark.parametrize("value", ["${oc.env:HOME}", "a ${oc.env:HOME}", "${seq_len}"])
+def test_a_saved_interpolation_is_refused(tmp_path: Path, value: str) -> None:
+    for content in (
+        {"wandb": {"notes": value}},
+        {"wandb": {"tags": [value]}},
+        {"attention": {"options": {"kernel": value}}},
+        {"wandb": value},
+        value,
+    ):
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+        with pytest.raises(ValueError, match=r"config\.yaml") as caught:
+            cli.from_file("train", tmp_path / "config.yaml", [])
+        assert str(Path.home()) not in str(caught.value).replace(str(tmp_path), "")
+
+
 def test_a_sweep_is_every_combination_in_order() -> None:
-    jobs = cli.jobs(["attention=naive,flash", "seq_len=64,128", "lr=0.1"])
+    jobs = cli.jobs("train", ["attention=naive,flash", "seq_len=64,128", "lr=0.1"])
     assert jobs == [
         ["attention=naive", "seq_len=64", "lr=0.1"],
         ["attention=naive", "seq_len=128", "lr=0.1"],
         ["attention=flash", "seq_len=64", "lr=0.1"],
         ["attention=flash", "seq_len=128", "lr=0.1"],
     ]
-    assert cli.jobs(["seed=range(1,4)"]) == [["seed=1"], ["seed=2"], ["seed=3"]]
+    assert cli.jobs("train", ["seed=range(1,4)"]) == [["seed=1"], ["seed=2"], ["seed=3"]]
     with pytest.raises(ValueError, match="interval"):
-        cli.jobs(["lr=interval(0,1)"])
+        cli.jobs("train", ["lr=interval(0,1)"])
 
 
 def test_a_saved_configuration_reads_back_the_same(tmp_path: Path) -> None:
-    saved = complete(
-        compose("lr=3e-5", "wandb.tags=[a,b]", "attention.options.kernel=flash").config, "cpu"
-    )
+    saved = settings("lr=3e-5", "wandb.tags=[a,b]", "attention.options.kernel=flash")
     run_folder.write_config(tmp_path, saved)
-    again = cli.from_file("train", tmp_path / "config.yaml", [])
-    assert complete(again.config, "cpu") == dataclasses.replace(saved, betas=list(saved.betas))  # type: ignore[arg-type]
-    longer = cli.from_file("train", tmp_path / "config.yaml", ["max_tokens=40960000"])
-    assert complete(longer.config, "cpu").max_steps == 10000
+    again = cli.from_file("train", tmp_path / "config.yaml", []).config
+    assert scheduled(again, workload_of(again, "cpu", again.seq_len)).settings() == saved
+    longer = cli.from_file("train", tmp_path / "config.yaml", ["max_tokens=40960000"]).config
+    assert scheduled(longer, workload_of(longer, "cpu", longer.seq_len)).max_steps == 10000
 
 
 def test_a_run_from_before_memory_resumes(tmp_path: Path) -> None:
-    saved = run_folder.plain(complete(compose().config, "cpu"))
+    saved = settings()
     del saved["memory"]
     saved["model"] |= {"recompute": True, "loss_chunk": 33}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved))
-    memory = complete(cli.from_file("train", tmp_path / "config.yaml", []).config, "cpu").memory
+    memory = workload_of(
+        cli.from_file("train", tmp_path / "config.yaml", []).config, "cpu", 64
+    ).memory
     assert (memory.recompute, memory.loss_chunk, memory.keep_every) == ("block", 33, 1)
 
 
@@ -332,17 +369,19 @@ def test_a_file_that_is_no_configuration(tmp_path: Path, content: str) -> None:
 
 
 def test_what_depends_on_the_device_is_filled_in() -> None:
-    gpu = complete(compose("seq_len=16384", gpu=True).config, "cuda")
-    assert (gpu.batch_size, gpu.accumulate, gpu.precision, gpu.compile) == (1, 4, "bf16", "true")
-    assert complete(compose(gpu=True).config, "cuda").rows_per_step * 4096 == 65536
-    cpu = complete(compose("max_tokens=10000").config, "cpu")
-    assert (cpu.batch_size, cpu.accumulate, cpu.max_steps, cpu.precision, cpu.compile) == (
-        1,
-        1,
-        3,
-        "fp32",
-        "false",
-    )
+    gpu = workload_of(compose("seq_len=16384", gpu=True).config, "cuda", 16384)
+    assert (gpu.batch_size, gpu.accumulate, gpu.precision, gpu.compile) == (1, 4, "bf16", True)
+    assert workload_of(compose(gpu=True).config, "cuda", 4096).tokens_per_step == 65536
+    config = compose("max_tokens=10000").config
+    cpu = workload_of(config, "cpu", 4096)
+    assert (cpu.batch_size, cpu.accumulate, cpu.precision, cpu.compile) == (1, 1, "fp32", False)
+    assert scheduled(config, cpu).max_steps == 3
+
+
+def settings(*overrides: str) -> dict[str, Any]:
+    """What config.yaml says of a run with `overrides` on a CPU."""
+    config = compose(*overrides).config
+    return scheduled(config, workload_of(config, "cpu", config.seq_len)).settings()
 
 
 def test_a_name_says_what_differs() -> None:
@@ -360,79 +399,11 @@ def test_a_name_says_what_differs() -> None:
     assert len(strange) <= 80
 
 
-def test_help_lists_every_key_and_preset() -> None:
-    text = cli.help_text("train")
-    for key, _ in _leaves(TrainConfig()):
-        assert f"  {key}=" in text
-    for _, name in PRESETS:
-        assert name in text
-    assert all(len(line) <= 120 for line in text.splitlines())
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        TrainConfig,
-        StrategyConfig,
-        WandbConfig,
-        DataConfig,
-        MemoryConfig,
-        RopeConfig,
-        PasskeyConfig,
-        LoraConfig,
-        EvalConfig,
-    ],
-)
-def test_every_key_has_a_meaning(schema: type) -> None:
-    nested = {
-        "attention",
-        "model",
-        "data",
-        "strategy",
-        "wandb",
-        "kernel",
-        "memory",
-        "rope",
-        "passkey",
-        "lora",
-    }
-    explained = {item.name for item in dataclasses.fields(schema) if item.metadata.get("help")}
-    assert {item.name for item in dataclasses.fields(schema)} - explained - nested == set()
-
-
 def test_composing_imports_no_torch() -> None:
     code = (
         "import sys; from longctx import cli; cli.help_text('train');"
         "assert 'hydra' not in sys.modules;"
-        "cli.compose('train', []); assert not {'torch', 'lightning', 'datasets', 'wandb'} & set(sys.modules)"
+        "cli.compose('train', []); torch = {'torch', 'lightning', 'datasets', 'wandb'};"
+        "assert not torch & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-
-
-def _leaves(schema: object, prefix: str = "") -> list[tuple[str, object]]:
-    found = []
-    for item in dataclasses.fields(schema):  # type: ignore[arg-type]
-        value = getattr(schema, item.name)
-        if dataclasses.is_dataclass(value):
-            found += _leaves(value, f"{prefix}{item.name}.")
-        else:
-            found.append((prefix + item.name, value))
-    return found
-
-
-def test_ctrl_c_is_130_also_where_a_compiled_module_makes_another_error_of_it() -> None:
-    def imports(words: list[str]) -> int:
-        try:
-            signal.raise_signal(signal.SIGINT)
-        except KeyboardInterrupt:
-            raise ImportError("initialization failed") from None
-        return 0
-
-    before = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # ignored in what a shell runs in the background
-    try:
-        assert answer([], str, imports) == 130
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -1,13 +1,14 @@
-"""What the command lines share, beside what test_config, test_train and test_eval see of it."""
+"""Exit codes, arguments given twice, and the garbage collector around large imports."""
 
 import gc
+import signal
 
 import pytest
 
-from longctx.options import answer, libraries
+from longctx.cli import answer, libraries
 
 
-def test_the_collector_rests_while_libraries_are_imported() -> None:
+def test_the_collector_pauses_while_libraries_are_imported() -> None:
     before = gc.get_freeze_count()
     try:
         with libraries():
@@ -39,3 +40,21 @@ def test_a_key_with_two_values_is_a_mistake(
     code = answer(words, lambda: "", done.append)
     assert (code, done) == ((2, []) if mistake else (0, [words]))
     assert mistake in capsys.readouterr().err
+
+
+def test_ctrl_c_is_130_also_where_a_compiled_module_makes_another_error_of_it() -> None:
+    def imports(words: list[str]) -> int:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("initialization failed") from None
+        return 0
+
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # ignored in what a shell runs in the background
+    try:
+        assert answer([], str, imports) == 130
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
