@@ -147,7 +147,7 @@ def _remedy(path: Path) -> str:
         (x for x in target.parent.glob("step-*.ckpt") if by_step(x) < by_step(target)), key=by_step
     )
     if older:
-        return f"copy it here again, or delete it to continue from {older[-1]}"
+        return f"copy it here again, or delete it to go on from {older[-1]}"
     return "copy it here again, or start anew: there is no older one"
 
 

@@ -212,7 +212,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         f"{FACTS_FOUND}/*",
-        "found",
+        "",  # the kind of fact and the length say it: needle at 4096
         "{:.0%}".format,
         shown=LIVE,
         panel=Panel("Context extension", "Facts found again"),
@@ -252,7 +252,7 @@ def present(row: Row, place: Shown) -> Iterator[tuple[Metric, str, float]]:
         for key in row:
             if key.startswith(metric.prefix) and isinstance(row[key], int | float):
                 member = key.removeprefix(metric.prefix).replace("/", " at ")
-                yield metric, f"{metric.label} {member}", row[key]
+                yield metric, f"{metric.label} {member}".strip(), row[key]
 
 
 def line(row: Row, place: Shown) -> str:
