@@ -19,7 +19,7 @@ from longctx.cli.composition import Composed, compose, options, with_model
 from longctx.cli.entry import answer, libraries
 from longctx.cli.overrides import SCHEMAS, Arguments, key_and_value, keys, read
 from longctx.cli.usage import choices_lines, key_lines
-from longctx.config import command_config
+from longctx.config import command_config, presets
 from longctx.config.model_config import AttentionConfig
 from longctx.config.train_config import TrainConfig
 
