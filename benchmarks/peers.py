@@ -285,7 +285,7 @@ def of_other(
     from longctx.model.export import architecture
     from longctx.runs import run_folder
     from longctx.training.fit import decide_memory
-    from longctx.training.optimizer import learning_rate
+    from longctx.training.lr_schedule import learning_rate
     from longctx.training.probe import OUT_OF_MEMORY, child
 
     bare = peer == "longctx-bare"

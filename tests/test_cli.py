@@ -109,7 +109,9 @@ def test_model_auto_follows_the_device_and_keeps_what_was_said_about_it() -> Non
         ("memory.recompute=all", "memory.recompute=all: one of none, mlp, block"),
         ("memory.offload=2", "memory.offload=2.0: a number from 0 to 1"),
         ("memory.mlp_tile=-1", "memory.mlp_tile=-1: a number from 0"),
-        ("memory.optimizer=disk", "memory.optimizer=disk: one of fp32, bf16, host"),
+        ("memory.optimizer_state=disk", "memory.optimizer_state=disk: one of fp32, bf16, host"),
+        ("optimizer=muno", "did you mean muon?"),
+        ("optimizer.momentum=0.9", "optimizer.momentum=0.9: not a key of optimizer=adamw"),
         ("loss_chunk=0", "did you mean memory.loss_chunk?"),
         ("memory.loss_chunk=0", "memory.loss_chunk=0: a number from 1"),
         ("hydra.run.dir=/tmp/x", "Hydra cannot be changed"),
@@ -395,6 +397,7 @@ def test_every_key_has_a_meaning(schema: type) -> None:
         "rope",
         "passkey",
         "lora",
+        "optimizer",
     }
     explained = {item.name for item in dataclasses.fields(schema) if item.metadata.get("help")}
     assert {item.name for item in dataclasses.fields(schema)} - explained - nested == set()

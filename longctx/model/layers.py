@@ -29,7 +29,12 @@ def fused(x: Tensor) -> bool:
 
 
 class Linear(nn.Linear):
-    """x Wᵀ + b, where 16-bit inputs give fp32 weights their gradient, on a GPU unrounded."""
+    """x Wᵀ + b, where 16-bit inputs give fp32 weights their gradient, on a GPU unrounded.
+
+    `parts`: rows of each of the matrices that are stacked in W; None where W is one matrix.
+    """
+
+    parts: tuple[int, ...] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
@@ -84,7 +89,9 @@ class SelfAttention(nn.Module):
         self.qkv = Linear(
             config.channels, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=config.qkv_bias
         )
-        self.out = Linear(self.heads * self.head_dim, config.channels, bias=config.out_bias)
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.qkv.parts = (q, kv, kv)
+        self.out = Linear(q, config.channels, bias=config.out_bias)
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
@@ -113,6 +120,7 @@ class SwiGLU(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.gate_up = Linear(config.channels, 2 * config.ffn, bias=config.mlp_bias)
+        self.gate_up.parts = (config.ffn, config.ffn)
         self.down = Linear(config.ffn, config.channels, bias=config.mlp_bias)
 
     def forward(self, x: Tensor, valued: bool = True) -> Tensor:

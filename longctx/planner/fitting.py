@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from longctx.config.memory_config import POLICIES
 from longctx.config.train_config import LONGEST_ROW, CompleteConfig
+from longctx.planner import optimizer_cost
 from longctx.planner.hardware import Chip
 from longctx.planner.peak_memory import KEPT, OPTIMIZER, for_hopper, predict
 
@@ -44,9 +45,11 @@ def with_policy(config: CompleteConfig, policy: str) -> CompleteConfig:
 
 def policies(config: CompleteConfig) -> list[CompleteConfig]:
     """`config` with each policy that memory= may stand for, the fastest first: its own, or where it
-    is auto all.
+    is auto all that the optimizer can keep its state as.
     """
-    return [with_policy(config, name) for name in config.memory.policies()]
+    each = [with_policy(config, name) for name in config.memory.policies()]
+    states = config.optimizer.traits.states
+    return [chosen for chosen in each if chosen.memory.optimizer_state in states]
 
 
 def fits(config: CompleteConfig, gpu: float, host: float) -> bool:
@@ -181,6 +184,7 @@ def seconds(config: CompleteConfig, chip: Chip) -> Seconds | None:
     """
     if chip.flops is None or chip.bandwidth is None:
         return None
+    config = replace(config, memory=config.memory.filled(config.memory.policy))
     m, memory, e = config.model, config.memory, 2 if config.precision == "bf16" else 4
     N, T, C = config.batch_size * config.seq_len, config.seq_len, m.channels
     peak = chip.flops * (1.0 if e == 2 else 0.5)
@@ -204,20 +208,26 @@ def seconds(config: CompleteConfig, chip: Chip) -> Seconds | None:
     away = predict(config).host.get(KEPT, 0.0)
     compute = sum(per_micro.values())
     waiting = max(0.0, 2 * away / LINK - 0.8 * compute)
-    n = added or m.parameters()
-    update = (
-        {"fp32": 32, "bf16": 24}.get(memory.optimizer or "fp32", 0) * n / (STREAM * chip.bandwidth)
-    )
-    if memory.optimizer == "host":
-        update = 16 * n / LINK  # both averages there and back
     parts = {
         name: config.accumulate * s
         for name, s in (per_micro | {"waiting for the host": waiting}).items()
     }
-    parts[OPTIMIZER] = update
+    parts[OPTIMIZER] = update_seconds(config, chip)
     tokens = N * config.accumulate
     work = tokens * m.flops_per_token(seen(config) / m.layers / T, added)
     return Seconds(parts, tokens * config.devices, work / sum(parts.values()) / chip.flops)
+
+
+def update_seconds(config: CompleteConfig, chip: Chip) -> float:
+    """The optimizer's update: bytes through the GPU's memory, or state from the host and back; and
+    the products of Newton-Schulz, in bf16.
+    """
+    assert chip.flops is not None and chip.bandwidth is not None
+    moving = optimizer_cost.bytes_moved(config) / (STREAM * chip.bandwidth)
+    if config.memory.optimizer_state == "host":
+        moving = 2 * optimizer_cost.state_on_host(config) / LINK
+    works = optimizer_cost.products(config)
+    return moving + sum(flops / (PRODUCTS * m / (m + SMALL) * chip.flops) for m, flops in works)
 
 
 def attention_seconds(config: CompleteConfig, chip: Chip) -> float:

@@ -20,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from longctx.config.train_config import CompleteConfig
 from longctx.model import GPT, lora
 from longctx.model.huggingface import load_weights
+from longctx.training import optimizers
 from longctx.training.batches import MicroBatch, StepBatch
-from longctx.training.optimizer import adamw, clip_gradients, learning_rate
+from longctx.training.optimizers import clip_gradients, learning_rate
 
 
 class TrainingModule(pl.LightningModule):
@@ -72,7 +73,7 @@ class TrainingModule(pl.LightningModule):
         return lora.add(model, self.config.lora)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return adamw(self.model, self.config)
+        return optimizers.build(self.model, self.config)
 
     def transfer_batch_to_device(
         self, batch: StepBatch, device: torch.device, dataloader_idx: int

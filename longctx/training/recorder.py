@@ -25,8 +25,8 @@ from longctx.runs import checkpoints
 from longctx.runs.tracking import Tracker
 from longctx.training.batches import StepBatch
 from longctx.training.console import Display
+from longctx.training.lr_schedule import learning_rate
 from longctx.training.module import TrainingModule
-from longctx.training.optimizer import learning_rate
 from longctx.training.split import StepSplit
 from longctx.training.throughput import Meter, resident
 from longctx.training.validation import facts_found, validate

@@ -18,7 +18,7 @@ from benchmarks.words import main, training_config
 from longctx.planner import hardware
 from longctx.planner.hardware import GIB
 from longctx.training import fit, probe
-from longctx.training.optimizer import learning_rate
+from longctx.training.lr_schedule import learning_rate
 
 TINY = [
     *("model=tiny", "model.layers=2", "model.channels=96", "model.kv_heads=4", "model.ffn=256"),
