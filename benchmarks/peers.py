@@ -287,7 +287,7 @@ def of_other(
     from benchmarks.trainers import Job
     from longctx.model.export import architecture
     from longctx.runs import run_folder
-    from longctx.training.optimizer import learning_rate
+    from longctx.training.learning_rate import learning_rate
 
     bare = peer == "longctx-bare"
     config = decide_memory(config, config, device) if bare else config

@@ -14,6 +14,7 @@ from longctx.config.eval_config import PasskeyConfig
 from longctx.config.fields import check, group, key
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import AttentionConfig, GPTConfig, LoraConfig
+from longctx.config.optimizer_config import OptimizerConfig
 from longctx.config.rope_config import RopeConfig
 
 LONGEST_ROW = 2**24
@@ -99,7 +100,7 @@ class TrainConfig:
     )
     lr: float | None = key(
         None,
-        "peak rate of AdamW; null: 0.5 / model.channels, with init 2e-5, with lora 2e-4",
+        "peak learning rate; null: 0.5 / model.channels, with init 2e-5, with lora 2e-4",
         between=(0.0, 10.0),
     )
     min_lr: float = key(0.1, "the cosine ends at this share of lr", between=(0.0, 1.0))
@@ -161,6 +162,7 @@ class TrainConfig:
     kernel: KernelConfig = group(KernelConfig)
     model: GPTConfig = group(GPTConfig)
     memory: MemoryConfig = group(MemoryConfig)
+    optimizer: OptimizerConfig = group(OptimizerConfig)
     lora: LoraConfig = group(LoraConfig)
     rope: RopeConfig = group(RopeConfig)
     passkey: PasskeyConfig = group(PasskeyConfig)  # at every validation
@@ -201,10 +203,15 @@ class TrainConfig:
             raise ValueError(f"runs={self.runs!r}: the path of a folder")
         self.model.validate()
         self.memory.validate()
-        if self.memory.optimizer == "bf16" and self.betas[1] > 0.98:
+        self.optimizer.validate()
+        for policy in self.memory.policies()[:1]:
+            state = self.memory.filled(policy).optimizer_state
+            self.optimizer.check_beside(state, self.lora.rank)
+        if self.memory.optimizer_state == "bf16" and self.betas[1] > 0.98:
             raise ValueError(
-                f"memory.optimizer=bf16 with betas[1]={self.betas[1]}: a change of less than 1/256 is lost in 16 bits and "
-                "the average stands still; use betas[1] up to 0.98, or memory.optimizer=fp32 or host"
+                f"memory.optimizer_state=bf16 with betas[1]={self.betas[1]}: a change of less than "
+                "1/256 is lost in 16 bits and the average stands still; use betas[1] up to 0.98, "
+                "or memory.optimizer_state=fp32 or host"
             )
         self.rope.validate()
         self.passkey.validate()
@@ -254,10 +261,19 @@ def from_plain(plain: dict[str, Any]) -> TrainConfig:
 
 
 def upgraded(saved: dict[str, Any]) -> dict[str, Any]:
-    """A run's configuration as this version has it; older ones say recompute and loss_chunk under model."""
+    """A run's configuration as this version has it. Older ones say memory.optimizer for
+    memory.optimizer_state and know AdamW only; still older ones say recompute and loss_chunk under
+    model.
+    """
+    saved = {"optimizer": {"name": "adamw"}} | saved
+    memory = saved.get("memory") or {}
+    if "optimizer" in memory:
+        memory = {"optimizer_state": memory["optimizer"]} | memory
+        del memory["optimizer"]
+        saved = saved | {"memory": memory}
     model = dict(saved.get("model") or {})
     if not {"recompute", "loss_chunk"} & model.keys():
         return saved
     recompute, chunk = model.pop("recompute", False), model.pop("loss_chunk", None)
-    memory = {"policy": "balanced" if recompute else "fast", "loss_chunk": chunk}
-    return saved | {"model": model, "memory": memory | dict(saved.get("memory") or {})}
+    policy = {"policy": "balanced" if recompute else "fast", "loss_chunk": chunk}
+    return saved | {"model": model, "memory": policy | memory}

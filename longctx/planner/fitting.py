@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from longctx.config.memory_config import POLICIES
 from longctx.config.train_config import LONGEST_ROW
+from longctx.planner import optimizer_cost
 from longctx.planner.hardware import Chip
 from longctx.planner.peak_memory import KEPT, OPTIMIZER, for_hopper, predict
 from longctx.planner.workload import Workload
@@ -45,9 +46,11 @@ def with_policy(workload: Workload, policy: str) -> Workload:
 
 def policies(workload: Workload) -> list[Workload]:
     """`workload` with each policy that memory= may stand for, the fastest first: its own, or where it
-    is auto all.
+    is auto all that the optimizer can keep its state as.
     """
-    return [with_policy(workload, name) for name in workload.memory.policies()]
+    each = [with_policy(workload, name) for name in workload.memory.policies()]
+    states = workload.optimizer.traits.states
+    return [chosen for chosen in each if chosen.memory.optimizer_state in states]
 
 
 def fits(workload: Workload, gpu: float, host: float) -> bool:
@@ -188,6 +191,7 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     """
     if chip.flops is None or chip.bandwidth is None:
         return None
+    workload = replace(workload, memory=workload.memory.filled(workload.memory.policy))
     m, memory, e = workload.model, workload.memory, 2 if workload.precision == "bf16" else 4
     N, T, C = workload.batch_size * workload.seq_len, workload.seq_len, m.channels
     peak = chip.flops * (1.0 if e == 2 else 0.5)
@@ -211,20 +215,26 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     away = predict(workload).host.get(KEPT, 0.0)
     compute = sum(per_micro.values())
     waiting = max(0.0, 2 * away / LINK - 0.8 * compute)
-    n = added or m.parameters()
-    update = (
-        {"fp32": 32, "bf16": 24}.get(memory.optimizer or "fp32", 0) * n / (STREAM * chip.bandwidth)
-    )
-    if memory.optimizer == "host":
-        update = 16 * n / LINK  # both averages there and back
     parts = {
         name: workload.accumulate * s
         for name, s in (per_micro | {"waiting for the host": waiting}).items()
     }
-    parts[OPTIMIZER] = update
+    parts[OPTIMIZER] = update_seconds(workload, chip)
     tokens = N * workload.accumulate
     work = tokens * m.flops_per_token(seen(workload) / m.layers / T, added)
     return Seconds(parts, tokens * workload.devices, work / sum(parts.values()) / chip.flops)
+
+
+def update_seconds(workload: Workload, chip: Chip) -> float:
+    """The optimizer's update: bytes through the GPU's memory, or state from the host and back; and
+    the products of Newton-Schulz, in bf16.
+    """
+    assert chip.flops is not None and chip.bandwidth is not None
+    moving = optimizer_cost.bytes_moved(workload) / (STREAM * chip.bandwidth)
+    if workload.memory.optimizer_state == "host":
+        moving = 2 * optimizer_cost.state_on_host(workload) / LINK
+    works = optimizer_cost.products(workload)
+    return moving + sum(flops / (PRODUCTS * m / (m + SMALL) * chip.flops) for m, flops in works)
 
 
 def attention_seconds(workload: Workload, chip: Chip) -> float:

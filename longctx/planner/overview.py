@@ -21,7 +21,6 @@ from longctx.planner.peak_memory import (
     GRADIENTS,
     KEPT,
     MLP,
-    OPTIMIZER,
     PARAMETERS,
     TERMS,
     predict,
@@ -33,7 +32,6 @@ SPEED = ("s/step", "tokens/s", "MFU")
 SHORT = {
     PARAMETERS: "weights",
     GRADIENTS: "grads",
-    OPTIMIZER: "AdamW",
     KEPT: "kept",
     ATTENTION: "attention",
     MLP: "MLP",

@@ -12,8 +12,9 @@ layers, V words; e bytes of an activation. "Kept" is what forward leaves for bac
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from longctx.planner import optimizer_cost
 from longctx.planner.workload import Workload
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
@@ -30,9 +31,6 @@ CUBLAS = (
     65 * 2**20
 )  # its workspaces on Hopper, of forward's thread and of backward's, allocated through torch
 FP32 = 4
-SLICE = (
-    2**26
-)  # parameters that a stored optimizer updates at one time, see longctx.training.optimizer
 HOPPER_HEAD_SIZES = range(64, 129, 8)  # see longctx.kernels.flash, which needs torch
 
 
@@ -79,13 +77,9 @@ class _Step:
     """The inventory of one training step."""
 
     def __init__(self, workload: Workload) -> None:
-        device = workload.device
-        m = workload.model
-        self.workload, self.model, self.memory = (
-            workload,
-            m,
-            workload.memory.filled(workload.memory.policy),
-        )
+        device, m = workload.device, workload.model
+        workload = replace(workload, memory=workload.memory.filled(workload.memory.policy))
+        self.workload, self.model, self.memory = workload, m, workload.memory
         self.device, self.libraries = device, CUBLAS if device == "cuda" else 0
         self.B, self.T = workload.batch_size, workload.seq_len
         self.N = self.B * self.T
@@ -161,7 +155,8 @@ class _Step:
         last += 0.0 if sparse else embedding
         tokens = {GRADIENTS: last, KEPT: (FP32 + self.e) * self.C * self.N}
         yield "backward of the embedding", _sum(always, tokens)
-        yield "optimizer", _sum(always, {GRADIENTS: gradients, OPTIMIZER: self.update()})
+        workspace = optimizer_cost.workspace(self.workload)
+        yield "optimizer", _sum(always, {GRADIENTS: gradients, OPTIMIZER: workspace})
         if self.workload.validates:
             yield "validation", _sum(always, self.validation())
 
@@ -174,31 +169,22 @@ class _Step:
 
     def always(self) -> Terms:
         """Parameters, optimizer state, and what every layer of a micro-batch reads."""
-        per_parameter = {"fp32": 8, "bf16": 4, "host": 0}[self.memory.optimizer or "fp32"]
         batch = 24 * self.N * self.workload.accumulate  # tokens, targets, doc_ids, int64
         mask = (16 + 8) * self.N  # first, last of queries and of keys; positions
         rope = FP32 * self.N * self.model.head_size  # cos and sin
         own = (self.e if self.added else FP32) * self.model.parameters() + FP32 * self.added
         return {
             PARAMETERS: own,
-            OPTIMIZER: per_parameter * self.trained,
+            OPTIMIZER: optimizer_cost.state_on_gpu(self.workload),
             BATCH: batch + mask + rope + self.libraries,
         }
-
-    def update(self) -> float:
-        """What the optimizer takes besides its state: a slice of those averages that are on the
-        host.
-        """
-        largest = self.added / self.L if self.added else max(self.V * self.C, 2 * self.C * self.F)
-        return 2.0 * FP32 * min(SLICE, largest) if self.memory.optimizer == "host" else 0.0
 
     def host(self) -> Terms:
         """Bytes of host memory that grow with the run: the optimizer's, and kept activations in
         pinned memory.
         """
-        optimizer = {"host": 2 * FP32 * self.trained}.get(self.memory.optimizer or "fp32", 0)
         away = [self.kept_by(layer) for layer in range(self.away())]
-        return {OPTIMIZER: float(optimizer), KEPT: float(sum(away))}
+        return {OPTIMIZER: optimizer_cost.state_on_host(self.workload), KEPT: float(sum(away))}
 
     def away(self) -> int:
         """Layers whose kept activations lie on the host: the first so many."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import AttentionConfig, GPTConfig, LoraConfig
+from longctx.config.optimizer_config import OptimizerConfig
 from longctx.config.train_config import TrainConfig
 
 # Defaults by device, in tokens: a GPU is kept busy by 16,384 tokens at a time.
@@ -31,6 +32,7 @@ class Workload:
     memory: MemoryConfig  # its policy may still be auto while the planner chooses one
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     validates: bool = True
 
     @property
@@ -72,6 +74,7 @@ def workload_of(
         memory=memory if device == "cuda" else memory.filled(memory.policies()[0]),
         attention=config.attention,
         lora=config.lora,
+        optimizer=config.optimizer.filled(),
         validates=config.data.val_fraction > 0,
     )
 

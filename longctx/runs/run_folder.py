@@ -45,7 +45,7 @@ RESUMABLE = {
     ),
 }
 # Groups of keys that decide what is computed; data has its fingerprint.
-DECISIVE = {"attention", "model", "lora", "rope"}
+DECISIVE = {"attention", "model", "lora", "rope", "optimizer"}
 NOT_IN_NAMES = {
     "model",
     "attention",

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from longctx.model import GPT, lora
 from longctx.model.huggingface import load_weights
+from longctx.training import optimizers
 from longctx.training.batches import MicroBatch
 from longctx.training.learning_rate import LearningRate
-from longctx.training.optimizer import adamw, clip_gradients
-from longctx.training.resolve import Run
+from longctx.training.run import Run
 
 
 class TrainingModule(pl.LightningModule):
@@ -62,7 +62,7 @@ class TrainingModule(pl.LightningModule):
         return lora.add(model, work.lora)
 
     def configure_optimizers(self) -> Any:
-        optimizer = adamw(self.model, self.run)
+        optimizer = optimizers.build(self.model, self.run)
         scheduler = LearningRate(optimizer, self.run)
         return {
             "optimizer": optimizer,
@@ -86,7 +86,7 @@ class TrainingModule(pl.LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip the global norm of the gradients to `clip`, and keep what it was."""
-        self.grad_norm = clip_gradients(optimizer, self.run.config.clip)
+        self.grad_norm = optimizers.clip_gradients(optimizer, self.run.config.clip)
 
     def validation_step(self, batch: MicroBatch, batch_idx: int = 0) -> Tensor:
         """(B, T) loss of each target, 0 where not scored."""

@@ -58,6 +58,7 @@ class Run:
             "devices": work.devices,
             "model": asdict(work.model),
             "memory": asdict(work.memory),
+            "optimizer": asdict(work.optimizer),
             "name": self.folder.name or self.config.name,
         }
         if self.config.kernel.lock == "record":  # new kernels are accepted once, not for ever

@@ -192,8 +192,8 @@ def test_auto_takes_the_first_policy_that_fits() -> None:
 
     assert [decided(n) for n in (16384, 131072, 786432)] == ["fast", "balanced", "long"]
     assert decided(2**24) == "long"  # nothing fits: what takes least
-    given = one_b("seq_len=16384", "memory.optimizer=bf16")
-    assert fitting.decide(given, H200, 128 * GIB).memory.optimizer == "bf16"
+    given = one_b("seq_len=16384", "memory.optimizer_state=bf16")
+    assert fitting.decide(given, H200, 128 * GIB).memory.optimizer_state == "bf16"
 
 
 def test_a_step_has_as_few_micro_batches_as_fit_with_the_fastest_policy() -> None:

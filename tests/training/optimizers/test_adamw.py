@@ -1,4 +1,4 @@
-"""Which parameters decay, what the learning rate is at every step, and what clipping does."""
+"""AdamW: which parameters decay, what clipping does, and where its averages are kept."""
 
 import math
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.train_config import TrainConfig, complete
 from longctx.model import GPT, GPTConfig
-from longctx.training.optimizer import adamw, clip_gradients, learning_rate
+from longctx.training.optimizers import build, clip_gradients
 
 
 def config(**changes: object):
@@ -18,34 +18,16 @@ def config(**changes: object):
 
 def test_matrices_decay_and_vectors_do_not() -> None:
     model = GPT(GPTConfig(vocab_size=40, layers=2, qkv_bias=True, qk_norm=True))
-    decayed, free = adamw(model, config(weight_decay=0.3)).param_groups
+    decayed, free = build(model, config(weight_decay=0.3)).param_groups
     assert (decayed["weight_decay"], free["weight_decay"]) == (0.3, 0.0)
     assert all(p.ndim == 2 for p in decayed["params"])
     assert all(p.ndim == 1 for p in free["params"])
     assert len(decayed["params"]) + len(free["params"]) == len(list(model.parameters()))
 
 
-def test_the_rate_rises_linearly_and_falls_as_a_cosine_to_its_floor() -> None:
-    run = config(max_steps=101, warmup_steps=10, lr=0.5, min_lr=0.2)
-    rates = [learning_rate(step, run) for step in range(101)]
-    assert rates[:10] == pytest.approx([0.05 * n for n in range(1, 11)])
-    assert max(rates) == pytest.approx(0.5)
-    assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert rates[55] == pytest.approx(0.5 * (0.2 + 0.8 / 2))
-    assert rates[-1] == pytest.approx(0.1)
-    assert learning_rate(500, run) == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize("steps", [1, 2, 3])
-def test_the_shortest_runs_have_a_rate(steps: int) -> None:
-    for warmup in (0, 1, 5):
-        run = config(max_steps=steps, warmup_steps=warmup)
-        assert all(0 < learning_rate(step, run) <= run.lr for step in range(steps))
-
-
 def test_clipping_returns_the_norm_before_it() -> None:
     layer = torch.nn.Linear(3, 5)
-    optimizer = adamw(layer, config())
+    optimizer = build(layer, config())
     for p in layer.parameters():
         p.grad = torch.full_like(p, 2.0)
     before = math.sqrt(20 * 4.0)
@@ -62,7 +44,7 @@ def stepped(
     """Weights and norms after three steps on gradients far above `clip`, and one far below."""
     torch.manual_seed(0)
     layer = torch.nn.Linear(70, 30).to(device)
-    optimizer = adamw(layer, config(lr=1e-2, memory=MemoryConfig("fast", optimizer=stored)))
+    optimizer = build(layer, config(lr=1e-2, memory=MemoryConfig("fast", optimizer_state=stored)))
     norms = []
     for size in (30.0, 3.0, 300.0, 0.01):
         for p in layer.parameters():
@@ -88,8 +70,8 @@ def test_every_optimizer_clips_as_torch_does(stored: str, clip: float | None, de
             p.grad = size * torch.randn(p.shape)
         norms.append(float(torch.nn.utils.clip_grad_norm_(layer.parameters(), clip or math.inf)))
         reference.step()
-    weights, found = stepped(stored, clip, device)
-    assert found == pytest.approx(norms, rel=1e-5)
+    weights, measured = stepped(stored, clip, device)
+    assert measured == pytest.approx(norms, rel=1e-5)
     for got, want in zip(weights, layer.parameters(), strict=True):
         assert (got - want).abs().max() < (1e-3 if stored == "bf16" else 1e-6)
 
@@ -102,12 +84,12 @@ def trained(
 ):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(7, 33), torch.nn.Tanh(), torch.nn.Linear(33, 1))
-    settings = config(memory=MemoryConfig("fast", optimizer=stored), betas=betas)
-    optimizer = adamw(model, settings)
+    settings = config(memory=MemoryConfig("fast", optimizer_state=stored), betas=betas)
+    optimizer = build(model, settings)
     x = torch.randn(50, 7)
     for step in range(steps):
         if step == load_at:
-            saved, optimizer = optimizer.state_dict(), adamw(model, settings)
+            saved, optimizer = optimizer.state_dict(), build(model, settings)
             optimizer.load_state_dict(saved)
         optimizer.zero_grad()
         (model(x) - x.sum(dim=1, keepdim=True).sin()).square().mean().backward()
@@ -117,7 +99,7 @@ def trained(
 
 @pytest.mark.parametrize("slice_of", [64, 2**26])
 def test_averages_on_the_host_change_no_bit(slice_of: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longctx.training.optimizer.SLICE", slice_of)
+    monkeypatch.setattr("longctx.training.optimizers.adamw.SLICE", slice_of)
     for a, b in zip(trained("host")[0].parameters(), trained("fp32")[0].parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -134,11 +116,11 @@ def test_averages_in_bf16_take_half_and_stay_near() -> None:
 
 @pytest.mark.parametrize("stored", ["fp32", "bf16", "host"])
 def test_state_survives_saving_and_loading(stored: str) -> None:
-    whole, again = trained(stored), trained(stored, load_at=5)
-    for a, b in zip(whole[0].parameters(), again[0].parameters(), strict=True):
+    straight, resumed = trained(stored), trained(stored, load_at=5)
+    for a, b in zip(straight[0].parameters(), resumed[0].parameters(), strict=True):
         assert torch.equal(a, b)
-    kept = {s["exp_avg_sq"].dtype for s in again[1].state.values()}
-    assert kept == {torch.bfloat16 if stored == "bf16" else torch.float32}
+    dtypes = {s["exp_avg_sq"].dtype for s in resumed[1].state.values()}
+    assert dtypes == {torch.bfloat16 if stored == "bf16" else torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -148,7 +130,7 @@ def test_state_survives_saving_and_loading(stored: str) -> None:
         *(pytest.param("cuda", how, marks=pytest.mark.gpu) for how in ("fp32", "host")),
     ],
 )
-def test_it_goes_on_from_the_state_of_torchs_own(device: str, stored: str) -> None:
+def test_it_continues_from_the_state_of_torchs_own(device: str, stored: str) -> None:
     """What checkpoints of earlier versions hold: counts of steps on the device, and `fused` in
     every group.
     """
@@ -161,7 +143,9 @@ def test_it_goes_on_from_the_state_of_torchs_own(device: str, stored: str) -> No
                 ).to(device)
             optimizer.step()
 
-    settings = config(lr=1e-2, weight_decay=0.0, memory=MemoryConfig("fast", optimizer=stored))
+    settings = config(
+        lr=1e-2, weight_decay=0.0, memory=MemoryConfig("fast", optimizer_state=stored)
+    )
     layers, optimizers = [], []
     for _ in range(2):
         torch.manual_seed(0)
@@ -171,7 +155,7 @@ def test_it_goes_on_from_the_state_of_torchs_own(device: str, stored: str) -> No
             torch.optim.AdamW(groups, lr=1e-2, betas=settings.betas, weight_decay=0.0, fused=True)
         )
         steps(optimizers[-1], layers[-1], range(3))
-    resumed = adamw(layers[1], settings)
+    resumed = build(layers[1], settings)
     resumed.load_state_dict(optimizers[1].state_dict())
     for optimizer, layer in ((optimizers[0], layers[0]), (resumed, layers[1])):
         steps(optimizer, layer, range(3, 6))
@@ -181,23 +165,25 @@ def test_it_goes_on_from_the_state_of_torchs_own(device: str, stored: str) -> No
 
 
 def test_an_average_that_would_stand_still_in_bf16_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"memory\.optimizer=bf16 with betas\[1\]=0\.999"):
-        TrainConfig(memory=MemoryConfig("fast", optimizer="bf16"), betas=(0.9, 0.999)).validate()
+    with pytest.raises(ValueError, match=r"memory\.optimizer_state=bf16 with betas\[1\]=0\.999"):
+        TrainConfig(
+            memory=MemoryConfig("fast", optimizer_state="bf16"), betas=(0.9, 0.999)
+        ).validate()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stored", ["bf16", "host"])
 def test_stored_averages_on_a_gpu(stored: str) -> None:
-    found = {}
+    weights = {}
     for how in ("fp32", stored):
         torch.manual_seed(0)
         model = torch.nn.Linear(700, 300).cuda()
-        optimizer = adamw(model, config(memory=MemoryConfig("fast", optimizer=how)))
+        optimizer = build(model, config(memory=MemoryConfig("fast", optimizer_state=how)))
         x = torch.randn(50, 700, device="cuda")
         for _ in range(5):
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
-        found[how] = [p.detach() for p in model.parameters()]
-    for a, b in zip(found[stored], found["fp32"], strict=True):
+        weights[how] = [p.detach() for p in model.parameters()]
+    for a, b in zip(weights[stored], weights["fp32"], strict=True):
         assert torch.equal(a, b) if stored == "host" else (a - b).norm() < 0.02 * b.norm()
