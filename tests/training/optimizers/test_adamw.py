@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from longctx.config.memory_config import MemoryConfig
-from longctx.config.train_config import TrainConfig, complete
+from longctx.config.train_config import TrainConfig
 from longctx.model import GPT, GPTConfig
 from longctx.training.optimizers import build, clip_gradients
+from tests.training.sample_run import sample_run
 
 
 def config(**changes: object):
-    return complete(TrainConfig(**changes), "cpu")  # type: ignore[arg-type]
+    return sample_run(TrainConfig(**changes), "cpu")  # type: ignore[arg-type]
 
 
 def test_matrices_decay_and_vectors_do_not() -> None:

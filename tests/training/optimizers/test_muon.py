@@ -8,19 +8,21 @@ from torch import Tensor
 
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.optimizer_config import OptimizerConfig
-from longctx.config.train_config import CompleteConfig, TrainConfig, complete
+from longctx.config.train_config import TrainConfig
 from longctx.model import GPT, GPTConfig
 from longctx.planner import optimizer_cost
 from longctx.training.optimizers import build, clip_gradients, muon
+from longctx.training.run import Run
+from tests.training.sample_run import sample_run
 
 ODD = GPTConfig(
     vocab_size=37, layers=2, channels=24, heads=3, kv_heads=1, ffn=35, qkv_bias=True, tied=False
 )
 
 
-def config(stored: str = "fp32", **changes: object) -> CompleteConfig:
+def config(stored: str = "fp32", **changes: object) -> Run:
     memory = MemoryConfig("fast", optimizer_state=stored)
-    return complete(
+    return sample_run(
         TrainConfig(
             **{"lr": 1e-2, "model": ODD} | changes,  # type: ignore[arg-type]
             memory=memory,
@@ -152,7 +154,7 @@ def test_a_matrix_moves_by_its_own_gradient_alone() -> None:
 def test_the_rest_moves_as_with_adamw() -> None:
     model, optimizer = model_and_muon()
     twin = model_and_muon()[0]
-    adamw = build(twin, complete(TrainConfig(lr=1e-2, model=ODD), "cpu"))
+    adamw = build(twin, sample_run(TrainConfig(lr=1e-2, model=ODD), "cpu"))
     for step in range(3):
         for m, o in ((model, optimizer), (twin, adamw)):
             give_gradients(m, step)
@@ -213,13 +215,13 @@ def test_clipping_acts_on_momentum_as_on_averages() -> None:
 @pytest.mark.parametrize("stored", ["fp32", "bf16"])
 def test_the_planner_knows_the_state(name: str, stored: str) -> None:
     memory = MemoryConfig("fast", optimizer_state=stored)
-    run = complete(TrainConfig(model=ODD, memory=memory, optimizer=OptimizerConfig(name)), "cpu")
+    run = sample_run(TrainConfig(model=ODD, memory=memory, optimizer=OptimizerConfig(name)), "cpu")
     model = GPT(ODD, "naive")
     optimizer = build(model, run)
     give_gradients(model, 0)
     optimizer.step()
     tensors = [x for state in optimizer.state.values() for k, x in state.items() if k != "step"]
-    assert sum(x.nbytes for x in tensors) == optimizer_cost.state_on_gpu(run)
+    assert sum(x.nbytes for x in tensors) == optimizer_cost.state_on_gpu(run.workload)
     parts = [(r, c) for r, c in optimizer_cost.block_matrices(ODD)] * ODD.layers
     if isinstance(optimizer, muon.Muon):
         rows = [(n, p.shape[1]) for p, sizes in optimizer.parts.items() for n in sizes]

@@ -11,19 +11,21 @@ import torch
 from longctx import cli
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.optimizer_config import TRAITS, OptimizerConfig, Traits
-from longctx.config.train_config import CompleteConfig, TrainConfig, complete, upgraded
+from longctx.config.train_config import TrainConfig, upgraded
 from longctx.model import GPT, GPTConfig
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import OPTIMIZER, predict
 from longctx.runs import run_folder
 from longctx.training import optimizers
+from longctx.training.run import Run
+from tests.training.sample_run import sample_run
 from train import main
 
 H200 = hardware.chip("NVIDIA H200", 139.8 * GIB)
 
 
-def plain_descent(model: torch.nn.Module, config: CompleteConfig) -> torch.optim.Optimizer:
+def plain_descent(model: torch.nn.Module, config: Run) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=config.lr)
 
 
@@ -42,8 +44,8 @@ def request(*overrides: str) -> TrainConfig:
 
 @pytest.mark.parametrize("name", sorted(TRAITS))
 def test_every_name_has_a_preset_and_is_built(name: str) -> None:
-    config = complete(request(f"optimizer={name}"), "cpu")
-    assert config.optimizer.name == name
+    config = sample_run(request(f"optimizer={name}"), "cpu")
+    assert config.workload.optimizer.name == name
     sizes = GPTConfig(vocab_size=40, layers=1, channels=32, heads=2, kv_heads=1, ffn=40)
     model = GPT(sizes, "naive")
     optimizer = optimizers.build(model, config)
@@ -52,7 +54,7 @@ def test_every_name_has_a_preset_and_is_built(name: str) -> None:
 
 
 def test_the_presets_are_the_known_names() -> None:
-    assert cli.presets("optimizer") == set(TRAITS)
+    assert cli.names("optimizer") == set(TRAITS)
 
 
 @pytest.mark.parametrize(
@@ -67,8 +69,8 @@ def test_the_presets_are_the_known_names() -> None:
 def test_a_mistake_is_refused_by_key(config: OptimizerConfig, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainConfig(optimizer=config).validate()
-    run = complete(TrainConfig(), "cpu")
-    run.optimizer = config
+    run = sample_run(TrainConfig(), "cpu")
+    run = replace(run, workload=replace(run.workload, optimizer=config))
     with pytest.raises(ValueError, match=message):
         optimizers.build(torch.nn.Linear(2, 2), run)
 
@@ -88,7 +90,7 @@ def test_what_an_optimizer_cannot_do_is_refused_and_not_chosen(sgd: str) -> None
     for overrides in (["memory=long"], ["memory.optimizer_state=host"]):
         with pytest.raises(ValueError, match=r"memory\.optimizer_state=host with optimizer=sgd"):
             request("optimizer.name=sgd", *overrides)
-    config = complete(request("optimizer.name=sgd", "model=1b"), "cuda")
+    config = sample_run(request("optimizer.name=sgd", "model=1b"), "cuda").workload
     policies = fitting.policies(replace(config, memory=MemoryConfig()))
     assert [chosen.memory.policy for chosen in policies] == ["fast", "balanced"]
     assert predict(config).gpu[OPTIMIZER] == 0
@@ -126,7 +128,7 @@ def test_muon_takes_less_memory_and_a_few_percent_of_a_step() -> None:
     plans = {}
     for name in ("adamw", "muon"):
         asked = request("model=124m", "model.vocab_size=50304", f"optimizer={name}", "memory=fast")
-        config = replace(complete(asked, "cuda"), batch_size=16, accumulate=1)
+        config = replace(sample_run(asked, "cuda").workload, batch_size=16, accumulate=1)
         time = fitting.seconds(config, H200)
         assert time is not None
         plans[name] = predict(config).peak, time.parts[OPTIMIZER] / time.total

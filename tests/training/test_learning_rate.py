@@ -1,13 +1,14 @@
 """The learning rate of every step: warm-up, cosine, floor."""
 
 import pytest
-from longctx.training.lr_schedule import learning_rate
 
-from longctx.config.train_config import TrainConfig, complete
+from longctx.config.train_config import TrainConfig
+from longctx.training.learning_rate import learning_rate
+from tests.training.sample_run import sample_run
 
 
 def config(**changes: object):
-    return complete(TrainConfig(**changes), "cpu")  # type: ignore[arg-type]
+    return sample_run(TrainConfig(**changes), "cpu")  # type: ignore[arg-type]
 
 
 def test_the_rate_rises_linearly_and_falls_as_a_cosine_to_its_floor() -> None:
