@@ -226,7 +226,7 @@ def test_what_goes_wrong_in_another_process_is_said(
             ["checkpoint={run}", "data=mix", "data.mix.a.path={docs}"],
             "data=mix: an evaluation scores one source",
         ),
-        (["-m", "checkpoint={run}", "seq_len=64,128"], "one evaluation at a time"),
+        (["-m", "checkpoint={run}", "seq_len=64,128"], "-m: only train sweeps"),
         (["checkpoint={run}", "data=text"], "data.path is not set"),
         (["checkpoint={run}", "data=text", "data.path={docs}/none.txt"], "none.txt"),
         (
