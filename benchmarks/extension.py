@@ -2,7 +2,7 @@
 with YaRN, fine-tune briefly.
 
 Everything is made of the project's own commands, which are printed as they run: train.py, `python
--m longctx.model export`, train.py with init= and rope=yarn, export. Then three models answer the
+-m longctx export`, train.py with init= and rope=yarn, export. Then three models answer the
 same questions: the short one as it is, the short one stretched but not trained on, and the
 fine-tuned one. A model this small learns to look facts up only from text that asks for them: half
 of its training rows are generated documents with facts and questions (data=needles), of other

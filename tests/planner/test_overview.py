@@ -58,6 +58,12 @@ def test_mistakes_are_one_line(word: str, said: str, refused: Callable[[int, str
     refused(main(["plan", word]), said)
 
 
+def test_backends_and_attention_together_are_a_mistake(
+    refused: Callable[[int, str], str],
+) -> None:
+    refused(main(["plan", "backends=naive", "attention=sdpa"]), "attention=sdpa: backends=naive")
+
+
 def test_gib_with_and_without_its_name() -> None:
     assert plan.gib("gpu_memory", "139.8GiB") == 139.8 * GIB == plan.gib("gpu_memory", "139.8")
 

@@ -62,7 +62,7 @@ def test_every_optimizer_clips_as_torch_does(stored: str, clip: float | None, de
     torch.manual_seed(0)
     layer, norms = torch.nn.Linear(70, 30), []
     matrices = [{"params": [layer.weight]}, {"params": [layer.bias], "weight_decay": 0.0}]
-    settings = config(lr=1e-2)
+    settings = config(lr=1e-2).config
     reference = torch.optim.AdamW(
         matrices, lr=1e-2, betas=settings.betas, weight_decay=settings.weight_decay
     )
