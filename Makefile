@@ -1,9 +1,9 @@
-# make train | make extend | make test | make lint. Each creates .venv and installs when needed; PYTHON=python3.12 picks another interpreter.
+# make train | make extend | make test | make test-all | make lint. Each creates .venv and installs when needed; PYTHON=python3.12 picks another interpreter.
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: train extend test lint clean
+.PHONY: train extend test test-all lint clean
 
 train: .venv/installed
 	$(BIN)/python train.py $(ARGS)
@@ -12,6 +12,9 @@ extend: .venv/installed
 	$(BIN)/python -m benchmarks extension $(ARGS)
 
 test: .venv/installed
+	$(BIN)/python -m pytest -n 2 -m 'not slow' $(ARGS)
+
+test-all: .venv/installed
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 lint: .venv/installed

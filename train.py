@@ -7,65 +7,52 @@ torch is imported only once the command line is known to make sense.
 import sys
 
 from longctx import cli
-from longctx.options import libraries
+from longctx.config.request import Request
 
 
 def main(argv: list[str]) -> int:
-    """Exit code: 0 done, 1 the run failed, 2 a mistake (one line on stderr), 130 or 143 stopped by
-    a signal.
+    """Return the exit code: 0 done, 1 the run failed, 2 a mistake (one line on stderr), 130 or 143
+    stopped by a signal.
     """
-    return cli.run(
-        "train",
-        argv,
-        lambda words: sweep(words.overrides) if words.sweep else train(words.overrides),
-    )
+    return cli.run("train", argv, lambda asked: (sweep if asked.sweep else train)(asked.overrides))
 
 
 def train(overrides: list[str]) -> int:
     """One run in this process."""
-    composed = resumed(overrides) or cli.compose("train", overrides)
-    with libraries():
-        import torch
-
-        from longctx.training.fit import train as fit
-
-    if (
-        composed.config.resume is None
-        and composed.config.device != "cpu"
-        and torch.cuda.is_available()
-    ):
-        composed = cli.compose("train", overrides, gpu=True)
-    return fit(*composed)
+    request = Request(*(resumed(overrides) or cli.compose("train", overrides)))
+    with cli.libraries():
+        from longctx.training.loop import train
+    return train(request)
 
 
 def resumed(overrides: list[str]) -> cli.Composed | None:
-    """The configuration of the run that resume= names, with the few other words applied; None for a
-    new run.
+    """Read the configuration of the run that resume= names and apply the other overrides; None for
+    a new run.
     """
     from longctx.runs import run_folder
 
     paths = [
-        cli.unquoted(word.removeprefix("resume="))
-        for word in overrides
-        if word.startswith("resume=")
+        cli.unquoted(override.removeprefix("resume="))
+        for override in overrides
+        if override.startswith("resume=")
     ]
     if not paths or paths[-1] in ("", "null"):
         return None
-    words = [word for word in overrides if not word.startswith("resume=")]
+    others = [override for override in overrides if not override.startswith("resume=")]
     folder = run_folder.find(paths[-1])
-    run_folder.check_resumable(folder, words)
-    composed = cli.from_file("train", folder / "config.yaml", words)
+    run_folder.check_resumable(folder, others)
+    composed = cli.from_file("train", folder / "config.yaml", others)
     composed.config.resume = str(folder)
     return composed
 
 
 def sweep(overrides: list[str]) -> int:
-    """Every combination of the choices in the words, checked before the first one starts."""
-    jobs = cli.jobs(overrides)
-    for word in overrides:
-        if word.startswith(("resume=", "name=")) and len(jobs) > 1:
+    """Train every combination of the choices in `overrides`, once all of them are checked."""
+    jobs = cli.jobs("train", overrides)
+    for override in overrides:
+        if override.startswith(("resume=", "name=")) and len(jobs) > 1:
             raise ValueError(
-                f"{word}: each job of a sweep is a new run with a name of its own; leave it out"
+                f"{override}: each job of a sweep is a new run with a name of its own; leave it out"
             )
     for job in jobs:
         cli.compose("train", job)

@@ -115,8 +115,9 @@ def run(options: Options, command: str, words: list[str]) -> None:
 def find_longest(config: CompleteConfig, options: Options, end: float) -> dict[str, Any]:
     """Tokens of the longest rows of `config`, and how that is known: probed, predicted, or given."""
     from longctx.training.fit import gpu
-    from longctx.training.longest import find
     from longctx.training.probe import Measured, in_child
+
+    from longctx.training.longest import find
 
     if options.longest == "plan":
         longest = fitting.longest(fitting.one_row(config), gpu().usable, host_memory(), 512)

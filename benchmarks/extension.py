@@ -2,7 +2,7 @@
 with YaRN, fine-tune briefly.
 
 Everything is made of the project's own commands, which are printed as they run: train.py, `python
--m longctx.model export`, train.py with init= and rope=yarn, export. Then three models answer the
+-m longctx export`, train.py with init= and rope=yarn, export. Then three models answer the
 same questions: the short one as it is, the short one stretched but not trained on, and the
 fine-tuned one. A model this small learns to look facts up only from text that asks for them: half
 of its training rows are generated documents with facts and questions (data=needles), of other
@@ -102,7 +102,7 @@ def check(options: Options, out: Path) -> None:
     if options.path and not Path(options.path).exists():
         raise ValueError(f"path={options.path}: no such file or folder")
     _, (_, *words) = next(commands(options, out))
-    cli.compose("train", cli.read_words("train", words).overrides)
+    cli.compose("train", cli.read("train", words).overrides)
 
 
 def commands(options: Options, out: Path) -> Iterator[tuple[str, list[str]]]:
@@ -147,7 +147,7 @@ def commands(options: Options, out: Path) -> Iterator[tuple[str, list[str]]]:
         "pretraining",
         ["train.py", *common, *model, *_rows(options, options.short, options.documents)],
     )
-    yield "export", ["-m", "longctx.model", "export", f"{out}/runs/short", f"{out}/short"]
+    yield "export", ["-m", "longctx", "export", f"{out}/runs/short", f"{out}/short"]
     tuning = [
         f"init={out}/short",
         "rope=yarn",
@@ -157,7 +157,7 @@ def commands(options: Options, out: Path) -> Iterator[tuple[str, list[str]]]:
     ]
     count = max(8, options.documents // 8)
     yield "fine-tuning", ["train.py", *common, *tuning, *_rows(options, options.long, count)]
-    yield "export", ["-m", "longctx.model", "export", f"{out}/runs/long", f"{out}/long"]
+    yield "export", ["-m", "longctx", "export", f"{out}/runs/long", f"{out}/long"]
 
 
 def _rows(options: Options, length: int, documents: int) -> list[str]:
@@ -207,7 +207,7 @@ def measure(options: Options, out: Path) -> dict[str, Any]:
         cells = recall(model, tokenizer, filler, lengths, samples=options.samples, dtype=dtype)
         scored = perplexity(model, islice(longest, 64), options.long, options.long, dtype=dtype)
         models[name] = {
-            "recall": content(cells, {})["kinds"],
+            "recall": content(cells)["kinds"],
             "by_position": scored.positions.buckets(),
         }
     where = torch.cuda.get_device_name() if device == "cuda" else "cpu"

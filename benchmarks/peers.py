@@ -281,12 +281,13 @@ def of_other(
     """Steps of another trainer; transformers' without gradient checkpointing first unless `full`,
     rows so far, tell that memory ran out with no more tokens.
     """
+    from longctx.training.fit import decide_memory
+    from longctx.training.probe import OUT_OF_MEMORY, child
+
     from benchmarks.trainers import Job
     from longctx.model.export import architecture
     from longctx.runs import run_folder
-    from longctx.training.fit import decide_memory
-    from longctx.training.optimizer import learning_rate
-    from longctx.training.probe import OUT_OF_MEMORY, child
+    from longctx.training.learning_rate import learning_rate
 
     bare = peer == "longctx-bare"
     config = decide_memory(config, config, device) if bare else config

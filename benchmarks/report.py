@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import longctx
 from longctx import files
+from longctx.tables import grid as grid
 
 
 def machine() -> dict[str, str]:
@@ -49,29 +49,6 @@ def table(rows: list[dict[str, Any]], title: str) -> None:
     Console(width=150).print(shown)
 
 
-def grid(title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
-    """Print `columns` of `rows`; numbers to three figures, what a row lacks left empty."""
-    from rich.console import Console
-    from rich.table import Table
-
-    shown = Table(
-        *(column.replace("_", " ") for column in columns), title=title, title_justify="left"
-    )
-    for row in rows:
-        shown.add_row(*(cell(row.get(column)) for column in columns))
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 160
-    console.print(shown)
-
-
-def cell(value: Any) -> str:
-    """A value as a person reads it: thousands separated, three significant figures of a fraction."""
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
-
-
 def write_json(path: Path, found: dict[str, Any]) -> None:
     """Write `found` whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,6 +60,6 @@ def save_figure(figure: Any, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    with files.whole(path) as partial:
+    with files.atomic(path) as partial:
         figure.savefig(partial, dpi=120)
     plt.close(figure)

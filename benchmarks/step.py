@@ -45,7 +45,6 @@ class Options:
 def run(options: Options, command: str, words: list[str]) -> None:
     """Measure every length with every backend, print tables, write `out`.json and `out`.png."""
     import torch
-
     from longctx.training.fit import decide_memory
 
     check_backends(options.backends)
@@ -89,9 +88,8 @@ def run(options: Options, command: str, words: list[str]) -> None:
 def profiled(config: Any, device: str, steps: int) -> dict[str, Any]:
     """Milliseconds of a step, of its parts, and their shares; `failed` where memory ran out."""
     import torch
-    from torch.profiler import ProfilerActivity, profile
-
     from longctx.training.probe import rehearse
+    from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     seen = profile(activities=activities)

@@ -154,9 +154,10 @@ def longctx_bare(job: Job) -> Built:
     """The model that train.py would train, built, compiled and optimized as there; a step is one
     micro-batch.
     """
-    from longctx.training.module import TrainingModule
-    from longctx.training.optimizer import adamw
     from longctx.training.probe import config_of
+
+    from longctx.training.module import TrainingModule
+    from longctx.training.optimizers import build
 
     config = config_of(job.config)
     module = TrainingModule(config)
@@ -172,7 +173,7 @@ def longctx_bare(job: Job) -> Built:
             found: Tensor = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         return found
 
-    return model, adamw(model, config), loss
+    return model, build(model, config), loss
 
 
 TRAINERS: dict[str, Callable[[Job], Built]] = {
@@ -193,6 +194,7 @@ def measure(job: Job) -> dict[str, Any]:
     """
     from longctx.training.fit import is_out_of_memory, within_memory
     from longctx.training.probe import OUT_OF_MEMORY
+
     from longctx.training.throughput import memory
 
     torch.manual_seed(1)
@@ -224,7 +226,7 @@ def timed_steps(
 
     from longctx.attention import kernels_run
     from longctx.kernels.timing import Laps
-    from longctx.training.optimizer import clip_gradients
+    from longctx.training.optimizers import clip_gradients
 
     def step(tokens: Tensor) -> Tensor:
         value = loss(tokens)

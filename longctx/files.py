@@ -1,5 +1,5 @@
-"""Files that are replaced whole: a reader finds the old one or the new one, never a part, and a
-failure leaves the old one.
+"""Files that are replaced atomically: a reader finds the old one or the new one, never a part, and
+a failure leaves the old one.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """A free name beside `path`, with its suffix, for a file, link or folder that becomes `path`
-    where the block ends.
+def atomic(path: Path) -> Iterator[Path]:
+    """A free name beside `path`, with its suffix, for a file, link or folder that becomes `path` at
+    the end of the block.
 
-    Where the block raises, what it wrote is removed and `path` stays as it was; an OSError that
-    names no file, such as a full disk's, names `path`. A folder replaces none but an empty one.
+    If the block raises, what it wrote is removed and `path` stays as it was. An OSError that names
+    no file, such as that of a full disk, then names `path`. A folder replaces only an empty one.
     """
     given, path = path, path.absolute()
     partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
@@ -26,7 +26,7 @@ def whole(path: Path) -> Iterator[Path]:
         yield partial
         os.replace(partial, path)
     except OSError as error:
-        if error.errno:  # else its text would go
+        if error.errno:  # one without it has only its text, which a file name would hide
             error.filename = error.filename or str(given)
         raise
     finally:
@@ -34,8 +34,8 @@ def whole(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` to `path` in UTF-8, whole or not at all."""
-    with whole(path) as partial:
+    """Write `text` to `path` in UTF-8, atomically."""
+    with atomic(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
@@ -47,7 +47,12 @@ def _remove(path: Path) -> None:
 
 
 def by_step(path: Path) -> tuple[int, str]:
-    """What checkpoints are sorted by: `step-` and at least eight digits, so that a longer name is
-    of a later step.
+    """The sort key of checkpoints: their names hold at least eight digits, so a longer name is of a
+    later step.
     """
     return len(path.name), path.name
+
+
+def printable(text: str) -> str:
+    """Text that moves no cursor and breaks no encoding: names of folders are anybody's."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)

@@ -2,6 +2,7 @@
 code 2.
 """
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -9,21 +10,20 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+from longctx.cli import main as export
+from longctx.config.eval_config import EvalConfig
 from longctx.config.model_config import AttentionConfig
 from longctx.config.train_config import TrainConfig
 from longctx.data import DataConfig, load
 from longctx.data.tokenizer import train
 from longctx.model import GPT, GPTConfig
-from longctx.model.__main__ import main as export
 from longctx.runs import checkpoints, run_folder
 
 SCRIPT = Path(__file__).parents[1] / "eval.py"
@@ -59,12 +59,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     weights = {f"model.{name}": x for name, x in GPT(config.model).state_dict().items()}
     tokenizer.save(folder / "tokenizer.json")
-    data = load(replace(config.data, tokenizer=str(folder)), config.seq_len)
+    data = load(dataclasses.replace(config.data, tokenizer=str(folder)), config.seq_len)
     content = {
         "state_dict": weights,
         "longctx": checkpoints.describe(config, data.fingerprint, 1, None),
     }
-    checkpoints.WholeFiles().save_checkpoint(content, checkpoints.path_of(folder, 3))
+    checkpoints.save(content, checkpoints.path_of(folder, 3))
     run_folder.write_config(folder, config)
     return folder
 
@@ -85,7 +85,7 @@ def test_a_run_is_scored_on_its_validation_documents(
     assert content["stride"] == 32
     assert content["attention"] == "flash"
     assert 0 < len(content["documents"]) < 30
-    # Random weights: close to a uniform guess among 320 words.
+    # Random weights: close to a uniform guess among the 320 tokens of the vocabulary.
     assert content["total"]["perplexity"] == pytest.approx(320, rel=0.2)
     assert f"{content['total']['perplexity']:,.3f}" in out
     assert " tokens/s through the model" in out
@@ -93,7 +93,7 @@ def test_a_run_is_scored_on_its_validation_documents(
     assert content["by_position"][0]["first"] == 1
     assert len(content["gains"]) > 0
     assert next(run.glob("eval/val-*.png")).stat().st_size > 1000
-    assert "longer than" not in out
+    assert "seq_len=" not in out
 
 
 def test_splits_lengths_limits_and_backends(
@@ -113,7 +113,7 @@ def test_splits_lengths_limits_and_backends(
         ]
         assert script.main([*words, f"attention={attention}"]) == 0
         out = capsys.readouterr().out
-        assert "seq_len=200 is longer than the 64 tokens" in out
+        assert "seq_len=200" in out
         content = result(run, out)
         assert content["checkpoint"].endswith("step-00000003.ckpt")
         assert content["context"] == 200
@@ -135,17 +135,22 @@ def test_any_text_is_scored_with_the_tokenizer_of_the_run(
     assert document["bytes"] < 9 * 23
 
 
-def test_processes_share_the_documents(
-    script: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]
+def test_processes_share_the_documents_from_any_folder(
+    script: ModuleType,
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     words = [f"checkpoint={run}", "device=cpu", "split=train"]
     threads = torch.get_num_threads()
-    found = []
+    results = []
     for more in (["documents=5"], ["documents=5", "devices=2"]):
         assert script.main(words + more) == 0
-        found.append(result(run, capsys.readouterr().out))
+        results.append(result(run, capsys.readouterr().out))
     torch.set_num_threads(threads)
-    one, two = found
+    one, two = results
     for a, b in zip(one["documents"], two["documents"], strict=True):
         assert a.pop("name") == b.pop("name")
         assert a == pytest.approx(b, rel=1e-6)
@@ -153,7 +158,7 @@ def test_processes_share_the_documents(
     assert one["by_context"][-1]["nats"] == pytest.approx(two["by_context"][-1]["nats"], rel=1e-6)
 
 
-def test_what_goes_wrong_in_another_process_is_said(
+def test_failure_of_another_process_is_one_line(
     script: ModuleType,
     run: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -164,114 +169,95 @@ def test_what_goes_wrong_in_another_process_is_said(
     assert "devices=2: process 1: " in capsys.readouterr().err
 
 
+OWN_TEXT = ["data=text", "data.path={docs}"]
+MISTAKES = [  # overrides beside checkpoint={run}, and the key=value that the message begins with
+    (["seq_len=abc"], "seq_len=abc"),
+    (["seq_len=0"], "seq_len=0"),
+    (["stride=65"], "stride=65"),
+    (["contexts=[16,65]"], "contexts=[16, 65]"),
+    (["contexts=[1]"], "contexts=[1]"),
+    (["devices=0"], "devices=0"),
+    (["fewshot=2"], "fewshot=2"),
+    (["fewshot=-1", "tasks=[a]"], "fewshot=-1"),
+    (["tasks_path=x"], "tasks_path=x"),
+    (["tasks=[a]", "devices=2"], "devices=2"),
+    (["tasks=[a]", "contexts=[16]"], "contexts=[16]"),
+    (["tasks=[a]", "passkey=true"], "tasks=[a]"),
+    (["passkey=true", "stride=8"], "stride=8"),
+    (["passkey=true", "devices=2"], "devices=2"),
+    (["passkey.samples=3"], "passkey.samples=3"),
+    (["passkey=true", "passkey.lengths=[256,256]"], "passkey.lengths=[256, 256]"),
+    (["passkey=true", "passkey.lengths=[64]"], "passkey.lengths=[64]"),
+    (["passkey=true", "passkey.depths=[2]"], "passkey.depths=[2"),
+    (["passkey=true", "passkey.kinds=[a]"], "passkey.kinds=['a']"),
+    (["passkey=true", "passkey.lengths=[256]", "seq_len=64"], "seq_len=64"),
+    ([*OWN_TEXT, "data.cache=x"], "data.cache=x"),
+    ([*OWN_TEXT, "data.tokenizer=x"], "data.tokenizer=x"),
+    ([*OWN_TEXT, "data.val_fraction=0.5"], "data.val_fraction=0.5"),
+    ([*OWN_TEXT, "split=val"], "split=val"),
+    (["data.val_fraction=0.5"], "data.val_fraction=0.5"),
+    (["data=text"], "data.path"),
+    (["data=text", "data.path={docs}/none.txt"], "data.path={docs}/none.txt"),
+    (["data=mix", "data.mix.a.path={docs}"], "data=mix"),
+    (["data.path={docs}"], "data.path={docs}"),
+    (["documents=99999999999999999999"], "documents=99999999999999999999"),
+    (["sequence=4"], "sequence"),
+    (["split=test"], "split=test"),
+    (["attention=best"], "attention=best"),
+    (["-m", "seq_len=64,128"], "-m"),
+]
+WRONG_CHECKPOINTS = [
+    ([], "checkpoint"),
+    (["checkpoint="], "checkpoint="),
+    (["checkpoint=nowhere/at/all"], "checkpoint=nowhere/at/all"),
+    (["checkpoint={docs}"], "checkpoint={docs}"),
+    (["checkpoint={docs}/00.txt"], "{docs}/00.txt"),
+]
+
+
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
-        ([], "checkpoint is not set"),
-        (["checkpoint=nowhere/at/all"], "checkpoint=nowhere/at/all: no such file or folder"),
-        (["checkpoint={docs}"], "not the folder of a run"),
-        (["checkpoint={docs}/00.txt"], "00.txt: not a checkpoint"),
-        (["checkpoint={run}", "seq_len=abc"], "seq_len=abc: must be a whole number"),
-        (["checkpoint={run}", "seq_len=0"], "seq_len=0: a number from 1"),
-        (["checkpoint={run}", "stride=65"], "stride=65: from 1 to seq_len=64"),
-        (
-            ["checkpoint={run}", "contexts=[16,65]"],
-            "contexts=[16, 65]: lengths from 1 to seq_len=64",
-        ),
-        (["checkpoint={run}", "contexts=[1]"], "contexts=[1]: lengths from 2 up"),
-        (["checkpoint={run}", "devices=0"], "devices=0: a number from 1"),
-        (["checkpoint={run}", "fewshot=2"], "fewshot=2: name the tasks too"),
-        (["checkpoint={run}", "tasks_path=x"], "tasks_path=x: name the tasks too"),
-        (["checkpoint={run}", "tasks=[a]", "devices=2"], "devices=2: tasks run on one device"),
-        (["checkpoint={run}", "tasks=[a]", "passkey=true"], "two evaluations"),
-        (
-            ["checkpoint={run}", "passkey=true", "stride=8"],
-            "stride=8: passkey=true has no use for it",
-        ),
-        (
-            ["checkpoint={run}", "passkey.samples=3"],
-            "passkey.samples=3: does nothing without passkey=true",
-        ),
-        (
-            ["checkpoint={run}", "passkey=true", "passkey.lengths=[256,256]"],
-            "passkey.lengths=[256, 256]: each once",
-        ),
-        (
-            ["checkpoint={run}", "passkey=true", "passkey.lengths=[256]", "seq_len=64"],
-            "seq_len=64: passkey.lengths says how long",
-        ),
-        (
-            ["checkpoint={run}", "data=text", "data.path={docs}", "data.cache=x"],
-            "data.cache=x: nothing of data= is kept",
-        ),
-        (
-            ["checkpoint={run}", "documents=99999999999999999999"],
-            "documents=99999999999999999999: a number from 1",
-        ),
-        (["checkpoint="], "checkpoint= names nothing"),
-        (["checkpoint={run}", "sequence=4"], "sequence is not a key"),
-        (["checkpoint={run}", "split=test"], "split=test: one of val, train"),
-        (["checkpoint={run}", "attention=best"], "attention=best: not one of"),
-        (["checkpoint={run}", "data.path={docs}"], "data=text"),
-        (
-            ["checkpoint={run}", "data=text", "data.path=x", "data.tokenizer=x"],
-            "the checkpoint brings its tokenizer",
-        ),
-        (["checkpoint={run}", "data.val_fraction=0.5"], "say which source too, such as data=text"),
-        (
-            ["checkpoint={run}", "data=text", "data.path={docs}", "data.val_fraction=0.5"],
-            "all documents of data= are scored",
-        ),
-        (
-            ["checkpoint={run}", "data=mix", "data.mix.a.path={docs}"],
-            "data=mix: an evaluation scores one source",
-        ),
-        (["-m", "checkpoint={run}", "seq_len=64,128"], "one evaluation at a time"),
-        (["checkpoint={run}", "data=text"], "data.path is not set"),
-        (["checkpoint={run}", "data=text", "data.path={docs}/none.txt"], "none.txt"),
-        (
-            ["checkpoint={run}", "data=text", "data.path={docs}", "split=val"],
-            "only the run's own data is split",
-        ),
+        *WRONG_CHECKPOINTS,
+        *[(["checkpoint={run}", *overrides], message) for overrides, message in MISTAKES],
     ],
 )
-def test_a_mistake_is_one_line_and_writes_nothing(
+def test_mistake_is_one_line_and_writes_nothing(
     script: ModuleType,
     run: Path,
     refused: Callable[[int, str], str],
-    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
     message: str,
 ) -> None:
-    places = {"run": run, "docs": run.parents[1] / "docs"}
+    monkeypatch.setattr("longctx.config.eval_config.find_spec", lambda name: "installed")
+    folders = {"run": run, "docs": run.parents[1] / "docs"}
     before = sorted(run.rglob("*"))
-    refused(script.main([word.format(**places) for word in [*words, "device=cpu"]]), message)
+    argv = [override.format(**folders) for override in [*overrides, "device=cpu"]]
+    refused(script.main(argv), f"error: {message.format(**folders)}")
     assert sorted(run.rglob("*")) == before
 
 
-def test_a_file_in_the_place_of_the_results_is_named_before_anything_is_scored(
+def test_file_in_the_place_of_the_results_is_refused(
     script: ModuleType, run: Path, tmp_path: Path, refused: Callable[[int, str], str]
 ) -> None:
     other = Path(shutil.copytree(run, tmp_path / "other", ignore=shutil.ignore_patterns("eval")))
     (other / "eval").write_text("")
     refused(
         script.main([f"checkpoint={other}", "device=cpu"]),
-        f"the folder {other}/eval, which is a file",
+        f"checkpoint={other}: the result goes into the folder {other}/eval",
     )
 
 
-def test_tasks_without_the_harness_say_what_to_install(
+def test_tasks_without_the_harness_name_what_to_install(
     script: ModuleType,
     run: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    refused: Callable[[int, str], str],
 ) -> None:
     monkeypatch.setattr("longctx.config.eval_config.find_spec", lambda name: None)
-    assert script.main([f"checkpoint={run}", "tasks=[wikitext,lambada]"]) == 2
-    error = capsys.readouterr().err
-    assert (
-        "tasks=[wikitext,lambada]: lm-evaluation-harness is not installed; pip install 'longctx[lm-eval]'"
-        in error
-    )
+    error = refused(script.main([f"checkpoint={run}", "tasks=[a,b]"]), "tasks=[a,b]: ")
+    assert "longctx[lm-eval]" in error
 
 
 def test_tasks_run_from_the_command_line(
@@ -289,48 +275,41 @@ def test_tasks_run_from_the_command_line(
         "".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:3])
     )
     (tmp_path / "mine.yaml").write_text(
-        f"task: mine\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/data.jsonl}}}}\n"
-        "test_split: test\noutput_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{text}}'\n"
+        "task: mine\ndataset_path: json\ntest_split: test\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path}/data.jsonl}}}}\n"
+        "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{text}}'\n"
         "metric_list: [{metric: bits_per_byte}]\n"
     )
     words = [f"checkpoint={run}", "device=cpu", "tasks=[mine]", f"tasks_path={tmp_path}"]
     assert script.main([*words, "documents=2"]) == 0
     out = capsys.readouterr().out
-    found = result(run, out)
-    assert 0 < found["results"]["mine"]["bits_per_byte,none"] < 20
-    assert "bits_per_byte" in out and found["documents"] == 2
+    content = result(run, out)
+    assert 0 < content["results"]["mine"]["bits_per_byte,none"] < 20
+    assert "bits_per_byte" in out
+    assert content["documents"] == 2
     assert script.main([*words[:2], f"tasks_path={tmp_path}/none", "tasks=[mine]"]) == 2
-    assert "no such folder" in capsys.readouterr().err
+    assert f"tasks_path={tmp_path}/none: " in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_a_gpu_that_is_not_there_is_said(
+def test_gpu_that_is_not_there_is_refused(
     script: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert script.main([f"checkpoint={run}", "device=cuda"]) == 2
-    assert "device=cuda: torch finds no GPU" in capsys.readouterr().err
+    assert "device=cuda: " in capsys.readouterr().err
 
 
-def test_help_answers_at_once_and_names_every_key() -> None:
-    started = time.perf_counter()
+def test_help_names_every_key_and_imports_no_torch() -> None:
+    code = "import sys, eval; eval.main(['--help']); print('torch' in sys.modules)"
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], cwd=SCRIPT.parent, capture_output=True, text=True, check=True
     )
-    assert time.perf_counter() - started < 1.5
-    for key in (
-        "checkpoint",
-        "seq_len",
-        "stride",
-        "split",
-        "documents",
-        "contexts",
-        "devices",
-        "attention.backend",
-        "data.path",
-    ):
-        assert re.search(rf"^  {re.escape(key)}=", done.stdout, re.MULTILINE), key
+    assert done.stdout.endswith("False\n")
+    for name in [field.name for field in dataclasses.fields(EvalConfig)]:
+        assert re.search(rf"^  {name}(=|\.)", done.stdout, re.MULTILINE), name
 
 
+@pytest.mark.slow
 def test_the_script_runs_from_any_folder(run: Path, tmp_path: Path) -> None:
     words = [f"checkpoint={run}", "documents=1", "device=cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -354,30 +333,29 @@ def test_passkeys_of_a_run_and_of_its_export(
     [file] = (run / "eval").glob("passkey-*.json")
     assert file.name == "passkey-step-00000003-600-flash.json"
     assert file.with_suffix(".png").exists()
-    found = json.loads(file.read_text())
-    assert found["filler"] == "val split of the run's data"
-    assert found["kinds"]["needle"]["lengths"] == [500, 600]
-    assert "passkey: right answers, by depth and tokens" in capsys.readouterr().out
+    content = json.loads(file.read_text())
+    assert content["filler"] == "val split of the run's data"
+    assert content["kinds"]["needle"]["lengths"] == [500, 600]
+    assert "passkey: " in capsys.readouterr().out
 
     assert export(["export", str(run), str(tmp_path / "out")]) == 0
-    said = ["passkey.lengths=[600]", "data=text", f"data.path={SCRIPT.parent / 'README.md'}"]
-    assert script.main([f"checkpoint={tmp_path / 'out'}", *words, *said]) == 0
+    texts = ["passkey.lengths=[600]", "data=text", f"data.path={SCRIPT.parent / 'README.md'}"]
+    assert script.main([f"checkpoint={tmp_path / 'out'}", *words, *texts]) == 0
     assert (tmp_path / "out" / "eval" / "passkey-out-600-flash.json").exists()
     assert script.main([f"checkpoint={tmp_path / 'out'}", *words, "split=val"]) == 2
-    assert "split=val: a Hugging Face folder has no documents of its own" in capsys.readouterr().err
+    assert "error: split=val: " in capsys.readouterr().err
     (tmp_path / "two.jsonl").write_text(
         '{"text": "short"}\n' + json.dumps({"text": "long " * 3000}) + "\n"
     )
-    said = ["passkey.lengths=[600]", "data=text", f"data.path={tmp_path / 'two.jsonl'}"]
-    assert script.main([f"checkpoint={run}", *words, *said, "documents=1"]) == 2
-    assert "too few to fill 600" in capsys.readouterr().err
+    texts = ["passkey.lengths=[600]", "data=text", f"data.path={tmp_path / 'two.jsonl'}"]
+    assert script.main([f"checkpoint={run}", *words, *texts, "documents=1"]) == 2
+    assert "error: passkey.lengths=[600]: " in capsys.readouterr().err
     assert script.main([f"checkpoint={run}", *words, "passkey.lengths=[128000]"]) == 2
-    assert "too few to fill 128,000" in capsys.readouterr().err
-    assert script.main([f"checkpoint={run}", *words, "devices=2"]) == 2
-    assert "passkey=true runs on one device" in capsys.readouterr().err
+    assert "error: passkey.lengths=[128000]: " in capsys.readouterr().err
 
 
-def test_another_question_keeps_the_answer_to_the_first(
+@pytest.mark.slow
+def test_result_of_other_keys_keeps_the_first_result(
     script: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def ask(*words: str) -> Path:
@@ -389,5 +367,5 @@ def test_another_question_keeps_the_answer_to_the_first(
     kept = json.loads(first.read_text())["documents"]
     assert len(json.loads(fewer.read_text())["documents"]) == 1 < len(kept)
     assert ask() == first
-    assert ask("documents=1", "batch_size=3") == fewer, "the same question, asked in another way"
+    assert ask("documents=1", "batch_size=3") == fewer, "the same evaluation, run in another way"
     assert json.loads(first.read_text())["documents"] == kept

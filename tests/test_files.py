@@ -13,7 +13,7 @@ def test_a_file_is_replaced_whole_with_the_permissions_of_any_new_file(tmp_path:
     path, usual = tmp_path / "a.json", tmp_path / "usual"
     usual.write_text("")
     path.write_text("old")
-    with files.whole(path) as partial:
+    with files.atomic(path) as partial:
         partial.write_text("new")
         assert (
             partial.parent == tmp_path and partial.suffix == ".json" and path.read_text() == "old"
@@ -25,7 +25,7 @@ def test_a_file_is_replaced_whole_with_the_permissions_of_any_new_file(tmp_path:
 
 
 def fail(path: Path, failure: BaseException) -> None:
-    with files.whole(path) as partial:
+    with files.atomic(path) as partial:
         partial.write_text("ne")
         raise failure
 
@@ -51,11 +51,11 @@ def test_folders_and_links_too_and_what_a_killed_process_left_is_no_obstacle(
     left = tmp_path / f".out.{os.getpid()}"
     left.mkdir()
     (left / "part").write_text("")
-    with files.whole(tmp_path / "out") as partial:
+    with files.atomic(tmp_path / "out") as partial:
         partial.mkdir()
         (partial / "x").write_text("whole")
     for name in ("one", "two"):
-        with files.whole(tmp_path / "last") as partial:
+        with files.atomic(tmp_path / "last") as partial:
             partial.symlink_to(name)
     assert (tmp_path / "out" / "x").read_text() == "whole" and os.readlink(
         tmp_path / "last"

@@ -1,9 +1,10 @@
-"""What an evaluation is told: the keys of eval.py. Torch-free."""
+"""The keys of eval.py, checked as far as that needs no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import NamedTuple
 
 from longctx.config.data_config import DataConfig
 from longctx.config.fields import check, group, key
@@ -34,19 +35,23 @@ class PasskeyConfig:
         """Raise ValueError naming the first key whose value makes no sense."""
         if self.lengths is not None and (not self.lengths or min(self.lengths) < SHORTEST):
             raise ValueError(
-                f"passkey.lengths={self.lengths}: lengths from {SHORTEST} tokens up, such as [4096,16384]"
+                f"passkey.lengths={self.lengths}: none, or too short for a fact; "
+                f"give lengths from {SHORTEST} tokens up, such as [4096,16384]"
             )
         if self.depths is not None and (
             not self.depths or not all(0 <= depth <= 1 for depth in self.depths)
         ):
-            raise ValueError(f"passkey.depths={self.depths}: shares from 0 to 1, such as [0,0.5,1]")
+            raise ValueError(
+                f"passkey.depths={self.depths}: not shares of a text; "
+                "give numbers from 0 to 1, such as [0,0.5,1]"
+            )
         for name in ("lengths", "depths", "kinds"):
             values = getattr(self, name) or []
             if len(set(values)) < len(values):
-                raise ValueError(f"passkey.{name}={values}: each once")
+                raise ValueError(f"passkey.{name}={values}: a value is there twice; give each once")
         check(self, "passkey.")
         if not self.kinds or set(self.kinds) - set(KINDS):
-            raise ValueError(f"passkey.kinds={self.kinds}: of {', '.join(KINDS)}")
+            raise ValueError(f"passkey.kinds={self.kinds}: give one or more of {', '.join(KINDS)}")
 
 
 @dataclass
@@ -103,83 +108,111 @@ class EvalConfig:
     fewshot: int | None = key(
         None,
         "solved examples before each question of a task; null: as the task says",
+        between=(0, 10**6),
     )
     attention: AttentionConfig = group(AttentionConfig)
     passkey: PasskeyConfig = group(PasskeyConfig)
     data: DataConfig = group(DataConfig)  # the run's own documents unless data= is given
 
     def validate(self) -> None:
-        """Raise ValueError naming the first key whose value makes no sense; what needs the run is checked later."""
+        """Raise ValueError naming the first key whose value makes no sense.
+
+        What depends on the run is checked where the run is opened.
+        """
         if self.checkpoint is None:
             raise ValueError("checkpoint is not set; give a run, such as checkpoint=runs/NAME")
         check(self)
-        for context in self.contexts or []:
-            if context < 2:
-                raise ValueError(f"contexts={self.contexts}: lengths from 2 up")
+        if any(context < 2 for context in self.contexts or []):
+            raise ValueError(f"contexts={self.contexts}: too short; give lengths from 2 up")
         self.passkey.validate()
-        if self.passkey.enabled and self.devices > 1:
-            raise ValueError(
-                f"devices={self.devices}: passkey=true runs on one device; leave devices out"
-            )
+        self._validate_passkey()
         self._validate_tasks()
-        if self.passkey.enabled and self.passkey.lengths is not None and self.seq_len is not None:
+        self.data.validate()
+
+    def _validate_passkey(self) -> None:
+        if not self.passkey.enabled:
+            return
+        if self.tasks:
             raise ValueError(
-                f"seq_len={self.seq_len}: passkey.lengths says how long the texts are; leave one of them out"
+                f"tasks=[{','.join(self.tasks)}]: another evaluation than passkey=true; "
+                "call eval.py once for each"
             )
-        unused = (
-            ("stride", "contexts", "batch_size")
-            if self.passkey.enabled
-            else ("contexts",)
-            if self.tasks
-            else ()
-        )
-        for name in unused:
-            if getattr(self, name) is not None:
-                what = "tasks have" if self.tasks else "passkey=true has"
-                raise ValueError(
-                    f"{name}={getattr(self, name)}: {what} no use for it; leave {name} out"
-                )
-        self.data.validate_words()
+        if self.passkey.lengths is not None and self.seq_len is not None:
+            raise ValueError(
+                f"seq_len={self.seq_len}: passkey.lengths gives the lengths of the texts; "
+                "leave one of them out"
+            )
+        self._check_unused("passkey=true", "stride", "contexts", "batch_size")
 
     def _validate_tasks(self) -> None:
         if not self.tasks:
             for name in ("tasks_path", "fewshot"):
-                if getattr(self, name) is not None:
+                value = getattr(self, name)
+                if value is not None:
                     raise ValueError(
-                        f"{name}={getattr(self, name)}: name the tasks too, such as tasks=[wikitext]"
+                        f"{name}={value}: does nothing without tasks; name them too, "
+                        "such as tasks=[wikitext]"
                     )
             return
-        if self.fewshot is not None and self.fewshot < 0:
-            raise ValueError(f"fewshot={self.fewshot}: a number from 0 up")
-        if self.passkey.enabled:
-            raise ValueError(
-                "tasks and passkey=true are two evaluations; call eval.py once for each"
-            )
-        if self.devices > 1:
-            raise ValueError(f"devices={self.devices}: tasks run on one device; leave devices out")
+        self._check_unused("tasks", "contexts")
         if find_spec("lm_eval") is None:
             raise ValueError(
-                f"tasks=[{','.join(self.tasks)}]: lm-evaluation-harness is not installed; pip install 'longctx[lm-eval]'"
+                f"tasks=[{','.join(self.tasks)}]: lm-evaluation-harness is not installed; "
+                "pip install 'longctx[lm-eval]'"
             )
+
+    def _check_unused(self, kind: str, *names: str) -> None:
+        """ValueError where one of `names` is set, or several devices, which this kind ignores."""
+        if self.devices > 1:
+            raise ValueError(
+                f"devices={self.devices}: {kind} runs on one device; leave devices out"
+            )
+        for name in names:
+            value = getattr(self, name)
+            if value is not None:
+                raise ValueError(f"{name}={value}: does nothing with {kind}; leave {name} out")
+
+
+class EvalRequest(NamedTuple):
+    """An evaluation that the command line asks for, as far as it can be checked without torch."""
+
+    config: EvalConfig
+    changed: dict[str, str]  # key → value of the overrides
+    other_data: bool  # whether data= names the documents; otherwise they are the run's own
+    command: list[str]  # the script and its overrides, for further processes
+
+    @classmethod
+    def of(cls, config: EvalConfig, changed: dict[str, str], command: list[str]) -> EvalRequest:
+        """The request of a checked `config`; ValueError for overrides that contradict it."""
+        other_data = names_data(changed)
+        for key_name in ("data", "split"):
+            if config.tasks and key_name in changed:
+                raise ValueError(
+                    f"{key_name}={changed[key_name]}: tasks bring their own documents; "
+                    f"leave {key_name} out"
+                )
+        return cls(config, changed, other_data, command)
 
 
 def names_data(changed: dict[str, str]) -> bool:
-    """Whether the words, key → value, name other documents than the run's own; ValueError where they only half do."""
-    for name in ("data.tokenizer", "data.vocab_size"):
+    """Whether the overrides, key → value, name other documents than the run's own.
+
+    ValueError where they only half do, or set what an evaluation ignores.
+    """
+    for name, reason in (
+        ("data.tokenizer", "the checkpoint brings its tokenizer"),
+        ("data.vocab_size", "the checkpoint brings its tokenizer"),
+        ("data.cache", "an evaluation stores nothing of data="),
+    ):
         if name in changed:
-            raise ValueError(
-                f"{name}={changed[name]}: the checkpoint brings its tokenizer; leave {name} out"
-            )
-    if "data.cache" in changed:
-        raise ValueError(
-            f"data.cache={changed['data.cache']}: nothing of data= is kept; leave data.cache out"
-        )
+            raise ValueError(f"{name}={changed[name]}: {reason}; leave {name} out")
     keys = [name for name in changed if name == "data" or name.startswith("data.")]
     if keys and "data" not in changed:
         raise ValueError(f"{keys[0]}={changed[keys[0]]}: say which source too, such as data=text")
     if "data.val_fraction" in changed:
         raise ValueError(
-            f"data.val_fraction={changed['data.val_fraction']}: all documents of data= are scored; leave it out"
+            f"data.val_fraction={changed['data.val_fraction']}: all documents of data= are scored; "
+            "leave data.val_fraction out"
         )
     if keys and "split" in changed:
         raise ValueError(
@@ -189,7 +222,9 @@ def names_data(changed: dict[str, str]) -> bool:
 
 
 def doubling(limit: int) -> list[int]:
-    """The contexts that lead up to `limit`: 1,024, 2,048, …, or four halvings of a shorter limit; [] where it has none."""
+    """The contexts that lead up to `limit`: 1,024, 2,048, …, or four halvings of a shorter limit;
+    [] for a limit under 16.
+    """
     if limit < 16:
         return []
     first = 1024 if limit >= 8192 else 1 << (limit.bit_length() - 4)

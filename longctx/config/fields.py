@@ -18,13 +18,24 @@ def key(
     *,
     between: tuple[float, float] | None = None,
     choices: Sequence[str] = (),
+    word: str | None = None,
+    positional: bool = False,
 ) -> Any:
     """A field with its `default` and help text, checked by `check`.
 
-    between: smallest and largest number allowed. choices: the words allowed, the first of which
-    the help names first. A value of None is for the dataclass's own `validate` to judge.
+    between: smallest and largest number allowed, of each item where the field is a list.
+    choices: the words allowed, the first of which the help names first.
+    word: the one word that may stand where a number is meant, as in seq_len=max.
+    positional: the command line gives it without `key=`, as in `watch runs/NAME`.
+    A value of None is for the dataclass's own `validate` to judge.
     """
-    metadata = {"help": meaning, "between": between, "choices": tuple(choices)}
+    metadata = {
+        "help": meaning,
+        "between": between,
+        "choices": tuple(choices),
+        "word": word,
+        "positional": positional,
+    }
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: copy(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -38,14 +49,18 @@ def group(schema: type) -> Any:
 def check(config: Any, prefix: str = "") -> None:
     """Raise ValueError for the first key of `config` outside its declared range or choices."""
     for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
+        name, value = f"{prefix}{item.name}", getattr(config, item.name)
         between, choices = item.metadata.get("between"), item.metadata.get("choices")
-        if value is None:
+        word = item.metadata.get("word")
+        if value is None or (word is not None and value == word):
             continue
-        if between is not None and not isinstance(value, str):
-            in_range(f"{prefix}{item.name}", value, *between)
-        if choices and value not in choices:
-            raise ValueError(f"{prefix}{item.name}={value}: one of {', '.join(choices)}")
+        if word is not None and isinstance(value, str):
+            raise ValueError(f"{name}={value}: must be a whole number, or {word}")
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if between is not None and not isinstance(one, str):
+                in_range(name, one, *between)
+            if choices and one not in choices:
+                raise ValueError(f"{name}={one}: one of {', '.join(choices)}")
 
 
 def in_range(name: str, value: float, least: float, most: float) -> None:

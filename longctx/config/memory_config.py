@@ -18,21 +18,21 @@ POLICIES: dict[str, dict[str, Any]] = {
         "keep_every": 1,
         "mlp_tile": 0,
         "offload": 0.0,
-        "optimizer": "fp32",
+        "optimizer_state": "fp32",
     },
     "balanced": {
         "recompute": "block",
         "keep_every": 1,
         "mlp_tile": 0,
         "offload": 0.0,
-        "optimizer": "fp32",
+        "optimizer_state": "fp32",
     },
     "long": {
         "recompute": "block",
         "keep_every": 2,
         "mlp_tile": 32768,
         "offload": 0.6,
-        "optimizer": "host",
+        "optimizer_state": "host",
     },
 }
 
@@ -71,9 +71,9 @@ class MemoryConfig:
         "tokens whose logits exist at one time; null: 1 GiB of logits, 256 MiB in long",
         between=(1, 2**24),
     )
-    optimizer: str | None = key(
+    optimizer_state: str | None = key(
         None,
-        "AdamW's averages: fp32 | bf16 | host: fp32 in pinned host memory",
+        "the optimizer's averages: fp32 | bf16 | host: fp32 in pinned host memory",
         choices=("fp32", "bf16", "host"),
     )
 
@@ -85,10 +85,11 @@ class MemoryConfig:
     def __str__(self) -> str:
         """The policy, and where it is not plain fast its parts: what a run says at its beginning."""
         plain = POLICIES["fast"] | {"loss_chunk": None}
+        values = vars(self if self.policy == "auto" else self.filled(self.policy))
         parts = [
-            f"{name}={getattr(self, name)}"
-            for name in plain
-            if getattr(self, name) not in (None, plain[name])
+            f"{name}={values[name]}"
+            for name, usual in plain.items()
+            if values[name] not in (None, usual)
         ]
         return ", ".join([self.policy, *parts])
 

@@ -5,27 +5,19 @@ Torch-free, so that `python train.py --help` and every mistyped word are answere
 
 from __future__ import annotations
 
-import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from longctx.config.data_config import DataConfig
 from longctx.config.eval_config import PasskeyConfig
-from longctx.config.fields import check, group, in_range, key
+from longctx.config.fields import check, group, key
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import AttentionConfig, GPTConfig, LoraConfig
+from longctx.config.optimizer_config import OptimizerConfig
 from longctx.config.rope_config import RopeConfig
 
 LONGEST_ROW = 2**24
-LONGEST = -(2**62)  # what seq_len=max is in a configuration, until a run has found the length
-SPELLED = {
-    "seq_len=max": f"seq_len={LONGEST}"
-}  # words of the command line → what the schema can hold
-TOKENS_PER_MICRO_BATCH = {"cuda": 16384, "cpu": 4096}
-TOKENS_PER_STEP = {"cuda": 65536, "cpu": 4096}
-TOKENS_PER_VALIDATION = {"cuda": 262144, "cpu": 32768}
-STEPS = {"cuda": 300, "cpu": 60}
 
 
 @dataclass
@@ -76,9 +68,11 @@ class KernelConfig:
 class TrainConfig:
     """One training run."""
 
-    seq_len: int = key(
+    seq_len: int | str = key(
         4096,
         "tokens per row: the context that the model trains at; max: the longest that fits the GPU",
+        between=(2, LONGEST_ROW),
+        word="max",
     )
     seq_len_schedule: list[list[int]] | None = key(
         None,
@@ -106,7 +100,7 @@ class TrainConfig:
     )
     lr: float | None = key(
         None,
-        "peak rate of AdamW; null: 0.5 / model.channels, with init 2e-5, with lora 2e-4",
+        "peak learning rate; null: 0.5 / model.channels, with init 2e-5, with lora 2e-4",
         between=(0.0, 10.0),
     )
     min_lr: float = key(0.1, "the cosine ends at this share of lr", between=(0.0, 1.0))
@@ -168,6 +162,7 @@ class TrainConfig:
     kernel: KernelConfig = group(KernelConfig)
     model: GPTConfig = group(GPTConfig)
     memory: MemoryConfig = group(MemoryConfig)
+    optimizer: OptimizerConfig = group(OptimizerConfig)
     lora: LoraConfig = group(LoraConfig)
     rope: RopeConfig = group(RopeConfig)
     passkey: PasskeyConfig = group(PasskeyConfig)  # at every validation
@@ -178,8 +173,6 @@ class TrainConfig:
     def validate(self) -> None:
         """Raise ValueError naming the first key whose value makes no sense on any machine, with any data."""
         check(self)
-        if self.seq_len != LONGEST:
-            in_range("seq_len", self.seq_len, 2, LONGEST_ROW)
         self._validate_schedule()
         if self.max_tokens is not None and self.max_steps is not None:
             raise ValueError(
@@ -210,10 +203,15 @@ class TrainConfig:
             raise ValueError(f"runs={self.runs!r}: the path of a folder")
         self.model.validate()
         self.memory.validate()
-        if self.memory.optimizer == "bf16" and self.betas[1] > 0.98:
+        self.optimizer.validate()
+        for policy in self.memory.policies()[:1]:
+            state = self.memory.filled(policy).optimizer_state
+            self.optimizer.check_beside(state, self.lora.rank)
+        if self.memory.optimizer_state == "bf16" and self.betas[1] > 0.98:
             raise ValueError(
-                f"memory.optimizer=bf16 with betas[1]={self.betas[1]}: a change of less than 1/256 is lost in 16 bits and "
-                "the average stands still; use betas[1] up to 0.98, or memory.optimizer=fp32 or host"
+                f"memory.optimizer_state=bf16 with betas[1]={self.betas[1]}: a change of less than "
+                "1/256 is lost in 16 bits and the average stands still; use betas[1] up to 0.98, "
+                "or memory.optimizer_state=fp32 or host"
             )
         self.rope.validate()
         self.passkey.validate()
@@ -222,7 +220,7 @@ class TrainConfig:
                 f"rope={self.rope.type}: stretches trained weights, and init= names none; leave rope out"
             )
         self.lora.validate()
-        self.data.validate_words()
+        self.data.validate()
 
     def _validate_schedule(self) -> None:
         before = 1
@@ -232,7 +230,7 @@ class TrainConfig:
                 raise ValueError(
                     f"{said}: pairs of row length and steps, such as [[2048,100],[8192,50]]"
                 )
-            if self.seq_len == LONGEST:
+            if isinstance(self.seq_len, str):
                 raise ValueError(
                     f"{said}: its lengths divide seq_len, which seq_len=max leaves open; give a number"
                 )
@@ -243,24 +241,6 @@ class TrainConfig:
             before = stage[0]
 
 
-@dataclass
-class CompleteConfig(TrainConfig):
-    """A configuration in which nothing is left to be decided; made by `complete`."""
-
-    batch_size: int = 1
-    accumulate: int = 1
-    max_steps: int = 1
-    lr: float = 1e-3
-    warmup_steps: int = 0
-    val_every: int = 1
-    val_rows: int = 0
-
-    @property
-    def rows_per_step(self) -> int:
-        """Rows that one optimizer step takes, over all micro-batches and devices."""
-        return self.batch_size * self.accumulate * self.devices
-
-
 def check_name(name: str) -> None:
     """Raise ValueError unless `name` is safe as the name of one folder."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
@@ -269,62 +249,31 @@ def check_name(name: str) -> None:
         )
 
 
-def complete(config: TrainConfig, device: str) -> CompleteConfig:
-    """The configuration with every null that depends on `device` ("cuda" or "cpu") filled in; pure.
-
-    On a GPU `longctx.planner.fitting.decide` may make fewer micro-batches of the same step. ValueError for seq_len=max, which
-    depends on more than that.
-    """
-    if config.seq_len == LONGEST:
-        raise ValueError("seq_len=max: a run finds that on its GPU; here give a number of tokens")
-    batch_size = config.batch_size or max(1, TOKENS_PER_MICRO_BATCH[device] // config.seq_len)
-    micro_batch = batch_size * config.seq_len * config.devices
-    accumulate = config.accumulate or max(1, TOKENS_PER_STEP[device] // micro_batch)
-    if config.max_tokens is not None:
-        steps = math.ceil(config.max_tokens / (micro_batch * accumulate))
-    else:
-        steps = config.max_steps or STEPS[device]
-    if sum(length for _, length in config.seq_len_schedule or []) >= steps:
-        raise ValueError(
-            f"seq_len_schedule={config.seq_len_schedule}: takes all {steps:,} steps; leave some for seq_len"
-        )
-    warmup = min(200, steps // 10) if config.warmup_steps is None else config.warmup_steps
-    decided = {
-        "batch_size": batch_size,
-        "accumulate": accumulate,
-        "max_steps": steps,
-        "max_tokens": None,
-        "lr": default_rate(config) if config.lr is None else config.lr,
-        "warmup_steps": warmup,
-        "val_every": config.val_every or max(20, math.ceil(steps / 5)),
-        "val_rows": max(1, TOKENS_PER_VALIDATION[device] // config.seq_len)
-        if config.val_rows is None
-        else config.val_rows,
-        "memory": config.memory.filled(config.memory.policies()[0]),
-        "precision": {"cuda": "bf16", "cpu": "fp32"}[device]
-        if config.precision == "auto"
-        else config.precision,
-        "compile": str(device == "cuda").lower()
-        if config.compile.lower() == "auto"
-        else config.compile.lower(),
-    }
-    return CompleteConfig(**(vars(config) | decided))
-
-
-def default_rate(config: TrainConfig) -> float:
-    """The peak rate: near GPT-3's table of sizes from random weights; for trained ones what those who stretch them take
-    (YaRN, arXiv 2309.00071), and ten times that for LoRA, whose additions begin at zero (arXiv 2405.09673).
-    """
-    if config.lora.rank is not None:
-        return 2e-4
-    return 2e-5 if config.init is not None else 0.5 / config.model.channels
+def from_plain(plain: dict[str, Any]) -> TrainConfig:
+    """The configuration of which `dataclasses.asdict` made `plain`."""
+    groups = {item.name: item.default_factory for item in fields(TrainConfig)}
+    values = dict(plain)
+    for name, value in plain.items():
+        schema = groups[name]
+        if is_dataclass(schema):
+            values[name] = schema(**value)
+    return TrainConfig(**values)
 
 
 def upgraded(saved: dict[str, Any]) -> dict[str, Any]:
-    """A run's configuration as this version has it; older ones say recompute and loss_chunk under model."""
+    """A run's configuration as this version has it. Older ones say memory.optimizer for
+    memory.optimizer_state and know AdamW only; still older ones say recompute and loss_chunk under
+    model.
+    """
+    saved = {"optimizer": {"name": "adamw"}} | saved
+    memory = saved.get("memory") or {}
+    if "optimizer" in memory:
+        memory = {"optimizer_state": memory["optimizer"]} | memory
+        del memory["optimizer"]
+        saved = saved | {"memory": memory}
     model = dict(saved.get("model") or {})
     if not {"recompute", "loss_chunk"} & model.keys():
         return saved
     recompute, chunk = model.pop("recompute", False), model.pop("loss_chunk", None)
-    memory = {"policy": "balanced" if recompute else "fast", "loss_chunk": chunk}
-    return saved | {"model": model, "memory": memory | dict(saved.get("memory") or {})}
+    policy = {"policy": "balanced" if recompute else "fast", "loss_chunk": chunk}
+    return saved | {"model": model, "memory": policy | memory}

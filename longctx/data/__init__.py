@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from longctx.config.data_config import DataConfig as DataConfig
+    from longctx.data.corpus import Document as Document
     from longctx.data.dataset import Data as Data
-    from longctx.data.dataset import load as load
-    from longctx.data.mix import Mixture as Mixture
+    from longctx.data.mixture import Mixture as Mixture
+    from longctx.data.mixture import load as load
     from longctx.data.sampler import SampleStream as SampleStream
-    from longctx.data.sources import Document as Document
     from longctx.data.sources import read_documents as read_documents
     from longctx.data.tokenizer import Tokenizer as Tokenizer
 
 _HOME = {
     "DataConfig": "longctx.config.data_config",
-    "Document": "longctx.data.sources",
+    "Document": "longctx.data.corpus",
     "read_documents": "longctx.data.sources",
     "Data": "longctx.data.dataset",
-    "load": "longctx.data.dataset",
-    "Mixture": "longctx.data.mix",
+    "load": "longctx.data.mixture",
+    "Mixture": "longctx.data.mixture",
     "SampleStream": "longctx.data.sampler",
     "Tokenizer": "longctx.data.tokenizer",
 }

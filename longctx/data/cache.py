@@ -28,8 +28,8 @@ def cached(folder: Path, build: Callable[[Path], None]) -> Path:
     """Return `folder`, calling `build(empty folder)` first unless an earlier call completed it.
 
     `folder` then holds what `build` wrote and `complete.json` with the size of every file; a folder
-    whose files no longer have these sizes is built again. Raises OSError with one clear line when
-    the cache cannot be written.
+    whose files no longer have these sizes is built again. Raises OSError, one line, if the cache
+    cannot be written.
     """
     if _is_complete(folder):
         return folder

@@ -20,7 +20,8 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from longctx.data.sources import Document
+from longctx.config.data_config import DataConfig
+from longctx.data.corpus import Document
 from longctx.data.tokenizer import read_json
 
 Span = tuple[int, int]  # characters first .. end - 1
@@ -32,15 +33,13 @@ class Conversation(Document):
     spans: Sequence[Span]
 
     def __new__(cls, name: str, text: str, spans: Sequence[Span]) -> Conversation:
-        made = super().__new__(cls, name, text)
-        made.spans = spans
-        return made
+        conversation = super().__new__(cls, name, text)
+        conversation.spans = spans
+        return conversation
 
 
 class Template:
-    """The chat template of a tokenizer's folder; ValueError or FileNotFoundError, one line, where
-    it has none.
-    """
+    """The chat template in a tokenizer's folder; ValueError, one line, if it has none."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser()
@@ -56,36 +55,48 @@ class Template:
         }
         described = read_json(self.folder / "tokenizer.json").get("added_tokens", [])
         self.special = [token["content"] for token in described if token.get("special")]
-        self.fingerprint = hashlib.sha256(json.dumps([source, self.tokens]).encode()).hexdigest()[
-            :32
-        ]
+        digest = hashlib.sha256(json.dumps([source, self.tokens]).encode())
+        self.fingerprint = digest.hexdigest()[:32]
+
+    @classmethod
+    def of(cls, config: DataConfig) -> Template:
+        """Read the chat template in the folder of `config.tokenizer`."""
+        if config.tokenizer is None:
+            raise ValueError(
+                "data.chat=true: needs a tokenizer with a chat template; "
+                "give its folder with data.tokenizer=, or init="
+            )
+        place = Path(config.tokenizer).expanduser()
+        return cls(place if place.is_dir() else place.parent)
 
     def render(self, name: str, place: str, row: Mapping[str, Any]) -> Conversation:
-        """The conversation row["messages"] as text, called `name`, with the parts of it that the
-        assistant says.
+        """Write the conversation row["messages"] as text, with the assistant's spans of it.
 
-        ValueError names `place` and the message where it is none, or where the assistant's part
-        cannot be told apart.
+        Raises ValueError, naming `place` and the message, if it is no conversation or if the
+        assistant's part cannot be told apart.
         """
         tools = row.get("tools")
         messages = self._checked(place, row.get("messages"))
-        self._check_words(place, "tools", tools)
-        whole = self._rendered(place, messages, tools)
+        self._refuse_special(place, "tools", tools)
+        text = self._rendered(place, messages, tools)
         spans: list[Span] = []
         for n, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
             before = self._rendered(place, messages[:n], tools, prompt=True)
             upto = self._rendered(place, messages[: n + 1], tools)
-            if not (whole.startswith(upto) and upto.startswith(before)):
+            if not (text.startswith(upto) and upto.startswith(before)):
                 raise ValueError(
-                    f"{place}: message {n + 1} is written differently by the chat template when others follow it or when "
-                    "it is asked for; the assistant's words cannot be told apart"
+                    f"{place}: message {n + 1} is written differently by the chat template when "
+                    "others follow it or when it is asked for, so the assistant's text cannot be "
+                    "told apart; use another template"
                 )
             spans.append((len(before), len(upto)))
         if not spans:
-            raise ValueError(f"{place}: no message of the assistant, so nothing to learn from")
-        return Conversation(name, whole, spans)
+            raise ValueError(
+                f"{place}: no message of the assistant, so nothing to learn; leave it out"
+            )
+        return Conversation(name, text, spans)
 
     def _checked(self, place: str, messages: Any) -> list[dict[str, Any]]:
         if not isinstance(messages, list) or not messages:
@@ -98,15 +109,13 @@ class Template:
             content = message.get("content")
             if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
                 raise ValueError(f"{place}: message {n} must have its text in 'content'")
-            self._check_words(place, f"message {n}", message)
+            self._refuse_special(place, f"message {n}", message)
         return messages
 
-    def _check_words(self, place: str, what: str, said: Any) -> None:
+    def _refuse_special(self, place: str, what: str, content: Any) -> None:
         for token in self.special:
-            if token in json.dumps(said, ensure_ascii=False):
-                raise ValueError(
-                    f"{place}: {what} contains {token}, which has a meaning of its own; take it out"
-                )
+            if token in json.dumps(content, ensure_ascii=False):
+                raise ValueError(f"{place}: {what} contains the special token {token}; take it out")
 
     def _rendered(self, place: str, messages: Any, tools: Any, prompt: bool = False) -> str:
         data = json.loads(json.dumps({"messages": messages, "tools": tools or None}))
@@ -119,9 +128,7 @@ class Template:
 
 
 class _Generation(Extension):
-    """{% generation %} … {% endgeneration %}: marks the assistant's words for other tools; here
-    only its inside counts.
-    """
+    """{% generation %} … {% endgeneration %}, which other tools use: renders what stands inside."""
 
     tags = {"generation"}
 
@@ -131,12 +138,12 @@ class _Generation(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    made = ImmutableSandboxedEnvironment(
+    environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
-    made.filters["tojson"] = _to_json
-    made.globals["raise_exception"] = _refuse
-    return made
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    return environment
 
 
 def _to_json(
@@ -159,21 +166,16 @@ def _source(folder: Path, settings: Mapping[str, Any]) -> str:
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    found = settings.get("chat_template")
-    if isinstance(found, Sequence) and not isinstance(found, str):
-        found = next(
-            (
-                x.get("template")
-                for x in found
-                if isinstance(x, dict) and x.get("name") == "default"
-            ),
-            None,
-        )
-    if not isinstance(found, str):
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # of named ones
+        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        template = named.get("default")
+    if not isinstance(template, str):
         raise ValueError(
-            f"data.chat=true: {folder} has no chat template; give a tokenizer's folder that has one with data.tokenizer="
+            f"data.chat=true: {folder} has no chat template; "
+            "give a tokenizer's folder that has one with data.tokenizer="
         )
-    return found
+    return template
 
 
 def _text(token: Any) -> str:

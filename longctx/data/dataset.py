@@ -1,14 +1,16 @@
-"""From a DataConfig to rows: tokenizer, tokens, split and packing, each cached by a fingerprint of
+"""One source as a data set: its tokenizer, tokens, split and rows, each cached by a fingerprint of
 what it depends on.
 
 tokenizers/KEY    BPE trained on the corpus           key: the corpus' identity, vocabulary size
 documents/KEY     documents as tokens (Arrow)         key: the corpus' identity, tokenizer
 packings/KEY      which piece lies in which row       key: documents, split, seq_len
+
+torch is imported by what returns rows: to describe a data set does not need it, and it takes 3 s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +18,7 @@ import numpy as np
 
 from longctx.config.data_config import DataConfig
 from longctx.data.cache import cached, fingerprint
-from longctx.data.duplicates import validates
+from longctx.data.duplicates import choose_validation
 from longctx.data.packing import Packing, pack
 from longctx.data.progress import Progress
 from longctx.data.sources import open_corpus
@@ -26,19 +28,17 @@ from longctx.data.tokenizer import Tokenizer, train
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
 
-    from longctx.data.mix import Mixture
     from longctx.data.rows import Rows
 
-_VERSION = (
-    1  # of what is in the cache; raised when the same documents would become other tokens or rows
-)
-_SAMPLE = 16 << 20  # characters that the BPE is trained on
+# Of what is in the cache; raised when the same documents would become other tokens or rows.
+_VERSION = 1
+SAMPLE = 16 << 20  # characters that a BPE is trained on
 SPLITS = ("train", "val")
 
 
 class EncodedDocument(NamedTuple):
-    """A whole document, uncut: its tokens (tokens,) int64, the last one end-of-text, and its size
-    in UTF-8 bytes.
+    """An uncut document: its tokens (tokens,) int64, the last one end-of-text, and its size in
+    UTF-8 bytes.
     """
 
     name: str
@@ -46,28 +46,26 @@ class EncodedDocument(NamedTuple):
     n_bytes: int
 
 
-class Part(NamedTuple):
-    """A source of a mix, tokenized and split."""
+class SplitDocuments(NamedTuple):
+    """The tokenized documents of a source, and which of them validate, (documents,) bool."""
 
     tokenizer: Tokenizer
     store: Store
-    validates: np.ndarray  # (documents,) bool
+    validating: np.ndarray
 
 
 class Data:
-    """A data set at one row length: `train` and `val` rows, the tokenizer, whole documents, and
+    """A data set at one row length: `train` and `val` rows, the tokenizer, uncut documents, and
     counts of it all.
     """
 
-    def __init__(self, config: DataConfig, seq_len: int, part: Part | None = None):
-        """`part` is what `Mixture` knows of a source of its own: else the documents are tokenized
-        and split here.
-        """
+    def __init__(self, config: DataConfig, seq_len: int, documents: SplitDocuments | None = None):
+        """Tokenize and split the documents, unless a mix has done so: then take its `documents`."""
         if seq_len < 2:
-            raise ValueError(f"seq_len={seq_len}: a row holds at least 2 tokens")
-        self.config, self.seq_len = config, seq_len
-        self.tokenizer, self.store = (part.tokenizer, part.store) if part else tokenize(config)
-        validating = part.validates if part else split(config, self.store)
+            raise ValueError(f"seq_len={seq_len}: a row holds at least 2 tokens; give more")
+        self.config = config
+        self.seq_len = seq_len
+        self.tokenizer, self.store, validating = documents or split_documents(config)
         self.split = {"train": np.flatnonzero(~validating), "val": np.flatnonzero(validating)}
         content = [self.store.content(), self.tokenizer.fingerprint, self.split["val"].tolist()]
         self.fingerprint: str = fingerprint([_VERSION, *content])
@@ -93,18 +91,18 @@ class Data:
         return SampleStream(len(self.train), seed, rank, world_size, consumed)
 
     def documents(self, split: str = "val") -> Iterator[EncodedDocument]:
-        """Whole documents of `train` or `val`, uncut, in their fixed order."""
+        """Read the uncut documents of `train` or `val`, in their fixed order."""
         if split not in SPLITS:
-            raise ValueError(f"split={split}: use train or val")
+            raise ValueError(f"split={split}: not a split; use train or val")
         for document in self.split[split].tolist():
             ids = self.store.tokens(document).astype(np.int64)
             yield EncodedDocument(self.store.name(document), ids, int(self.store.n_bytes[document]))
 
     def summary(self) -> dict[str, Any]:
-        """Counts for a table or a log; `efficiency` is the share of row positions that are not
-        padding.
+        """Counts for a table or a log; `efficiency` is the share of row positions that hold a
+        document's token rather than padding.
         """
-        result: dict[str, Any] = {
+        counts: dict[str, Any] = {
             "source": self.config.source,
             "documents": len(self.store),
             "documents_dropped": self.store.dropped,
@@ -115,11 +113,12 @@ class Data:
             "seq_len": self.seq_len,
         }
         for split in SPLITS:
-            result[f"{split}_documents"] = len(self.split[split])
-            result[f"{split}_tokens"] = int(self.store.lengths[self.split[split]].sum())
-            result[f"{split}_rows"] = self.packings[split].rows
-            result[f"{split}_efficiency"] = round(self.packings[split].efficiency(self.seq_len), 6)
-        return result
+            packing = self.packings[split]
+            counts[f"{split}_documents"] = len(self.split[split])
+            counts[f"{split}_tokens"] = int(self.store.lengths[self.split[split]].sum())
+            counts[f"{split}_rows"] = packing.rows
+            counts[f"{split}_efficiency"] = round(packing.efficiency(self.seq_len), 6)
+        return counts
 
     def _rows(self, split: str) -> Rows:
         from longctx.data.rows import Rows
@@ -129,45 +128,31 @@ class Data:
     def _pack(self) -> dict[str, Packing]:
         def write(folder: Path) -> None:
             for split, documents in self.split.items():
-                pack(self.store.lengths[documents], self.seq_len, documents).save(
-                    folder / f"{split}.npz"
-                )
+                packing = pack(self.store.lengths[documents], self.seq_len, documents)
+                packing.save(folder / f"{split}.npz")
 
         key = fingerprint([self.fingerprint, self.seq_len])
         folder = cached(self.config.cache_folder() / "packings" / key, write)
         return {split: Packing.load(folder / f"{split}.npz") for split in SPLITS}
 
 
-def load(config: DataConfig, seq_len: int) -> Data | Mixture:
-    """Open a data set, or a mix of several, in rows of `seq_len` tokens, building what the cache
-    lacks.
-
-    Raises ValueError or OSError with one line that names the key or file, whatever is wrong with
-    the documents.
-    """
-    config.validate()
-    if config.source == "mix":
-        from longctx.data.mix import Mixture
-
-        return Mixture(config, seq_len)
-    return Data(config, seq_len)
+def split_documents(config: DataConfig, without: Set[bytes] = frozenset()) -> SplitDocuments:
+    """Tokenize the documents of one source and choose which of them validate."""
+    tokenizer, store = tokenize(config, without)
+    validating = choose_validation(store.hashes(), store.groups, config.val_fraction)
+    return SplitDocuments(tokenizer, store, validating)
 
 
 def tokenize(config: DataConfig, without: Set[bytes] = frozenset()) -> tuple[Tokenizer, Store]:
-    """The tokenizer and the documents in its tokens; generated ones hold no text whose key (see
-    `Store.keys`) is in `without`.
+    """Open the tokenizer and the documents in its tokens, building what the cache lacks.
+
+    Generated documents hold no text whose key (see `Store`) is in `without`.
     """
     corpus = open_corpus(config, without)
     identity = [_VERSION, config.source, corpus.identity, *(["chat"] if config.chat else [])]
-    cache = config.cache_folder()
     if config.tokenizer is None:
-
-        def train_here(folder: Path) -> None:
-            with Progress(f"training a tokenizer of {config.vocab_size:,} tokens", None):
-                train(corpus.sample(_SAMPLE), config.vocab_size).save(folder / "tokenizer.json")
-
-        key = fingerprint([identity, config.vocab_size])
-        tokenizer = Tokenizer.load(cached(cache / "tokenizers" / key, train_here))
+        folder = train_tokenizer(config, [identity, config.vocab_size], corpus.sample(SAMPLE))
+        tokenizer = Tokenizer.load(folder)
     else:
         tokenizer = Tokenizer.load(config.tokenizer)
 
@@ -176,12 +161,22 @@ def tokenize(config: DataConfig, without: Set[bytes] = frozenset()) -> tuple[Tok
             build(folder, corpus, tokenizer, config.chat)
         except NothingToPredict as error:
             where = f"data.path={config.path}" if config.paths() else f"data={config.source}"
-            raise ValueError(f"{where}: {error}, so there is nothing to predict") from error
+            raise ValueError(
+                f"{where}: {error}, so there is nothing to predict; give longer documents"
+            ) from error
 
     key = fingerprint([identity, tokenizer.fingerprint, "signatures"])
-    return tokenizer, Store(cached(cache / "documents" / key, encode))
+    return tokenizer, Store(cached(config.cache_folder() / "documents" / key, encode))
 
 
-def split(config: DataConfig, store: Store) -> np.ndarray:
-    """Which documents validate, (documents,) bool."""
-    return validates(store.hashes(), store.groups, config.val_fraction)
+def train_tokenizer(config: DataConfig, identity: Any, texts: Iterable[str]) -> Path:
+    """Train a tokenizer of `config.vocab_size` tokens on `texts`, which `identity` stands for.
+
+    Returns its folder in the cache. `texts` are read only if it is not there yet.
+    """
+
+    def write(folder: Path) -> None:
+        with Progress(f"training a tokenizer of {config.vocab_size:,} tokens", None):
+            train(texts, config.vocab_size).save(folder / "tokenizer.json")
+
+    return cached(config.cache_folder() / "tokenizers" / fingerprint(identity), write)

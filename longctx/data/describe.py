@@ -1,66 +1,34 @@
-"""What `python -m longctx.data` prints and draws: size, tokens, how long the documents are, how well they fill rows."""
+"""What `longctx data` prints and draws: how large a data set is, how long its documents are, and
+how well they fill rows.
+"""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from longctx import cli, files
-from longctx.config.data_config import DataConfig
-from longctx.config.fields import group, key
+from longctx import files
+from longctx.config.command_config import DescribeConfig
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from longctx.data.dataset import Data
-    from longctx.data.mix import Mixture
+    from longctx.data.mixture import Mixture
 
 _LONG = (4096, 16384, 65536)  # tokens; documents above these are what a long context is for
 
 
-@dataclass
-class DescribeConfig:
-    """The data set, and the rows that it is to fill; the keys of `data` are those of train.py."""
-
-    seq_len: int = key(4096, "tokens in a row")
-    out: str | None = key("lengths.png", "picture of the document lengths; null: none")
-    data: DataConfig = group(DataConfig)
-
-    def validate(self) -> None:
-        """Raise ValueError naming the first key that cannot be right, before anything is read."""
-        if not 2 <= self.seq_len < 2**31:
-            raise ValueError(
-                f"seq_len={self.seq_len}: a row holds 2 tokens or more, and fewer than 2^31"
-            )
-        if self.out == "":
-            raise ValueError(
-                "out= names no picture; give a file such as out=lengths.png, or out=null for none"
-            )
-        self.data.validate_words()
-
-
-def main(argv: list[str]) -> int:
-    """Describe the data set that `argv` names; 0, or 2 after one line on stderr."""
-    return cli.run("describe", argv, lambda words: describe(read(words)))
-
-
-def read(words: cli.Words) -> DescribeConfig:
-    """The configuration that the words make; ValueError, one line, where they make none."""
-    if words.sweep:
-        raise ValueError("-m: one data set is described at a time")
-    asked: DescribeConfig = cli.compose("describe", words.overrides).config
-    return asked
-
-
-def describe(asked: DescribeConfig) -> int:
+def describe(config: DescribeConfig) -> int:
     """Print and draw; ValueError or OSError, one line, for what cannot be described."""
-    from longctx.data.dataset import load
+    from longctx.data.mixture import load  # pyarrow and tokenizers, which --help does not need
 
-    data = load(asked.data, asked.seq_len)
+    data = load(config.data, config.seq_len)
     _print(data)
-    if asked.out is not None:
-        draw(data, Path(asked.out))
-        print(f"\nHistogram of document lengths: {asked.out}")
+    if config.out is not None:
+        draw(data, Path(config.out))
+        print(f"\nHistogram of document lengths: {config.out}")
     return 0
 
 
@@ -92,74 +60,89 @@ def share_in_longer(data: Data | Mixture, length: int) -> float:
 
 def _print(data: Data | Mixture) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     console = Console(width=None if sys.stdout.isatty() else 100)
-    about = data.summary()
-    facts = Table(
-        title=f"data={about['source']}",
+    counts = data.summary()
+    console.print(_facts(data, counts))
+    console.print(_rows(counts))
+    if "mix" in counts:
+        console.print(_members(counts["mix"]))
+    console.print(_lengths(histogram(data), counts["tokens"]))
+
+
+def _facts(data: Data | Mixture, counts: dict[str, Any]) -> Table:
+    from rich.table import Table
+
+    table = Table(
+        title=f"data={counts['source']}",
         title_justify="left",
         show_header=False,
         box=None,
         pad_edge=False,
     )
-    facts.add_column(style="dim")
-    facts.add_column(justify="right")
-    dropped = (
-        f", {about['documents_dropped']:,} empty left out" if about["documents_dropped"] else ""
-    )
-    facts.add_row(
-        "documents",
-        f"{about['documents']:,} ({about['near_duplicates']:,} near-duplicates of others{dropped})",
-    )
-    facts.add_row("bytes", f"{about['bytes']:,}")
-    facts.add_row("tokens", f"{about['tokens']:,}")
-    facts.add_row("vocabulary", f"{about['vocab_size']:,} tokens")
-    facts.add_row("bytes per token", f"{about['bytes'] / about['tokens']:.2f}")
-    facts.add_row("longest document", f"{int(data.lengths.max()):,} tokens")
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    empty = counts["documents_dropped"]
+    about = f"{counts['near_duplicates']:,} near-duplicates of others"
+    about += f", {empty:,} empty left out" if empty else ""
+    table.add_row("documents", f"{counts['documents']:,} ({about})")
+    table.add_row("bytes", f"{counts['bytes']:,}")
+    table.add_row("tokens", f"{counts['tokens']:,}")
+    table.add_row("vocabulary", f"{counts['vocab_size']:,} tokens")
+    table.add_row("bytes per token", f"{counts['bytes'] / counts['tokens']:.2f}")
+    table.add_row("longest document", f"{int(data.lengths.max()):,} tokens")
     for length in _LONG:
-        facts.add_row(
-            f"tokens in documents > {length // 1024}K", f"{share_in_longer(data, length):.1%}"
-        )
-    console.print(facts)
+        share = share_in_longer(data, length)
+        table.add_row(f"tokens in documents > {length // 1024}K", f"{share:.1%}")
+    return table
 
-    rows = Table(
-        title=f"\nRows of {data.seq_len:,} tokens", title_justify="left", box=None, pad_edge=False
+
+def _rows(counts: dict[str, Any]) -> Table:
+    table = _columns(
+        f"Rows of {counts['seq_len']:,} tokens", "split", "documents", "tokens", "rows", "filled"
     )
-    for name in ("split", "documents", "tokens", "rows", "filled"):
-        rows.add_column(name, justify="left" if name == "split" else "right", header_style="dim")
     for split in ("train", "val"):
-        counts = [f"{about[f'{split}_{what}']:,}" for what in ("documents", "tokens", "rows")]
-        rows.add_row(
-            split, *counts, f"{about[f'{split}_efficiency']:.2%}" if about[f"{split}_rows"] else "-"
-        )
-    console.print(rows)
+        numbers = [f"{counts[f'{split}_{name}']:,}" for name in ("documents", "tokens", "rows")]
+        filled = f"{counts[f'{split}_efficiency']:.2%}" if counts[f"{split}_rows"] else "-"
+        table.add_row(split, *numbers, filled)
+    return table
 
-    if "mix" in about:
-        mix = Table(title="\nSources", title_justify="left", box=None, pad_edge=False)
-        for name in ("name", "weight", "documents", "tokens", "rows to train on"):
-            mix.add_column(name, justify="left" if name == "name" else "right", header_style="dim")
-        for name, part in about["mix"].items():
-            counts = [f"{part[key]:,}" for key in ("documents", "tokens", "train_rows")]
-            mix.add_row(name, f"{part['weight']:g}", *counts)
-        console.print(mix)
 
-    lengths = Table(title="\nDocument lengths", title_justify="left", box=None, pad_edge=False)
-    for name in ("tokens", "documents", "share of all tokens"):
-        lengths.add_column(
-            name, justify="left" if name.startswith("share") else "right", header_style="dim"
-        )
-    bins = histogram(data)
-    widest = max(one.tokens for one in bins)
+def _members(mix: dict[str, dict[str, Any]]) -> Table:
+    table = _columns("Sources", "name", "weight", "documents", "tokens", "rows to train on")
+    for name, counts in mix.items():
+        numbers = [f"{counts[key]:,}" for key in ("documents", "tokens", "train_rows")]
+        table.add_row(name, f"{counts['weight']:g}", *numbers)
+    return table
+
+
+def _lengths(bins: list[Bin], tokens: int) -> Table:
+    table = _columns("Document lengths", "tokens", "documents")
+    table.add_column("share of all tokens", header_style="dim")
+    table.columns[0].justify = "right"
+    most = max(one.tokens for one in bins)
     for one in bins:
-        bar = "█" * round(32 * one.tokens / widest)
+        bar = "█" * round(32 * one.tokens / most)
         span = f"{one.low:,} – {2 * one.low - 1:,}" if one.low > 1 else "1"
-        lengths.add_row(span, f"{one.documents:,}", f"{one.tokens / about['tokens']:6.1%} {bar}")
-    console.print(lengths)
+        table.add_row(span, f"{one.documents:,}", f"{one.tokens / tokens:6.1%} {bar}")
+    return table
+
+
+def _columns(title: str, name: str, *numbers: str) -> Table:
+    """A table of a name and, aligned to the right, of `numbers`."""
+    from rich.table import Table
+
+    table = Table(title=f"\n{title}", title_justify="left", box=None, pad_edge=False)
+    table.add_column(name, header_style="dim")
+    for number in numbers:
+        table.add_column(number, justify="right", header_style="dim")
+    return table
 
 
 def draw(data: Data | Mixture, path: Path) -> None:
-    """Write the histogram of document lengths as a picture: how many documents, and where the tokens are."""
+    """Write a picture of the document lengths: how many documents there are, and where the tokens
+    are.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -168,10 +151,11 @@ def draw(data: Data | Mixture, path: Path) -> None:
 
     bins = histogram(data)
     total = int(data.lengths.sum())
-    lows = [one.low for one in bins]
     figure, (above, below) = pyplot.subplots(
         2, 1, figsize=(8, 5.6), sharex=True, layout="constrained"
     )
+    # Two bar charts over the same lengths.
+    lows = [one.low for one in bins]
     style = {"width": [0.94 * low for low in lows], "align": "edge"}
     above.bar(lows, [one.documents for one in bins], color="#4c78a8", **style)
     below.bar(lows, [one.tokens / total for one in bins], color="#f58518", **style)
@@ -188,28 +172,28 @@ def draw(data: Data | Mixture, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.3)
         axes.set_axisbelow(True)
-        if edges[0] <= data.seq_len <= edges[-1]:
-            axes.axvline(data.seq_len, color="#333333", linestyle="--", linewidth=1)
+    # The row length, where it lies within them.
     if edges[0] <= data.seq_len <= edges[-1]:
-        side = "left" if 4 * data.seq_len <= edges[-1] else "right"
-        place = {
-            "xy": (data.seq_len, 0.97),
-            "xycoords": ("data", "axes fraction"),
-            "va": "top",
-            "ha": side,
-        }
-        above.annotate(f" seq_len {data.seq_len:,} ", **place)
-    source = (
-        data.config.source
-        if data.config.path is None
-        else f"{data.config.source}: {', '.join(data.config.paths())}"
-    )
+        for axes in (above, below):
+            axes.axvline(data.seq_len, color="#333333", linestyle="--", linewidth=1)
+        above.annotate(
+            f" seq_len {data.seq_len:,} ",
+            xy=(data.seq_len, 0.97),
+            xycoords=("data", "axes fraction"),
+            va="top",
+            ha="left" if 4 * data.seq_len <= edges[-1] else "right",
+        )
+    source = data.config.source
+    if data.config.path is not None:
+        source += f": {', '.join(data.config.paths())}"
     above.set_title(f"{source} · {len(data.lengths):,} documents, {total:,} tokens", loc="left")
     try:
-        with files.whole(path) as partial:
+        with files.atomic(path) as partial:
             figure.savefig(partial, dpi=150, format=path.suffix.lstrip(".") or "png")
     except OSError as error:
-        raise OSError(f"out={path}: cannot write there ({error.strerror or error})") from error
+        raise OSError(
+            f"out={path}: cannot write there ({error.strerror or error}); give another file"
+        ) from error
     except ValueError as error:
         raise ValueError(f"out={path}: {error}") from error
     finally:

@@ -2,14 +2,14 @@
 decreasing.
 
 Best-fit decreasing puts each piece, longest first, into the fullest row that still holds it
-(Johnson 1973: at most 11/9 of the fewest rows possible). Rows are kept in stacks by what is left in
+(Johnson 1973: at most 11/9 of the fewest rows possible). Rows lie on stacks by the room left in
 them, so a million documents take a second. For language models: Ding et al. 2024, arXiv 2404.10830.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +17,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Packing:
-    """Which piece of which document lies where. Row r holds pieces `row_starts[r] : row_starts[r +
-    1]`, in order.
+    """Which piece of which document lies where.
+
+    Row r holds the pieces `row_starts[r]` to `row_starts[r + 1] - 1`, in order.
     """
 
     document: np.ndarray  # (pieces,) int64: index of the document
@@ -35,28 +36,19 @@ class Packing:
         return float(self.length.sum()) / (self.rows * seq_len) if self.rows else 1.0
 
     def save(self, path: Path) -> None:
-        np.savez(
-            path,
-            document=self.document,
-            start=self.start,
-            length=self.length,
-            row_starts=self.row_starts,
-        )
+        np.savez(path, **vars(self))
 
     @classmethod
     def load(cls, path: Path) -> Packing:
         with np.load(path) as arrays:
-            return cls(
-                **{name: arrays[name] for name in ("document", "start", "length", "row_starts")}
-            )
+            return cls(**{field.name: arrays[field.name] for field in fields(cls)})
 
 
 def cut(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut documents of `lengths` tokens into pieces: (document, start, length), each (pieces,)
-    int64.
+    """Cut documents of `lengths` tokens into pieces: (document, start, length), each (pieces,).
 
-    All pieces of a document but its last are exactly `seq_len` long, the last at most. No tokens:
-    no piece.
+    All pieces of a document but its last are exactly `seq_len` long, the last at most. A document
+    without tokens has no piece.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     count = -(-lengths // seq_len)
@@ -67,43 +59,48 @@ def cut(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def best_fit_decreasing(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, int]:
-    """Assign pieces of 1..seq_len tokens to rows of `seq_len`: ((pieces,) int64 row of each piece,
-    number of rows).
+    """Assign pieces of 1..seq_len tokens to rows: the row of each, (pieces,) int64, and how many
+    rows there are.
 
-    Deterministic: equal lengths keep their order, and the row opened last is filled first.
+    Deterministic: equal lengths keep their order, and of rows with equal room the one that was
+    filled last is taken.
     """
-    order = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable")
+    lengths = np.asarray(lengths, dtype=np.int64)
+    order = np.argsort(-lengths, kind="stable")
     row_of = np.empty(len(lengths), dtype=np.int64)
-    whole = int(np.count_nonzero(lengths == seq_len))
-    row_of[order[:whole]] = np.arange(whole)
-    rows = whole
-    left: dict[int, list[int]] = {}  # capacity left -> rows that have exactly this left
-    capacities: list[int] = []  # sorted keys of `left`
-
-    for piece, length in zip(
-        order[whole:].tolist(), np.asarray(lengths)[order[whole:]].tolist(), strict=True
-    ):
-        at = bisect_left(capacities, length)
-        if at == len(capacities):
-            row, capacity, rows = rows, seq_len, rows + 1
+    # Pieces that fill a row alone.
+    full = int(np.count_nonzero(lengths == seq_len))
+    row_of[order[:full]] = np.arange(full)
+    rows = full
+    # The others, each into the row with the least room that suffices.
+    with_room: dict[int, list[int]] = {}  # tokens left -> rows that have exactly these left
+    rooms: list[int] = []  # sorted keys of `with_room`
+    shorter = order[full:]
+    for piece, length in zip(shorter.tolist(), lengths[shorter].tolist(), strict=True):
+        at = bisect_left(rooms, length)
+        if at == len(rooms):
+            row = rows
+            room = seq_len
+            rows += 1
         else:
-            capacity = capacities[at]
-            row = left[capacity].pop()
-            if not left[capacity]:
-                del left[capacity], capacities[at]
+            room = rooms[at]
+            row = with_room[room].pop()
+            if not with_room[room]:
+                del with_room[room], rooms[at]
         row_of[piece] = row
-        capacity -= length
-        if capacity in left:
-            left[capacity].append(row)
-        elif capacity:
-            left[capacity] = [row]
-            insort(capacities, capacity)
+        room -= length
+        if room in with_room:
+            with_room[room].append(row)
+        elif room:
+            with_room[room] = [row]
+            insort(rooms, room)
     return row_of, rows
 
 
 def pack(lengths: np.ndarray, seq_len: int, documents: np.ndarray | None = None) -> Packing:
-    """Cut and pack documents of `lengths` tokens into rows of `seq_len`; `documents` names them
-    (default 0, 1, ...).
+    """Cut and pack documents of `lengths` tokens into rows of `seq_len`.
+
+    `documents` are their numbers in the result, (documents,); default 0, 1, ...
     """
     document, start, length = cut(lengths, seq_len)
     row_of, rows = best_fit_decreasing(length, seq_len)

@@ -1,4 +1,4 @@
-"""What the terminal shows while documents become tokens: one moving line, and a last one that
+"""Progress on the terminal while documents become tokens: one moving line, and a last one that
 stays.
 """
 
@@ -15,18 +15,20 @@ from rich.progress import Progress as Bar
 
 
 class Progress:
-    """`with Progress("tokenizing", total) as progress: progress.advance(documents, tokens)`;
-    `total` None if unknown.
+    """`with Progress("tokenizing", total) as progress: progress.advance(documents, tokens)`.
 
-    Where stderr is no terminal there is only the last line, and none after an error.
+    `total` is the number of documents, None if unknown. If stderr is no terminal there is only the
+    last line, and none after an error.
     """
 
-    def __init__(self, what: str, total: int | None):
-        self._what, self._began = what, time.monotonic()
-        self._documents = self._tokens = 0
+    def __init__(self, task: str, total: int | None):
+        self._task_name = task
+        self._began = time.monotonic()
+        self._documents = 0
+        self._tokens = 0
         columns = [
             SpinnerColumn(),
-            TextColumn(f"data: {what}"),
+            TextColumn(f"data: {task}"),
             BarColumn(),
             TextColumn("{task.fields[state]}"),
         ]
@@ -38,7 +40,7 @@ class Progress:
             transient=True,
             disable=not sys.stderr.isatty(),
         )
-        self._task = self._bar.add_task(what, total=total, state="")
+        self._task = self._bar.add_task(task, total=total, state="")
 
     def advance(self, documents: int, tokens: int) -> None:
         self._documents += documents
@@ -58,9 +60,8 @@ class Progress:
         self._bar.stop()
         if kind is None:
             done = f"{self._state()} in " if self._documents else ""
-            print(
-                f"data: {self._what}: {done}{time.monotonic() - self._began:.1f} s", file=sys.stderr
-            )
+            seconds = time.monotonic() - self._began
+            print(f"data: {self._task_name}: {done}{seconds:.1f} s", file=sys.stderr)
 
     def _state(self) -> str:
         return f"{self._documents:,} documents, {self._tokens / 1e6:,.1f} M tokens"

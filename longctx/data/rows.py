@@ -1,8 +1,10 @@
-"""Rows of tokens as a map-style torch data set, put together from the Arrow file when they are
-asked for.
-"""
+"""Rows of tokens as a map-style torch data set, assembled from the Arrow file on access."""
 
 from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,16 +17,19 @@ IGNORED = -100  # target that is not scored
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
-    """Row i -> tokens, targets, doc_ids, each (seq_len,) int64, and padding, the number of tokens
-    that no document fills.
+    """Row i -> tokens, targets, doc_ids, each (seq_len,) int64, and padding, a count of tokens.
 
     `targets[t]` is the document's token after `tokens[t]`, also where a row ends before the
     document does; IGNORED at a document's last token, in the padding, and where a conversation is
     not the assistant's. `doc_ids` counts the row's pieces from 0; padding is the last of them.
+    `padding` tells how many tokens of the row no document fills; there stands token `pad_id`.
     """
 
-    def __init__(self, store: Store, packing: Packing, seq_len: int, padding: int):
-        self.store, self.packing, self.seq_len, self.padding = store, packing, seq_len, padding
+    def __init__(self, store: Store, packing: Packing, seq_len: int, pad_id: int):
+        self.store = store
+        self.packing = packing
+        self.seq_len = seq_len
+        self.pad_id = pad_id
 
     def __len__(self) -> int:
         return self.packing.rows
@@ -32,17 +37,17 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
-        tokens = torch.full((self.seq_len,), self.padding)
+        tokens = torch.full((self.seq_len,), self.pad_id)
         targets = torch.full((self.seq_len,), IGNORED)
         doc_ids = torch.empty(self.seq_len, dtype=torch.int64)
         first, last = self.packing.row_starts[row : row + 2].tolist()
         at = 0
         for number, piece in enumerate(range(first, last)):
-            document, start = int(self.packing.document[piece]), int(self.packing.start[piece])
+            document = int(self.packing.document[piece])
+            start = int(self.packing.start[piece])
             length = int(self.packing.length[piece])
-            ids = torch.from_numpy(
-                self.store.tokens(document, start, start + length + 1).astype(np.int64)
-            )
+            following = self.store.tokens(document, start, start + length + 1)
+            ids = torch.from_numpy(following.astype(np.int64))
             tokens[at : at + length] = ids[:length]
             targets[at : at + len(ids) - 1] = ids[1:]
             scored = self.store.scored(document, start + 1, start + length + 1)
@@ -57,3 +62,21 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
             "doc_ids": doc_ids,
             "padding": torch.tensor(self.seq_len - at),
         }
+
+
+class Joined(Dataset[dict[str, torch.Tensor]]):
+    """Rows of several data sets, one after the other."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.parts = list(parts)
+        self.starts = np.cumsum([0, *(len(part) for part in self.parts)]).tolist()
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        part = bisect_right(self.starts, row) - 1
+        tensors: dict[str, torch.Tensor] = self.parts[part][row - self.starts[part]]
+        return tensors

@@ -1,9 +1,8 @@
-"""Tokenized documents in one Arrow file, a row per document (name, input_ids, n_bytes), read
-through the memory map.
+"""Tokenized documents in one Arrow file, read through the memory map.
 
-The file is what `datasets.Dataset.from_file` opens; it is written and read through pyarrow, which
-datasets is built on, because that starts in a tenth of the time. Beside it lie the near-duplicate
-groups and the content hashes.
+`datasets.Dataset.from_file` opens it too: a row per document with name, input_ids, n_bytes. It is
+written and read through pyarrow because importing datasets takes 1.5 s. Beside it lie the groups of
+near-duplicates and the content hashes.
 """
 
 from __future__ import annotations
@@ -18,20 +17,23 @@ import pyarrow as pa
 
 from longctx.data import duplicates
 from longctx.data.chat import Conversation
+from longctx.data.corpus import Corpus, Document, content_key
 from longctx.data.progress import Progress
-from longctx.data.sources import Corpus, Document, key
 from longctx.data.tokenizer import Tokenizer
 
 _BATCH = 8 << 20  # characters tokenized and written together
 
 
 class NothingToPredict(ValueError):
-    """Of the documents none has a token that follows another."""
+    """No document has a token that follows another."""
 
 
 class Store:
-    """Documents of `folder`; `lengths` in tokens, `n_bytes`, `groups` are (documents,). Unpickling
-    opens it again.
+    """The tokenized documents in `folder`. Pickled as the folder's name, for worker processes.
+
+    lengths: (documents,) tokens of each. n_bytes: (documents,) of the text in UTF-8.
+    groups: (documents,) the first of its near-duplicates. keys: (documents, 16) `content_key`.
+    signatures: see `duplicates`. dropped: how many documents had nothing to predict.
     """
 
     def __init__(self, folder: Path):
@@ -40,28 +42,19 @@ class Store:
             self.table = pa.ipc.open_stream(source).read_all()
         with np.load(folder / "documents.npz") as extra:
             self.groups: np.ndarray = extra["groups"]
-            self.keys: np.ndarray = extra["keys"]  # (documents, 16) uint8
-            self.signatures: np.ndarray = extra["signatures"]  # see `duplicates`
+            self.keys: np.ndarray = extra["keys"]
+            self.signatures: np.ndarray = extra["signatures"]
             self.dropped = int(extra["dropped"])
         chunks = self.table.column("input_ids").chunks
         self._ids = [chunk.values.to_numpy(zero_copy_only=True) for chunk in chunks]
         self._scored: list[np.ndarray] | None = None
         if "scored" in self.table.column_names:
-            marks = self.table.column("scored").chunks
-            self._scored = [
-                chunk.values.to_numpy(zero_copy_only=True).view(bool) for chunk in marks
-            ]
+            marks = [chunk.values for chunk in self.table.column("scored").chunks]
+            self._scored = [one.to_numpy(zero_copy_only=True).view(bool) for one in marks]
         offsets = [chunk.offsets.to_numpy(zero_copy_only=True) for chunk in chunks]
-        self._first = (
-            np.concatenate([np.asarray(o[:-1], np.int64) for o in offsets])
-            if chunks
-            else np.zeros(0, np.int64)
-        )
-        ends = (
-            np.concatenate([np.asarray(o[1:], np.int64) for o in offsets])
-            if chunks
-            else np.zeros(0, np.int64)
-        )
+        empty = np.zeros(0, np.int64)
+        self._first = np.concatenate([empty, *(one[:-1].astype(np.int64) for one in offsets)])
+        ends = np.concatenate([empty, *(one[1:].astype(np.int64) for one in offsets)])
         self._chunk = np.repeat(np.arange(len(chunks)), [len(chunk) for chunk in chunks])
         self.lengths = ends - self._first
         self.n_bytes = self.table.column("n_bytes").to_numpy()
@@ -73,80 +66,74 @@ class Store:
         return Store, (self.folder,)
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Tokens `start:stop` of a document, a read-only view into the file."""
+        """Tokens `start:stop` of a document: a read-only view into the file."""
         length = int(self.lengths[document])
         stop = length if stop is None else min(stop, length)
         first = int(self._first[document])
         return self._ids[self._chunk[document]][first + start : first + stop]
 
     def scored(self, document: int, start: int, stop: int) -> np.ndarray | None:
-        """Which of the tokens `start:stop` of a document are to be learned, bool; None: all."""
+        """Which of the tokens `start:stop` of a document are scored, bool; None: all."""
         if self._scored is None:
             return None
         first = int(self._first[document])
-        return self._scored[self._chunk[document]][
-            first + start : first + min(stop, int(self.lengths[document]))
-        ]
+        stop = min(stop, int(self.lengths[document]))
+        return self._scored[self._chunk[document]][first + start : first + stop]
 
     def name(self, document: int) -> str:
         return str(self.table.column("name")[document])
 
     def hashes(self) -> np.ndarray:
-        """(documents,) uint64: a hash of each document's content."""
-        found: np.ndarray = (
-            np.ascontiguousarray(self.keys[:, :8]).view(">u8")[:, 0].astype(np.uint64)
-        )
-        return found
+        """A hash of each document's content, (documents,) uint64."""
+        first = np.ascontiguousarray(self.keys[:, :8])
+        return np.asarray(first.view(">u8")[:, 0], dtype=np.uint64)
 
     def content(self) -> str:
-        """A hash of all documents' contents, in order, and of what is to be learned of them where
-        that is not all.
-        """
-        whole = hashlib.sha256(self.keys.tobytes())
+        """A hash of all documents in order, and of which tokens are scored if not all are."""
+        digest = hashlib.sha256(self.keys.tobytes())
         if self._scored is not None:
-            whole.update(self.lengths.tobytes())
+            digest.update(self.lengths.tobytes())
             for chunk in self._scored:
-                whole.update(chunk.tobytes())
-        return whole.hexdigest()[:32]
+                digest.update(chunk.tobytes())
+        return digest.hexdigest()[:32]
 
 
 def build(folder: Path, corpus: Corpus, tokenizer: Tokenizer, chat: bool = False) -> None:
-    """Tokenize every document into `folder`, with its near-duplicate group and a hash of its
-    content.
+    """Tokenize every document into `folder`, with its near-duplicate group and content hash.
 
     Documents without a token to predict (empty ones) are left out and counted. With `chat` every
-    document says which part of it is to be learned, and a column `scored` says so of its tokens.
-    Raises ValueError if no document is left.
+    document is a Conversation, and a column `scored` marks the assistant's tokens. Raises
+    NothingToPredict if no document is left.
     """
-    kind = pa.uint16() if tokenizer.vocab_size <= 1 << 16 else pa.int32()
-    fields = {"name": pa.string(), "input_ids": pa.list_(kind), "n_bytes": pa.int64()}
+    token_type = pa.uint16() if tokenizer.vocab_size <= 1 << 16 else pa.int32()
+    fields = {"name": pa.string(), "input_ids": pa.list_(token_type), "n_bytes": pa.int64()}
     schema = pa.schema(fields | ({"scored": pa.list_(pa.uint8())} if chat else {}))
     keys: list[bytes] = []
     signatures: list[np.ndarray] = []
     dropped = 0
-    least = 2 if tokenizer.bos_id is None or chat else 3  # tokens of a document that has text
+    shortest = 2 if tokenizer.bos_id is None or chat else 3  # tokens of a document that has text
     with (
         Progress("tokenizing", corpus.total) as progress,
         pa.OSFile(str(folder / "documents.arrow"), "wb") as sink,
         pa.ipc.new_stream(sink, schema) as writer,
     ):
         for batch in _batches(corpus.documents()):
-            encoded, marks = _encoded(batch, tokenizer, chat)
-            kept = [n for n, ids in enumerate(encoded) if len(ids) >= least]
-            dropped += len(batch) - len(kept)
-            sizes = []
-            for n in kept:
-                sizes.append(len(batch[n].text.encode()))
-                keys.append(key(batch[n].text))
+            encoded, scored = _encoded(batch, tokenizer, chat)
+            chosen = [n for n, ids in enumerate(encoded) if len(ids) >= shortest]
+            dropped += len(batch) - len(chosen)
+            n_bytes = []
+            for n in chosen:
+                n_bytes.append(len(batch[n].text.encode()))
+                keys.append(content_key(batch[n].text))
                 signatures.append(duplicates.signature(batch[n].text))
-            offsets = np.cumsum([0, *(len(encoded[n]) for n in kept)]).astype(np.int32)
+            offsets = np.cumsum([0, *(len(encoded[n]) for n in chosen)]).astype(np.int32)
             columns: list[Any] = [
-                [batch[n].name for n in kept],
-                _lists(offsets, [encoded[n] for n in kept], kind),
-                sizes,
+                [batch[n].name for n in chosen],
+                _lists(offsets, [encoded[n] for n in chosen], token_type),
+                n_bytes,
             ]
             if chat:
-                columns.append(_lists(offsets, [marks[n] for n in kept], pa.uint8()))
+                columns.append(_lists(offsets, [scored[n] for n in chosen], pa.uint8()))
             writer.write_batch(pa.record_batch(columns, schema=schema))
             progress.advance(len(batch), int(offsets[-1]))
     if not keys:
@@ -165,20 +152,20 @@ def build(folder: Path, corpus: Corpus, tokenizer: Tokenizer, chat: bool = False
 def _encoded(
     batch: Sequence[Document], tokenizer: Tokenizer, chat: bool
 ) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
-    """The tokens of each document, and with `chat` which of them are to be learned."""
+    """The tokens of each document, and with `chat` which of them are scored."""
     if not chat:
         return tokenizer.encode_documents([document.text for document in batch]), []
     pairs = [
-        tokenizer.encode_parts_of(document.text, document.spans)
+        tokenizer.encode_conversation(document.text, document.spans)
         for document in batch
         if isinstance(document, Conversation)
     ]
-    return [ids for ids, _ in pairs], [marks for _, marks in pairs]
+    return [ids for ids, _ in pairs], [scored for _, scored in pairs]
 
 
-def _lists(offsets: np.ndarray, parts: Sequence[np.ndarray], kind: Any) -> Any:
-    values = np.concatenate([np.zeros(0, np.int32), *(part.astype(np.int32) for part in parts)])
-    return pa.ListArray.from_arrays(offsets, pa.array(values, kind))
+def _lists(offsets: np.ndarray, lists: Sequence[np.ndarray], value_type: Any) -> Any:
+    values = np.concatenate([np.zeros(0, np.int32), *(one.astype(np.int32) for one in lists)])
+    return pa.ListArray.from_arrays(offsets, pa.array(values, value_type))
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:

@@ -21,19 +21,16 @@ import tokenizers
 
 from longctx import files
 
-os.environ.setdefault(
-    "TOKENIZERS_PARALLELISM", "true"
-)  # unset, the library warns at every fork of a data worker
+# Unset, the library warns at every fork of a data worker.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 EOS = "<|endoftext|>"
 _KNOWN_EOS = (EOS, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|eot_id|>")
-_SEGMENT = (
-    1 << 20
-)  # characters; longer texts are tokenized in parts, which bounds memory and uses every core
+# Characters; longer texts are tokenized in parts, which bounds memory and uses every core.
+_SEGMENT = 1 << 20
 _BOUNDARY = re.compile(r"[^\W_]\n")
-_LONGEST_RUN = (
-    1000  # characters; the BPE trainer takes time that is quadratic in the length of a word
-)
+# Characters; the time of the BPE trainer is quadratic in the length of a word.
+_LONGEST_RUN = 1000
 _ENDLESS = re.compile(rf"\S{{{_LONGEST_RUN},}}|\s{{{_LONGEST_RUN},}}")
 
 
@@ -52,14 +49,10 @@ class Tokenizer:
         self.eos_id: int = eos_id
         self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.bos_id: int | None = self._find_bos()
-        self.fingerprint: str = hashlib.sha256(f"{tokenizer.to_str()} {eos}".encode()).hexdigest()[
-            :32
-        ]
-        self._can_split = self.encode("a b\nc\n\nd") == [
-            *self.encode("a b"),
-            *self.encode("\nc"),
-            *self.encode("\n\nd"),
-        ]
+        digest = hashlib.sha256(f"{tokenizer.to_str()} {eos}".encode())
+        self.fingerprint: str = digest.hexdigest()[:32]
+        parts = [self.encode(part) for part in ("a b", "\nc", "\n\nd")]
+        self._can_split = self.encode("a b\nc\n\nd") == [token for ids in parts for token in ids]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text` alone, without special tokens."""
@@ -70,8 +63,8 @@ class Tokenizer:
         return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of whole documents, (tokens,) int32 each: begin-of-text if there is one, text,
-        end-of-text.
+        """Token ids of uncut documents, (tokens,) int32 each: begin-of-text if the tokenizer has
+        one, the text, end-of-text.
         """
         parts: list[str] = []
         ends = []
@@ -79,24 +72,22 @@ class Tokenizer:
             parts += self._segments(text)
             ends.append(len(parts))
         encoded = self._encode_parts(parts)
-        head = [] if self.bos_id is None else [self.bos_id]
-        documents, first = [], 0
+        begin = [] if self.bos_id is None else [self.bos_id]
+        documents = []
+        first = 0
         for end in ends:
-            documents.append(
-                np.concatenate(
-                    [np.asarray(x, np.int32) for x in (head, *encoded[first:end], [self.eos_id])]
-                )
-            )
+            lists = (begin, *encoded[first:end], [self.eos_id])
+            documents.append(np.concatenate([np.asarray(ids, np.int32) for ids in lists]))
             first = end
         return documents
 
-    def encode_parts_of(
+    def encode_conversation(
         self, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids (tokens,) int32 of `text`, in which special tokens are meant, and (tokens,)
-        bool: begins in one of `spans`.
+        """Token ids (tokens,) int32 of a rendered conversation, and which begin in one of `spans`,
+        (tokens,) bool.
 
-        For a rendered conversation: nothing is put before or after it.
+        Special tokens in the text count as such, and none is put before or after it.
         """
         self._tokenizer.encode_special_tokens = False
         try:
@@ -136,7 +127,8 @@ class Tokenizer:
         file = place / "tokenizer.json" if place.is_dir() else place
         if not file.is_file():
             raise FileNotFoundError(
-                f"tokenizer {path}: give a tokenizer.json, or a Hugging Face folder that has one"
+                f"tokenizer {path}: not there; "
+                "give a tokenizer.json, or a Hugging Face folder that has one"
             )
         try:
             tokenizer = tokenizers.Tokenizer.from_file(str(file))
@@ -152,18 +144,16 @@ class Tokenizer:
         return full[0] if full != plain and full[1 : 1 + len(plain)] == plain else None
 
     def _encode_parts(self, parts: Sequence[str]) -> list[list[int]]:
-        return [
-            encoding.ids
-            for encoding in self._tokenizer.encode_batch_fast(list(parts), add_special_tokens=False)
-        ]
+        encodings = self._tokenizer.encode_batch_fast(list(parts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def _segments(self, text: str) -> list[str]:
         if len(text) <= _SEGMENT or not self._can_split:
             return [text]
-        return list(split(text, _SEGMENT))
+        return list(segments(text, _SEGMENT))
 
 
-def split(text: str, size: int) -> Iterator[str]:
+def segments(text: str, size: int) -> Iterator[str]:
     """Split `text` into parts of at least `size` characters without changing its tokens.
 
     Cuts lie between a letter or digit and a line break, which byte-level pre-tokenizers never join.
@@ -195,9 +185,7 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def _without_endless_runs(text: str) -> Iterator[str]:
-    """`text` in parts, cut wherever a run of white space or of anything else goes on for
-    `_LONGEST_RUN` characters.
-    """
+    """Split `text` where white space, or anything else, runs on for `_LONGEST_RUN` characters."""
     first = 0
     for run in _ENDLESS.finditer(text):
         for cut in range(run.start() + _LONGEST_RUN, run.end(), _LONGEST_RUN):
@@ -221,14 +209,13 @@ def _find_eos(tokenizer: tokenizers.Tokenizer, file: Path) -> str:
         if tokenizer.token_to_id(token) is not None:
             return token
     raise ValueError(
-        f'{file}: no token that ends a text is known; put a tokenizer_config.json with "eos_token" beside it'
+        f"{file}: no token that ends a text is known; "
+        'put a tokenizer_config.json with "eos_token" beside it'
     )
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file, {} where there is no file; ValueError, naming it, where it is no
-    JSON.
-    """
+    """The object in a JSON file, {} if there is no file; ValueError if it is no JSON."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,3 +1,3 @@
-"""Evaluation: what a trained model makes of documents. Importing the package, or its config, does
-not import torch.
+"""Evaluation of a trained model: perplexity, loss by position, what a longer context buys, pass
+keys, and the tasks of lm-evaluation-harness. Importing this package does not import torch.
 """

@@ -1,5 +1,5 @@
-"""What context buys: the same tokens scored with 1,024, 2,048, … tokens before them, and which of
-them gain most.
+"""What a longer context buys: the same tokens scored with 1,024, 2,048, … tokens before them, and
+which of them gain most.
 
 Documents longer than the longest context are cut into stretches of that many tokens. The last
 tokens of each, half of the shortest context, are the targets; for each context c one window shows
@@ -9,7 +9,6 @@ context, and all but the same number of c at every other.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,22 +18,22 @@ import numpy as np
 
 from longctx.evaluation.windows import Window
 
-KEPT, KEPT_OF_ONE = 20, 3  # tokens that gain most, in all and of one document
-BEFORE, AFTER = 24, 8  # tokens of text shown around one
+MOST_GAINS = 20  # tokens that gain most, in the result
+MOST_OF_ONE = 3  # of them in one document
+BEFORE = 24  # tokens of text shown before one of them
+AFTER = 8  # and after it
 
 
 @dataclass
 class Gain:
-    """A token that a long context predicts better: nats with the shortest and the longest; ids
-    around it, it at [at].
-    """
+    """A token that is predicted better with a long context."""
 
-    owner: int
+    owner: int  # number of its document
     position: int
-    short: float
-    long: float
-    ids: list[int]
-    at: int
+    short: float  # nats with the shortest context
+    long: float  # nats with the longest
+    ids: list[int]  # tokens around it
+    at: int  # its place in `ids`
 
     @property
     def nats(self) -> float:
@@ -46,10 +45,11 @@ class Contexts:
     """Nats of the targets at each of `contexts`, ascending; the longest is the limit."""
 
     contexts: list[int]
-    tokens: int = 0
-    documents: int = 0
+    tokens: int = 0  # targets at each context
+    documents: int = 0  # longer than the limit
     nats: list[float] = field(default_factory=list)
     gains: list[Gain] = field(default_factory=list)
+    # (owner, end of the stretch) → number of the context → nats, until both ends are there.
     waiting: dict[tuple[int, int], dict[int, np.ndarray]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -90,7 +90,7 @@ class Contexts:
 
     def _gains(self, window: Window, end: int, short: np.ndarray, long: np.ndarray) -> None:
         n = len(short)
-        for place in np.argsort(long - short, kind="stable")[:KEPT_OF_ONE].tolist():
+        for place in np.argsort(long - short, kind="stable")[:MOST_OF_ONE].tolist():
             if short[place] <= long[place]:
                 break
             at = len(window.ids) - n + place  # of the target, in the ids that this window shows
@@ -125,13 +125,12 @@ class Contexts:
 
 
 def most(gains: Sequence[Gain]) -> list[Gain]:
-    """The tokens that gain most, few of one document so that more than one is seen."""
+    """The tokens that gain most, at most a few of one document."""
     chosen: list[Gain] = []
     counts: dict[int, int] = {}
-    for gain in heapq.nlargest(
-        len(gains), gains, key=lambda gain: (gain.nats, -gain.owner, -gain.position)
-    ):
+    order = sorted(gains, key=lambda gain: (gain.nats, -gain.owner, -gain.position), reverse=True)
+    for gain in order:
         counts[gain.owner] = counts.get(gain.owner, 0) + 1
-        if counts[gain.owner] <= KEPT_OF_ONE and len(chosen) < KEPT:
+        if counts[gain.owner] <= MOST_OF_ONE and len(chosen) < MOST_GAINS:
             chosen.append(gain)
     return chosen

@@ -1,9 +1,8 @@
-"""lm-evaluation-harness on a GPT: its requests in our windows. Imported only where tasks are asked
-for; needs lm-eval.
+"""Tasks of lm-evaluation-harness on a GPT. Imported only for tasks=, because lm-eval is an extra.
 
 A request is scored with the last `context` tokens before it, long texts in rolling windows (see
-`windows`). Generation is greedy and computes the whole context again for every token: fit for the
-short answers of retrieval tasks such as RULER's.
+`windows`). Generation is greedy and computes the context again for every token, which is fast
+enough for the short answers of retrieval tasks such as RULER's.
 """
 
 from __future__ import annotations
@@ -24,16 +23,20 @@ from lm_eval.tasks import TaskManager
 from torch import Tensor
 
 from longctx.data import Tokenizer
+from longctx.evaluation.results import Result
 from longctx.evaluation.scoring import losses
-from longctx.evaluation.windows import sliding
+from longctx.evaluation.setup import Setup
+from longctx.evaluation.tables import show_tasks
+from longctx.evaluation.windows import sliding, stride_of
 from longctx.model import GPT
+from longctx.runs import evaluations
 
 PLACES = 4096  # places of which logits exist at one time
 MOST_GENERATED = 256  # tokens, where a task does not say
 
 
 class Piece(NamedTuple):
-    """Of request number `owner`: tokens (n + 1,), the last `scored` of which are to be predicted."""
+    """Tokens (n + 1,) of request number `owner`; the last `scored` of them are to be predicted."""
 
     owner: int
     ids: np.ndarray
@@ -53,17 +56,21 @@ class Harness(TemplateLM):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        self.model, self.words, self.context, self.stride = model, tokenizer, context, stride
-        self.rows, self.dtype = rows, dtype
+        self.model = model
+        self.vocabulary = tokenizer
+        self.context = context
+        self.stride = stride
+        self.rows = rows
+        self.dtype = dtype
         self.place = next(model.parameters()).device
 
     @property
     def eot_token_id(self) -> int:
-        return self.words.eos_id
+        return self.vocabulary.eos_id
 
     @property
     def prefix_token_id(self) -> int:
-        return self.words.eos_id if self.words.bos_id is None else self.words.bos_id
+        return self.vocabulary.eos_id if self.vocabulary.bos_id is None else self.vocabulary.bos_id
 
     @property
     def max_length(self) -> int:
@@ -72,7 +79,7 @@ class Harness(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        return self.words.encode(string)
+        return self.vocabulary.encode(string)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], **kwargs: Any
@@ -103,7 +110,7 @@ class Harness(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """ln p of whole texts, every token scored once."""
+        """ln p of texts, every token scored once."""
         texts = [
             np.array([self.prefix_token_id, *self.tok_encode(r.args[0])], dtype=np.int64)
             for r in requests
@@ -134,29 +141,30 @@ class Harness(TemplateLM):
         return answers
 
     def _continue(self, prompt: list[int], until: Sequence[str], most: int) -> str:
-        said: list[int] = []
+        answer: list[int] = []
         text = ""
-        while len(said) < most:
-            shown = np.array((prompt + said)[-self.context :], dtype=np.int64)
+        while len(answer) < most:
+            shown = np.array((prompt + answer)[-self.context :], dtype=np.int64)
             token = int(self._logits([shown], torch.tensor([[len(shown) - 1]])).argmax())
             if token == self.eot_token_id:
                 break
-            said.append(token)
-            text = self.words.decode(said)
-            found = [place for stop in until if stop and (place := text.find(stop)) >= 0]
-            if found:
-                return text[: min(found)]
+            answer.append(token)
+            text = self.vocabulary.decode(answer)
+            ends = [place for stop in until if stop and (place := text.find(stop)) >= 0]
+            if ends:
+                return text[: min(ends)]
         return text
 
     def _pieces(self, owner: int, before: list[int], after: list[int]) -> Iterator[Piece]:
         """A continuation in one piece, or where it is longer than the context in pieces of `stride`
         tokens.
         """
-        whole = np.array([*before, *after], dtype=np.int64)
-        first, step = len(before), len(after) if len(after) <= self.context else self.stride
-        while first < len(whole):
-            end = min(first + step, len(whole))
-            yield Piece(owner, whole[max(0, end - 1 - self.context) : end], end - first)
+        ids = np.array([*before, *after], dtype=np.int64)
+        first = len(before)
+        step = len(after) if len(after) <= self.context else self.stride
+        while first < len(ids):
+            end = min(first + step, len(ids))
+            yield Piece(owner, ids[max(0, end - 1 - self.context) : end], end - first)
             first = end
 
     def _batches(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
@@ -190,6 +198,30 @@ class Harness(TemplateLM):
             return self.model(torch.from_numpy(shown).to(self.place), at=at.to(self.place)).float()
 
 
+def measure_tasks(setup: Setup) -> Result:
+    """Run the tasks that are asked for; ValueError for one that does not exist or has no data."""
+    config, subject = setup.config, setup.subject
+    stride = stride_of(config.stride, setup.context)
+    lm = Harness(
+        subject.model, subject.tokenizer, setup.context, stride, setup.batch_size, setup.autocast
+    )
+    folder = None if config.tasks_path is None else Path(config.tasks_path)
+    results = evaluate_tasks(
+        lm, config.tasks, subject.folder, folder, config.documents, config.fewshot
+    )
+    content = {
+        "context": setup.context,
+        "stride": stride,
+        "documents": config.documents,
+        **results,
+    }
+    return Result(
+        evaluations.tasks_stem(config.tasks, subject.name, setup.context),
+        content,
+        lambda content: show_tasks(evaluations.task_scores(content["results"])),
+    )
+
+
 def evaluate_tasks(
     lm: Harness,
     tasks: Sequence[str],
@@ -198,17 +230,17 @@ def evaluate_tasks(
     limit: int | None = None,
     fewshot: int | None = None,
 ) -> dict[str, Any]:
-    """lm-eval's results of `tasks`, found in `task_folder` or among its own; `limit` documents of
-    each.
+    """lm-eval's results of `tasks`, which lie in `task_folder` or come with it; `limit` documents
+    of each.
 
     Raises ValueError, one line, for a task that does not exist or whose data cannot be had.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    # For tasks that are made for a length, such as RULER's, and count it in tokens.
+    # For tasks of a given length in tokens, such as RULER's.
     metadata = {"tokenizer": str(tokenizer_folder), "max_seq_lengths": [lm.context]}
     manager = _manager(tasks, task_folder, metadata)
     try:
-        found = simple_evaluate(
+        results = simple_evaluate(
             model=lm,
             tasks=list(tasks),
             task_manager=manager,
@@ -220,12 +252,9 @@ def evaluate_tasks(
         )
     except Exception as error:  # whatever the code of a task, its data set or the network raises
         raise ValueError(f"tasks=[{','.join(tasks)}]: {type(error).__name__}: {error}") from error
-    assert found is not None
-    return {
-        key: _plain(found[key])
-        for key in ("results", "groups", "versions", "n-shot")
-        if key in found
-    }
+    assert results is not None
+    keys = ("results", "groups", "versions", "n-shot")
+    return {key: _plain(results[key]) for key in keys if key in results}
 
 
 def _plain(value: Any) -> Any:
@@ -241,28 +270,6 @@ def _plain(value: Any) -> Any:
     except (TypeError, ValueError):
         return str(value)
     return number if math.isfinite(number) else None
-
-
-def scores(results: dict[str, Any]) -> list[tuple[str, str, float, float | None]]:
-    """(task, metric, value, standard error or None) of lm-eval's results, in their order."""
-    rows = []
-    for task, values in results.items():
-        for key, value in values.items():
-            metric, _, filtered = key.partition(",")
-            if (
-                not isinstance(value, int | float)
-                or metric.endswith("_stderr")
-                or metric == "sample_len"
-            ):
-                continue
-            if metric.isdigit() and value == -1:  # RULER's word for a length that was not asked
-                continue
-            error = values.get(f"{metric}_stderr,{filtered}")
-            name = metric if filtered in ("", "none") else f"{metric} ({filtered})"
-            rows.append(
-                (task, name, float(value), float(error) if isinstance(error, int | float) else None)
-            )
-    return rows
 
 
 def _manager(tasks: Sequence[str], folder: Path | None, metadata: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Recall over length and depth as a table for people, JSON for programs, and a picture."""
+"""Recall over length and depth as a table, as JSON, and as a picture."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -16,46 +17,40 @@ from longctx.evaluation.plots import save
 def show(cells: Sequence[Cell]) -> None:
     """Print a table of each kind: depths down, lengths across, the share of right answers."""
     console = Console(highlight=False)
-    for kind, (lengths, depths, found) in _grids(cells).items():
+    for kind, (lengths, depths, grid) in _grids(cells).items():
         console.print(f"{kind}: right answers, by depth and tokens")
         view = Table()
         view.add_column("depth", justify="right")
         for length in lengths:
             view.add_column(f"{length:,}", justify="right")
         for depth in depths:
-            view.add_row(
-                f"{depth:.0%}", *(f"{found[length, depth].accuracy:.0%}" for length in lengths)
-            )
+            shares = (f"{grid[length, depth].accuracy:.0%}" for length in lengths)
+            view.add_row(f"{depth:.0%}", *shares)
         view.add_section()
-        means = [[found[length, depth].accuracy for depth in depths] for length in lengths]
+        means = [[grid[length, depth].accuracy for depth in depths] for length in lengths]
         view.add_row("mean", *(f"{sum(each) / len(each):.0%}" for each in means), style="bold")
         console.print(view)
 
 
-def content(cells: Sequence[Cell], about: dict[str, Any]) -> dict[str, Any]:
-    """What goes into the JSON: `about`, and for each kind lengths, depths, and accuracy and logprob
-    as [length][depth].
+def content(cells: Sequence[Cell]) -> dict[str, Any]:
+    """What the JSON says: for each kind lengths, depths, and accuracy and logprob as
+    [length][depth].
     """
     kinds = {}
-    for kind, (lengths, depths, found) in _grids(cells).items():
+    for kind, (lengths, depths, grid) in _grids(cells).items():
+        rows = [[grid[length, depth] for depth in depths] for length in lengths]
         kinds[kind] = {
             "lengths": lengths,
             "depths": depths,
-            "accuracy": [
-                [round(found[length, depth].accuracy, 6) for depth in depths] for length in lengths
-            ],
-            "logprob": [
-                [round(found[length, depth].logprob, 6) for depth in depths] for length in lengths
-            ],
+            "accuracy": [[round(cell.accuracy, 6) for cell in row] for row in rows],
+            "logprob": [[round(cell.logprob, 6) for cell in row] for row in rows],
         }
-    return {**about, "samples": cells[0].samples, "kinds": kinds}
+    return {"samples": cells[0].samples, "kinds": kinds}
 
 
-def draw(found: dict[str, Any], path: Path) -> None:
-    """Write a PNG with a heat map of each kind of `content`."""
-    from matplotlib.figure import Figure
-
-    kinds = found["kinds"]
+def draw(content: dict[str, Any], path: Path) -> None:
+    """Write a PNG with a heat map of each kind in the content of a JSON."""
+    kinds = content["kinds"]
     widest = max(len(grid["lengths"]) for grid in kinds.values())
     figure = Figure(figsize=((2.5 + 0.7 * widest) * len(kinds), 4), layout="constrained")
     for number, (kind, grid) in enumerate(kinds.items(), start=1):
@@ -86,9 +81,7 @@ def _grids(
     result = {}
     for kind in dict.fromkeys(cell.kind for cell in cells):
         mine = [cell for cell in cells if cell.kind == kind]
-        lengths, depths = (
-            sorted({cell.length for cell in mine}),
-            sorted({cell.depth for cell in mine}),
-        )
+        lengths = sorted({cell.length for cell in mine})
+        depths = sorted({cell.depth for cell in mine})
         result[kind] = lengths, depths, {(cell.length, cell.depth): cell for cell in mine}
     return result

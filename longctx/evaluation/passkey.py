@@ -1,10 +1,9 @@
-"""Whether a model uses its context: facts hidden at every depth of texts of every length, asked for
-at the end.
+"""Pass keys: whether a model finds facts hidden at every depth of texts of every length.
 
 A text is `length` tokens: filler with the fact after `depth` of it, the question, the answer. The
-model is shown all but the answer's last token, and is right if each token of the answer is the most
-likely one (teacher-forced: in greedy decoding it would say the same). Logits exist for the answer's
-tokens alone. Tasks: `longctx.data.needles`.
+model sees all but the answer's last token, and is right if each token of the answer is the most
+likely one; greedy decoding would then give the same answer. Logits exist for the answer's tokens
+alone. The facts are those of `longctx.data.facts`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 
 from longctx.config.eval_config import KINDS
 from longctx.data import Tokenizer
-from longctx.data.needles import Task, task
+from longctx.data.facts import Task, task
 from longctx.evaluation.windows import Document
 from longctx.model import GPT
 
@@ -69,11 +68,10 @@ def recall(
     kinds: Sequence[str] = KINDS,
     dtype: torch.dtype | None = None,
 ) -> list[Cell]:
-    """Score `samples` texts of each of `kinds`, `lengths` and `depths`; `filler` (tokens,) is what
-    they are made of.
+    """Score `samples` texts of each kind, length and depth, made of the tokens `filler`.
 
     The same arguments give the same texts. `dtype` is autocast's. Raises ValueError where `filler`
-    is shorter than a quarter of a text, which would then be repeated too often to be a text.
+    is shorter than a quarter of a text: it would be repeated too often to be a text.
     """
     check_texts(tokenizer, filler, lengths, kinds)
     cells = [Cell(kind, length, depth) for kind in kinds for length in lengths for depth in depths]
@@ -97,64 +95,67 @@ def recall(
 def check_texts(
     tokenizer: Tokenizer, filler: np.ndarray, lengths: Sequence[int], kinds: Sequence[str]
 ) -> None:
-    """ValueError where `filler` is too short for texts of the longest of `lengths`, or the shortest
-    holds no fact.
+    """ValueError where `filler` is too short for the longest of `lengths`, or the shortest of them
+    for a fact.
     """
     if 4 * len(filler) < max(lengths):
         raise ValueError(
-            f"passkey: the documents have {len(filler):,} tokens, too few to fill {max(lengths):,}; "
-            "give longer ones with data=text data.path=..., or shorter passkey.lengths"
+            f"passkey.lengths={list(lengths)}: the documents have {len(filler):,} tokens, too few "
+            f"to fill {max(lengths):,}; give longer ones with data=text data.path=..., "
+            "or shorter lengths"
         )
     for _ in _texts([Cell(kind, min(lengths), 0.0) for kind in kinds], tokenizer, filler, 1):
         pass
 
 
 def filler_of(documents: Iterable[Document], tokenizer: Tokenizer, tokens: int) -> np.ndarray:
-    """At least `tokens` tokens of `documents`, one after the other without their beginnings and
-    ends, if there are so many.
+    """At least `tokens` tokens of `documents`, one after the other, if there are so many.
+
+    Without the tokens that begin and end a text.
     """
     special = [x for x in (tokenizer.bos_id, tokenizer.eos_id) if x is not None]
-    parts, found = [], 0
+    parts = []
+    count = 0
     for document in documents:
         parts.append(document.ids[~np.isin(document.ids, special)])
-        found += len(parts[-1])
-        if found >= tokens:
+        count += len(parts[-1])
+        if count >= tokens:
             break
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
 def text(
-    made: Task,
+    hidden: Task,
     tokenizer: Tokenizer,
     filler: np.ndarray,
     length: int,
     depth: float,
     others: Sequence[float],
 ) -> tuple[np.ndarray, int]:
-    """(length,) tokens with the fact of `made` after `depth` of the filler, its other facts after
-    `others`, and the number of tokens at the end that are the answer.
+    """Tokens (length,) of a text, and the number of tokens at its end that are the answer.
+
+    The fact of `hidden` stands after `depth` of the filler, and its other facts after `others`.
     """
-    question = tokenizer.encode(made.question)
-    whole = tokenizer.encode(made.question + made.answer)
-    same = next(
-        (n for n, (a, b) in enumerate(zip(question, whole, strict=False)) if a != b), len(question)
-    )
-    facts = sorted(
-        zip((depth, *others), map(tokenizer.encode, (made.fact, *made.others)), strict=True)
-    )
+    question = tokenizer.encode(hidden.question)
+    answered = tokenizer.encode(hidden.question + hidden.answer)
+    pairs = zip(question, answered, strict=False)
+    same = next((n for n, (a, b) in enumerate(pairs) if a != b), len(question))
+    tokens = map(tokenizer.encode, (hidden.fact, *hidden.others))
+    facts = sorted(zip((depth, *others), tokens, strict=True))
     head = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    room = length - len(head) - len(whole) - sum(len(fact) for _, fact in facts)
+    room = length - len(head) - len(answered) - sum(len(fact) for _, fact in facts)
     if room < 0:
         raise ValueError(
-            f"passkey.lengths: {length} tokens do not hold a fact and its question; use more"
+            f"passkey.lengths=[{length}]: too short for a fact and its question; use more tokens"
         )
-    body, at = list(head), 0
+    body = list(head)
+    at = 0
     for place, fact in facts:
         end = round(place * room)
         body += [*filler[at:end].tolist(), *fact]
         at = end
-    body += [*filler[at:room].tolist(), *whole]
-    return np.asarray(body, dtype=np.int64), len(whole) - same
+    body += [*filler[at:room].tolist(), *answered]
+    return np.asarray(body, dtype=np.int64), len(answered) - same
 
 
 def _texts(
@@ -162,16 +163,15 @@ def _texts(
 ) -> Iterator[Text]:
     for cell in cells:
         for n in range(samples):
-            rng = random.Random(
-                f"measure {cell.kind} {cell.length} {n}"
-            )  # the same texts at every depth
-            made = task(cell.kind, rng)
+            # The same texts at every depth.
+            rng = random.Random(f"measure {cell.kind} {cell.length} {n}")
+            hidden = task(cell.kind, rng)
             first = rng.randrange(len(filler))
-            turned = np.concatenate([filler[first:], filler[:first]])
-            while len(turned) < cell.length:
-                turned = np.concatenate([turned, turned])
-            others = [rng.random() for _ in made.others]
-            yield Text(cell, *text(made, tokenizer, turned, cell.length, cell.depth, others))
+            rotated = np.concatenate([filler[first:], filler[:first]])
+            while len(rotated) < cell.length:
+                rotated = np.concatenate([rotated, rotated])
+            others = [rng.random() for _ in hidden.others]
+            yield Text(cell, *text(hidden, tokenizer, rotated, cell.length, cell.depth, others))
 
 
 def _batches(texts: Iterable[Text], tokens: int) -> Iterator[list[Text]]:

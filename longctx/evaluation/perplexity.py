@@ -1,12 +1,15 @@
 """Perplexity by sliding window: every token is scored once, with as much context as the window
 allows (see `windows`).
 
-Sums of nats are added up, never means of windows. With nats = Σ -ln p(token | context) over the
-scored tokens, which are
-all but the first of each document: perplexity = exp(nats / scored tokens);  word perplexity = exp(nats / words), PG-19's
-convention (arXiv 1911.05507), words being what white space separates;  bits per byte = nats / ln 2 / bytes. Words and
-UTF-8 bytes are those of the text after the first token. A token that ends the text has no bytes and
-is scored like any other.
+Sums of nats are added up, never means of windows. All tokens of a document but the first are
+scored, and nats = Σ -ln p(token | context) over them:
+
+    perplexity       exp(nats / scored tokens)
+    word perplexity  exp(nats / words), PG-19's convention (arXiv 1911.05507)
+    bits per byte    nats / ln 2 / bytes
+
+Words, which white space separates, and UTF-8 bytes are those of the text after the first token. A
+token that ends the text has no bytes and is scored like any other.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from torch import nn
 from longctx.evaluation.contexts import Contexts, Gain, most
 from longctx.evaluation.positions import Positions
 from longctx.evaluation.scoring import Speed, losses
-from longctx.evaluation.windows import Document, Window, sliding
+from longctx.evaluation.windows import Document, Window, sliding, stride_of
 
 
 @dataclass
@@ -58,7 +61,7 @@ class Score:
 
 @dataclass
 class Perplexity:
-    """One score per document, in their order; documents of one token are there with nothing scored."""
+    """One score per document, in their order; 0 tokens for a document with nothing to score."""
 
     context: int
     stride: int
@@ -84,7 +87,8 @@ class Perplexity:
         """Raise ValueError if no token was scored."""
         if not self.total.tokens:
             raise ValueError(
-                f"nothing to score: none of the {len(self.documents)} documents has 2 tokens or more"
+                f"documents: none of the {len(self.documents)} has 2 tokens or more, so there is "
+                "nothing to score; give others"
             )
 
 
@@ -106,13 +110,11 @@ def perplexity(
     Losses are added in fp64. Raises ValueError for a stride that would leave tokens out; see also
     `Perplexity.require_scores`.
     """
-    stride = max(1, context // 2) if stride is None else stride
-    if not 1 <= stride <= context:
-        raise ValueError(
-            f"stride={stride}: from 1 to seq_len={context}, or tokens between two windows are never scored"
-        )
+    stride = stride_of(stride, context)
     if any(not 1 <= c <= context for c in contexts):
-        raise ValueError(f"contexts={list(contexts)}: lengths from 1 to seq_len={context}")
+        raise ValueError(
+            f"contexts={list(contexts)}: a length does not fit; give 1 to seq_len={context}"
+        )
     result = Perplexity(context, stride, contexts=Contexts(sorted(set(contexts))))
     training = model.training
     model.eval()
@@ -151,8 +153,8 @@ def to_plain(result: Perplexity) -> dict[str, Any]:
 
 
 def merged(parts: Sequence[dict[str, Any]]) -> Perplexity:
-    """One result of those of processes of which number r scored the documents r, r + n, r + 2n, …
-    of n processes.
+    """One result of the parts of n processes, of which part r scored the documents r, r + n,
+    r + 2n, …
     """
     n = len(parts)
     documents: list[Score] = [Score("")] * sum(len(part["documents"]) for part in parts)
@@ -202,9 +204,9 @@ class _Bar:
 
     def show(self, result: Perplexity) -> None:
         if not self.bar.disable:
+            documents, windows = len(result.documents), result.windows
             self.bar.update(
-                self.task,
-                description=f"scoring document {len(result.documents):,}, window {result.windows:,}",
+                self.task, description=f"scoring document {documents:,}, window {windows:,}"
             )
 
     def __enter__(self) -> _Bar:

@@ -1,34 +1,26 @@
-"""An evaluation as a picture, from the content of its JSON."""
+"""A perplexity as a picture, from the content of its JSON."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from longctx import files
 
 
-def draw(found: dict[str, Any], path: Path) -> None:
-    """Write a PNG of loss by position, of loss over context, and of the documents; of those of them
-    that there are.
+def draw(content: dict[str, Any], path: Path) -> None:
+    """Write a PNG of loss by position, loss over context, and documents; without those that have no
+    rows.
     """
-    from matplotlib.figure import Figure
-
-    panels = [
-        panel
-        for panel, key in (
-            (_positions, "by_position"),
-            (_contexts, "by_context"),
-            (_documents, "documents"),
-        )
-        if found[key]
-    ]
+    panels = [panel for key, panel in PANELS.items() if content[key]]
     figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
     for number, panel in enumerate(panels, start=1):
         axes = figure.add_subplot(1, len(panels), number)
-        panel(axes, found)
+        panel(axes, content)
         axes.grid(alpha=0.3)
-    total = found["total"]["perplexity"]
+    total = content["total"]["perplexity"]
     figure.suptitle(
         f"perplexity {total:,.3f}" if total is not None else "perplexity beyond what a float holds"
     )
@@ -37,12 +29,12 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 def save(figure: Any, path: Path) -> None:
     """Write a matplotlib figure to `path`, a .png, whole or not at all."""
-    with files.whole(path) as partial:
+    with files.atomic(path) as partial:
         figure.savefig(partial, dpi=120)
 
 
-def _positions(axes: Any, found: dict[str, Any]) -> None:
-    rows = found["by_position"]
+def _positions(axes: Any, content: dict[str, Any]) -> None:
+    rows = content["by_position"]
     axes.stairs(
         [row["loss"] for row in rows],
         [row["first"] for row in rows] + [rows[-1]["last"] + 1],
@@ -56,16 +48,16 @@ def _positions(axes: Any, found: dict[str, Any]) -> None:
     )
 
 
-def _contexts(axes: Any, found: dict[str, Any]) -> None:
-    rows = found["by_context"]
+def _contexts(axes: Any, content: dict[str, Any]) -> None:
+    rows = content["by_context"]
     axes.plot([row["context"] for row in rows], [row["loss"] for row in rows], marker="o")
     axes.set_xscale("log", base=2)
     axes.set(xlabel="context", ylabel="loss (nats)", title=f"the same {rows[0]['tokens']:,} tokens")
 
 
-def _documents(axes: Any, found: dict[str, Any]) -> None:
+def _documents(axes: Any, content: dict[str, Any]) -> None:
     scored = [
-        row for row in found["documents"] if row["tokens"] and row["bits_per_byte"] is not None
+        row for row in content["documents"] if row["tokens"] and row["bits_per_byte"] is not None
     ]
     axes.scatter(
         [row["tokens"] for row in scored], [row["bits_per_byte"] for row in scored], s=8, alpha=0.6
@@ -74,3 +66,6 @@ def _documents(axes: Any, found: dict[str, Any]) -> None:
     axes.set(
         xlabel="tokens of the document", ylabel="bits per byte", title=f"{len(scored):,} documents"
     )
+
+
+PANELS = {"by_position": _positions, "by_context": _contexts, "documents": _documents}

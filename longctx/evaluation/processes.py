@@ -1,9 +1,9 @@
-"""One evaluation on several devices: the same command once per device, document i on device i mod
-devices.
+"""One evaluation on several devices: the same command once per device, which scores every n-th
+document.
 
-The command that the user types is the first of them and puts the parts together; the others write
-their part to a file that it names in the environment. They share nothing else, so it does not
-matter that one is slower.
+The process that the user starts is the first of them and puts the parts together. The others write
+their part to a file that the first one names in their environment. They share nothing else, so a
+slow one delays no other.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ class Others:
     """The processes 1 .. devices - 1 of an evaluation."""
 
     def __init__(self, command: Sequence[str], devices: int, folder: Path) -> None:
-        self.files = [folder / f"{number}.json" for number in range(1, devices)]
-        self.said = [folder / f"{number}.txt" for number in range(1, devices)]
+        numbers = range(1, devices)
+        self.files = [folder / f"{number}.json" for number in numbers]
+        self.logs = [folder / f"{number}.txt" for number in numbers]
         self.processes: list[subprocess.Popen[bytes]] = []
-        for number, (file, said) in enumerate(zip(self.files, self.said, strict=True), start=1):
+        for number, file, log in zip(numbers, self.files, self.logs, strict=True):
             env = os.environ | {PART_VARIABLE: f"{number}:{file}"}
-            with open(said, "wb") as errors:
+            with open(log, "wb") as errors:
                 self.processes.append(
                     subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=errors)
                 )
 
     def parts(self) -> list[dict[str, Any]]:
-        """What they found, once all have ended; ValueError with what the first that failed said."""
-        for number, process in enumerate(self.processes, start=1):
+        """Their parts, once all have ended; ValueError with the last line of the first that
+        failed.
+        """
+        for number, (process, log) in enumerate(zip(self.processes, self.logs, strict=True), 1):
             if code := process.wait():
-                lines = self.said[number - 1].read_text(errors="replace").strip().splitlines() or [
-                    f"exit code {code}"
-                ]
-                raise ValueError(
-                    f"devices={len(self.processes) + 1}: process {number}: {lines[-1]}"
-                )
+                lines = log.read_text(errors="replace").strip().splitlines()
+                message = lines[-1] if lines else f"exit code {code}"
+                raise ValueError(f"devices={len(self.processes) + 1}: process {number}: {message}")
         return [json.loads(file.read_text()) for file in self.files]
 
     def stop(self) -> None:
@@ -62,10 +62,14 @@ class Others:
 
 
 @contextmanager
-def others(script: str, words: Sequence[str], devices: int) -> Iterator[Others]:
-    """`python script words` on every device but the first; ended with the block at the latest."""
+def others(command: Sequence[str], devices: int) -> Iterator[Others]:
+    """`command`, a script and its arguments, on every device but the first; the processes end with
+    the block at the latest.
+    """
+    script, *arguments = command
+    python = [sys.executable, os.path.abspath(script), *arguments]
     with tempfile.TemporaryDirectory(prefix="longctx-") as folder:
-        started = Others([sys.executable, os.path.abspath(script), *words], devices, Path(folder))
+        started = Others(python, devices, Path(folder))
         try:
             yield started
         finally:

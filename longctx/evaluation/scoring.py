@@ -1,5 +1,5 @@
-"""Windows in, losses out: rows of windows through the model, forward only, one batch ahead of what
-is read back.
+"""Losses of windows: rows of windows through the model, forward only, one batch ahead of what is
+read back.
 
 B rows of T tokens, T at most the context. The losses of a batch are copied while the next one is
 computed, so that a GPU never waits for Python. Logits exist for `model.loss_chunk` tokens at a
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from longctx.attention import Mask
+from longctx.data.rows import IGNORED
 from longctx.evaluation.windows import Window, batches
 
 
@@ -63,9 +64,7 @@ def losses(
     pending: _Launched | None = None
     for batch in batches(windows, context, rows):
         launched = _launch(model, batch, dtype)
-        if (
-            launched.arrived is None
-        ):  # a CPU has computed it by now, and its time is that of this batch
+        if launched.arrived is None:  # a CPU has computed it by now, in the time of this batch
             yield from launched.read()
             speed.add(launched.tokens)
             continue
@@ -109,9 +108,12 @@ class _Launched(NamedTuple):
 
 def _launch(model: nn.Module, batch: list[list[Window]], dtype: torch.dtype | None) -> _Launched:
     """Send a batch to the model's device and begin on it; waits for nothing there."""
+    # Lay the windows side by side in rows.
     device = next(model.parameters()).device
-    B, T = len(batch), max(sum(len(window.ids) - 1 for window in row) for row in batch)
-    tokens, targets = np.zeros((B, T), dtype=np.int64), np.full((B, T), -100, dtype=np.int64)
+    B = len(batch)
+    T = max(sum(len(window.ids) - 1 for window in row) for row in batch)
+    tokens = np.zeros((B, T), dtype=np.int64)
+    targets = np.full((B, T), IGNORED, dtype=np.int64)
     doc_ids = np.zeros((B, T), dtype=np.int64)
     count = 0
     for b, row in enumerate(batch):
@@ -124,8 +126,8 @@ def _launch(model: nn.Module, batch: list[list[Window]], dtype: torch.dtype | No
             at = end
         doc_ids[b, at:] = len(row)
         count += at
-    # A row with one window needs no document mask: what follows the window is padding, which
-    # nothing before it sees.
+    # Forward. A row with one window needs no document mask: after it there is only padding, which
+    # no token of the window sees.
     alone = all(len(row) == 1 for row in batch)
     x, y, ids = (torch.from_numpy(array) for array in (tokens, targets, doc_ids))
     if device.type == "cuda":
@@ -136,12 +138,12 @@ def _launch(model: nn.Module, batch: list[list[Window]], dtype: torch.dtype | No
         torch.inference_mode(),
         torch.autocast(device.type, dtype) if dtype is not None else nullcontext(),
     ):
-        found = model(x, y, mask, reduction="none")
+        values = model(x, y, mask, reduction="none")
     if device.type != "cuda":
-        return _Launched(batch, found, None, count)
-    host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(
-        found, non_blocking=True
-    )
+        return _Launched(batch, values, None, count)
+    # Copy back while the next batch is computed.
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()
     return _Launched(batch, host, arrived, count)

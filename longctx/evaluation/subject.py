@@ -1,18 +1,91 @@
-"""What is evaluated: the trained model of a run's folder or checkpoint, with its tokenizer."""
+"""What is evaluated: a model with its tokenizer, and the documents that it is scored on.
+
+The model is that of a run, one of its checkpoints, or a Hugging Face folder. Documents are scored
+as they are, uncut, in the model's tokens: those of the run's own split or of any other source.
+Bytes and words are counted in the text after the first token, which is not scored.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
+from longctx.config.eval_config import EvalRequest
 from longctx.config.model_config import AttentionConfig, GPTConfig, LoraConfig
-from longctx.data import Tokenizer
-from longctx.model import GPT, lora
+from longctx.data import DataConfig, Tokenizer, load, read_documents
+from longctx.evaluation.windows import Document
+from longctx.model import GPT, huggingface, lora
 from longctx.model.restore import mapped_model
-from longctx.runs import run_folder
-from longctx.runs.checkpoints import read, verify
+from longctx.runs import checkpoints, run_folder
+
+T = TypeVar("T")
+TOGETHER = 32  # texts that are tokenized at a time, on all cores
+
+
+class Subject(NamedTuple):
+    """A model to evaluate and where it lies."""
+
+    model: GPT
+    tokenizer: Tokenizer
+    folder: Path  # of the run, or the Hugging Face folder
+    file: Path  # the checkpoint, or the Hugging Face folder
+    seq_len: int  # tokens per sequence that the model trained at, or is made for
+    run: dict[str, Any] | None  # configuration of its run; None: a Hugging Face folder
+
+    @property
+    def name(self) -> str:
+        """What its results are named after."""
+        return self.file.stem if self.run else self.file.name
+
+
+class Share(NamedTuple):
+    """Documents number, number + of, number + 2·of, … of the first `most` (None: of all)."""
+
+    number: int = 0
+    of: int = 1
+    most: int | None = None
+
+    def take(self, everything: Iterable[T]) -> Iterator[T]:
+        """This share of `everything`."""
+        return islice(everything, self.number, self.most, self.of)
+
+
+ALL = Share()
+
+
+def open_subject(request: EvalRequest, device: torch.device) -> Subject:
+    """The run, checkpoint or Hugging Face folder that `checkpoint` names; ValueError for anything
+    else.
+    """
+    config = request.config
+    if not config.checkpoint:
+        raise ValueError("checkpoint=: names nothing; give a run, such as checkpoint=runs/NAME")
+    given = Path(config.checkpoint)
+    if not huggingface.is_folder(given):
+        model, tokenizer, run = load_model(given, device, config.attention)
+        file = run_folder.checkpoints(given)[-1] if given.is_dir() else given.resolve()
+        folder = given if given.is_dir() else file.parent.parent
+        return Subject(model, tokenizer, folder, file, run["seq_len"], run)
+    if not request.other_data and not config.passkey.enabled and not config.tasks:
+        raise ValueError(
+            f"checkpoint={given}: a Hugging Face folder has no documents of its own; "
+            "add data=text data.path=..."
+        )
+    if "split" in request.changed:
+        raise ValueError(
+            f"split={config.split}: a Hugging Face folder has no documents of its own to split; "
+            "leave it out"
+        )
+    tokenizer = Tokenizer.load(given)
+    model = huggingface.pretrained(given, config.attention, device, torch.float32).eval()
+    return Subject(model, tokenizer, given, given.resolve(), model.config.context or 1, None)
 
 
 def load_model(
@@ -27,31 +100,99 @@ def load_model(
     with. Raises ValueError naming `path` where there is no such thing, or one that is no longer
     what was written.
     """
-    given = Path(path)
-    if given.is_dir():
-        found = run_folder.checkpoints(given)
-        if not found:
-            what = (
-                "the run has no checkpoint yet"
-                if (given / "config.yaml").exists()
-                else "not the folder of a run"
-            )
-            if (given / "adapter_config.json").exists():
-                what = "an adapter, which lacks the weights it adds to; give the run, or an export without adapter=true"
-            raise ValueError(f"checkpoint={given}: {what}")
-        given = found[-1]
-    elif not given.exists():
-        raise ValueError(f"checkpoint={given}: no such file or folder")
-    verify(given)
-    checkpoint = read(given)
+    file = _checkpoint_file(Path(path))
+    checkpoints.verify(file)
+    checkpoint = checkpoints.read(file)
     config = checkpoint["longctx"]["config"]
-    folder = given.resolve().parent.parent
+    folder = file.resolve().parent.parent
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(
-            f"checkpoint={given}: {folder} has no tokenizer.json; leave checkpoints in the run's folder"
+            f"checkpoint={file}: {folder} has no tokenizer.json; leave checkpoints in the "
+            "run's folder"
         )
     backend = AttentionConfig(**config["attention"]) if attention is None else attention
-    added = LoraConfig(**config.get("lora", {}))
-    model = mapped_model(given, checkpoint, GPTConfig.of_saved(config["model"]), backend, added)
-    model = model if added.rank is None else lora.merge(model.float())
+    adapter = LoraConfig(**config.get("lora", {}))
+    model = mapped_model(file, checkpoint, GPTConfig.of_saved(config["model"]), backend, adapter)
+    if adapter.rank is not None:
+        model = lora.merge(model.float())
     return model.to(device).eval(), Tokenizer.load(folder), config
+
+
+def _checkpoint_file(path: Path) -> Path:
+    if not path.exists():
+        raise ValueError(f"checkpoint={path}: no such file or folder")
+    if not path.is_dir():
+        return path
+    files = run_folder.checkpoints(path)
+    if files:
+        return files[-1]
+    if (path / "adapter_config.json").exists():
+        raise ValueError(
+            f"checkpoint={path}: an adapter, which lacks the weights it adds to; give the run, "
+            "or an export without adapter=true"
+        )
+    if (path / "config.yaml").exists():
+        raise ValueError(f"checkpoint={path}: the run has no checkpoint yet; train it further")
+    raise ValueError(f"checkpoint={path}: not the folder of a run; give one, such as runs/NAME")
+
+
+def documents_of(subject: Subject, request: EvalRequest, share: Share = ALL) -> Iterator[Document]:
+    """This share of the documents that `request` scores."""
+    config = request.config
+    if subject.run is None or request.other_data:
+        return of_source(config.data, subject.tokenizer, share)
+    fingerprint = checkpoints.read(subject.file)["longctx"]["data"]
+    return of_run(subject.folder, subject.run, config.split, fingerprint, share)
+
+
+def of_run(
+    folder: Path, run: dict[str, Any], split: str, fingerprint: str, share: Share = ALL
+) -> Iterator[Document]:
+    """Documents of `split` of the data that the run in `folder` trained on; ValueError if there are
+    none.
+
+    A line on stderr says where they are no longer those of `fingerprint`, which the run began with.
+    """
+    config = replace(DataConfig(**run["data"]), tokenizer=str(folder))
+    data = load(config, run["seq_len"])
+    if not len(data.split[split]):
+        raise ValueError(
+            f"split={split}: the run has no such documents; use the other split or "
+            "data=text data.path=..."
+        )
+    if data.fingerprint != fingerprint and share.number == 0:
+        print(
+            f"data: the documents are not those that {folder} began with; "
+            "it may have seen some of them",
+            file=sys.stderr,
+        )
+    tokenizer = data.tokenizer
+    for name, ids, n_bytes in share.take(data.documents(split)):
+        after = ids[1:-1] if ids[-1] == tokenizer.eos_id else ids[1:]
+        scored_bytes = n_bytes - _text_bytes(tokenizer, int(ids[0]))
+        yield Document(name, ids, scored_bytes, len(tokenizer.decode(after).split()))
+
+
+def of_source(config: DataConfig, tokenizer: Tokenizer, share: Share = ALL) -> Iterator[Document]:
+    """Documents of `config`, which names files or a data set; nothing is cached."""
+    if config.source == "mix":
+        raise ValueError(
+            "data=mix: an evaluation scores one source; name one, such as data=text data.path=..."
+        )
+    if config.chat:
+        raise ValueError("data.chat=true: an evaluation scores plain text; leave data.chat out")
+    texts = share.take(read_documents(config))
+    while group := list(islice(texts, TOGETHER)):
+        encoded = tokenizer.encode_documents([text for _, text in group])
+        for (name, text), ids in zip(group, encoded, strict=True):
+            raw = text.encode()
+            first = _text_bytes(tokenizer, int(ids[0]))
+            words = len(raw[first:].decode(errors="replace").split())
+            yield Document(name, ids.astype(np.int64), len(raw) - first, words)
+
+
+def _text_bytes(tokenizer: Tokenizer, token: int) -> int:
+    """UTF-8 bytes of a token's text; 0 for begin- and end-of-text, 1 for a part of a character."""
+    if token in (tokenizer.bos_id, tokenizer.eos_id):
+        return 0
+    return len(tokenizer.decode([token]).replace("\ufffd", "?").encode())

@@ -2,22 +2,22 @@
 
 Window k of a document shows the tokens k·stride .. k·stride + context - 1 and scores the next-token
 predictions that no window before it has scored, so that a token has context - stride + 1 tokens
-before it, or all that there are. Windows shorter than the context share a row, kept apart by the
+before it, or all of the document's. Windows shorter than the context share a row, kept apart by the
 attention mask.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-AHEAD = (
-    4,
-    32,
-)  # batches, and rows at least, that are packed together, so that few places in a row stay empty
+from longctx.data.packing import pack
+
+# Batches, and rows at least, that are packed together, so that few places in a row stay empty.
+AHEAD = (4, 32)
 
 
 class Document(NamedTuple):
@@ -44,6 +44,17 @@ class Window(NamedTuple):
     ids: np.ndarray
     seen: int
     context: int = 0
+
+
+def stride_of(stride: int | None, context: int) -> int:
+    """The stride, by default half of the context; ValueError where it would leave tokens out."""
+    stride = max(1, context // 2) if stride is None else stride
+    if not 1 <= stride <= context:
+        raise ValueError(
+            f"stride={stride}: tokens between two windows would never be scored; "
+            f"give 1 to seq_len={context}"
+        )
+    return stride
 
 
 def spans(tokens: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
@@ -75,9 +86,8 @@ def batches(windows: Iterable[Window], context: int, rows: int) -> Iterator[list
         tokens += len(window.ids) - 1
         if tokens >= together:
             packed = _packed(waiting, context)
-            full = max(
-                len(packed) // 2 // rows * rows, rows
-            )  # the other half, of short windows, fills rows to come
+            # The other half, of short windows, fills rows to come.
+            full = max(len(packed) // 2 // rows * rows, rows)
             for start in range(0, full, rows):
                 yield packed[start : start + rows]
             waiting = [window for row in packed[full:] for window in row]
@@ -88,20 +98,10 @@ def batches(windows: Iterable[Window], context: int, rows: int) -> Iterator[list
 
 
 def _packed(windows: list[Window], context: int) -> list[list[Window]]:
-    """Rows of at most `context` tokens: the longest window first, each into the row that it fills
-    best.
-    """
-    rows: list[list[Window]] = []
-    spaces: list[tuple[int, int]] = []  # (tokens left, row), ascending
-    for window in sorted(windows, key=lambda window: -len(window.ids)):
-        length = len(window.ids) - 1
-        place = bisect_left(spaces, (length, -1))
-        if place < len(spaces):
-            space, row = spaces.pop(place)
-        else:
-            space, row = context, len(rows)
-            rows.append([])
-        rows[row].append(window)
-        if space > length:
-            insort(spaces, (space - length, row))
-    return rows
+    """Rows of at most `context` tokens, in each the longest window first."""
+    windows = sorted(windows, key=lambda window: -len(window.ids))
+    packing = pack(np.array([len(window.ids) - 1 for window in windows], np.int64), context)
+    return [
+        [windows[n] for n in packing.document[first:end].tolist()]
+        for first, end in pairwise(packing.row_starts.tolist())
+    ]

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longctx.config.command_config import ShowOptions
 from longctx.kernels import fingerprint, flash, launch
 from longctx.kernels.selftest import SelfTestFailed
-from longctx.kernels.words import ShowOptions
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

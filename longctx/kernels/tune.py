@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from longctx import files
+from longctx.config.command_config import TuneOptions
 from longctx.kernels import flash, launch, selftest
 from longctx.kernels.launch import Launch
 from longctx.kernels.timing import medians
-from longctx.kernels.words import TuneOptions
 
 PORTABLE = {
     "forward": "forward",

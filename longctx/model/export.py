@@ -68,7 +68,7 @@ def export(
     }
     keys |= special | {"dtype": str(dtype).removeprefix("torch.")}
     try:
-        with files.whole(out) as folder:
+        with files.atomic(out) as folder:
             folder.mkdir(parents=True)
             _write_json(folder / "config.json", keys)
             _write_json(folder / "generation_config.json", generation)

@@ -134,7 +134,7 @@ def export_adapter(
         "inference_mode": True,
         "target_modules": sorted({name.split(".")[-3] for name in tensors}),
     }
-    with files.whole(out) as folder:
+    with files.atomic(out) as folder:
         folder.mkdir(parents=True)
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         (folder / "adapter_config.json").write_text(

@@ -12,9 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from longctx.config.memory_config import POLICIES
-from longctx.config.train_config import LONGEST_ROW, CompleteConfig
+from longctx.config.train_config import LONGEST_ROW
+from longctx.planner import optimizer_cost
 from longctx.planner.hardware import Chip
 from longctx.planner.peak_memory import KEPT, OPTIMIZER, for_hopper, predict
+from longctx.planner.workload import Workload
 
 HOST_LEFT = 12 * 2**30  # bytes of host memory left to the process, its libraries and the data
 LINK = 55e9  # bytes per second between a GPU and pinned memory
@@ -33,80 +35,82 @@ SMALL = 160
 STREAM = 0.8  # share of the bandwidth that elementwise kernels reach
 
 
-def with_policy(config: CompleteConfig, policy: str) -> CompleteConfig:
-    """`config` with memory=`policy`; keys of memory that were given stay. ValueError where they do
+def with_policy(workload: Workload, policy: str) -> Workload:
+    """`workload` with memory=`policy`; keys of memory that were given stay. ValueError where they do
     not go with it.
     """
-    chosen = replace(config, memory=config.memory.filled(policy))
+    chosen = replace(workload, memory=workload.memory.filled(policy))
     chosen.memory.validate()
     return chosen
 
 
-def policies(config: CompleteConfig) -> list[CompleteConfig]:
-    """`config` with each policy that memory= may stand for, the fastest first: its own, or where it
-    is auto all.
+def policies(workload: Workload) -> list[Workload]:
+    """`workload` with each policy that memory= may stand for, the fastest first: its own, or where it
+    is auto all that the optimizer can keep its state as.
     """
-    return [with_policy(config, name) for name in config.memory.policies()]
+    each = [with_policy(workload, name) for name in workload.memory.policies()]
+    states = workload.optimizer.traits.states
+    return [chosen for chosen in each if chosen.memory.optimizer_state in states]
 
 
-def fits(config: CompleteConfig, gpu: float, host: float) -> bool:
-    """Whether `config`, of a decided policy, stays within so many bytes of GPU and host memory."""
-    taken = on_host(config)
-    return predict(config).peak <= gpu and (not taken or taken <= host - HOST_LEFT)
+def fits(workload: Workload, gpu: float, host: float) -> bool:
+    """Whether `workload`, of a decided policy, stays within so many bytes of GPU and host memory."""
+    taken = on_host(workload)
+    return predict(workload).peak <= gpu and (not taken or taken <= host - HOST_LEFT)
 
 
-def on_host(config: CompleteConfig) -> float:
+def on_host(workload: Workload) -> float:
     """Bytes of host memory that all processes of the machine take, each of which has its own."""
-    return config.devices * sum(predict(config).host.values())
+    return workload.devices * sum(predict(workload).host.values())
 
 
-def first_that_fits(config: CompleteConfig, gpu: float, host: float) -> CompleteConfig | None:
-    """The fastest policy of `config` that stays within so many bytes of GPU and host memory; None
+def first_that_fits(workload: Workload, gpu: float, host: float) -> Workload | None:
+    """The fastest policy of `workload` that stays within so many bytes of GPU and host memory; None
     if none does.
     """
-    return next((chosen for chosen in policies(config) if fits(chosen, gpu, host)), None)
+    return next((chosen for chosen in policies(workload) if fits(chosen, gpu, host)), None)
 
 
-def decide(config: CompleteConfig, chip: Chip, host: float, merge: bool = False) -> CompleteConfig:
-    """`config` with memory=auto decided: the fastest policy that fits, or the one that takes least
+def decide(workload: Workload, chip: Chip, host: float, merge: bool = False) -> Workload:
+    """`workload` with memory=auto decided: the fastest policy that fits, or the one that takes least
     where none does.
 
     With `merge` a step is first made of as few micro-batches as fit with the fastest policy, since
-    a GPU waits for the host between small kernels; where no more than those of `config` fit, they
+    a GPU waits for the host between small kernels; where no more than those of `workload` fit, they
     stay. A twentieth of the GPU is left free, since nobody probes this choice.
     """
     room = 0.95 * chip.usable
-    for whole in merged(config) if merge else []:
+    for whole in merged(workload) if merge else []:
         fastest = policies(whole)[0]
         if fits(fastest, room, host):
             return fastest
-    return first_that_fits(config, room, host) or min(
-        policies(config), key=lambda chosen: predict(chosen).peak
+    return first_that_fits(workload, room, host) or min(
+        policies(workload), key=lambda chosen: predict(chosen).peak
     )
 
 
-def merged(config: CompleteConfig) -> list[CompleteConfig]:
-    """The same rows per step in 1, 2, ... equal micro-batches, up to as many as `config` has."""
-    rows = config.batch_size * config.accumulate
+def merged(workload: Workload) -> list[Workload]:
+    """The same rows per step in 1, 2, ... equal micro-batches, up to as many as `workload` has."""
+    rows = workload.batch_size * workload.accumulate
     return [
-        replace(config, batch_size=rows // n, accumulate=n)
-        for n in range(1, config.accumulate + 1)
+        replace(workload, batch_size=rows // n, accumulate=n)
+        for n in range(1, workload.accumulate + 1)
         if rows % n == 0
     ]
 
 
 def longest(
-    at: Callable[[int], CompleteConfig],
+    at: Callable[[int], Workload],
     gpu: float,
     host: float,
     multiple: int = 128,
     most: int = LONGEST_ROW,
-) -> CompleteConfig | None:
+) -> Workload | None:
     """The configuration at(seq_len) of the longest rows that fit with some policy, that policy
     chosen; or None.
     """
 
-    def fitting(units: int) -> CompleteConfig | None:
+    def fitting(units: int) -> Workload | None:
         return first_that_fits(at(units * multiple), gpu, host)
 
     low, high = 0, most // multiple
@@ -116,46 +120,52 @@ def longest(
     return fitting(low) if low else None
 
 
-def one_row(config: CompleteConfig) -> Callable[[int], CompleteConfig]:
-    """seq_len → `config` with one row of so many tokens per micro-batch, and about as many tokens
+def one_row(workload: Workload) -> Callable[[int], Workload]:
+    """seq_len → `workload` with one row of so many tokens per micro-batch, and about as many tokens
     per step as before.
     """
-    tokens = config.batch_size * config.accumulate * config.seq_len
+    tokens = workload.batch_size * workload.accumulate * workload.seq_len
 
-    def at(seq_len: int) -> CompleteConfig:
-        return replace(config, seq_len=seq_len, batch_size=1, accumulate=max(1, tokens // seq_len))
+    def at(seq_len: int) -> Workload:
+        return replace(
+            workload, seq_len=seq_len, batch_size=1, accumulate=max(1, tokens // seq_len)
+        )
 
     return at
 
 
-def smallest_change(config: CompleteConfig, gpu: float, host: float) -> str:
-    """The least that has to change so that `config` is predicted to fit, in words for the command
+def smallest_change(workload: Workload, gpu: float, host: float) -> str:
+    """The least that has to change so that `workload` is predicted to fit, in words for the command
     line.
     """
-    if config.attention.backend == "naive":
+    if workload.attention.backend == "naive":
         return "attention=flash, which keeps no seq_len × seq_len scores"
-    rows = config.batch_size // 2
+    rows = workload.batch_size // 2
     while rows:
         fewer = replace(
-            config, batch_size=rows, accumulate=config.accumulate * config.batch_size // rows
+            workload, batch_size=rows, accumulate=workload.accumulate * workload.batch_size // rows
         )
         if fits(fewer, gpu, host):
             return f"batch_size={rows} accumulate={fewer.accumulate}, the same step in pieces"
         rows //= 2
-    own = list(POLICIES).index(config.memory.policy)
+    own = list(POLICIES).index(workload.memory.policy)
     for policy in list(POLICIES)[own + 1 :]:
-        other = replace(config, memory=type(config.memory)(policy))
+        other = replace(workload, memory=type(workload.memory)(policy))
         if fits(with_policy(other, policy), gpu, host):
             return f"memory={policy}"
-    open_to_all = replace(config, memory=type(config.memory)("auto"))
-    shorter = longest(one_row(open_to_all), gpu, host, most=config.seq_len)
+    open_to_all = replace(workload, memory=type(workload.memory)("auto"))
+    shorter = longest(one_row(open_to_all), gpu, host, most=workload.seq_len)
     if shorter is None:
-        half = config.batch_size // 2
+        half = workload.batch_size // 2
         return (
-            f"batch_size={half} accumulate={2 * config.accumulate}" if half else "a smaller model="
+            f"batch_size={half} accumulate={2 * workload.accumulate}"
+            if half
+            else "a smaller model="
         )
     policy = (
-        "" if shorter.memory.policy == config.memory.policy else f" memory={shorter.memory.policy}"
+        ""
+        if shorter.memory.policy == workload.memory.policy
+        else f" memory={shorter.memory.policy}"
     )
     return f"seq_len={shorter.seq_len} batch_size=1{policy}, the longest that fits"
 
@@ -175,76 +185,83 @@ class Seconds:
         return sum(self.parts.values())
 
 
-def seconds(config: CompleteConfig, chip: Chip) -> Seconds | None:
-    """Time of a step of `config`, rows of one document each, on `chip`; None where the chip's
+def seconds(workload: Workload, chip: Chip) -> Seconds | None:
+    """Time of a step of `workload`, rows of one document each, on `chip`; None where the chip's
     figures are not known.
     """
     if chip.flops is None or chip.bandwidth is None:
         return None
-    m, memory, e = config.model, config.memory, 2 if config.precision == "bf16" else 4
-    N, T, C = config.batch_size * config.seq_len, config.seq_len, m.channels
+    workload = replace(workload, memory=workload.memory.filled(workload.memory.policy))
+    m, memory, e = workload.model, workload.memory, 2 if workload.precision == "bf16" else 4
+    N, T, C = workload.batch_size * workload.seq_len, workload.seq_len, m.channels
     peak = chip.flops * (1.0 if e == 2 else 0.5)
     before = C * (m.heads + 2 * m.kv_heads) * m.head_size
     after = m.heads * m.head_size * C + 3 * C * m.ffn
     again: float = {"none": 0, "mlp": after, "block": before + after}[memory.recompute or "none"]
     again += after * (1 - 1 / (memory.keep_every or 1)) if memory.recompute == "block" else 0
     rate = PRODUCTS * C / (C + SMALL) * peak
-    added = config.lora.parameters(m)
+    added = workload.lora.parameters(m)
     each = 4 if added else 6  # weights that rest have no gradient
     products = N * (m.layers * (each * (before + after) + 2 * again) + 6 * added) / rate
     loss = each * N * int(m.vocab_size or 0) * C / rate
     moved = e * N * m.layers * (32 * C + 9 * m.ffn) * (1.3 if again else 1)
-    attended = attention_seconds(config, chip)
+    attended = attention_seconds(workload, chip)
     per_micro = {
         "attention": attended,
         "projections and MLP": products,
         "loss": loss,
         "norm, rope and copies": moved / (STREAM * chip.bandwidth),
     }
-    away = predict(config).host.get(KEPT, 0.0)
+    away = predict(workload).host.get(KEPT, 0.0)
     compute = sum(per_micro.values())
     waiting = max(0.0, 2 * away / LINK - 0.8 * compute)
-    n = added or m.parameters()
-    update = (
-        {"fp32": 32, "bf16": 24}.get(memory.optimizer or "fp32", 0) * n / (STREAM * chip.bandwidth)
-    )
-    if memory.optimizer == "host":
-        update = 16 * n / LINK  # both averages there and back
     parts = {
-        name: config.accumulate * s
+        name: workload.accumulate * s
         for name, s in (per_micro | {"waiting for the host": waiting}).items()
     }
-    parts[OPTIMIZER] = update
-    tokens = N * config.accumulate
-    work = tokens * m.flops_per_token(seen(config) / m.layers / T, added)
-    return Seconds(parts, tokens * config.devices, work / sum(parts.values()) / chip.flops)
+    parts[OPTIMIZER] = update_seconds(workload, chip)
+    tokens = N * workload.accumulate
+    work = tokens * m.flops_per_token(seen(workload) / m.layers / T, added)
+    return Seconds(parts, tokens * workload.devices, work / sum(parts.values()) / chip.flops)
 
 
-def attention_seconds(config: CompleteConfig, chip: Chip) -> float:
+def update_seconds(workload: Workload, chip: Chip) -> float:
+    """The optimizer's update: bytes through the GPU's memory, or state from the host and back; and
+    the products of Newton-Schulz, in bf16.
+    """
+    assert chip.flops is not None and chip.bandwidth is not None
+    moving = optimizer_cost.bytes_moved(workload) / (STREAM * chip.bandwidth)
+    if workload.memory.optimizer_state == "host":
+        moving = 2 * optimizer_cost.state_on_host(workload) / LINK
+    works = optimizer_cost.products(workload)
+    return moving + sum(flops / (PRODUCTS * m / (m + SMALL) * chip.flops) for m, flops in works)
+
+
+def attention_seconds(workload: Workload, chip: Chip) -> float:
     """Attention of one micro-batch, forward and backward, all layers."""
     assert chip.flops is not None and chip.bandwidth is not None
-    m, backend = config.model, config.attention.backend
-    pairs = config.batch_size * seen(config)
+    m, backend = workload.model, workload.attention.backend
+    pairs = workload.batch_size * seen(workload)
     if backend == "naive":
-        scores = config.batch_size * config.seq_len**2 * m.heads * m.layers
-        again = 1 if config.memory.recompute == "block" else 0
+        scores = workload.batch_size * workload.seq_len**2 * m.heads * m.layers
+        again = 1 if workload.memory.recompute == "block" else 0
         return scores * (SCORE_BYTES[0] * (1 + again) + SCORE_BYTES[1]) / (STREAM * chip.bandwidth)
     key = (
         "flash portable"
-        if backend == "flash" and not (chip.hopper and for_hopper(config))
+        if backend == "flash" and not (chip.hopper and for_hopper(workload))
         else backend
     )
     forward, backward = RATES.get(key, RATES["sdpa"])[64 if m.head_size <= 64 else 128]
     flops = 4 * pairs * m.heads * m.head_size
-    times = 2 if config.memory.recompute == "block" and backend != "flash" else 1
+    times = 2 if workload.memory.recompute == "block" and backend != "flash" else 1
     return flops * (times / forward + 2.5 / backward) / chip.flops
 
 
-def seen(config: CompleteConfig) -> int:
+def seen(workload: Workload) -> int:
     """Visible pairs of one row that is one document, summed over the layers."""
     return sum(
-        layers * visible(config.seq_len, window)
-        for window, layers in config.model.windows().items()
+        layers * visible(workload.seq_len, window)
+        for window, layers in workload.model.windows().items()
     )
 
 

@@ -49,6 +49,16 @@ class Chip:
         return 0.985 * self.memory - 0.8 * GIB
 
 
+@dataclass(frozen=True)
+class Machine:
+    """The machine that a run is on, as far as its decisions depend on it."""
+
+    gpus: int  # that torch can use
+    gpu: Chip | None  # the first of them, or this process's own
+    bf16: bool  # whether that GPU computes in bf16
+    host_memory: float  # bytes
+
+
 def chip(name: str, memory: float) -> Chip:
     """The chip that torch calls `name`, with so many bytes of memory."""
     flops, bandwidth = known(name) or (None, None)

@@ -1,19 +1,19 @@
-"""What a configuration takes of memory and time, per policy and backend, and the longest context
-that fits: predicted.
+"""Predict what a configuration takes of memory and time, per policy and backend, and the longest
+context that fits.
 
 Nothing is run and torch is not imported, so the answer comes in a moment on any machine, for any
-GPU: `python -m benchmarks plan model=1b seq_len=262144 gpu_memory=80`.
+GPU: `longctx plan model=1b seq_len=262144 gpu_memory=80`.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from benchmarks.report import grid
-from benchmarks.words import check_backends, check_unused, filled, request
-from longctx.config.train_config import CompleteConfig
+from longctx.config.command_config import PlanOptions
+from longctx.config.train_config import TrainConfig
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB, Chip
 from longctx.planner.peak_memory import (
@@ -21,104 +21,90 @@ from longctx.planner.peak_memory import (
     GRADIENTS,
     KEPT,
     MLP,
-    OPTIMIZER,
     PARAMETERS,
     TERMS,
     predict,
 )
+from longctx.planner.workload import Workload, with_vocabulary, workload_of
+from longctx.tables import grid
 
-TAKES_TRAINING_KEYS = True
-BACKENDS = ("naive", "sdpa", "flash")
 SPEED = ("s/step", "tokens/s", "MFU")
 SHORT = {
     PARAMETERS: "weights",
     GRADIENTS: "grads",
-    OPTIMIZER: "AdamW",
     KEPT: "kept",
     ATTENTION: "attention",
     MLP: "MLP",
 }
 
 
-@dataclass(frozen=True)
-class Options:
-    """For which machine; every key of train.py may follow."""
-
-    gpu: str = field(
-        default="auto", metadata={"help": "such as H100; auto: the one here, else an H200"}
-    )
-    gpu_memory: str = field(
-        default="auto", metadata={"help": "GiB of it, such as 80; auto: the GPU's"}
-    )
-    host_memory: str = field(
-        default="auto", metadata={"help": "GiB of host memory; auto: this machine's"}
-    )
-    backends: tuple[str, ...] = field(default=BACKENDS, metadata={"help": "attention backends"})
-
-
-def run(options: Options, command: str, words: list[str]) -> None:
-    """Print memory by term and time by policy, and the longest context, for every backend."""
-    check_backends(options.backends)
+def run(options: PlanOptions, requests: Mapping[str, TrainConfig]) -> None:
+    """Print memory by term and time by policy, and the longest context, for the request of every
+    attention backend.
+    """
     chip, host = machine(options)
-    check_unused(words, {"device": "it is a GPU"})
-    chosen = next((word.partition("=")[2] for word in words if word.startswith("attention=")), None)
-    if chosen and options.backends != BACKENDS:
-        raise ValueError(
-            f"attention={chosen}: backends={','.join(options.backends)} is given too; leave one of them out"
-        )
-    configs = {
-        backend: each_policy([*words, f"attention={backend}"], chip, host)
-        for backend in ((chosen,) if chosen else options.backends)
-    }
-    first = next(iter(configs.values()))[0]
-    count = f"{first.rows_per_step} row{'s' if first.rows_per_step > 1 else ''}"
-    print(
-        f"{first.model.parameters() / 1e6:,.0f} million parameters, {count} of {first.seq_len:,} tokens a step, "
-        f"{first.precision}"
-    )
-    print(
-        f"{chip.name}, {chip.memory / GIB:.1f} GiB, {chip.usable / GIB:.1f} of them for tensors; host {host / GIB:.0f} GiB"
-        f"{', this machine: host_memory= says another' if options.host_memory == 'auto' else ''}\n"
-    )
-    rows = [
-        row(backend, config, chip, host)
-        for backend, policies in configs.items()
-        for config in policies
+    configs = [
+        (backend, config)
+        for backend, request in requests.items()
+        for config in each_policy(request, chip, host)
     ]
+    print_machine(configs[0][1], chip, host, assumed=options.host_memory == "auto")
+
     terms = (SHORT.get(term, term) for term in TERMS)
-    columns: tuple[str, ...] = (
-        "backend",
-        "memory",
-        "rows",
-        *terms,
-        "GPU GiB",
-        "host GiB",
-        "fits",
-        *SPEED,
-    )
+    sizes = ("GPU GiB", "host GiB")
+    columns = ("backend", "memory", "rows", *terms, *sizes, "fits", *SPEED)
+    rows = [row(backend, config, chip, host) for backend, config in configs]
     grid("Predicted peak by term, GiB", columns, rows)
-    rows = [
-        longest(backend, config, chip, host)
-        for backend, policies in configs.items()
-        for config in policies
-    ]
-    columns = ("backend", "memory", "tokens", "rows", "GPU GiB", "host GiB", *SPEED)
+
+    columns = ("backend", "memory", "tokens", "rows", *sizes, *SPEED)
+    rows = [longest(backend, config, chip, host) for backend, config in configs]
     grid("The longest row that fits, in about as many tokens a step", columns, rows)
 
 
-def each_policy(words: list[str], chip: Chip, host: float) -> list[CompleteConfig]:
-    """What a GPU run with `words` of train.py takes, with the policy that they name or with each
-    where that is auto.
+def each_policy(request: TrainConfig, chip: Chip, host: float) -> list[Workload]:
+    """The step of `request` on a GPU with the memory policy that it names, or with each where that is
+    auto.
     """
-    asked = request(words, "cuda")
-    merge = asked.batch_size is None and asked.accumulate is None
+    merge = request.batch_size is None and request.accumulate is None
     return [
         fitting.decide(chosen, chip, host, merge)
-        for chosen in fitting.policies(filled(asked, "cuda"))
+        for chosen in fitting.policies(without_data(request, "cuda"))
     ]
 
 
-def machine(options: Options) -> tuple[Chip, float]:
+def without_data(request: TrainConfig, device: str) -> Workload:
+    """The step of `request` on "cuda" or "cpu" where no data is opened.
+
+    Without a corpus there is no tokenizer: an open vocabulary has the size that data.vocab_size
+    asks for. ValueError for seq_len=max and for keys about weights that exist already.
+    """
+    for key in ("init", "resume"):
+        if getattr(request, key) is not None:
+            raise ValueError(
+                f"{key}={getattr(request, key)}: the weights are random here; describe the model "
+                "by model="
+            )
+    if isinstance(request.seq_len, str):
+        raise ValueError("seq_len=max: a run finds that on its GPU; here give a number of tokens")
+    work = workload_of(request, device, request.seq_len)
+    return with_vocabulary(work, request.data.vocab_size)
+
+
+def print_machine(config: Workload, chip: Chip, host: float, assumed: bool) -> None:
+    """Print the model, the rows of a step and the machine; `assumed`: the host is this machine."""
+    count = f"{config.rows_per_step} row{'s' if config.rows_per_step > 1 else ''}"
+    print(
+        f"{config.model.parameters() / 1e6:,.0f} million parameters, "
+        f"{count} of {config.seq_len:,} tokens a step, {config.precision}"
+    )
+    advice = ", this machine: host_memory= says another" if assumed else ""
+    print(
+        f"{chip.name}, {chip.memory / GIB:.1f} GiB, {chip.usable / GIB:.1f} of them for tensors; "
+        f"host {host / GIB:.0f} GiB{advice}\n"
+    )
+
+
+def machine(options: PlanOptions) -> tuple[Chip, float]:
     """The GPU and the bytes of host memory to plan for."""
     there = hardware.here()
     if options.gpu != "auto":
@@ -152,7 +138,7 @@ def gib(key: str, text: str) -> float:
     return size * GIB
 
 
-def row(backend: str, config: CompleteConfig, chip: Chip, host: float) -> dict[str, Any]:
+def row(backend: str, config: Workload, chip: Chip, host: float) -> dict[str, Any]:
     """One line of the table of terms."""
     memory = predict(config)
     fit = "yes" if fitting.fits(config, chip.usable, host) else "no"
@@ -162,15 +148,15 @@ def row(backend: str, config: CompleteConfig, chip: Chip, host: float) -> dict[s
     return _chosen(backend, config) | {**terms, "fits": fit} | _sizes(config) | _speed(config, chip)
 
 
-def longest(backend: str, config: CompleteConfig, chip: Chip, host: float) -> dict[str, Any]:
+def longest(backend: str, config: Workload, chip: Chip, host: float) -> dict[str, Any]:
     """One line of the table of longest contexts."""
-    found = fitting.longest(fitting.one_row(config), chip.usable, host)
-    if found is None:
+    most = fitting.longest(fitting.one_row(config), chip.usable, host)
+    if most is None:
         return {"backend": backend, "memory": config.memory.policy, "tokens": "none"}
-    return _chosen(backend, found) | {"tokens": found.seq_len} | _sizes(found) | _speed(found, chip)
+    return _chosen(backend, most) | {"tokens": most.seq_len} | _sizes(most) | _speed(most, chip)
 
 
-def _chosen(backend: str, config: CompleteConfig) -> dict[str, str]:
+def _chosen(backend: str, config: Workload) -> dict[str, str]:
     return {
         "backend": backend,
         "memory": config.memory.policy,
@@ -178,14 +164,14 @@ def _chosen(backend: str, config: CompleteConfig) -> dict[str, str]:
     }
 
 
-def _sizes(config: CompleteConfig) -> dict[str, str]:
+def _sizes(config: Workload) -> dict[str, str]:
     return {
         "GPU GiB": f"{predict(config).peak / GIB:.1f}",
         "host GiB": f"{fitting.on_host(config) / GIB:.1f}",
     }
 
 
-def _speed(config: CompleteConfig, chip: Chip) -> dict[str, str]:
+def _speed(config: Workload, chip: Chip) -> dict[str, str]:
     time = fitting.seconds(config, chip)
     if time is None:
         return {}

@@ -12,9 +12,10 @@ layers, V words; e bytes of an activation. "Kept" is what forward leaves for bac
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from longctx.config.train_config import CompleteConfig
+from longctx.planner import optimizer_cost
+from longctx.planner.workload import Workload
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 KEPT, ATTENTION, MLP, LOSS, BATCH = (
@@ -30,9 +31,6 @@ CUBLAS = (
     65 * 2**20
 )  # its workspaces on Hopper, of forward's thread and of backward's, allocated through torch
 FP32 = 4
-SLICE = (
-    2**26
-)  # parameters that a stored optimizer updates at one time, see longctx.training.optimizer
 HOPPER_HEAD_SIZES = range(64, 129, 8)  # see longctx.kernels.flash, which needs torch
 
 
@@ -57,34 +55,33 @@ class Memory:
         return max(self.gpu, key=lambda term: self.gpu[term])
 
 
-def predict(config: CompleteConfig, device: str = "cuda") -> Memory:
-    """Peak memory of a run on one of its devices, "cuda" or "cpu"; ValueError where memory=auto is
-    undecided.
-    """
-    step = _Step(config, device)
+def predict(workload: Workload) -> Memory:
+    """Peak memory of a step on one of its devices; ValueError where memory=auto is undecided."""
+    step = _Step(workload)
     moment, gpu = max(step.moments(), key=lambda found: sum(found[1].values()))
     return Memory(moment, {term: gpu.get(term, 0.0) for term in TERMS}, step.host())
 
 
-def for_hopper(config: CompleteConfig) -> bool:
-    """Whether flash takes its Hopper kernels for `config` on a Hopper GPU. Memory is predicted as
+def for_hopper(workload: Workload) -> bool:
+    """Whether flash takes its Hopper kernels for `workload` on a Hopper GPU. Memory is predicted as
     if every GPU were one, so on others a sum of dq too much is counted unless
     attention.options.kernel=portable.
     """
-    kernel = config.attention.options.get("kernel", "auto")
-    if config.attention.backend != "flash" or kernel != "auto":
-        return config.attention.backend == "flash" and kernel == "hopper"
-    return config.precision == "bf16" and config.model.head_size in HOPPER_HEAD_SIZES
+    kernel = workload.attention.options.get("kernel", "auto")
+    if workload.attention.backend != "flash" or kernel != "auto":
+        return workload.attention.backend == "flash" and kernel == "hopper"
+    return workload.precision == "bf16" and workload.model.head_size in HOPPER_HEAD_SIZES
 
 
 class _Step:
     """The inventory of one training step."""
 
-    def __init__(self, config: CompleteConfig, device: str) -> None:
-        m = config.model
-        self.config, self.model, self.memory = config, m, config.memory.filled(config.memory.policy)
+    def __init__(self, workload: Workload) -> None:
+        device, m = workload.device, workload.model
+        workload = replace(workload, memory=workload.memory.filled(workload.memory.policy))
+        self.workload, self.model, self.memory = workload, m, workload.memory
         self.device, self.libraries = device, CUBLAS if device == "cuda" else 0
-        self.B, self.T = config.batch_size, config.seq_len
+        self.B, self.T = workload.batch_size, workload.seq_len
         self.N = self.B * self.T
         self.C, self.F, self.L, self.V = m.channels, m.ffn, m.layers, int(m.vocab_size or 0)
         self.H, self.q, self.kv = (
@@ -92,14 +89,14 @@ class _Step:
             m.heads * m.head_size,
             m.kv_heads * m.head_size,
         )  # q, kv: channels
-        self.e = 2 if config.precision == "bf16" else FP32
-        self.compiled = config.compile == "true"
-        self.backend = config.attention.backend
+        self.e = 2 if workload.precision == "bf16" else FP32
+        self.compiled = workload.compile
+        self.backend = workload.attention.backend
         self.before_weights = self.C * (
             self.q + 2 * self.kv
         )  # of a block's products, before and after attention
         self.after_weights = self.q * self.C + 3 * self.C * self.F
-        self.added = config.lora.parameters(
+        self.added = workload.lora.parameters(
             m
         )  # LoRA: these are trained, in fp32, and the model's own weights rest
         self.trained = self.added or m.parameters()
@@ -108,7 +105,7 @@ class _Step:
         )  # bytes of the gradient of one of the model's own weights
         self.copy = self.e if self.e < FP32 and not self.added else 0  # and of its copy in 16 bits
         # One kernel makes the product of gate and up again in backward, see longctx.kernels.swiglu.
-        targets = config.lora.targets if self.added else []
+        targets = workload.lora.targets if self.added else []
         self.kernels = device == "cuda" and self.e < FP32
         self.fused = self.kernels and "down" not in targets
         # Of N × F elements, where a product has a thin one beside it and both are there before they
@@ -127,11 +124,7 @@ class _Step:
         tied = self.model.tied
         # From the second micro-batch on every gradient is there all the time, and always where DDP
         # keeps them in its buckets.
-        full = (
-            self.config.accumulate > 1
-            or self.config.devices > 1
-            or self.config.strategy.name == "ddp"
-        )
+        full = self.workload.accumulate > 1 or self.workload.strategy == "ddp"
         before = gradients if full else 0.0
         yield "loss", _sum(always, {GRADIENTS: before}, self.kept(self.L), self.loss())
         # The head's gradient is there at once; a tied one waits beside the sum for that of the
@@ -157,13 +150,14 @@ class _Step:
                 yield f"backward of block {layer}, {name}", _sum(held, work)
         last = (gradients if full else gradients - embedding) + (embedding if tied else 0.0)
         sparse = (
-            tied and self.device == "cuda" and not self.config.deterministic
+            tied and self.device == "cuda" and not self.workload.deterministic
         )  # added to the head's in place
         last += 0.0 if sparse else embedding
         tokens = {GRADIENTS: last, KEPT: (FP32 + self.e) * self.C * self.N}
         yield "backward of the embedding", _sum(always, tokens)
-        yield "optimizer", _sum(always, {GRADIENTS: gradients, OPTIMIZER: self.update()})
-        if self.config.val_rows:
+        workspace = optimizer_cost.workspace(self.workload)
+        yield "optimizer", _sum(always, {GRADIENTS: gradients, OPTIMIZER: workspace})
+        if self.workload.validates:
             yield "validation", _sum(always, self.validation())
 
     def tile_of(self, most: int) -> int:
@@ -175,31 +169,22 @@ class _Step:
 
     def always(self) -> Terms:
         """Parameters, optimizer state, and what every layer of a micro-batch reads."""
-        per_parameter = {"fp32": 8, "bf16": 4, "host": 0}[self.memory.optimizer or "fp32"]
-        batch = 24 * self.N * self.config.accumulate  # tokens, targets, doc_ids, int64
+        batch = 24 * self.N * self.workload.accumulate  # tokens, targets, doc_ids, int64
         mask = (16 + 8) * self.N  # first, last of queries and of keys; positions
         rope = FP32 * self.N * self.model.head_size  # cos and sin
         own = (self.e if self.added else FP32) * self.model.parameters() + FP32 * self.added
         return {
             PARAMETERS: own,
-            OPTIMIZER: per_parameter * self.trained,
+            OPTIMIZER: optimizer_cost.state_on_gpu(self.workload),
             BATCH: batch + mask + rope + self.libraries,
         }
-
-    def update(self) -> float:
-        """What the optimizer takes besides its state: a slice of those averages that are on the
-        host.
-        """
-        largest = self.added / self.L if self.added else max(self.V * self.C, 2 * self.C * self.F)
-        return 2.0 * FP32 * min(SLICE, largest) if self.memory.optimizer == "host" else 0.0
 
     def host(self) -> Terms:
         """Bytes of host memory that grow with the run: the optimizer's, and kept activations in
         pinned memory.
         """
-        optimizer = {"host": 2 * FP32 * self.trained}.get(self.memory.optimizer or "fp32", 0)
         away = [self.kept_by(layer) for layer in range(self.away())]
-        return {OPTIMIZER: float(optimizer), KEPT: float(sum(away))}
+        return {OPTIMIZER: optimizer_cost.state_on_host(self.workload), KEPT: float(sum(away))}
 
     def away(self) -> int:
         """Layers whose kept activations lie on the host: the first so many."""
@@ -325,9 +310,9 @@ class _Step:
             ) * scores  # probabilities make room for a part
         rows = 2 * FP32 * self.H * N  # lse and delta
         if self.backend == "flash":
-            padded = 64 if self.config.model.head_size <= 64 else 128
+            padded = 64 if self.workload.model.head_size <= 64 else 128
             sums = FP32 * self.H * padded * N  # of dq
-            return rows + (sums if self.device == "cuda" and for_hopper(self.config) else 0)
+            return rows + (sums if self.device == "cuda" and for_hopper(self.workload) else 0)
         again = e * q * N if self.memory.recompute == "block" else 0
         repeated = (
             2 * e * q * N if q != kv else 0

@@ -1,7 +1,7 @@
-"""A wandb workspace for runs of longctx, made by command. The only user of wandb-workspaces.
+"""The wandb workspace for the runs of a project. The only user of wandb-workspaces.
 
-What it shows stands in SECTIONS, by the names under which `longctx.training` logs; a dry run prints
-that and sends nothing.
+It has the panels of the table of metrics (`longctx.runs.metrics`) and those of FIXED, which show
+something else than metrics over tokens. A dry run prints them and sends nothing.
 """
 
 from __future__ import annotations
@@ -11,13 +11,18 @@ import sys
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+from longctx.runs import metrics
+from longctx.runs.metrics import Shown
+
 TOKENS = "tokens_seen"
 
 
-class Panel(NamedTuple):
-    """`kind`: lines over tokens seen; shares, the same stacked; points, a summary value of each run
-    over a value of its configuration; bars, a summary value of each run; table, a plot of a logged
-    table (x, y, line); pictures.
+class Chart(NamedTuple):
+    """One panel of the workspace.
+
+    `kind` is lines over tokens seen; shares, which are lines stacked on each other; points, a
+    summary value of each run over a value of its configuration; bars, a summary value of each run;
+    table, the plot of a logged table, whose name and columns (x, y, line) are in `y`; pictures.
     """
 
     kind: str
@@ -27,71 +32,77 @@ class Panel(NamedTuple):
     log: bool = False
 
 
-SECTIONS: dict[str, tuple[Panel, ...]] = {
+FIXED: dict[str, tuple[Chart, ...]] = {
     "Context extension": (
-        Panel("points", "Validation loss over context", ("val_loss.min",), "seq_len"),
-        Panel("points", "Perplexity over context (eval.py)", ("eval/perplexity",), "context"),
-        Panel(
+        Chart("points", "Perplexity over context (eval.py)", ("eval/perplexity",), "context"),
+        Chart(
             "table",
             "Loss by position",
             ("loss_by_position_table", "tokens before", "loss", "tokens seen"),
         ),
-        Panel(
+        Chart(
             "table",
             "The same tokens over context",
             ("eval/loss_by_context_table", "tokens of context", "loss", "run"),
         ),
-        Panel("lines", "Loss at each position", ("val_loss_by_position/.*",)),
-        Panel("lines", "Facts found again", ("facts_found/.*",)),
     ),
-    "Throughput": (
-        Panel("lines", "Tokens per second", ("tokens_per_second",)),
-        Panel("lines", "MFU", ("mfu",)),
-        Panel("points", "Tokens per second over context", ("tokens_per_second",), "seq_len"),
-        Panel(
-            "shares",
-            "Parts of a step (ms)",
-            ("forward_ms", "backward_ms", "optimizer_ms", "data_wait_ms"),
-        ),
-        Panel("lines", "Time per step (ms)", ("ms_per_step",)),
-        Panel("lines", "Padding", ("padding_share",)),
-    ),
-    "Memory": (
-        Panel(
-            "lines",
-            "Peak memory (GiB)",
-            ("memory_peak_gib", "memory_reserved_gib", "memory_predicted_gib"),
-        ),
-        Panel("points", "Peak memory over context", ("memory_peak_gib",), "seq_len"),
-        Panel("lines", "Peak memory of the process (GiB)", ("process_peak_gib",)),
-    ),
-    "Loss": (
-        Panel("lines", "Loss", ("loss",), log=True),
-        Panel("lines", "Validation loss", ("val_loss",)),
-        Panel("lines", "Validation perplexity", ("val_perplexity",), log=True),
-        Panel("lines", "Gradient norm", ("grad_norm",), log=True),
-        Panel("lines", "Learning rate", ("lr",)),
-    ),
+    "Throughput": (),
+    "Memory": (),
+    "Loss": (),
     "Evaluation": (
-        Panel("bars", "Perplexity", ("eval/perplexity",)),
-        Panel("bars", "Word perplexity", ("eval/word_perplexity",)),
-        Panel("bars", "Bits per byte", ("eval/bits_per_byte",)),
-        Panel(
+        Chart("bars", "Perplexity", ("eval/perplexity",)),
+        Chart("bars", "Word perplexity", ("eval/word_perplexity",)),
+        Chart("bars", "Bits per byte", ("eval/bits_per_byte",)),
+        Chart(
             "table",
             "Loss by position",
             ("eval/loss_by_position_table", "tokens of position", "loss", "run"),
         ),
-        Panel("pictures", "Pictures of eval.py", ("eval/picture",)),
+        Chart("pictures", "Pictures of eval.py", ("eval/picture",)),
     ),
 }
-COLUMNS = ["config:backend", "config:seq_len", "summary:val_loss.min", "summary:tokens_per_second"]
+
+
+def sections() -> dict[str, list[Chart]]:
+    """The panels of every section: of metrics over the context, the fixed ones, of metrics over
+    tokens.
+    """
+    result: dict[str, list[Chart]] = {}
+    over_context = metrics.shown(Shown.CONTEXT)
+    for title, fixed in FIXED.items():
+        points = [
+            Chart("points", f"{metric.panel.title} over context", (over(metric),), "seq_len")
+            for metric in over_context
+            if metric.panel is not None and metric.panel.section == title
+        ]
+        result[title] = [*points, *fixed]
+    panels = dict.fromkeys(metric.panel for metric in metrics.METRICS if metric.panel is not None)
+    for panel in panels:
+        keys = tuple(
+            metric.key.replace("*", ".*") for metric in metrics.METRICS if metric.panel == panel
+        )
+        chart = Chart(panel.kind, panel.title, keys, log=panel.log)
+        result.setdefault(panel.section, []).append(chart)
+    return result
+
+
+def over(metric: metrics.Metric) -> str:
+    """The key of the value that stands for a run in its summary at wandb: the least or the last."""
+    return f"{metric.key}.min" if metric.summary == "min" else metric.key
+
+
+def columns() -> list[str]:
+    """The columns of the table of runs: what was asked for, and the metrics over the context."""
+    figures = [f"summary:{over(metric)}" for metric in metrics.shown(Shown.CONTEXT)]
+    return ["config:backend", "config:seq_len", *figures]
 
 
 def dashboard(
     project: str, entity: str | None = None, name: str = "longctx", dry_run: bool = False
 ) -> None:
-    """Make the workspace `name` in `project` of `entity` (your default) and print its address;
-    without an API key, or with `dry_run`, print as JSON what it would show.
+    """Create the workspace `name` in `project` of `entity` (your default) and print its address.
+
+    Without an API key, or with `dry_run`, prints as JSON what it would show.
 
     Raises ValueError, one line, where wandb-workspaces is missing or the server refuses.
     """
@@ -109,25 +120,28 @@ def dashboard(
                 file=sys.stderr,
             )
             return
-        made = workspace(project, entity or str(wandb.Api().default_entity), name)
-        made.save()
+        created = workspace(project, entity or str(wandb.Api().default_entity), name)
+        created.save()
     except Exception as error:  # wandb's own errors, the network's
-        raise ValueError(f"project={project}: wandb did not take the workspace: {error}") from error
-    print(made.url)
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"project={project}: wandb did not take the workspace: {reason}"
+        ) from error
+    print(created.url)
 
 
 def plan(project: str, entity: str | None, name: str) -> dict[str, Any]:
     """What the workspace shows, as plain values."""
-    sections = [
+    charts = [
         {"name": title, "panels": [{**panel._asdict(), "y": list(panel.y)} for panel in panels]}
-        for title, panels in SECTIONS.items()
+        for title, panels in sections().items()
     ]
     return {
         "project": project,
         "entity": entity,
         "name": name,
-        "columns": COLUMNS,
-        "sections": sections,
+        "columns": columns(),
+        "sections": charts,
     }
 
 
@@ -143,21 +157,21 @@ def workspace(project: str, entity: str, name: str) -> Any:
     """The workspace, not yet saved."""
     import wandb_workspaces.workspaces as ws
 
-    sections = [
+    filled = [
         ws.Section(name=title, panels=[_panel(panel) for panel in panels], is_open=True)
-        for title, panels in SECTIONS.items()
+        for title, panels in sections().items()
     ]
     return ws.Workspace(
         entity=entity,
         project=project,
         name=name,
-        sections=sections,
+        sections=filled,
         settings=ws.WorkspaceSettings(x_axis=TOKENS, max_runs=20),
-        runset_settings=ws.RunsetSettings(pinned_columns=COLUMNS),
+        runset_settings=ws.RunsetSettings(pinned_columns=columns()),
     )
 
 
-def _panel(panel: Panel) -> Any:
+def _panel(panel: Chart) -> Any:
     import wandb_workspaces.reports.v2 as wr
 
     if panel.kind in ("lines", "shares"):
@@ -171,9 +185,9 @@ def _panel(panel: Panel) -> Any:
         return wr.BarPlot(title=panel.title, metrics=[wr.SummaryMetric(key) for key in panel.y])
     if panel.kind == "table":
         fields = dict(zip(("x", "y", "stroke"), panel.y[1:], strict=True))
-        made = wr.CustomChart.from_table(
+        chart = wr.CustomChart.from_table(
             panel.y[0], chart_fields=fields, chart_strings={"title": panel.title}
         )
-        made.chart_name = "wandb/line/v0"
-        return made
+        chart.chart_name = "wandb/line/v0"
+        return chart
     return wr.MediaBrowser(title=panel.title, media_keys=list(panel.y))

@@ -1,4 +1,4 @@
-"""The page of a comparison: page.html, in which the data stand as JSON. It needs no network and no
+"""The page of a comparison: page.html with the data as JSON in it. It needs no network and no
 library.
 
 Names of runs are anybody's: no letter of the data can end the script element that holds them, and
@@ -12,13 +12,13 @@ import os
 import tempfile
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from longctx.files import write_text
-from longctx.report.runs import CURVES, PARTS, Run, memory
-
-if TYPE_CHECKING:
-    from longctx.report.compare import Table
+from longctx.report.run_view import Run
+from longctx.report.tables import Table
+from longctx.runs import metrics
+from longctx.runs.metrics import STEP_PARTS, Shown, finite
 
 
 def check(out: Path) -> None:
@@ -38,7 +38,7 @@ def check(out: Path) -> None:
 
 
 def write(out: Path, runs: list[Run], tables: list[Table], notes: list[str]) -> None:
-    """Write the page to `out`, whole or not at all."""
+    """Write the page to `out` atomically."""
     text = html(runs, tables, notes)
     try:
         write_text(out, text)
@@ -49,7 +49,8 @@ def write(out: Path, runs: list[Run], tables: list[Table], notes: list[str]) -> 
 def html(runs: list[Run], tables: list[Table], notes: list[str]) -> str:
     """The page."""
     data = {
-        "curves": CURVES,
+        "curves": headings(Shown.CURVE),
+        "lengths": headings(Shown.CONTEXT),
         "runs": [described(run) for run in runs],
         "tables": [table._asdict() | {"best": sorted(table.best)} for table in tables],
         "notes": notes,
@@ -58,33 +59,43 @@ def html(runs: list[Run], tables: list[Table], notes: list[str]) -> str:
     return template.replace("DATA_AS_JSON", embedded(data), 1)
 
 
+def headings(place: Shown) -> dict[str, str]:
+    """Key and title of each metric that is drawn in `place`."""
+    return {metric.key: metric.heading for metric in metrics.shown(place)}
+
+
 def described(run: Run) -> dict[str, Any]:
     """What the page draws of a run."""
+    scores = run.evaluations.perplexities
+    evaluated = next((score["positions"] for score in scores if score["positions"]["x"]), None)
     return {
         "label": run.label,
         "backend": str(run.config.get("attention.backend", "")),
         "seq_len": run.config.get("seq_len"),
-        "tokens_per_second": run.figures.get("tokens_per_second"),
-        "memory": memory(run.figures),
+        "figures": {
+            key: run.figures[key]
+            for key in headings(Shown.CONTEXT)
+            if key in run.figures and finite([run.figures[key]])
+        },
         "curves": run.curves,
-        "positions": run.positions
-        or next((e["positions"] for e in run.evaluations if e["positions"]["x"]), None),
-        "contexts": next((e["contexts"] for e in run.evaluations if e["contexts"]["x"]), None),
+        "positions": run.positions or evaluated,
+        "contexts": next((score["contexts"] for score in scores if score["contexts"]["x"]), None),
         "split": split(run),
-        "passkeys": run.passkeys,
+        "passkeys": run.evaluations.passkeys,
     }
 
 
 def split(run: Run) -> dict[str, float]:
     """Milliseconds of each part of a step, {} where the rows do not tell."""
-    parts = {key: run.figures[key] for key in PARTS if key in run.figures}
-    if "forward_ms" not in parts or "ms_per_step" not in run.figures:
-        return {}
-    parts["rest_ms"] = max(0.0, run.figures["ms_per_step"] - sum(parts.values()))
-    return {
-        key.removesuffix("_ms").replace("_", " "): float(f"{value:.4g}")
-        for key, value in parts.items()
+    parts = {
+        metric.label: run.figures[metric.key]
+        for metric in metrics.METRICS
+        if metric.panel == STEP_PARTS and metric.key in run.figures
     }
+    if "forward_ms" not in run.figures or "ms_per_step" not in run.figures:
+        return {}
+    parts["rest"] = max(0.0, run.figures["ms_per_step"] - sum(parts.values()))
+    return {label: float(f"{value:.4g}") for label, value in parts.items()}
 
 
 def embedded(data: Any) -> str:

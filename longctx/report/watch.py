@@ -14,45 +14,24 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from longctx.report.runs import (
-    NotARun,
-    Row,
-    ending,
-    finite,
-    is_training,
-    memory,
-    parsed,
-    printable,
-    read_config,
-)
+from longctx.files import printable
+from longctx.report.run_view import ending
+from longctx.runs.metrics import Row, Shown, duration, finite, line, present
+from longctx.runs.run_folder import NotARun, is_training, parsed, read_config
 
 PAUSE = 0.5  # seconds between two looks
 BARS = "▁▂▃▄▅▆▇█"
-FORMATS = {
-    "loss": ("loss", "{:.4f}"),
-    "lr": ("lr", "{:.3g}"),
-    "grad_norm": ("grad norm", "{:.3g}"),
-    "tokens_per_second": ("tokens/s", "{:,.0f}"),
-    "ms_per_step": ("ms/step", "{:,.0f}"),
-    "mfu": ("MFU", "{:.1%}"),
-    "memory": ("peak GiB", "{:.1f}"),
-    "tokens_seen": ("tokens", "{:,}"),
-    "val_loss": ("val loss", "{:.4f}"),
-    "val_perplexity": ("val perplexity", "{:,.2f}"),
-}
 
 
 class Tail:
-    """The rows that a growing metrics.jsonl gains; a line without its end is kept until it has one."""
+    """The rows that a growing metrics.jsonl gains; the beginning of a line waits for its end."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "metrics.jsonl"
         self._place, self._rest, self._file = 0, b"", 0
 
     def rows(self) -> list[Row]:
-        """The rows since the last call; all of them again where a resumed run has replaced the
-        file.
-        """
+        """The rows since the last call; all of them where a resumed run has replaced the file."""
         try:
             with open(self.path, "rb") as file:
                 now = os.fstat(file.fileno())
@@ -78,7 +57,7 @@ class Latest:
 
     def add(self, row: Row) -> None:
         """Take in the next row."""
-        self.numbers |= row | ({"memory": memory(row)} if memory(row) is not None else {})
+        self.numbers |= row
         self.losses.extend(finite([row.get("loss")]))
 
     def ended(self, training: bool) -> str:
@@ -93,8 +72,8 @@ class Latest:
         table.add_column(style="bold")
         table.add_column(overflow="fold")
         table.add_row("run", Text(self.ended(training)))
-        for name, text in told(self.numbers):
-            table.add_row(name, text)
+        for metric, label, value in present(self.numbers, Shown.WATCH):
+            table.add_row(label, metric.text(value))
         if training and "ms_per_step" in self.numbers and isinstance(self.steps, int):
             left = (self.steps - self.numbers["step"]) * self.numbers["ms_per_step"] / 1000
             table.add_row("time left", duration(left))
@@ -103,8 +82,9 @@ class Latest:
 
 
 def watch(folder: Path) -> None:
-    """Show the run in `folder` until no process trains it; raises ValueError or OSError where there
-    is none.
+    """Show the run in `folder` until no process trains it.
+
+    Raises ValueError or OSError where there is none.
     """
     latest, tail, console = Latest(folder), Tail(folder), Console(highlight=False)
     training, rows = is_training(folder), tail.rows()
@@ -125,17 +105,13 @@ def watch(folder: Path) -> None:
         for row in following(folder, tail, rows[-1:]):
             if row is not None:
                 latest.add(row)
-                print(
-                    f"step {row['step']:,}  "
-                    + "  ".join(f"{name} {text}" for name, text in told(row)),
-                    flush=True,
-                )
+                print(f"step {row['step']:,}  {line(row, Shown.WATCH)}", flush=True)
         print(latest.ended(is_training(folder)), flush=True)
 
 
 def following(folder: Path, tail: Tail, rows: list[Row]) -> Iterator[Row | None]:
-    """`rows` and those to come, None whenever there are no more for now; ends with the process that
-    trains the run.
+    """`rows` and the later ones, None whenever there are no more for now; ends with the process
+    that trains the run.
     """
     training = True
     while True:
@@ -143,19 +119,11 @@ def following(folder: Path, tail: Tail, rows: list[Row]) -> Iterator[Row | None]
         yield None
         if not training:
             return
-        # Asked before the rows are read, so that those of the last moment are not missed.
+        # Before the rows are read, so that those of the last moment are not missed.
         training = is_training(folder)
         if training:
             time.sleep(PAUSE)
         rows = tail.rows()
-
-
-def told(row: Row) -> Iterator[tuple[str, str]]:
-    """The names and numbers of a row, as text."""
-    known = row if "memory" in row or memory(row) is None else row | {"memory": memory(row)}
-    for key, (name, text) in FORMATS.items():
-        if isinstance(known.get(key), int | float):
-            yield name, text.format(known[key])
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
@@ -174,16 +142,3 @@ def sparkline(values: list[float], width: int = 40) -> str:
         BARS[round((mean - low) / span * (len(BARS) - 1)) if span else 0] for mean in means
     )
     return f"{bars}  {means[0]:.3g} → {means[-1]:.3g}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds as a person says them."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return (
-        f"{hours} h {minutes} min"
-        if hours
-        else f"{minutes} min {rest} s"
-        if minutes
-        else f"{rest} s"
-    )

@@ -1,1 +1,4 @@
-"""The folder of a run: configuration, metrics, checkpoints, tracking. Written by training, read by all."""
+"""The folder of a run: configuration, metrics, checkpoints, evaluations, tracking.
+
+Training writes it; training, evaluation and reports read it, all through these modules.
+"""

@@ -1,10 +1,11 @@
-"""Checkpoints: Lightning's format, holding only tensors and plain values, so that loading never
-runs code from a file.
+"""Checkpoints: write, read, verify; and the state of the random number generators.
 
-A checkpoint appears under its name only when it is whole on disk; `last.ckpt` points at the newest.
-It holds weights, optimizer state, random state, the counters of the run and its configuration,
-enough to continue exactly.
+A checkpoint is a file of torch in Lightning's layout. It holds only tensors and plain values, so
+that loading one never runs code from it: weights, optimizer state, random state, the counters of
+the run and its configuration, enough to continue exactly. It appears under its name only once it is
+complete on disk; `last.ckpt` points at the newest.
 """
+
 from __future__ import annotations
 
 import os
@@ -19,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
 
 from longctx import files
 from longctx.files import by_step
@@ -29,76 +29,126 @@ FORMAT = 2
 TO_RESUME = {"state_dict", "optimizer_states", "meter", "random", "steps_done"}
 
 
-class WholeFiles(TorchCheckpointIO):
-    """Lightning's file writer, made atomic: to a temporary name, to the disk, then renamed; into a
-    folder that is there.
-    """
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
-    ) -> None:
-        target = Path(path)
-        if not target.parent.is_dir():
-            raise FileNotFoundError(
-                f"{target.parent}: the folder of the run is gone, so no checkpoint can be written"
-            )
-        try:
-            with files.whole(target) as partial, open(partial, "wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-        except RuntimeError as error:
-            # torch reports a full disk as a RuntimeError of its zip writer
-            raise OSError(
-                f"{target}: the checkpoint could not be written; is the disk full? ({error})"
-            ) from error
-
-
 def path_of(folder: Path, step: int) -> Path:
     """Where the checkpoint after `step` steps lies."""
     return folder / "checkpoints" / f"step-{step:08d}.ckpt"
 
 
-def tidy(folder: Path, keep: int) -> None:
-    """Point last.ckpt at the newest checkpoint and delete all but the newest `keep`, and what a
-    kill left half-written.
-    """
-    found = run_folder.checkpoints(folder)
-    with files.whole(folder / "checkpoints" / "last.ckpt") as link:
-        link.symlink_to(found[-1].name)
-    for path in [*found[:-keep], *(folder / "checkpoints").glob(".step-*.ckpt")]:
-        path.unlink()
-
-
 def describe(
     config: Any, data_fingerprint: str, world_size: int, kernel_lock: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """What every checkpoint of a run says about it."""
-    about = {
+    """The part of a checkpoint, under `longctx`, that tells which run wrote it."""
+    return {
         "format": FORMAT,
         "config": run_folder.plain(config),
         "data": data_fingerprint,
         "world_size": world_size,
+        "kernel_lock": kernel_lock,
     }
-    return about | {"kernel_lock": kernel_lock}
+
+
+def save(checkpoint: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint atomically: to a temporary name, to the disk, then renamed.
+
+    Raises FileNotFoundError where the folder of the run is gone, OSError where the disk is full.
+    """
+    if not path.parent.is_dir():
+        raise FileNotFoundError(
+            f"{path.parent}: the folder of the run is gone, so no checkpoint can be written"
+        )
+    try:
+        with files.atomic(path) as partial, open(partial, "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except RuntimeError as error:
+        # torch reports a full disk as a RuntimeError of its zip writer
+        raise OSError(
+            f"{path}: the checkpoint could not be written; is the disk full? ({error})"
+        ) from error
+
+
+def tidy(folder: Path, keep: int) -> None:
+    """Point last.ckpt at the newest checkpoint; delete all but the newest `keep`, and what a killed
+    process left half-written.
+    """
+    paths = run_folder.checkpoints(folder)
+    with files.atomic(folder / "checkpoints" / "last.ckpt") as link:
+        link.symlink_to(paths[-1].name)
+    for path in [*paths[:-keep], *(folder / "checkpoints").glob(".step-*.ckpt")]:
+        path.unlink()
 
 
 def read(path: Path, parts: Collection[str] = ("state_dict",)) -> dict[str, Any]:
-    """The checkpoint at `path`, mapped from disk; ValueError if it is missing, none of ours, or
-    lacks one of `parts`.
+    """The checkpoint at `path`, its tensors mapped from disk.
+
+    Raises ValueError where it is missing, not one of ours, or lacks one of `parts`.
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such checkpoint")
     checkpoint = opened(path)
-    if checkpoint["longctx"].get("format") != FORMAT:
-        written = checkpoint["longctx"].get("format")
-        raise ValueError(f"{path}: written in format {written}, this version reads {FORMAT}")
-    missing = sorted(set(parts) - checkpoint.keys()) or sorted(
-        {"config", "data"} - checkpoint["longctx"].keys()
-    )
+    about = checkpoint["longctx"]
+    if about.get("format") != FORMAT:
+        raise ValueError(
+            f"{path}: written in format {about.get('format')}, this version reads {FORMAT}"
+        )
+    missing = sorted(set(parts) - checkpoint.keys()) or sorted({"config", "data"} - about.keys())
     if missing:
         raise ValueError(f"{path}: not a whole checkpoint, it has no {', '.join(missing)}")
     return checkpoint
+
+
+def opened(path: Path) -> dict[str, Any]:
+    """The content of the file at `path`, whichever parts it has; ValueError if no run wrote it."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path}: cannot be read safely, it holds more than tensors and plain values"
+        ) from error
+    except PermissionError:
+        raise
+    except (RuntimeError, EOFError, KeyError, ValueError, OSError) as error:
+        ours = path.resolve().match("checkpoints/step-*.ckpt")
+        remedy = f"; {_remedy(path)}" if ours else ""
+        raise ValueError(
+            f"{path}: not a checkpoint, or not a whole one: torch cannot open it{remedy}"
+        ) from error
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("longctx"), dict):
+        raise ValueError(
+            f"{path}: a checkpoint of another program; longctx reads those that train.py wrote"
+        )
+    return checkpoint
+
+
+def verify(path: Path) -> None:
+    """Raise ValueError, with a remedy, where the checkpoint at `path` is not what was written.
+
+    Each part of the zip file has a checksum, which torch does not look at. A file that is no zip
+    file at all passes: `opened` refuses it.
+    """
+    try:
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()
+    except zipfile.BadZipFile:
+        return
+    except PermissionError:
+        raise
+    except (OSError, RuntimeError, ValueError, EOFError, struct.error, zlib.error):
+        damaged = "its directory"  # offsets or flags that cannot be
+    if damaged is not None:
+        raise ValueError(f"{path}: damaged, {damaged} is not what was written; {_remedy(path)}")
+
+
+def _remedy(path: Path) -> str:
+    """What to do about a damaged checkpoint."""
+    target = path.resolve()  # last.ckpt is a link
+    older = sorted(
+        (x for x in target.parent.glob("step-*.ckpt") if by_step(x) < by_step(target)), key=by_step
+    )
+    if older:
+        return f"copy it here again, or delete it to go on from {older[-1]}"
+    return "copy it here again, or start anew: there is no older one"
 
 
 def random_state() -> dict[str, Any]:
@@ -119,7 +169,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Continue from `random_state()`; a state of other GPUs than there are now is left out."""
+    """Continue from `random_state()`; the state of another number of GPUs is left out."""
     torch.set_rng_state(state["torch"].clone())
     if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all([x.clone() for x in state["cuda"]])
@@ -127,67 +177,3 @@ def restore_random_state(state: dict[str, Any]) -> None:
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-
-
-def verify(path: Path) -> None:
-    """Raise ValueError, saying what to do, where a part of the checkpoint at `path` is not what was
-    written.
-
-    What is no zip file is left to torch, which cannot open it.
-    """
-    try:
-        with zipfile.ZipFile(path) as file:
-            damaged = file.testzip()
-    except zipfile.BadZipFile:
-        return
-    except PermissionError:
-        raise
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-        EOFError,
-        struct.error,
-        zlib.error,
-    ):  # places, flags that cannot be
-        damaged = "its directory"
-    if damaged is None:
-        return
-    raise ValueError(f"{path}: damaged, {damaged} is not what was written; {_remedy(path)}")
-
-
-def _remedy(path: Path) -> str:
-    """What to do about a damaged checkpoint."""
-    place = path.resolve()
-    older = sorted(
-        (x for x in place.parent.glob("step-*.ckpt") if by_step(x) < by_step(place)), key=by_step
-    )
-    instead = (
-        f"delete it to go on from {older[-1]}" if older else "start anew: there is no older one"
-    )
-    return f"copy it here again, or {instead}"
-
-
-def opened(path: Path) -> dict[str, Any]:
-    """The content of the checkpoint at `path`, its tensors still on disk; ValueError if it is none
-    of ours.
-    """
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{path}: cannot be read safely, it holds more than tensors and plain values"
-        ) from error
-    except PermissionError:
-        raise
-    except (RuntimeError, EOFError, KeyError, ValueError, OSError) as error:
-        ours = path.resolve().match("checkpoints/step-*.ckpt")
-        remedy = f"; {_remedy(path)}" if ours else ""
-        raise ValueError(
-            f"{path}: not a checkpoint, or not a whole one: torch cannot open it{remedy}"
-        ) from error
-    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("longctx"), dict):
-        raise ValueError(
-            f"{path}: a checkpoint of another program; longctx reads those that train.py wrote"
-        )
-    return checkpoint

@@ -1,8 +1,10 @@
 """Run folders: runs/<name>/ with config.yaml, metrics.jsonl, tokenizer.json, checkpoints/ and
 wandb/. Torch-free.
 
-A folder is claimed by an exclusive mkdir, so two runs started together never share one, and is
-locked while it trains. Files are replaced whole.
+The only reader of these files: training, evaluation and reports use it alike. A folder is claimed
+by an exclusive mkdir, so two runs started together never share one. It is locked while it trains.
+Files are replaced atomically, but metrics.jsonl grows, so a run that still trains or was killed may
+leave its last line cut.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from longctx import files
+from longctx.runs.metrics import Row
 
 # What resume= may change: where, how long and how closely watched the run is. A new length changes
 # the learning rate of the steps to come; nothing else changes what is computed.
@@ -42,7 +45,7 @@ RESUMABLE = {
     ),
 }
 # Groups of keys that decide what is computed; data has its fingerprint.
-DECISIVE = {"attention", "model", "lora", "rope"}
+DECISIVE = {"attention", "model", "lora", "rope", "optimizer"}
 NOT_IN_NAMES = {
     "model",
     "attention",
@@ -58,8 +61,12 @@ NOT_IN_NAMES = {
 CHECKPOINT_NAME = re.compile(r"step-(\d+)\.ckpt")
 
 
+class NotARun(ValueError):
+    """Raised for a folder that holds nothing to read a run from."""
+
+
 def stem(choices: dict[str, str], seq_len: int, changed: dict[str, str]) -> str:
-    """What differs from the defaults as the beginning of a folder's name, such as
+    """The beginning of a new folder's name, from what differs from the defaults, such as
     `tiny-flash-16k-lr0.003`.
     """
     length = f"{seq_len // 1024}k" if seq_len % 1024 == 0 else str(seq_len)
@@ -87,12 +94,16 @@ def check_free(root: Path, name: str | None) -> None:
     """Raise ValueError if the run `name` exists already."""
     if name is not None and (root / name).exists():
         raise ValueError(
-            f"name={name}: {root / name} exists already; continue it with resume={root / name}, or choose another"
+            f"name={name}: {root / name} exists already; continue it with resume={root / name}, "
+            "or choose another name"
         )
 
 
 def create(root: Path, name: str | None, beginning: str) -> Path:
-    """Make the folder of a new run, exclusively: `name`, or `beginning` and the first free number."""
+    """Make the folder of a new run, exclusively.
+
+    It is called `name`, or else `beginning` and the first free number.
+    """
     try:
         root.mkdir(parents=True, exist_ok=True)
         if name is not None:
@@ -115,19 +126,45 @@ def create(root: Path, name: str | None, beginning: str) -> Path:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold `folder` for this process; ValueError if another one trains it."""
+    """Hold the lock of `folder` for this process; ValueError if another one trains it.
+
+    A flock of the folder itself, which the kernel releases however the process ends, which leaves
+    no file behind, and which `is_training` can ask about where it may not write.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError as error:
         os.close(descriptor)
         raise ValueError(f"{folder}: another process is training this run") from error
+    except OSError as error:
+        os.close(descriptor)
+        raise OSError(
+            f"{folder}: its file system has no locks ({error.strerror}); choose another with runs="
+        ) from error
     _locks.add(descriptor)
     try:
         yield
     finally:
         _locks.discard(descriptor)
         os.close(descriptor)
+
+
+def is_training(folder: Path) -> bool:
+    """Whether a process trains the run now; FileNotFoundError where the folder is gone."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{folder}: the folder is gone; it was deleted or moved") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _leave_locks_to_the_parent() -> None:
@@ -141,9 +178,7 @@ os.register_at_fork(after_in_child=_leave_locks_to_the_parent)
 
 
 def find(path: str) -> Path:
-    """The folder of the run at `path`; raises ValueError if there is none, or none with a
-    checkpoint.
-    """
+    """The folder of the run at `path`; ValueError if there is none, or it has no checkpoint."""
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(
@@ -152,7 +187,7 @@ def find(path: str) -> Path:
     if not (folder / "config.yaml").is_file():
         raise ValueError(f"resume={path}: not the folder of a run, it has no config.yaml")
     if not checkpoints(folder):
-        with locked(folder):  # else it is still on its way to one
+        with locked(folder):  # a run that still trains may yet write one, so it says that instead
             pass
         raise ValueError(
             f"resume={path}: the run was stopped before its first checkpoint; start it anew"
@@ -160,76 +195,141 @@ def find(path: str) -> Path:
     return folder
 
 
-def check_resumable(folder: Path, words: Iterable[str]) -> None:
-    """Raise ValueError naming the first of the key=value `words` that a resumed run must not
+def check_resumable(folder: Path, overrides: Iterable[str]) -> None:
+    """Raise ValueError naming the first of the key=value `overrides` that a resumed run must not
     change.
     """
-    for key in (word.partition("=")[0].lstrip("+") for word in words):
+    for key in (override.partition("=")[0].lstrip("+") for override in overrides):
         if key not in RESUMABLE:
             raise ValueError(
-                f"{key} cannot change when {folder} is resumed; it keeps its config.yaml. Start a new run"
+                f"{key} cannot change when {folder} is resumed, which keeps its config.yaml; "
+                "leave it out, or start a new run"
             )
 
 
-def check_unedited(folder: Path, saved: dict[str, Any], config: Any) -> None:
+def check_unedited(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise ValueError where `config`, read from config.yaml, computes something else than the one
     `saved` in a checkpoint.
     """
-    now = plain(config)
-    for name in sorted(saved.keys() & now.keys() - {"name", "runs", "resume", "init", *RESUMABLE}):
-        was, is_now = saved[name], now[name]
-        if not isinstance(was, dict):
-            was, is_now, prefix = {name: was}, {name: is_now}, ""
-        elif name in DECISIVE:
-            prefix = f"{name}."
-        else:
+    free = {"name", "runs", "resume", "init", *RESUMABLE}
+    for name in sorted(saved.keys() & now.keys() - free):
+        old, new, prefix = saved[name], now[name], f"{name}."
+        if not isinstance(old, dict):
+            old, new, prefix = {name: old}, {name: new}, ""
+        elif name not in DECISIVE:
             continue
-        for key in (key for key in was if key in is_now):
-            if was[key] != is_now[key]:
+        for key in old:
+            if key in new and old[key] != new[key]:
                 raise ValueError(
-                    f"{folder / 'config.yaml'}: {prefix}{key}={is_now[key]}, where the run began with {was[key]}; it cannot "
-                    "change when the run is resumed, so put it back"
+                    f"{folder / 'config.yaml'}: {prefix}{key}={new[key]}, where the run began with "
+                    f"{old[key]}; it cannot change when the run is resumed, so put it back"
                 )
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
-    found = (folder / "checkpoints").glob("step-*.ckpt")
+    paths = (folder / "checkpoints").glob("step-*.ckpt")
     return sorted(
-        (path for path in found if CHECKPOINT_NAME.fullmatch(path.name)), key=files.by_step
+        (path for path in paths if CHECKPOINT_NAME.fullmatch(path.name)), key=files.by_step
     )
 
 
-def write_config(folder: Path, config: Any) -> None:
+def write_config(folder: Path, settings: dict[str, Any]) -> None:
     """Write the resolved configuration to config.yaml."""
-    files.write_text(
-        folder / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False, width=120)
-    )
+    files.write_text(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, width=120))
 
 
 def plain(config: Any) -> dict[str, Any]:
     """A configuration as dictionaries, lists, strings, numbers."""
-    result: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    values = config if isinstance(config, dict) else dataclasses.asdict(config)
+    result: dict[str, Any] = json.loads(json.dumps(values))
     return result
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl; a line that is none, such as a last one cut off by a kill, is left
-    out.
+def read_config(folder: Path) -> dict[str, Any]:
+    """The values of config.yaml, whichever version wrote it, nested keys joined by dots.
+
+    Raises FileNotFoundError where there is no such folder, NotARun where it holds none.
     """
-    rows = []
-    path = folder / "metrics.jsonl"
-    for line in (
-        path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    ):
-        with suppress(ValueError, RecursionError):
-            row = json.loads(line)
-            if isinstance(row, dict) and type(row.get("step")) is int:
-                rows.append(row)
-    return rows
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"{folder}: no such folder; give the folders of runs, such as runs/*"
+        )
+    path = folder / "config.yaml"
+    if not path.is_file():
+        remedy = "it has no config.yaml; give runs/NAME"
+        if any(folder.glob("*/config.yaml")):
+            remedy = f"it holds runs, so give {folder}/*"
+        raise NotARun(f"{folder}: not the folder of a run, {remedy}")
+    try:
+        # CSafeLoader is ten times as fast, where PyYAML was built with it
+        values = yaml.load(
+            path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        )
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise NotARun(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise NotARun(f"{path}: not the configuration of a run; it should hold key: value lines")
+    return flat(values)
+
+
+def flat(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"model": {"layers": 2}} as {"model.layers": 2}."""
+    result: dict[str, Any] = {}
+    for key, value in nested.items():
+        if isinstance(value, dict):
+            result |= flat(value, f"{prefix}{key}.")
+        else:
+            result[f"{prefix}{key}"] = value
+    return result
+
+
+def read_metrics(folder: Path) -> list[Row]:
+    """The rows of metrics.jsonl, [] where there is none; lines that hold no row are left out."""
+    return read_rows(folder)[0]
+
+
+def read_rows(folder: Path) -> tuple[list[Row], str]:
+    """The rows of metrics.jsonl, and which of its lines hold none, such as a last one cut off by a
+    kill ("" if all do).
+    """
+    try:
+        content = (folder / "metrics.jsonl").read_bytes()
+    except FileNotFoundError:
+        return [], ""
+    lines = [line for line in content.decode("utf-8", "replace").split("\n") if line]
+    try:
+        values = json.loads(f"[{','.join(lines)}]")  # twice as fast as line by line
+        if len(values) != len(lines):
+            values = [parsed(line) for line in lines]
+    except (ValueError, RecursionError):
+        values = [parsed(line) for line in lines]
+    wrong = [number for number, value in enumerate(values) if not is_row(value)]
+    rows = [value for value in values if is_row(value)] if wrong else values
+    if wrong == [len(values) - 1]:
+        return rows, "the last line"
+    return rows, f"{len(wrong)} of {len(values):,} lines" if wrong else ""
+
+
+def parsed(line: str) -> Row | None:
+    """The row in a line of metrics.jsonl; None if there is none."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if is_row(value) else None
+
+
+def is_row(value: Any) -> bool:
+    """Whether a value is a row as training logs them."""
+    return (
+        isinstance(value, dict)
+        and type(value.get("step")) is int
+        and type(value.get("tokens_seen")) is int
+    )
 
 
 def drop_metrics_after(folder: Path, step: int) -> None:
     """Remove the rows of steps past `step`, which a resumed run computes again."""
-    kept = [row for row in read_metrics(folder) if row["step"] <= step]
-    files.write_text(folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
+    rows = [row for row in read_metrics(folder) if row["step"] <= step]
+    files.write_text(folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))

@@ -1,3 +1,3 @@
-"""Training: Lightning module, optimizer, checkpoints, metrics, run folders. The only user of
+"""Training: Lightning module, optimizers, checkpoints, metrics, run folders. The only user of
 Lightning.
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,39 +22,61 @@ from longctx.attention.mask import causal_pairs
 from longctx.data.rows import IGNORED
 
 
-@dataclass
 class MicroBatch:
-    """Rows that go through the model together, and what a step must know about them before it
-    begins.
+    """Sequences that go through the model together, and what a step must know of them before.
+
+    No dataclass: Lightning looks for tensors inside those, and masks are frozen.
     """
 
-    tokens: Tensor  # (B, T) int64
-    targets: Tensor  # (B, T) int64, -100 where not scored
-    mask: Mask
-    scored: int  # targets that count
-    real: int  # tokens that are not padding
-    pairs: int  # visible (query, key) pairs of one head, the mean over the layers, padding left out
+    def __init__(
+        self, tokens: Tensor, targets: Tensor, mask: Mask, scored: int, real: int, pairs: int
+    ) -> None:
+        self.tokens = tokens  # (B, T) int64
+        self.targets = targets  # (B, T) int64, -100 where not scored
+        self.mask = mask
+        self.scored = scored  # targets that count
+        self.real = real  # tokens that are not padding
+        self.pairs = pairs  # visible (query, key) pairs of one head, the mean over the layers
+        # Of each scored token in the loss of the optimizer step: () float32.
+        self.weight = 1.0 / torch.tensor(float(max(scored, 1)))
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """The same with `function` applied to every tensor."""
+        moved, mask = copy(self), vars(self.mask).items()
+        moved.tokens, moved.targets = function(self.tokens), function(self.targets)
+        moved.weight = function(self.weight)
+        tensors: dict[str, Any] = {name: function(x) for name, x in mask if isinstance(x, Tensor)}
+        moved.mask = replace(self.mask, **tensors)
+        return moved
+
+    def pin_memory(self) -> MicroBatch:
+        return self.each(Tensor.pin_memory)
+
+    def to(self, device: torch.device) -> MicroBatch:
+        return self.each(lambda x: x.to(device, non_blocking=True))
 
 
-@dataclass
 class StepBatch:
     """The micro-batches of one optimizer step on one rank."""
 
-    micro: list[MicroBatch]
+    def __init__(self, micro: list[MicroBatch]) -> None:
+        self.micro = micro
 
     @property
     def scored(self) -> int:
+        """Targets of the step that count, on this rank."""
         return sum(micro.scored for micro in self.micro)
 
-    def each(self, function: Callable[[Tensor], Tensor]) -> StepBatch:
-        """The same batch with `function` applied to every tensor."""
-        return StepBatch([_each(micro, function) for micro in self.micro])
+    def weigh(self, weight: Tensor) -> None:
+        """Give every scored token the same `weight` in the loss of the step."""
+        for micro in self.micro:
+            micro.weight = weight
 
     def pin_memory(self) -> StepBatch:
-        return self.each(Tensor.pin_memory)
+        return StepBatch([micro.pin_memory() for micro in self.micro])
 
     def to(self, device: torch.device) -> StepBatch:
-        return self.each(lambda x: x.to(device, non_blocking=True))
+        return StepBatch([micro.to(device) for micro in self.micro])
 
 
 @dataclass
@@ -69,7 +92,9 @@ class Collate:
     def __call__(self, rows: list[dict[str, Tensor]]) -> StepBatch:
         size = self.batch_size if self.tokens is None else self.tokens // len(rows[0]["tokens"])
         groups = (rows[i : i + size] for i in range(0, len(rows), size))
-        return StepBatch([micro_batch(group, self.windows) for group in groups])
+        step = StepBatch([micro_batch(group, self.windows) for group in groups])
+        step.weigh(1.0 / torch.tensor(float(max(step.scored, 1))))
+        return step
 
 
 def micro_batch(
@@ -130,18 +155,6 @@ def validation_batches(
     mine = [i * there // count for i in range(rank, count, world_size)]
     for start in range(0, len(mine), batch_size):
         yield micro_batch([rows[i] for i in mine[start : start + batch_size]])
-
-
-def _each(micro: MicroBatch, function: Callable[[Tensor], Tensor]) -> MicroBatch:
-    fields: dict[str, Any] = {
-        name: function(x) for name, x in vars(micro.mask).items() if isinstance(x, Tensor)
-    }
-    return replace(
-        micro,
-        tokens=function(micro.tokens),
-        targets=function(micro.targets),
-        mask=replace(micro.mask, **fields),
-    )
 
 
 def _leave_signals_to_the_parent(worker: int) -> None:

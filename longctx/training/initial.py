@@ -7,54 +7,53 @@ folder its tokenizer, so that resuming and evaluating need nothing else.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from longctx import files
+from longctx.config.model_config import GPTConfig
 from longctx.config.train_config import TrainConfig
 from longctx.model import huggingface
-from longctx.model.extension import extended
 
-OURS_TO_SAY = ("vocab_size",)  # what the weights leave open
+OPEN_KEYS = ("vocab_size",)  # what the weights leave open
 
 
-def model_of_folder(request: TrainConfig, changed: dict[str, str]) -> tuple[str, TrainConfig]:
-    """What a run says about its model, and `request` with the model and, where none is named, the
-    tokenizer of the folder `request.init`, its positions stretched as `request.rope` says.
+def model_of_folder(
+    config: TrainConfig, overrides: Mapping[str, str]
+) -> tuple[TrainConfig, GPTConfig]:
+    """`config` with the tokenizer of the folder `config.init` where none is named, and its model.
 
-    The weights are checked from the files' headers. Raises ValueError or OSError for a folder that
-    is not covered, and for words in `changed` that say another model.
+    The weights are checked from the files' headers; positions are not stretched yet. Raises
+    ValueError or OSError for a folder that is not covered, and for overrides of its model.
     """
-    folder = Path(request.init or "").expanduser().resolve()
-    if changed.get("model", "auto") != "auto":
+    init, folder = config.init, Path(config.init or "").expanduser().resolve()
+    if overrides.get("model", "auto") != "auto":
         raise ValueError(
-            f"model={changed['model']}: init={request.init} brings its own model; leave out one of them"
+            f"model={overrides['model']}: init={init} brings its own model; leave out one of them"
         )
-    for key in (key.removeprefix("model.") for key in changed if key.startswith("model.")):
-        if key not in OURS_TO_SAY:
+    for name in (key.removeprefix("model.") for key in overrides if key.startswith("model.")):
+        if name not in OPEN_KEYS:
             raise ValueError(
-                f"model.{key}={changed[f'model.{key}']}: the weights of init={request.init} decide that; "
-                f"only {', '.join(f'model.{free}' for free in OURS_TO_SAY)} can be said"
+                f"model.{name}={overrides[f'model.{name}']}: the weights of init={init} decide that; "
+                f"only {', '.join(f'model.{key}' for key in OPEN_KEYS)} can be given"
             )
-    if "data.vocab_size" in changed:
+    if "data.vocab_size" in overrides:
         raise ValueError(
-            f"data.vocab_size={changed['data.vocab_size']}: init={request.init} brings its tokenizer; leave it out"
+            f"data.vocab_size={overrides['data.vocab_size']}: init={init} brings its tokenizer; "
+            "leave it out"
         )
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"init={request.init}: no such folder; give a Hugging Face folder on this machine"
+            f"init={init}: no such folder; give a Hugging Face folder on this machine"
         )
-    said = {key: getattr(request.model, key) for key in OURS_TO_SAY if f"model.{key}" in changed}
-    said = {key: value for key, value in said.items() if key != "vocab_size" or value is not None}
-    model, how = extended(
-        replace(huggingface.read_config(folder), **said), request.rope, request.seq_len
-    )
+    given = {key: getattr(config.model, key) for key in OPEN_KEYS if f"model.{key}" in overrides}
+    given = {key: value for key, value in given.items() if value is not None}
+    model = replace(huggingface.read_config(folder), **given)
     huggingface.check_weights(model, folder)
-    tokenizer = str(folder) if request.data.tokenizer is None else request.data.tokenizer
-    described = f"weights of {request.init}" + (f", rope {how}" if how else "")
-    return described, replace(
-        request, init=str(folder), model=model, data=replace(request.data, tokenizer=tokenizer)
-    )
+    tokenizer = str(folder) if config.data.tokenizer is None else config.data.tokenizer
+    data = replace(config.data, tokenizer=tokenizer)
+    return replace(config, init=str(folder), data=data), model
 
 
 def keep_for_export(config: TrainConfig, folder: Path) -> None:
@@ -80,8 +79,3 @@ def keep_for_export(config: TrainConfig, folder: Path) -> None:
     for name in ("chat_template.jinja", "generation_config.json"):
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-
-
-def choices_of_folder(request: TrainConfig, choices: dict[str, str]) -> dict[str, str]:
-    """`choices`, which name the run's folder, with the name of `request.init` as that of the model."""
-    return choices | {"model": Path(request.init or "").name.lstrip(".-") or "model"}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,85 +20,73 @@ from torch import Tensor
 
 from longctx import files
 from longctx.attention import Mask, attention, kernels_run, reproducible
-from longctx.config.train_config import CompleteConfig, KernelConfig
-from longctx.kernels import fingerprint as kernels
-from longctx.kernels import launch
+from longctx.config.train_config import TrainConfig
+from longctx.kernels import fingerprint, launch
 from longctx.kernels.fingerprint import Lock
 from longctx.kernels.selftest import SelfTestFailed
+from longctx.planner.workload import Workload
+from longctx.runs import run_folder
 
 FILE = "kernel.lock.json"
-PACKAGES = {
-    "flash_attn": ("flash-attn-4", "flash-attn-3", "flash-attn")
-}  # backend → where its kernels come from
+# Backend → the packages that its kernels come from.
+PACKAGES = {"flash_attn": ("flash-attn-4", "flash-attn-3", "flash-attn")}
 
 
-def of_run(config: CompleteConfig, device_type: str) -> Lock | None:
-    """The lock of the attention that `config` asks for; None with kernel.lock=off.
+def of_workload(workload: Workload) -> Lock:
+    """The lock of the attention that `workload` uses.
 
     Runs it once, forward and backward, on a small input of its own, which compiles what the run
     needs anyway. Raises ValueError, one line, where the kernels fail their self-test.
     """
-    if config.kernel.lock == "off":
-        return None
-    device = (
-        torch.device(device_type, torch.cuda.current_device())
-        if device_type == "cuda"
-        else torch.device("cpu")
-    )
-    backend, model = config.attention.backend, config.model
-    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    promised, printed = reproducible(backend), {}
-    group = model.heads // model.kv_heads
+    backend, model = workload.attention.backend, workload.model
+    options = workload.attention.options
+    device = torch.device(workload.device)
+    if workload.device == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    dtype = torch.bfloat16 if workload.precision == "bf16" else torch.float32
+    promised = reproducible(backend)
 
     def run(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor) -> tuple[Tensor, Sequence[str]]:
-        out = attention(
-            q, k, v, mask=Mask.documents(doc_ids), backend=backend, **config.attention.options
-        )
+        out = attention(q, k, v, mask=Mask.documents(doc_ids), backend=backend, **options)
         return out, promised.get(kernels_run()[backend], ())
 
+    hashes, kernel = {}, "unknown before it runs"
     if promised:
-        start = 0
-        if (
-            backend == "flash" and device.type == "cuda"
-        ):  # whose compiled kernels depend on the length of the rows
+        bucket = 0  # of sequence lengths that share compiled kernels
+        if backend == "flash" and workload.device == "cuda":
             like = torch.empty(0, 0, 0, model.head_size, dtype=dtype, device=device)
-            start = max(
-                launch.bucket(name, like, config.seq_len) for name in ("forward", "dkv", "dq")
-            )
+            kernels = ("forward", "dkv", "dq")
+            bucket = max(launch.bucket(name, like, workload.seq_len) for name in kernels)
+        group = model.heads // model.kv_heads
         try:
-            printed = kernels.fingerprint(run, device, dtype, model.head_size, group, start)
+            hashes = fingerprint.fingerprint(run, device, dtype, model.head_size, group, bucket)
         except SelfTestFailed as error:
             raise ValueError(str(error)) from error
-    ran = (
-        kernels_run().get(backend, "unknown before it runs")
-        if promised
-        else "unknown before it runs"
-    )
-    found: Lock = {"format": kernels.FORMAT, "backend": backend, "kernel": ran}
-    found |= {"machine": kernels.machine(device) | _packages(backend), "fingerprint": printed}
-    if missing := [name for name in ("out", "dq", "dk", "dv") if name not in printed]:
-        found["not_reproducible"] = missing
-    if sources := kernels.sources(ran):
-        found |= {"sources": sources, "compiled": kernels.compiled(sources)}
+        kernel = kernels_run().get(backend, kernel)
+    lock: Lock = {"format": fingerprint.FORMAT, "backend": backend, "kernel": kernel}
+    lock |= {"machine": fingerprint.machine(device) | _packages(backend), "fingerprint": hashes}
+    if missing := [name for name in ("out", "dq", "dk", "dv") if name not in hashes]:
+        lock["not_reproducible"] = missing
+    if sources := fingerprint.sources(kernel):
+        lock |= {"sources": sources, "compiled": fingerprint.compiled(sources)}
     if os.environ.get("TRITON_INTERPRET") == "1":
-        found["interpreter"] = True
-    return found
+        lock["interpreter"] = True
+    return run_folder.plain(lock)  # torch.__version__, for one, is no plain string
 
 
 def _packages(backend: str) -> dict[str, str]:
-    found = {}
+    """Versions of the packages that the backend's kernels come from."""
+    versions = {}
     for name in PACKAGES.get(backend, ()):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
     if backend == "sdpa" and torch.cuda.is_available():
-        found["cudnn"] = str(torch.backends.cudnn.version())
-    return found
+        versions["cudnn"] = str(torch.backends.cudnn.version())
+    return versions
 
 
 def held(
-    config: CompleteConfig, new: Lock | None, old: Any, steps: int
+    config: TrainConfig, new: Lock | None, old: Any, steps: int
 ) -> tuple[Lock | None, str | None]:
     """The lock that a run resumed after `steps` steps goes on with, and a line to say about it.
 
@@ -110,34 +98,30 @@ def held(
     if not isinstance(old, dict):
         if config.kernel.lock == "strict":
             raise ValueError(
-                f"kernel.lock=strict: {config.resume} has no kernel lock to hold; kernel.lock=record makes one"
+                f"kernel.lock=strict: {config.resume} has no kernel lock to hold; "
+                "kernel.lock=record makes one"
             )
         return new, "recorded now: the run had no kernel lock before"
     new = new | ({"earlier": old["earlier"]} if old.get("earlier") else {})
-    found = kernels.differences(old, new)
-    if not found:
+    differences = fingerprint.differences(old, new)
+    if not differences:
         return new, None
-    said = "; ".join(f"{field}: {_short(was)} -> {_short(now)}" for field, was, now in found)
+    listed = "; ".join(f"{field}: {_short(a)} -> {_short(b)}" for field, a, b in differences)
     if config.kernel.lock != "record":
         raise ValueError(
-            f"resume={config.resume}: the attention kernels are not those that the run began with, so it would not go on as it "
-            f"was ({said}); go back to those, or accept the new ones with kernel.lock=record"
+            f"resume={config.resume}: the attention kernels are not those that the run began with, "
+            f"so it would not go on as it was ({listed}); go back to those, or accept the new ones "
+            "with kernel.lock=record"
         )
     past = {key: value for key, value in old.items() if key != "earlier"} | {"until_step": steps}
-    return new | {
-        "earlier": [*old.get("earlier", []), past]
-    }, f"accepted others from step {steps + 1:,} on: {said}"
+    note = f"accepted others from step {steps + 1:,} on: {listed}"
+    return new | {"earlier": [*old.get("earlier", []), past]}, note
 
 
 def _short(text: str) -> str:
     """A hash by its beginning."""
     words = text.split(" ")
     return " ".join(word[:12] if len(word) == 64 and "=" not in word else word for word in words)
-
-
-def lasting(config: CompleteConfig) -> CompleteConfig:
-    """`config` as config.yaml keeps it: new kernels are accepted once, not for ever."""
-    return replace(config, kernel=KernelConfig()) if config.kernel.lock == "record" else config
 
 
 def write(folder: Path, lock: Lock | None) -> None:
@@ -151,7 +135,7 @@ def write(folder: Path, lock: Lock | None) -> None:
 def read(folder: Path) -> Lock | None:
     """What kernel.lock.json says; None where there is none."""
     try:
-        found: Lock = json.loads((folder / FILE).read_text())
+        lock: Lock = json.loads((folder / FILE).read_text())
     except FileNotFoundError:
         return None
-    return found
+    return lock

@@ -1,95 +1,75 @@
-"""seq_len=max: the longest rows that fit the GPU, predicted by the plan and confirmed by probes in
-child processes.
+"""seq_len=max: the longest rows that fit the GPU, predicted by the planner and confirmed by dry runs.
 
-A probe is two steps on packed documents of 4,096 tokens: memory goes by the row, so it is that of
-the run, while attention costs little. Memory that runs out in a child harms nobody.
+A probe is two steps in a child process on packed documents of 4,096 tokens: memory goes by the row,
+so it is that of the run, while attention costs little. Memory that runs out in a child harms nobody.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 
-from longctx.config.train_config import CompleteConfig, TrainConfig, complete
 from longctx.planner import fitting
-from longctx.planner.hardware import GIB, Chip, host_memory
+from longctx.planner.hardware import GIB, Chip
 from longctx.planner.peak_memory import predict
-from longctx.training.probe import OUT_OF_MEMORY, Measured, in_child
+from longctx.planner.workload import Workload
+from longctx.training.child import OUT_OF_MEMORY, DryRun, dry_run_in_child
+from longctx.training.run import Run
 
-VARIABLE = "LONGCTX_SEQ_LEN"  # what the first rank found, for the others
 PROBES = 3
 MULTIPLE = 512  # tokens by which lengths are tried
-CLOSE = 0.98  # of what the plan thinks possible: a longer row is not worth another probe
+CLOSE = 0.98  # of what is thought possible: a longer row is not worth another probe
 DOCUMENT = 4096  # tokens of a probe's documents
 SECONDS = 1200  # that a probe may take
-Probe = Callable[[CompleteConfig], Measured]
 
 
 def find(
-    request: TrainConfig, chip: Chip, say: Callable[[str], None], probe: Probe | None = None
+    at: Callable[[int], Workload],
+    probe: Callable[[Workload], DryRun],
+    gpu: Chip,
+    host_memory: float,
+    say: Callable[[str], None],
 ) -> int:
-    """Tokens per row for `request`, whose seq_len is LONGEST and whose vocabulary is known;
-    ValueError if none fits.
+    """Tokens per row: the longest for which `probe` of the step at(tokens) fits; ValueError if none.
 
-    The rows of a micro-batch are those that `request` asks for, else one.
+    A length is tried where the planner predicts the limit, corrected by what the last probe took.
     """
-    if VARIABLE in os.environ:
-        return int(os.environ[VARIABLE])
-    host, probe = host_memory(), probe or run_probe
-    room = chip.usable - (GIB if request.devices > 1 else 0)  # what NCCL takes
-    tried: dict[int, bool] = {}
+    nccl = GIB if at(MULTIPLE).devices > 1 else 0
+    room = gpu.usable - nccl
+    fits: dict[int, bool] = {}  # length tried → whether it fit
     scale = 1.0  # of measured to predicted memory
-    while len(tried) < PROBES:
-        config = longest(request, room / scale, host)
-        best = max((n for n, fit in tried.items() if fit), default=0)
-        if config is None or config.seq_len <= best:
+    while len(fits) < PROBES:
+        work = fitting.longest(at, room / scale, host_memory, MULTIPLE)
+        best = max((length for length, fit in fits.items() if fit), default=0)
+        if work is None or work.seq_len <= best or (best and best >= CLOSE * work.seq_len):
             break
-        if best and best >= CLOSE * config.seq_len:
-            break
-        predicted = predict(config).peak
-        measured = probe(config)
+        predicted, measured = predict(work).peak, probe(work)
         if measured.failed and not measured.failed.startswith(OUT_OF_MEMORY):
             raise ValueError(
-                f"seq_len=max: the probe of {config.seq_len:,} tokens failed: {measured.failed}"
+                f"seq_len=max: the probe of {work.seq_len:,} tokens failed: {measured.failed}"
             )
-        tried[config.seq_len] = measured.failed is None
+        fit = fits[work.seq_len] = measured.failed is None
         peak = measured.memory.get("memory_peak_gib", 0.0) * GIB
+        outcome = f"fit, {peak / GIB:.1f} GiB" if fit else "do not fit"
         say(
-            f"seq_len=max: {config.seq_len:,} tokens with memory={config.memory.policy} "
-            + (f"fit, {peak / GIB:.1f} GiB" if measured.failed is None else "do not fit")
-            + f" ({predicted / GIB:.1f} predicted)"
+            f"seq_len=max: {work.seq_len:,} tokens with memory={work.memory.policy} {outcome} "
+            f"({predicted / GIB:.1f} predicted)"
         )
-        # Where memory ran out, the real need is not known, but more than there is.
-        scale = (
-            peak / predicted
-            if measured.failed is None and peak
-            else 1.06 * max(scale, room / scale / predicted)
-        )
-    found = max((n for n, fit in tried.items() if fit), default=0)
-    if not found:
-        lengths = ", ".join(f"{n:,}" for n in tried) or "none"
+        # Where memory ran out, the real need is not known, but it is more than there is.
+        at_least = 1.06 * max(scale, room / scale / predicted)
+        scale = peak / predicted if fit and peak else at_least
+    longest = max((length for length, fit in fits.items() if fit), default=0)
+    if not longest:
+        lengths = ", ".join(f"{length:,}" for length in fits) or "none"
         raise ValueError(
-            f"seq_len=max: no length fits {chip.memory / GIB:.1f} GiB (tried: {lengths}); use a smaller model=, or give a length"
+            f"seq_len=max: no length fits {gpu.memory / GIB:.1f} GiB (tried: {lengths}); use a "
+            "smaller model=, or give a length"
         )
-    if request.devices > 1:
-        os.environ[VARIABLE] = str(found)
-    return found
+    return longest
 
 
-def longest(request: TrainConfig, gpu: float, host: float) -> CompleteConfig | None:
-    """The longest configuration of `request` that is predicted to fit, its memory policy decided."""
-
-    def at(seq_len: int) -> CompleteConfig:
-        made = complete(
-            replace(request, seq_len=seq_len, batch_size=request.batch_size or 1), "cuda"
-        )
-        return replace(made, memory=request.memory)
-
-    return fitting.longest(at, gpu, host, MULTIPLE)
-
-
-def run_probe(config: CompleteConfig) -> Measured:
+def probe(run: Run) -> DryRun:
     """Two steps of one or two micro-batches and a validation batch in a child process."""
-    short = replace(config, accumulate=min(2, config.accumulate), devices=1)
-    return in_child(short, "cuda", 2, DOCUMENT, True, SECONDS)
+    work = replace(run.workload, accumulate=min(2, run.workload.accumulate), devices=1)
+    short = replace(run, workload=work)
+    return dry_run_in_child(short, 2, DOCUMENT, True, SECONDS)

@@ -9,14 +9,14 @@ function of the seed and the step's number.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import NamedTuple
 
 from torch.utils.data import Dataset, Sampler
 
-from longctx.config.train_config import CompleteConfig
 from longctx.data import Data, Mixture
-from longctx.data.mix import Joined
+from longctx.data.rows import Joined
+from longctx.training.run import Run
 
 
 class Stage(NamedTuple):
@@ -28,15 +28,14 @@ class Stage(NamedTuple):
     batch_size: int
 
 
-def stages(config: CompleteConfig) -> list[Stage]:
+def stages(run: Run) -> list[Stage]:
     """The stages of a run, the last of them at its seq_len."""
-    found, first = [], 0
-    for seq_len, steps in config.seq_len_schedule or []:
-        found.append(
-            Stage(seq_len, first, first + steps, config.batch_size * config.seq_len // seq_len)
-        )
+    work, shorter, first = run.workload, list[Stage](), 0
+    for seq_len, steps in run.config.seq_len_schedule or []:
+        batch_size = work.batch_size * work.seq_len // seq_len
+        shorter.append(Stage(seq_len, first, first + steps, batch_size))
         first += steps
-    return [*found, Stage(config.seq_len, first, config.max_steps, config.batch_size)]
+    return [*shorter, Stage(work.seq_len, first, run.max_steps, work.batch_size)]
 
 
 class Schedule:
@@ -44,8 +43,8 @@ class Schedule:
     set for each stage.
     """
 
-    def __init__(self, config: CompleteConfig, data: Sequence[Data | Mixture]) -> None:
-        self.config, self.data, self.stages = config, list(data), stages(config)
+    def __init__(self, run: Run, data: Sequence[Data | Mixture]) -> None:
+        self.run, self.data, self.stages = run, list(data), stages(run)
         self.rows: Dataset = (
             data[0].train if len(data) == 1 else Joined([part.train for part in data])
         )
@@ -67,7 +66,7 @@ class Schedule:
 
     def rows_per_step(self, stage: Stage) -> int:
         """Rows of a step over all micro-batches and devices."""
-        return stage.batch_size * self.config.accumulate * self.config.devices
+        return stage.batch_size * self.run.workload.accumulate * self.run.workload.devices
 
 
 class _Steps(Sampler[list[int]]):
@@ -75,20 +74,16 @@ class _Steps(Sampler[list[int]]):
         self.schedule, self.rank, self.done = schedule, rank, done
 
     def __iter__(self) -> Iterator[list[int]]:
-        config, offset = self.schedule.config, 0
-        for n, (stage, data) in enumerate(
-            zip(self.schedule.stages, self.schedule.data, strict=True)
-        ):
-            last = n == len(self.schedule.stages) - 1
+        run, work, offset = self.schedule.run, self.schedule.run.workload, 0
+        for stage, data in zip(self.schedule.stages, self.schedule.data, strict=True):
+            last = stage is self.schedule.stages[-1]
             if last or self.done < stage.last:
                 steps = max(0, self.done - stage.first)
                 consumed = steps * self.schedule.rows_per_step(stage)
-                stream = iter(data.order(config.seed, self.rank, config.devices, consumed))
-                left = (
-                    None if last else stage.last - max(self.done, stage.first)
-                )  # the last goes on as long as asked
-                rows = (
-                    list(islice(stream, stage.batch_size * config.accumulate)) for _ in iter(int, 1)
-                )
+                stream = iter(data.order(run.config.seed, self.rank, work.devices, consumed))
+                size = stage.batch_size * work.accumulate
+                rows = (list(islice(stream, size)) for _ in count())
+                # The last stage goes on as long as it is asked.
+                left = None if last else stage.last - max(self.done, stage.first)
                 yield from ([offset + row for row in step] for step in islice(rows, left))
             offset += len(data.train)

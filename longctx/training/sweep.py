@@ -14,34 +14,34 @@ from pathlib import Path
 from longctx.training.console import Job, console, sweep_table
 
 RESULT_VARIABLE = "LONGCTX_RESULT"  # the file in which a job leaves the name of its folder
+STOPPED = (130, 143)  # exit codes of Ctrl-C and SIGTERM
 
 
-def sweep(script: str, words_of_jobs: list[list[str]]) -> int:
+def sweep(script: str, overrides_of_jobs: list[list[str]]) -> int:
     """Run `script` once per job and print a table of all of them; returns 0 if every job ended
-    well, else 1.
+    well, else 1, and the code of a job that was stopped.
     """
     out = console()
     jobs: list[Job] = []
-    for number, words in enumerate(words_of_jobs, start=1):
-        out.print(
-            f"\n[{number}/{len(words_of_jobs)}] {' '.join(words)}", markup=False, style="bold"
-        )
-        jobs.append(_run(script, words))
-        if jobs[-1].code in (130, 143):
+    for number, overrides in enumerate(overrides_of_jobs, start=1):
+        title = f"\n[{number}/{len(overrides_of_jobs)}] {' '.join(overrides)}"
+        out.print(title, markup=False, style="bold")
+        jobs.append(_run(script, overrides))
+        if jobs[-1].code in STOPPED:
             break
     out.print()
     out.print(sweep_table(jobs))
-    return jobs[-1].code if jobs[-1].code in (130, 143) else int(any(job.code for job in jobs))
+    return jobs[-1].code if jobs[-1].code in STOPPED else int(any(job.code for job in jobs))
 
 
-def _run(script: str, words: list[str]) -> Job:
-    """One job to its end. Ctrl-C reaches it too, a SIGTERM is passed on: it saves a checkpoint and
-    ends; here one waits for it.
+def _run(script: str, overrides: list[str]) -> Job:
+    """Run one job to its end. Ctrl-C reaches it too, a SIGTERM is passed on: it saves a checkpoint
+    and ends, which is waited for.
     """
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "folder"
         env = os.environ | {RESULT_VARIABLE: str(result)}
-        process = subprocess.Popen([sys.executable, os.path.abspath(script), *words], env=env)
+        process = subprocess.Popen([sys.executable, os.path.abspath(script), *overrides], env=env)
         before = signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
         try:
             while True:
@@ -52,4 +52,4 @@ def _run(script: str, words: list[str]) -> Job:
                     continue
         finally:
             signal.signal(signal.SIGTERM, before)
-        return Job(words, code, Path(result.read_text()) if result.exists() else None)
+        return Job(overrides, code, Path(result.read_text()) if result.exists() else None)

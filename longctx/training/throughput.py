@@ -12,55 +12,52 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from longctx.model import GPTConfig
 from longctx.planner.hardware import peak_flops
+from longctx.planner.workload import Workload
 from longctx.training.batches import StepBatch
+from longctx.training.parallel import Parallel
 
 
-@dataclass
 class Meter:
-    """Sums since the last logged row, on this rank; `row` adds up the ranks and starts the next
-    window.
+    """Sums since the last logged row, on this rank; `row` adds up the ranks and starts anew.
 
     The loss stays on the device until then, so that only a logged step waits for it.
     """
 
-    model: GPTConfig
-    device: torch.device
-    adapters: int = 0  # trained weights of LoRA, where the model's own rest
-    tokens_seen: int = 0  # over all ranks, since the beginning of the run, padding left out
-    seconds: float = 0.0  # training time before this process, where the run was resumed
-    waited: float = 0.0
-    spent: float = 0.0  # of this window, seconds of steps before this process
-    steps: int = 0
-    counts: list[int] = field(
-        default_factory=lambda: [0, 0, 0, 0]
-    )  # scored, real, all tokens, pairs
-    loss: Tensor = field(init=False)
-    peak: float | None = field(init=False)  # FLOP/s of one device
-    started: float = field(default_factory=time.perf_counter)
-    window: float = field(default_factory=time.perf_counter)
-    aside: float = 0.0  # of this window, seconds spent on validation and checkpoints
-
-    def __post_init__(self) -> None:
+    def __init__(self, workload: Workload, parallel: Parallel) -> None:
+        self.workload, self.parallel = workload, parallel
+        self.device = parallel.device
+        self.tokens_seen = 0  # over all ranks, since the run began, padding left out
+        self.seconds = 0.0  # of training before this process, where the run was resumed
+        # Of the steps since the last row: their number, counts, loss, and seconds by use.
+        self.steps = 0
+        self.counts = [0, 0, 0, 0]  # scored, real and all tokens, pairs
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.peak = (
-            peak_flops(torch.cuda.get_device_name(self.device))
-            if self.device.type == "cuda"
-            else None
-        )
+        self.waited = 0.0  # for data
+        self.spent = 0.0  # before this process
+        self.aside = 0.0  # on validation and checkpoints
+        self.peak = None  # FLOP/s of one device
+        if self.device.type == "cuda":
+            self.peak = peak_flops(torch.cuda.get_device_name(self.device))
+        self.begin()
 
     def begin(self) -> None:
         """The next step starts now."""
-        self.started = time.perf_counter()
+        self.started = self.idle_since = time.perf_counter()
         self.window, self.aside = self.started - self.spent, 0.0
+
+    def waits(self) -> None:
+        """A step has ended, and the next batch is awaited."""
+        self.idle_since = time.perf_counter()
+
+    def batch_arrived(self) -> None:
+        """The batch of the next step is here."""
+        self.waited += time.perf_counter() - self.idle_since
 
     def add(self, batch: StepBatch, loss: Tensor) -> None:
         """Count one optimizer step; `loss` is the sum over its scored tokens on this rank."""
@@ -88,9 +85,10 @@ class Meter:
         now = time.perf_counter()
         elapsed = max(now - self.window - self.aside, 1e-9)
         self.tokens_seen += int(real)
-        row = {
-            "tokens_seen": self.tokens_seen,
-            **({"loss": loss / scored} if scored else {}),
+        row: dict[str, Any] = {"tokens_seen": self.tokens_seen}
+        if scored:
+            row["loss"] = loss / scored
+        row |= {
             "grad_norm": float(grad_norm),  # the same on every rank
             "tokens_per_second": real / elapsed,
             "ms_per_step": 1000 * elapsed / self.steps,
@@ -98,26 +96,21 @@ class Meter:
             "padding_share": 1 - real / everything,
         }
         if self.peak is not None:
-            row["mfu"] = self.flops(real, pairs) / elapsed / (self.peak * _ranks())
+            row["mfu"] = self.flops(real, pairs) / elapsed / (self.peak * self.parallel.ranks)
         row |= memory(self.device) | {"seconds": self.seconds + now - self.started}
         self.loss.zero_()
-        self.steps, self.counts, self.waited, self.aside, self.window = (
-            0,
-            [0, 0, 0, 0],
-            0.0,
-            0.0,
-            now,
-        )
+        self.steps, self.counts = 0, [0, 0, 0, 0]
+        self.waited, self.aside, self.window = 0.0, 0.0, now
         return row
 
     def flops(self, tokens: float, pairs: float) -> float:
         """FLOPs of forward and backward for `tokens` that see `pairs` in all."""
-        return tokens * self.model.flops_per_token(pairs / max(tokens, 1.0), self.adapters)
+        model, lora = self.workload.model, self.workload.lora
+        per_token = model.flops_per_token(pairs / max(tokens, 1.0), lora.parameters(model))
+        return tokens * per_token
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold so that the rows after it are those of the uninterrupted run;
-        every rank calls it.
-        """
+        """What a checkpoint holds so that rows go on as in a run without a stop; all ranks call it."""
         loss, *counts = self._over_ranks()
         now = time.perf_counter()
         return {
@@ -132,12 +125,8 @@ class Meter:
 
     def restore(self, state: dict[str, Any], first_rank: bool = True) -> None:
         """Continue from `state`; what it has summed over the ranks, the first rank carries."""
-        self.tokens_seen, self.seconds, self.steps = (
-            state["tokens_seen"],
-            state["seconds"],
-            state["steps"],
-        )
-        self.spent, self.waited = state["spent"], state["waited"]
+        self.tokens_seen, self.seconds = state["tokens_seen"], state["seconds"]
+        self.steps, self.spent, self.waited = state["steps"], state["spent"], state["waited"]
         if first_rank:
             self.counts = list(state["counts"])
             self.loss.fill_(state["loss"])
@@ -146,13 +135,52 @@ class Meter:
         """Loss and counts of this window, summed over all ranks; waits for the device."""
         sums = torch.tensor([0.0, *self.counts], dtype=torch.float64, device=self.device)
         sums[0] = self.loss
-        if _ranks() > 1:
-            dist.all_reduce(sums)
-        return sums.tolist()
+        totals: list[float] = self.parallel.sum(sums).tolist()
+        return totals
 
 
-def _ranks() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+class StepSplit:
+    """Marks of one optimizer step; `row` tells the milliseconds of each part."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._marks: list[tuple[str, torch.cuda.Event | float]] = []
+        self._wanted = False
+
+    def begin(self, wanted: bool) -> None:
+        """A step begins; `wanted` says whether it is measured."""
+        self._wanted = wanted
+        self._marks.clear()
+        self.mark("begin")
+
+    def mark(self, part: str) -> None:
+        """`part` ("forward", "backward", "optimizer") ends here; it began where the part before it
+        ended.
+        """
+        if not self._wanted:
+            return
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append((part, event))
+        else:
+            self._marks.append((part, time.perf_counter()))
+
+    def row(self) -> dict[str, float]:
+        """`<part>_ms` of the step, summed over its micro-batches; {} where it was not measured.
+        Waits for the device.
+        """
+        parts: dict[str, float] = {}
+        for (_, start), (part, end) in zip(self._marks, self._marks[1:], strict=False):
+            if isinstance(start, float) and isinstance(end, float):
+                ms = 1000 * (end - start)
+            else:
+                assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
+                end.synchronize()
+                ms = start.elapsed_time(end)
+            parts[f"{part}_ms"] = parts.get(f"{part}_ms", 0.0) + ms
+        self._marks.clear()
+        return parts
 
 
 def memory(device: torch.device) -> dict[str, float]:

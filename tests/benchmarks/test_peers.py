@@ -12,13 +12,13 @@ from typing import Any
 import matplotlib.image
 import pytest
 import torch
+from longctx.training.lr_schedule import learning_rate
 
 from benchmarks import peers, trainers
 from benchmarks.words import main, training_config
 from longctx.planner import hardware
 from longctx.planner.hardware import GIB
 from longctx.training import fit, probe
-from longctx.training.optimizer import learning_rate
 
 TINY = [
     *("model=tiny", "model.layers=2", "model.channels=96", "model.kv_heads=4", "model.ffn=256"),

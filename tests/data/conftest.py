@@ -1,4 +1,4 @@
-"""Small corpora on disk, and the configuration that reads them without touching the user's cache."""
+"""Small corpora on disk, and a configuration that reads them with a cache of its own."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ WORDS = (
 
 
 def prose(words: int, seed: int) -> str:
-    """Text of `words` words, in lines of a dozen, that shares hardly a shingle with that of another
-    seed.
-    """
+    """Text of `words` words, in lines of a dozen; two seeds share hardly a shingle."""
     rng = random.Random(seed)
     lines = [
         " ".join(rng.choice(WORDS) + str(rng.randrange(9)) for _ in range(12))

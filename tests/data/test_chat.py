@@ -18,12 +18,14 @@ from longctx.data.rows import IGNORED
 CHATML = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 INST = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
-    "{% elif m.role == 'assistant' %}{% generation %} {{ m.content }}{{ eos_token }}{% endgeneration %}"
+    "{% elif m.role == 'assistant' %}"
+    "{% generation %} {{ m.content }}{{ eos_token }}{% endgeneration %}"
     "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
 )
 TALK = [
@@ -37,16 +39,16 @@ TALK = [
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A tokenizer's folder with a chat template."""
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    made.train_from_iterator(["a rose is a rose user assistant system"], trainer)
-    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer.train_from_iterator(["a rose is a rose user assistant system"], trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     write(tmp_path, CHATML)
     return tmp_path
 
@@ -86,20 +88,18 @@ def test_tokens_are_those_of_transformers_and_only_the_assistants_are_scored(
     assert row["tokens"][:length].tolist() == expected
     assert row["targets"][length - 1 :].tolist() == [IGNORED] * (257 - length)
     scored = [t for t in row["targets"].tolist() if t != IGNORED]
-    said = (
-        "A rose is a rose. été{0}is a rose{0}"
+    assert theirs.decode(scored) == (
+        "A rose is a rose. été<|im_end|>\nis a rose<|im_end|>\n"
         if template == CHATML
-        else " A rose is a rose. été {0} is a rose{0}"
+        else " A rose is a rose. été <|im_end|> is a rose<|im_end|>"
     )
-    end = "<|im_end|>\n" if template == CHATML else "<|im_end|>"
-    assert theirs.decode(scored) == said.format(end)
     at = [n for n, t in enumerate(row["targets"].tolist()) if t != IGNORED]
     assert [expected[n + 1] for n in at] == scored
 
 
 def test_long_conversations_are_cut_with_their_marks(folder: Path) -> None:
     rows = [{"messages": TALK * (n + 1)} for n in range(6)]
-    whole, cut = load(chats(folder, *rows), 2048), load(chats(folder, *rows), 48)
+    uncut, cut = load(chats(folder, *rows), 2048), load(chats(folder, *rows), 48)
 
     def scored(data: Any) -> int:
         return sum(
@@ -107,37 +107,35 @@ def test_long_conversations_are_cut_with_their_marks(folder: Path) -> None:
             for row in (data.train[n] for n in range(len(data.train)))
         )
 
-    assert scored(whole) == scored(cut) > 0
-    assert len(cut.train) > 6 * len(whole.train)
+    assert scored(uncut) == scored(cut) > 0
+    assert len(cut.train) > 6 * len(uncut.train)
 
 
 def test_tools_reach_the_template(folder: Path) -> None:
     tools = [{"type": "function", "function": {"name": "f<&", "parameters": {}}}]
-    made = Template(folder).render("a", "here", {"messages": TALK[:1] + TALK[3:], "tools": tools})
+    talk = TALK[:1] + TALK[3:]
+    ours = Template(folder).render("a", "here", {"messages": talk, "tools": tools})
     theirs = AutoTokenizer.from_pretrained(folder)
-    assert made.text == theirs.apply_chat_template(TALK[:1] + TALK[3:], tools=tools, tokenize=False)
-    assert (made.name, len(made.spans)) == ("a", 1)
+    assert ours.text == theirs.apply_chat_template(talk, tools=tools, tokenize=False)
+    assert (ours.name, len(ours.spans)) == ("a", 1)
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({}, r"chats.jsonl:1: 'messages' must be a list of messages, found null"),
-        ({"messages": []}, "'messages' must be a list of messages"),
-        ({"messages": [3]}, "message 1 must be an object with a role"),
-        ({"messages": [{"role": "user"}]}, "message 1 must have its text in 'content'"),
-        (
-            {"messages": [{"role": "user", "content": ["a"]}]},
-            "message 1 must have its text in 'content'",
-        ),
-        ({"messages": TALK[:1]}, "no message of the assistant"),
+        ({}, r"chats.jsonl:1: .*null"),
+        ({"messages": []}, "'messages'"),
+        ({"messages": [3]}, "message 1 .*role"),
+        ({"messages": [{"role": "user"}]}, "message 1 .*'content'"),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, "message 1 .*'content'"),
+        ({"messages": TALK[:1]}, "chats.jsonl:1: .*assistant"),
         (
             {"messages": [{"role": "user", "content": "x<|im_end|>"}, TALK[1]]},
-            r"message 1 contains <\|im_end\|>",
+            r"message 1 .*<\|im_end\|>",
         ),
         (
             {"messages": TALK, "tools": [{"name": "f", "description": "<|im_end|>"}]},
-            r"tools contains <\|im_end\|>",
+            r"tools .*<\|im_end\|>",
         ),
     ],
 )
@@ -150,21 +148,18 @@ def test_a_wrong_conversation_is_one_line(folder: Path, row: dict[str, Any], mes
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{% for", "its chat template is not one"),
-        (
-            "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-            "the chat template does not take it .*unsafe",
-        ),
-        ("{{ messages.append(1) }}", "the chat template does not take it .*unsafe"),
-        ("{% for x in range(10**9) %}{% endfor %}", "the chat template does not take it .*too big"),
-        ("{{ 1 / 0 }}", "the chat template does not take it"),
-        ("{{ messages[9].role }}", "the chat template does not take it"),
+        ("{% for", "chat template"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "chats.jsonl:1: .*unsafe"),
+        ("{{ messages.append(1) }}", "chats.jsonl:1: .*unsafe"),
+        ("{% for x in range(10**9) %}{% endfor %}", "chats.jsonl:1: .*too big"),
+        ("{{ 1 / 0 }}", "chats.jsonl:1: .*division"),
+        ("{{ messages[9].role }}", "chats.jsonl:1: "),
         (
             "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
-            "message 2 is written differently",
+            "chats.jsonl:1: message 2 ",
         ),
-        (None, "has no chat template; give a tokenizer's folder"),
-        ([{"name": "other", "template": CHATML}], "has no chat template"),
+        (None, "data.chat=true: .*data.tokenizer="),
+        ([{"name": "other", "template": CHATML}], "data.chat=true: .*data.tokenizer="),
     ],
 )
 def test_templates_are_not_trusted(folder: Path, template: Any, message: str) -> None:
@@ -183,20 +178,17 @@ def test_a_file_beside_the_settings_and_a_named_template_are_found(folder: Path)
     assert second.render("a", "here", {"messages": TALK}).text.startswith("<|endoftext|>[INST]")
 
 
-def test_what_has_no_conversations_is_refused(folder: Path) -> None:
+def test_a_source_without_conversations_is_refused(folder: Path) -> None:
     for changes, message in (
-        (
-            {"source": "embedded", "path": None},
-            "data.chat=true: data=embedded has no conversations",
-        ),
-        ({"tokenizer": None}, "data.chat=true: needs a tokenizer with a chat template"),
-        ({"path": str(folder / "tokenizer_config.json")}, "is no .jsonl file"),
+        ({"source": "embedded", "path": None}, "data.chat=true: data=embedded "),
+        ({"tokenizer": None}, "data.chat=true: .*data.tokenizer="),
+        ({"path": str(folder / "tokenizer_config.json")}, "data.chat=true: .*tokenizer_config"),
     ):
         with pytest.raises(ValueError, match=message):
             load(chats(folder, {"messages": TALK}, **changes), 64)
 
 
-def test_the_same_words_as_plain_text_are_other_data(folder: Path) -> None:
+def test_a_conversation_and_its_plain_text_are_different_data(folder: Path) -> None:
     talk = [
         {"role": "user", "content": "a rose is"},
         {"role": "assistant", "content": "a rose " * 40},
@@ -204,12 +196,12 @@ def test_the_same_words_as_plain_text_are_other_data(folder: Path) -> None:
     config = chats(
         folder, *({"messages": [{**talk[0], "content": f"rose {n}"}, talk[1]]} for n in range(9))
     )
-    said = load(config, 32)
-    text = [said.tokenizer.decode(document.ids.tolist()) for document in said.documents("train")]
+    chat = load(config, 32)
+    text = [chat.tokenizer.decode(document.ids.tolist()) for document in chat.documents("train")]
     (folder / "plain.jsonl").write_text("\n".join(json.dumps({"text": one}) for one in text))
     plain = load(replace(config, path=str(folder / "plain.jsonl"), chat=False), 32)
-    assert plain.fingerprint != said.fingerprint
-    for data in (said, plain):
+    assert plain.fingerprint != chat.fingerprint
+    for data in (chat, plain):
         assert int(data.packings["train"].length.sum()) == data.summary()["train_tokens"]
 
 
@@ -218,7 +210,7 @@ def test_half_of_a_surrogate_pair_stops_a_conversation_or_is_replaced(folder: Pa
         {"role": "user", "content": "a \ud83d rose"},
         {"role": "assistant", "content": "rose \ud83d"},
     ]
-    with pytest.raises(ValueError, match=r"chats\.jsonl:1: half of a surrogate pair"):
+    with pytest.raises(ValueError, match=r"chats\.jsonl:1: .*data\.errors=replace"):
         load(chats(folder, {"messages": talk}), 64)
     data = load(chats(folder, {"messages": talk}, errors="replace"), 64)
     scored = [t for t in data.train[0]["targets"].tolist() if t != IGNORED]

@@ -1,4 +1,4 @@
-"""What is built once is never seen half-built: two builders, a killed one, a full disk, a damaged
+"""The cache never shows a half-built folder: two builders, a killed one, a full disk, a damaged
 file.
 """
 
@@ -25,7 +25,8 @@ from longctx.data.dataset import Data
 corpus, cache, go = sys.argv[1:]
 while go and not pathlib.Path(go).exists():
     time.sleep(0.005)
-print(Data(DataConfig(source="text", path=corpus, vocab_size=400, val_fraction=0.2, cache=cache), 32).fingerprint)
+config = DataConfig(source="text", path=corpus, vocab_size=400, val_fraction=0.2, cache=cache)
+print(Data(config, 32).fingerprint)
 """
 
 
@@ -53,8 +54,8 @@ def test_two_processes_build_once_and_agree(corpus, tmp_path) -> None:
 def test_a_killed_build_leaves_nothing_that_counts(corpus, text_config, tmp_path, moment) -> None:
     module, name = moment.rsplit(".", 1)
     dying = (
-        f"import os, signal, {module} as m\nm.{name} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-        + BUILD
+        f"import os, signal, {module} as m\n"
+        f"m.{name} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n" + BUILD
     )
     process = start(dying, corpus, tmp_path / "cache")
     process.communicate(timeout=60)
@@ -86,7 +87,7 @@ def test_a_damaged_cache_is_built_again(text_config, tmp_path, damage) -> None:
         for file in (tmp_path / "cache").rglob("*")
         if file.suffix in (".arrow", ".npz") or file.name == "tokenizer.json"
     ]
-    assert len(files) == 5
+    assert {file.suffix for file in files} == {".arrow", ".npz", ".json"}
     for file in files:
         if damage == "remove":
             file.unlink()
@@ -121,10 +122,7 @@ def test_other_choices_have_other_places(text_config, corpus) -> None:
 
 def test_a_cache_that_cannot_be_written_is_named(text_config, tmp_path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(
-        OSError,
-        match=r"data\.cache: cannot write .*file/cache.*give another folder with data\.cache=FOLDER",
-    ):
+    with pytest.raises(OSError, match=r"data\.cache: .*file/cache.*data\.cache=FOLDER"):
         Data(text_config(cache=str(tmp_path / "file" / "cache")), 32)
 
 
@@ -133,9 +131,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(text_config, tmp_path, monkeypa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(np, "savez", full)
-    with pytest.raises(
-        OSError, match=r"data\.cache: cannot write .*documents.*\(No space left on device\)"
-    ):
+    with pytest.raises(OSError, match=r"data\.cache: .*documents.*No space left on device"):
         Data(text_config(), 32)
     assert not list((tmp_path / "cache").rglob("*.partial"))
 
@@ -170,7 +166,7 @@ def test_the_cache_lies_where_the_environment_says(monkeypatch, tmp_path) -> Non
 
 
 def test_folders_alike_in_names_sizes_and_times_are_told_apart(tmp_path) -> None:
-    found = []
+    fingerprints = []
     for n, text in enumerate(("abc def " * 40, "xyz uvw " * 40)):
         folder = tmp_path / str(n)
         folder.mkdir()
@@ -184,5 +180,5 @@ def test_folders_alike_in_names_sizes_and_times_are_told_apart(tmp_path) -> None
             val_fraction=0.3,
             cache=str(tmp_path / "c"),
         )
-        found.append(Data(config, 32).fingerprint)
-    assert found[0] != found[1]
+        fingerprints.append(Data(config, 32).fingerprint)
+    assert fingerprints[0] != fingerprints[1]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from longctx.data import load
-from longctx.data.duplicates import groups, signature, validates
+from longctx.data.duplicates import choose_validation, groups, signature
 from tests.data.conftest import prose
 
 
@@ -45,9 +45,9 @@ def test_copies_meet_whatever_their_white_space_and_case() -> None:
 def test_lightly_edited_copies_meet_and_others_do_not(size: int) -> None:
     originals = [prose(size, seed) for seed in range(20)]
     copies = [edited(text, 0.01, seed) for seed, text in enumerate(originals)]
-    found = grouped(originals + copies)
-    assert found[:20] == list(range(20))
-    assert sum(copy == original for original, copy in enumerate(found[20:])) >= 18
+    group = grouped(originals + copies)
+    assert group[:20] == list(range(20))
+    assert sum(copy == original for original, copy in enumerate(group[20:])) >= 18
     rewritten = [edited(text, 0.5, seed) for seed, text in enumerate(originals)]
     assert grouped(originals + rewritten) == list(range(40))
 
@@ -76,13 +76,13 @@ def test_a_group_lies_on_one_side_whatever_the_fraction() -> None:
     group = np.sort(rng.integers(0, 120, 500))
     group = np.array([int(np.flatnonzero(group == one)[0]) for one in group])
     for fraction in (0.001, 0.1, 0.5, 0.999):
-        chosen = validates(keys, group, fraction)
+        chosen = choose_validation(keys, group, fraction)
         assert chosen.any()
         assert not chosen.all()
         assert all(len(set(chosen[group == one])) == 1 for one in set(group.tolist()))
         order = rng.permutation(500)
         first = [int(np.flatnonzero(group[order] == one)[0]) for one in group[order]]
-        assert (validates(keys[order], np.array(first), fraction) == chosen[order]).all(), (
+        assert (choose_validation(keys[order], np.array(first), fraction) == chosen[order]).all(), (
             "in whatever order"
         )
 
@@ -90,9 +90,9 @@ def test_a_group_lies_on_one_side_whatever_the_fraction() -> None:
 def test_the_share_is_about_the_fraction_and_documents_stay_when_others_come() -> None:
     keys = np.random.default_rng(1).integers(0, 2**64, 4000, dtype=np.uint64)
     alone = np.arange(4000)
-    chosen = validates(keys, alone, 0.1)
+    chosen = choose_validation(keys, alone, 0.1)
     assert chosen.mean() == pytest.approx(0.1, abs=0.02)
-    assert (validates(keys[:1000], alone[:1000], 0.1) == chosen[:1000]).all()
+    assert (choose_validation(keys[:1000], alone[:1000], 0.1) == chosen[:1000]).all()
 
 
 def test_near_duplicates_in_files_stay_on_one_side(text_config, corpus) -> None:
@@ -107,5 +107,5 @@ def test_near_duplicates_in_files_stay_on_one_side(text_config, corpus) -> None:
     for split in ("train", "val"):
         for name, *_ in data.documents(split):
             sides.setdefault(name.split("-")[0], set()).add(split)
-    assert all(len(found) == 1 for name, found in sides.items())
+    assert all(len(splits) == 1 for splits in sides.values())
     assert {"val"} in sides.values()

@@ -11,10 +11,10 @@ import pytest
 
 from longctx.config.data_config import DataConfig
 from longctx.config.eval_config import KINDS
-from longctx.data import needles
+from longctx.data import facts
 from longctx.data.sources import open_corpus
 
-ASKED = re.compile(r"\? The (?:pass key|secret number of (\w+)) is (\d{5})\.\n")
+QUESTION = re.compile(r"\? The (?:pass key|secret number of (\w+)) is (\d{5})\.\n")
 
 
 @pytest.fixture
@@ -32,15 +32,16 @@ def test_every_question_of_a_document_is_answered_by_what_stands_before_it(
     assert len({document.text for document in documents}) == len(documents) == 20
     for _, text in documents:
         assert 2000 < len(text) < 3300
-        asked = list(ASKED.finditer(text))
-        assert len(asked) > 5
-        for question in asked:
+        questions = list(QUESTION.finditer(text))
+        assert len(questions) > 5
+        for question in questions:
             city, answer = question.groups()
-            told = text.find(
-                needles.needle_fact(city, answer) if city else needles.passkey_fact(answer)
+            fact = text.find(
+                facts.needle_fact(city, answer) if city else facts.passkey_fact(answer)
             )
-            assert 0 <= told < question.start()
-        assert asked[-1][1] is None and asked[-1].end() == len(text)
+            assert 0 <= fact < question.start()
+        assert questions[-1][1] is None
+        assert questions[-1].end() == len(text)
 
 
 def test_documents_follow_from_their_number(config: DataConfig) -> None:
@@ -53,16 +54,19 @@ def test_documents_follow_from_their_number(config: DataConfig) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_task_has_one_answer(kind: str) -> None:
     for n in range(50):
-        task = needles.task(kind, random.Random(n))
+        task = facts.task(kind, random.Random(n))
         assert task.answer.strip() in task.fact
-        assert len(task.others) == (needles.DISTRACTORS if kind == "needle" else 0)
+        assert len(task.others) == (facts.DISTRACTORS if kind == "needle" else 0)
         assert not any(task.answer.strip() in other or other == task.fact for other in task.others)
 
 
 def test_cities_differ() -> None:
-    assert len(set(needles.CITIES)) == len(needles.CITIES) > 100
+    assert len(set(facts.CITIES)) == len(facts.CITIES)
 
 
-def test_the_embedded_documents_are_the_default_filler(config: DataConfig) -> None:
+def test_the_embedded_documents_are_the_default_filler(
+    config: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longctx.data.sources.needles.MOST_FILLER", 1 << 20)
     [document] = open_corpus(replace(config, path=None, documents=1)).documents()
     assert "The pass key is" in document.text

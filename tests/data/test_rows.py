@@ -93,7 +93,7 @@ def test_a_cut_document_goes_on_in_the_target(text_config, corpus) -> None:
     assert (rows[5]["targets"] == -100).all()
 
 
-def test_documents_are_whole_and_decode_to_their_files(text_config, corpus) -> None:
+def test_documents_are_uncut_and_decode_to_their_files(text_config, corpus) -> None:
     data = load(text_config(), 16)
     names = []
     for split in ("train", "val"):
@@ -159,13 +159,13 @@ def test_nothing_to_predict_is_one_clear_line(text_config, corpus) -> None:
         file.write_text("")
     with pytest.raises(
         ValueError,
-        match=r"data\.path=.*: none of \d+ documents has 2 tokens, so there is nothing to predict",
+        match=r"data\.path=.*corpus: ",
     ):
         load(text_config(), 16)
 
 
 def test_one_document_cannot_be_split(text_config, corpus) -> None:
-    with pytest.raises(ValueError, match=r"data\.val_fraction=0 to train without"):
+    with pytest.raises(ValueError, match=r"data\.val_fraction=0\.2: .*data\.val_fraction=0 "):
         load(text_config(path=str(corpus / "00.txt")), 16)
 
 

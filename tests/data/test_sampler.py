@@ -41,8 +41,8 @@ def test_ranks_share_one_global_order(rows: int, world_size: int) -> None:
 def test_resumed_equals_uninterrupted_also_on_other_ranks(
     rows: int, consumed: int, world_size: int
 ) -> None:
-    whole = list(islice(SampleStream(rows, 9), consumed + 120))
-    assert interleaved(rows, 9, world_size, consumed, 120) == whole[consumed:]
+    uninterrupted = list(islice(SampleStream(rows, 9), consumed + 120))
+    assert interleaved(rows, 9, world_size, consumed, 120) == uninterrupted[consumed:]
 
 
 def test_a_stream_can_be_started_again() -> None:

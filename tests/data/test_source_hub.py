@@ -60,33 +60,29 @@ def test_changed_files_are_read_again(files) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"text_column": "body"}, r"no field 'body' \(there are: text, n\).*data\.text_column"),
-        ({"text_column": "n"}, r"row 1: 'n' is int, expected a string"),
-        ({"split": "nope"}, r"cannot be read as a data set \(ValueError: Bad split: nope"),
-        ({"files": "missing.jsonl"}, r"data\.files=missing\.jsonl: no such file"),
-        (
-            {"files": None},
-            r"data\.path=json: a builder of local files; name them with data\.files=",
-        ),
-        ({"path": ["a", "b"]}, r"takes one data set's name"),
+        ({"text_column": "body"}, r"'body' .*text, n.*data\.text_column"),
+        ({"text_column": "n"}, r"data\.path=json: row 1: 'n' .*int"),
+        ({"split": "nope"}, r"data\.path=json: .*nope"),
+        ({"files": "missing.jsonl"}, r"data\.files=missing\.jsonl: "),
+        ({"files": None}, r"data\.path=json: .*data\.files="),
+        ({"path": ["a", "b"]}, r"data\.path=\['a', 'b'\]: data=hub "),
+        ({"path": None}, r"data\.path is not set"),
     ],
 )
-def test_what_cannot_be_read_is_one_clear_line(files, options, message) -> None:
+def test_an_unreadable_data_set_is_one_clear_line(files, options, message) -> None:
     with pytest.raises((ValueError, OSError), match=message) as caught:
         list(read_documents(hub(files, **options)))
     assert "\n" not in str(caught.value)
 
 
-def test_without_a_network_it_says_so(files, monkeypatch) -> None:
+def test_a_missing_network_is_named(files, monkeypatch) -> None:
     import huggingface_hub
 
     def offline(*_, **__):
         raise ConnectionError("[Errno -2] Name or service not known")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", offline)
-    with pytest.raises(
-        ConnectionError, match=r"data\.path=some/texts: the Hugging Face Hub cannot be reached"
-    ):
+    with pytest.raises(ConnectionError, match=r"data\.path=some/texts: .*data=text"):
         list(read_documents(hub(files, path="some/texts", files=None)))
 
 
@@ -98,17 +94,17 @@ def test_a_revision_seen_before_is_used_without_a_network(files, monkeypatch, ca
     class Info:
         sha = "0123abcd"
 
-    asked = []
+    revisions = []
 
     def stream(*_, revision, **__):
-        asked.append(revision)
+        revisions.append(revision)
         return iter([{"text": f"text {n} of the far away set {n * 7}"} for n in range(9)])
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: Info)
     monkeypatch.setattr(datasets, "load_dataset", stream)
     config = hub(files, path="some/texts", files=None, val_fraction=0.3)
     online = load(config, 16)
-    assert set(asked) == {"0123abcd"}
+    assert set(revisions) == {"0123abcd"}
 
     def offline(*_, **__):
         raise ConnectionError("Name or service not known")
@@ -116,4 +112,4 @@ def test_a_revision_seen_before_is_used_without_a_network(files, monkeypatch, ca
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", offline)
     monkeypatch.setattr(datasets, "load_dataset", offline)
     assert load(config, 16).fingerprint == online.fingerprint
-    assert "using revision 0123abcd" in capsys.readouterr().err
+    assert "0123abcd" in capsys.readouterr().err

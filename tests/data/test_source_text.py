@@ -52,12 +52,12 @@ def test_every_format_compressed_or_not(tmp_path, kind, suffix) -> None:
         data = jsonl(TEXTS) if kind in (".jsonl", ".ndjson") else TEXTS[1].encode()
     file = tmp_path / f"file{kind}{suffix}"
     file.write_bytes(COMPRESS[suffix](data))
-    found = read(str(file))
+    documents = read(str(file))
     if kind in (".txt", ".md"):
-        assert found == [(file.name, TEXTS[1])]
+        assert documents == [(file.name, TEXTS[1])]
     else:
-        assert [document.text for document in found] == TEXTS
-        assert [document.name for document in found] == [
+        assert [document.text for document in documents] == TEXTS
+        assert [document.name for document in documents] == [
             f"{file.name}:{number}" for number in (1, 2, 3)
         ]
 
@@ -94,6 +94,8 @@ def test_a_folder_is_read_in_order_with_what_lies_in_it(tmp_path) -> None:
         ("sub/**", ["b.py", "deep/c.py", "deep/d.txt"]),
         ("su[ab]/b.p?", ["sub/b.py"]),
         ("*/deep/*", ["sub/deep/c.py", "sub/deep/d.txt"]),
+        ("**.py", ["a.py"]),
+        ("**/[!b].??", ["a.py", "sub/deep/c.py"]),
     ],
 )
 def test_globs_find_files_of_any_ending(tmp_path, pattern, names) -> None:
@@ -119,7 +121,7 @@ def test_loops_of_links_end_and_no_file_is_read_twice(tmp_path, pattern) -> None
     (folder / "z.txt").symlink_to(folder / "sub" / "a.txt")
     assert len(read(str(folder / pattern))) == 1
     (folder / "dead.txt").symlink_to(folder / "gone")
-    with pytest.raises(FileNotFoundError, match=r"dead\.txt: a link to .*gone, which is not there"):
+    with pytest.raises(FileNotFoundError, match=r"dead\.txt: .*gone"):
         read(str(folder / pattern))
 
 
@@ -138,36 +140,30 @@ def test_blank_lines_of_jsonl_are_nothing(tmp_path) -> None:
     assert [document.text for document in read(str(tmp_path))] == ["x"]
 
 
-FAULTS = {
-    "not UTF-8 .byte 0xff at 3": ("a.txt", b"abc\xff"),
-    "a.jsonl:2: not JSON": ("a.jsonl", jsonl(["x"]) + b"{broken\n"),
-    "a.jsonl:1: expected an object .* found a list": ("a.jsonl", b"[1]\n"),
-    "a.jsonl:1: no field 'text' .there are: id, body.*data.text_column": (
-        "a.jsonl",
-        jsonl(["x"], "body"),
-    ),
-    "a.jsonl:1: field 'text' is a int, expected a string": ("a.jsonl", jsonl([7])),
-    "^[^:]*a.jsonl:2: not UTF-8": ("a.jsonl", jsonl(["x"]) + b'{"text": "\xff"}\n'),
-    "a.jsonl:1: JSON that cannot be read": ("a.jsonl", b"[" * 100_000),
-    "a.jsonl:1: JSON that cannot be read ": (
-        "a.jsonl",
-        b'{"text": "x", "n": ' + b"1" * 9999 + b"}",
-    ),
-    "a.jsonl:1: half of a surrogate pair": ("a.jsonl", b'{"text": "\\ud800"}\n'),
-    "not a complete .gz file": ("a.txt.gz", gzip.compress(b"hello" * 99)[:-9]),
-    "not a complete .gz file ": ("a.txt.gz", b"never compressed"),
-    "not a complete .xz file": ("a.txt.xz", b"never compressed"),
-    "not a complete .bz2 file": ("a.txt.bz2", b"never compressed"),
-    "not a complete .zst file": ("a.txt.zst", b"never compressed"),
-    "not a readable .parquet file": ("a.parquet", b"PAR1 but not really PAR1"),
-}
-
-
-@pytest.mark.parametrize("message", FAULTS)
-def test_a_broken_file_is_named_in_one_line(tmp_path, message) -> None:
-    name, content = FAULTS[message]
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"abc\xff", "UTF-8 .byte 0xff at 3"),
+        ("a.jsonl", jsonl(["x"]) + b"{broken\n", "a.jsonl:2: .*JSON"),
+        ("a.jsonl", b"[1]\n", "a.jsonl:1: .*list"),
+        ("a.jsonl", jsonl(["x"], "body"), "a.jsonl:1: .*'text' .*id, body.*data.text_column"),
+        ("a.jsonl", jsonl([7]), "a.jsonl:1: 'text' .*int"),
+        ("a.jsonl", jsonl(["x"]) + b'{"text": "\xff"}\n', "^[^:]*a.jsonl:2: .*UTF-8"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl:1: .*JSON"),
+        ("a.jsonl", b'{"text": "x", "n": ' + b"1" * 9999 + b"}", "a.jsonl:1: .*JSON"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl:1: .*data.errors=replace"),
+        ("a.txt.gz", gzip.compress(b"hello" * 99)[:-9], "complete .gz"),
+        ("a.txt.gz", b"never compressed", "complete .gz"),
+        ("a.txt.xz", b"never compressed", "complete .xz"),
+        ("a.txt.bz2", b"never compressed", "complete .bz2"),
+        ("a.txt.zst", b"never compressed", "complete .zst"),
+        ("a.parquet", b"PAR1 but not really PAR1", ".parquet"),
+    ],
+    ids=lambda value: None if isinstance(value, bytes) else value,
+)
+def test_a_broken_file_is_named_in_one_line(tmp_path, name, content, message) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises((ValueError, OSError), match=message.strip()) as caught:
+    with pytest.raises((ValueError, OSError), match=message) as caught:
         read(str(tmp_path))
     assert str(tmp_path / name) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -175,9 +171,9 @@ def test_a_broken_file_is_named_in_one_line(tmp_path, message) -> None:
 
 def test_parquet_without_the_column_or_with_a_hole(tmp_path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"body": ["x", None]}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"a\.parquet: no field 'text' \(there are: body\)"):
+    with pytest.raises(ValueError, match=r"a\.parquet: .*'text' .*body"):
         read(str(tmp_path))
-    with pytest.raises(ValueError, match=r"a\.parquet: row 2: 'body' is NoneType"):
+    with pytest.raises(ValueError, match=r"a\.parquet: row 2: 'body' .*NoneType"):
         read(str(tmp_path), text_column="body")
 
 
@@ -187,7 +183,7 @@ def test_a_string_of_parquet_that_is_not_utf8_is_named_or_replaced(tmp_path) -> 
         pyarrow.string(), 2, [None, offsets, pyarrow.py_buffer(fine + data)]
     )
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"a\.parquet: row 2: not UTF-8 \(byte 0xff at 1\)"):
+    with pytest.raises(ValueError, match=r"a\.parquet: row 2: .*UTF-8 .*0xff at 1"):
         read(str(tmp_path))
     assert [document.text for document in read(str(tmp_path), errors="replace")] == [
         "good",
@@ -207,10 +203,10 @@ def test_replacing_undecodable_bytes_can_be_asked_for(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("missing", "no such file or folder"),
-        ("empty", "no .txt, .md, .jsonl, .ndjson, .parquet file in this folder"),
-        ("empty/*.txt", "matches no file"),
-        ("missing/*.txt", "matches no file"),
+        ("missing", "data.path=missing: "),
+        ("empty", "data.path=empty: .*.txt, .*.parquet"),
+        ("empty/*.txt", "data.path=empty/.*txt: "),
+        ("missing/*.txt", "data.path=missing/.*txt: "),
         (None, "data.path is not set"),
         ("", "data.path is not set"),
         ([], "data.path is not set"),
@@ -235,5 +231,5 @@ def test_an_unreadable_folder_is_named(tmp_path, monkeypatch) -> None:
         return real(path)
 
     monkeypatch.setattr(os, "scandir", scandir)
-    with pytest.raises(OSError, match=r"cannot read the folder .*closed \(Permission denied\)"):
+    with pytest.raises(OSError, match=r"data\.path.*closed .*Permission denied"):
         read(str(tmp_path))

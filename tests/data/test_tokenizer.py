@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import json
 import random
-import time
 
 import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from longctx.data.tokenizer import EOS, Tokenizer, split, train
+from longctx.data.tokenizer import EOS, Tokenizer, segments, train
 
 
 @pytest.fixture(scope="module")
@@ -97,12 +96,13 @@ def test_splitting_a_long_text_changes_no_token(trained) -> None:
     ]
     for _ in range(50):
         text = "".join(rng.choice(pieces) for _ in range(300))
-        parts = list(split(text, 40))
+        parts = list(segments(text, 40))
         assert "".join(parts) == text
         assert len(parts) > 2
         assert [token for part in parts for token in trained.encode(part)] == trained.encode(text)
 
 
+@pytest.mark.slow
 def test_a_text_of_megabytes_is_encoded_like_its_parts(trained) -> None:
     line = "the rain fell on the stone bridge\n"
     text = line * 40_000
@@ -120,10 +120,9 @@ def test_training_is_deterministic_and_keeps_to_its_size(trained) -> None:
 
 
 @pytest.mark.parametrize("run", ["x", "\t", "0123456789abcdef"])
-def test_a_run_without_end_is_learned_from_in_seconds(run) -> None:
-    start = time.monotonic()
-    train(["some words", run * (200_000 // len(run))], 400)
-    assert time.monotonic() - start < 15  # uncut, minutes
+def test_a_run_without_end_can_be_trained_on(run) -> None:
+    # Cut into parts, a fraction of a second; uncut, minutes, which the timeout of the suite ends.
+    assert train(["some words", run * (200_000 // len(run))], 400).vocab_size <= 400
 
 
 def test_save_and_load_keep_everything(trained, tmp_path) -> None:
@@ -208,7 +207,7 @@ def test_a_tokenizer_that_marks_the_start_of_a_text_is_never_given_parts(tmp_pat
     tokenizer.normalizer = normalizers.Prepend("▁")
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    ids = Tokenizer.load(tmp_path).encode("a\n" * (1 << 20))
+    ids = Tokenizer.load(tmp_path).encode("a\n" * (1 + (1 << 19)))
     assert ids[0] == 7
     assert ids.count(7) + ids.count(0) == 1
 
@@ -224,13 +223,13 @@ def test_vocabulary_size_covers_ids_with_gaps(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "give a tokenizer.json"),
-        ("{}", "does not describe a tokenizer"),
-        ("not json", "does not describe a tokenizer"),
-        ("words", "no token that ends a text is known"),
+        (None, "tokenizer.json"),
+        ("{}", "tokenizer.json: "),
+        ("not json", "tokenizer.json: "),
+        ("words", "tokenizer.json: .*eos_token"),
     ],
 )
-def test_what_is_no_tokenizer_is_refused_by_name(tmp_path, content, message) -> None:
+def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path, content, message) -> None:
     file = tmp_path / "tokenizer.json"
     if content == "words":
         word_level().save(str(file))

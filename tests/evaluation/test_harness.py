@@ -15,10 +15,11 @@ pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 
 
 from longctx.data import Tokenizer
 from longctx.data.tokenizer import train
-from longctx.evaluation.harness import Harness, evaluate_tasks, scores
+from longctx.evaluation.harness import Harness, evaluate_tasks
 from longctx.evaluation.perplexity import perplexity
 from longctx.evaluation.windows import Document
 from longctx.model import GPT, GPTConfig
+from longctx.runs.evaluations import task_scores
 
 TEXT = "a rose is a rose is a rose\nand a violet is a violet\n"
 
@@ -35,12 +36,12 @@ def model(tokenizer: Tokenizer) -> GPT:
     return GPT(GPTConfig(vocab_size=tokenizer.vocab_size, **shape), "naive").eval()
 
 
-def asked(model: GPT, tokenizer: Tokenizer, context: int = 32) -> Harness:
+def harness(model: GPT, tokenizer: Tokenizer, context: int = 32) -> Harness:
     return Harness(model, tokenizer, context, context // 2, rows=3, dtype=None)
 
 
 def one_by_one(model: GPT, before: list[int], after: list[int], context: int) -> tuple[float, bool]:
-    """ln p of `after`, each token by a forward of its own, with at most `context` tokens before it."""
+    """ln p of `after`, one forward per token, with at most `context` tokens before it."""
     total, greedy = 0.0, True
     for n, token in enumerate(after):
         shown = torch.tensor([(before + after[:n])[-context:]])
@@ -52,7 +53,7 @@ def one_by_one(model: GPT, before: list[int], after: list[int], context: int) ->
 
 def test_continuations_are_scored_as_one_by_one(model: GPT, tokenizer: Tokenizer) -> None:
     rng = np.random.default_rng(0)
-    lm = asked(model, tokenizer)
+    lm = harness(model, tokenizer)
     requests = [
         (("", ""), rng.integers(256, size=a).tolist(), rng.integers(256, size=b).tolist())
         for a, b in [(3, 1), (20, 5), (1, 32), (50, 1), (9, 9), (200, 7)]
@@ -62,8 +63,8 @@ def test_continuations_are_scored_as_one_by_one(model: GPT, tokenizer: Tokenizer
         for _ in range(3):
             after.append(int(model(torch.tensor([before[-30:] + after]))[0, -1].argmax()))
         requests.append((("", ""), before, after))
-    found = lm._loglikelihood_tokens(requests)
-    for (_, before, after), (total, greedy) in zip(requests, found, strict=True):
+    answers = lm._loglikelihood_tokens(requests)
+    for (_, before, after), (total, greedy) in zip(requests, answers, strict=True):
         # Scored together, all tokens of a continuation see the same first token.
         shown = (before + after)[-33:-1] if len(before + after) > 33 else None
         reference = one_by_one(
@@ -71,50 +72,49 @@ def test_continuations_are_scored_as_one_by_one(model: GPT, tokenizer: Tokenizer
         )
         assert total == pytest.approx(reference[0], rel=1e-4)
         assert greedy == reference[1]
-    assert [greedy for _, greedy in found][-2:] == [True, True]
+    assert [greedy for _, greedy in answers][-2:] == [True, True]
 
 
 def test_a_continuation_longer_than_the_context_is_scored_in_pieces(
     model: GPT, tokenizer: Tokenizer
 ) -> None:
     after = np.random.default_rng(1).integers(256, size=75).tolist()
-    ((total, _),) = asked(model, tokenizer)._loglikelihood_tokens([(("", ""), [7], after)])
-    whole, expected = [7, *after], 0.0
-    for first in range(1, len(whole), 16):
-        piece = whole[first : first + 16]
-        shown = whole[max(0, first + len(piece) - 1 - 32) : first]
+    ((total, _),) = harness(model, tokenizer)._loglikelihood_tokens([(("", ""), [7], after)])
+    ids, expected = [7, *after], 0.0
+    for first in range(1, len(ids), 16):
+        piece = ids[first : first + 16]
+        shown = ids[max(0, first + len(piece) - 1 - 32) : first]
         expected += one_by_one(model, shown, piece, 10**6)[0]
     assert total == pytest.approx(expected, rel=1e-4)
 
 
 def test_rolling_text_is_the_perplexity_of_the_document(model: GPT, tokenizer: Tokenizer) -> None:
     texts = [TEXT * 3, "a", "", "a rose"]
-    found = asked(model, tokenizer).loglikelihood_rolling(
-        [SimpleNamespace(args=(text,)) for text in texts]
-    )
+    requests = [SimpleNamespace(args=(text,)) for text in texts]
+    sums = harness(model, tokenizer).loglikelihood_rolling(requests)
     documents = [
         Document("x", np.array([tokenizer.eos_id, *tokenizer.encode(text)]), 0) for text in texts
     ]
     ours = perplexity(model, documents, context=32, stride=16)
-    assert found == pytest.approx([-score.nats for score in ours.documents], rel=1e-6)
+    assert sums == pytest.approx([-score.nats for score in ours.documents], rel=1e-6)
 
 
 def test_generation_is_greedy_and_ends_at_stop_words(model: GPT, tokenizer: Tokenizer) -> None:
-    lm = asked(model, tokenizer)
-    prompt, said = tokenizer.encode("a rose is"), []
+    lm = harness(model, tokenizer)
+    prompt, tokens = tokenizer.encode("a rose is"), []
     for _ in range(12):
         with torch.no_grad():
-            said.append(int(model(torch.tensor([(prompt + said)[-32:]]))[0, -1].argmax()))
-    until_end = said[: said.index(tokenizer.eos_id)] if tokenizer.eos_id in said else said
-    whole = tokenizer.decode(until_end)
+            tokens.append(int(model(torch.tensor([(prompt + tokens)[-32:]]))[0, -1].argmax()))
+    until_end = tokens[: tokens.index(tokenizer.eos_id)] if tokenizer.eos_id in tokens else tokens
+    expected = tokenizer.decode(until_end)
 
     def answer(**settings: object) -> str:
-        (found,) = lm.generate_until([SimpleNamespace(args=("a rose is", settings))])
-        return found
+        (text,) = lm.generate_until([SimpleNamespace(args=("a rose is", settings))])
+        return text
 
-    assert answer(max_gen_toks=12, until=[]) == whole
-    stop = whole[len(whole) // 2]
-    assert answer(max_gen_toks=12, until=[stop]) == whole[: whole.index(stop)]
+    assert answer(max_gen_toks=12, until=[]) == expected
+    stop = expected[len(expected) // 2]
+    assert answer(max_gen_toks=12, until=[stop]) == expected[: expected.index(stop)]
     with pytest.raises(ValueError, match="sampling"):
         answer(do_sample=True, temperature=0.7)
 
@@ -126,21 +126,25 @@ def write_tasks(folder: Path) -> Path:
         for n in (1, 2, 3)
     ]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    head = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder}/data.jsonl}}}}\ntest_split: test\n"
+    head = (
+        "dataset_path: json\ntest_split: test\n"
+        f"dataset_kwargs: {{data_files: {{test: {folder}/data.jsonl}}}}\n"
+    )
     (folder / "choice.yaml").write_text(
-        head
-        + "task: my_choice\noutput_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: '{{options}}'\n"
+        head + "task: my_choice\noutput_type: multiple_choice\n"
+        "doc_to_text: '{{q}}'\ndoc_to_choice: '{{options}}'\n"
         "doc_to_target: gold\ntarget_delimiter: ''\nmetric_list: [{metric: acc}]\n"
     )
     (folder / "rolling.yaml").write_text(
-        head
-        + "task: my_text\noutput_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{text}}'\n"
+        head + "task: my_text\noutput_type: loglikelihood_rolling\n"
+        "doc_to_text: ''\ndoc_to_target: '{{text}}'\n"
         "metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]\n"
     )
     (folder / "answer.yaml").write_text(
-        head
-        + "task: my_answer\noutput_type: generate_until\ndoc_to_text: '{{q}}'\ndoc_to_target: rose\n"
-        "generation_kwargs: {until: ['\\n'], max_gen_toks: 4, do_sample: false}\nmetric_list: [{metric: exact_match}]\n"
+        head + "task: my_answer\noutput_type: generate_until\n"
+        "doc_to_text: '{{q}}'\ndoc_to_target: rose\n"
+        "generation_kwargs: {until: ['\\n'], max_gen_toks: 4, do_sample: false}\n"
+        "metric_list: [{metric: exact_match}]\n"
     )
     return folder
 
@@ -149,10 +153,10 @@ def test_local_tasks_run_without_a_network(
     model: GPT, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    folder, lm = write_tasks(tmp_path / "tasks"), asked(model, tokenizer)
-    found = evaluate_tasks(lm, ["my_choice", "my_text", "my_answer"], tmp_path, folder)
-    json.dumps(found, allow_nan=False)
-    rows = {(task, metric): value for task, metric, value, _ in scores(found["results"])}
+    folder, lm = write_tasks(tmp_path / "tasks"), harness(model, tokenizer)
+    output = evaluate_tasks(lm, ["my_choice", "my_text", "my_answer"], tmp_path, folder)
+    json.dumps(output, allow_nan=False)
+    rows = {(task, metric): value for task, metric, value, _ in task_scores(output["results"])}
     options = [
         one_by_one(model, tokenizer.encode("a rose is a"), tokenizer.encode(x), 32)[0]
         for x in (" rose", " violet")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from longctx.config.eval_config import KINDS
-from longctx.data.needles import task
+from longctx.data.facts import task
 from longctx.data.tokenizer import Tokenizer, train
 from longctx.evaluation import heatmap
 from longctx.evaluation.passkey import Cell, filler_of, recall, text
@@ -54,15 +54,15 @@ class Oracle(GPT):
         for b, row in enumerate(tokens.tolist()):
             for n, place in enumerate(at[b].tolist()):
                 seen = row[: place + 1]
-                asked = (
+                widths = (
                     w
                     for w in range(1, 40)
                     if any(x in self.tokenizer.decode(seen[-w:]) for x in (" key is", " of "))
                 )
-                width = next(asked, 40)
+                width = next(widths, 40)
                 begins = range(max(0, place - self.sight), place + 1 - width)
-                found = [i for i in begins if row[i : i + width] == seen[-width:]]
-                logits[b, n, row[found[0] + width] if found else 0] = 20.0
+                facts = [i for i in begins if row[i : i + width] == seen[-width:]]
+                logits[b, n, row[facts[0] + width] if facts else 0] = 20.0
         return logits
 
 
@@ -71,17 +71,17 @@ class Oracle(GPT):
 def test_a_text_has_its_length_and_its_fact_at_its_depth(
     tokenizer: Tokenizer, filler: np.ndarray, kind: str, depth: float
 ) -> None:
-    made = task(kind, Random(3))
-    others = [0.1, 0.5, 0.9][: len(made.others)]
-    ids, answer = text(made, tokenizer, filler, 400, depth, others)
+    hidden = task(kind, Random(3))
+    others = [0.1, 0.5, 0.9][: len(hidden.others)]
+    ids, answer = text(hidden, tokenizer, filler, 400, depth, others)
     assert len(ids) == 400
-    assert tokenizer.decode(ids[-answer:]) == made.answer
-    whole = tokenizer.decode(ids)
-    assert whole.endswith(made.question + made.answer)
-    before = whole.index(made.fact)
-    facts = len(made.fact) + len(made.question) + sum(map(len, made.others))
-    assert before / (len(whole) - facts) == pytest.approx(depth, abs=0.15)
-    assert all(other in whole for other in made.others)
+    assert tokenizer.decode(ids[-answer:]) == hidden.answer
+    shown = tokenizer.decode(ids)
+    assert shown.endswith(hidden.question + hidden.answer)
+    before = shown.index(hidden.fact)
+    facts = len(hidden.fact) + len(hidden.question) + sum(map(len, hidden.others))
+    assert before / (len(shown) - facts) == pytest.approx(depth, abs=0.15)
+    assert all(other in shown for other in hidden.others)
 
 
 def test_a_model_that_finds_facts_is_right_and_one_with_short_sight_where_it_sees(
@@ -110,9 +110,9 @@ def test_a_model_is_scored_by_its_own_logits(tokenizer: Tokenizer, filler: np.nd
     [cell] = recall(model, tokenizer, filler, [150], [0.5], samples=1, kinds=["passkey"])
     assert model.training
     rng = Random("measure passkey 150 0")
-    made = task("passkey", rng)
+    hidden = task("passkey", rng)
     first = rng.randrange(len(filler))
-    ids, answer = text(made, tokenizer, np.roll(filler, -first), 150, 0.5, [])
+    ids, answer = text(hidden, tokenizer, np.roll(filler, -first), 150, 0.5, [])
     logp = model(torch.from_numpy(ids[None, :-1])).log_softmax(-1)[0, -answer:]
     expected = logp.gather(1, torch.from_numpy(ids[-answer:, None])).sum().item()
     assert cell.logprob == pytest.approx(expected, rel=1e-5)
@@ -130,11 +130,13 @@ def test_filler_is_text_alone(tokenizer: Tokenizer) -> None:
     assert len(filler_of([], tokenizer, 10)) == 0
 
 
-def test_mistakes(tokenizer: Tokenizer, filler: np.ndarray) -> None:
+def test_lengths_that_cannot_be_filled_are_refused(
+    tokenizer: Tokenizer, filler: np.ndarray
+) -> None:
     model = Oracle(tokenizer)
-    with pytest.raises(ValueError, match="the documents have 10 tokens, too few to fill 256"):
+    with pytest.raises(ValueError, match=r"passkey\.lengths=\[256\]:"):
         recall(model, tokenizer, filler[:10], [256])
-    with pytest.raises(ValueError, match="40 tokens do not hold a fact and its question"):
+    with pytest.raises(ValueError, match=r"passkey\.lengths=\[40\]:"):
         recall(model, tokenizer, filler, [40])
 
 
@@ -149,7 +151,7 @@ def test_tables_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[s
     shown = capsys.readouterr().out
     assert "1,024" in shown
     assert "100%" in shown
-    content = heatmap.content(cells, {"about": "x"})
+    content = heatmap.content(cells)
     json.dumps(content, allow_nan=False)
     assert content["samples"] == 4
     assert content["kinds"]["needle"]["accuracy"] == [[0.0, 0.5, 1.0]] * 2

@@ -1,5 +1,5 @@
 """On a GPU losses arrive while the next batch is computed: none is read too early, and a long text
-costs no N × words memory.
+costs no tokens × vocabulary memory.
 """
 
 import copy
@@ -15,10 +15,10 @@ from longctx.model import GPT, GPTConfig
 pytestmark = pytest.mark.gpu
 
 
-def model(words: int) -> GPT:
+def model(vocab_size: int) -> GPT:
     torch.manual_seed(0)
     shape = {"layers": 2, "channels": 256, "heads": 4, "kv_heads": 2, "ffn": 512, "init_std": 0.1}
-    return GPT(GPTConfig(vocab_size=words, **shape), "flash").eval()
+    return GPT(GPTConfig(vocab_size=vocab_size, **shape), "flash").eval()
 
 
 def test_many_batches_agree_with_the_cpu() -> None:
@@ -31,19 +31,18 @@ def test_many_batches_agree_with_the_cpu() -> None:
     gpu = copy.deepcopy(cpu).cuda()
     expected = perplexity(cpu, documents, 256, 100, batch_size=4)
     for rows in (1, 3, 16):
-        found = perplexity(gpu, documents, 256, 100, batch_size=rows)
-        for a, b in zip(found.documents, expected.documents, strict=True):
+        scores = perplexity(gpu, documents, 256, 100, batch_size=rows)
+        for a, b in zip(scores.documents, expected.documents, strict=True):
             assert a.nats == pytest.approx(b.nats, rel=2e-3)
-    assert found.speed.tokens_per_second
+    assert scores.speed.tokens_per_second
 
 
-def test_memory_does_not_grow_with_words_times_tokens() -> None:
+def test_memory_does_not_grow_with_vocabulary_times_tokens() -> None:
     gpu = model(50_000).cuda()
     ids = np.random.default_rng(0).integers(50_000, size=65_537)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     perplexity(gpu, [Document("x", ids, 9)], 65_536, 65_536, dtype=torch.bfloat16)
     used = torch.cuda.max_memory_allocated() - before
-    assert (
-        used < 65_536 * 50_000 * 4 / 6
-    )  # all logits would be 13 GB in fp32, in which the loss reads them
+    # All logits would be 13 GB in fp32, in which the loss reads them.
+    assert used < 65_536 * 50_000 * 4 / 6

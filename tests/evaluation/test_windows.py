@@ -28,12 +28,12 @@ def windows(lengths: list[int]) -> list[Window]:
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_rows_hold_every_window_once_and_never_too_much(rows: int) -> None:
     given = windows(np.random.default_rng(0).integers(1, 101, size=400).tolist())
-    found = list(batches(iter(given), 100, rows))
-    assert sorted(window.owner for batch in found for row in batch for window in row) == list(
+    packed = list(batches(iter(given), 100, rows))
+    assert sorted(window.owner for batch in packed for row in batch for window in row) == list(
         range(400)
     )
-    assert all(len(batch) == rows for batch in found[:-1])
-    used = [sum(len(window.ids) - 1 for window in row) for batch in found for row in batch]
+    assert all(len(batch) == rows for batch in packed[:-1])
+    used = [sum(len(window.ids) - 1 for window in row) for batch in packed for row in batch]
     assert max(used) <= 100
     assert sum(used) > 0.93 * 100 * len(used)
 

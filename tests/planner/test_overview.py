@@ -1,12 +1,10 @@
-"""bench plan: any GPU by name and size, every policy and backend, mistakes in one line, and no GPU
-or torch needed.
-"""
+"""longctx plan: any GPU by name and size, every policy and backend, and mistakes in one line."""
 
 from collections.abc import Callable
 
 import pytest
 
-from benchmarks.words import main
+from longctx.cli import main
 from longctx.planner import overview as plan
 from longctx.planner.hardware import GIB
 
@@ -44,24 +42,26 @@ def test_micro_batches_are_those_that_a_run_would_take(capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("gpu=Voodoo", "gpu=Voodoo: not a known GPU; one of H200 NVL, H200"),
+        ("gpu=Voodoo", "gpu=Voodoo: not a known GPU"),
         ("gpu=H100", "say how much memory it has"),
         ("gpu_memory=lots", "gpu_memory=lots: a number of GiB above 0"),
         ("gpu_memory=-1", "gpu_memory=-1: a number of GiB above 0"),
         ("seq_len=max", "a run finds that on its GPU"),
         ("modl=1b", "modl is not a key; did you mean model?"),
-        (
-            "init=weights",
-            "init=weights: benchmarks take random weights; describe the model by model=",
-        ),
-        (
-            "resume=runs/x",
-            "resume=runs/x: benchmarks take random weights; describe the model by model=",
-        ),
+        ("init=weights", "init=weights"),
+        ("resume=runs/x", "resume=runs/x"),
+        ("device=cpu", "device=cpu: is set"),
+        ("backends=flahs", "backends=flahs: choose from flash"),
     ],
 )
 def test_mistakes_are_one_line(word: str, said: str, refused: Callable[[int, str], str]) -> None:
     refused(main(["plan", word]), said)
+
+
+def test_backends_and_attention_together_are_a_mistake(
+    refused: Callable[[int, str], str],
+) -> None:
+    refused(main(["plan", "backends=naive", "attention=sdpa"]), "attention=sdpa: backends=naive")
 
 
 def test_gib_with_and_without_its_name() -> None:

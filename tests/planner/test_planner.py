@@ -13,7 +13,6 @@ import pytest
 
 from longctx import cli as command_line
 from longctx.config.memory_config import MemoryConfig
-from longctx.config.train_config import CompleteConfig, complete
 from longctx.kernels import flash
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB
@@ -27,17 +26,18 @@ from longctx.planner.peak_memory import (
     _Step,
     predict,
 )
+from longctx.planner.workload import Workload, workload_of
 
 H200 = hardware.chip("NVIDIA H200", 139.8 * GIB)
 ROOT = Path(__file__).parents[2]
 
 
-def made(*words: str) -> CompleteConfig:
-    asked = command_line.compose("train", [*words]).config
-    return replace(complete(asked, "cuda"), memory=asked.memory)
+def made(*words: str) -> Workload:
+    config = command_line.compose("train", [*words]).config
+    return workload_of(config, "cuda", config.seq_len)
 
 
-def one_b(*words: str) -> CompleteConfig:
+def one_b(*words: str) -> Workload:
     return made("model=1b", *words)
 
 
@@ -83,7 +83,7 @@ def test_peaks_measured_on_a_gpu_are_within_three_percent() -> None:
         ]
         words += [f"++attention.options.kernel={kernel}"] if kernel else []
         words += [f"lora.rank={row['lora']}"] if row.get("lora") else []
-        error = predict(replace(made(*words), val_rows=1)).peak / GIB / row["measured_gib"] - 1
+        error = predict(made(*words)).peak / GIB / row["measured_gib"] - 1
         if abs(error) > 0.03:
             off[tuple(words)] = error
     assert off == {}
@@ -120,9 +120,8 @@ def test_whole_models_take_the_memory_and_time_measured(
         f"seq_len={tokens}",
         "accumulate=1",
     ]
-    config = replace(
-        made(*words, "attention=flash", f"++attention.options.kernel={kernel}"), val_rows=0
-    )
+    work = made(*words, "attention=flash", f"++attention.options.kernel={kernel}")
+    config = replace(work, validates=False)
     assert predict(config).peak / GIB == pytest.approx(gib, rel=0.03)
     time = fitting.seconds(config, H200)
     assert time is not None
@@ -193,8 +192,8 @@ def test_auto_takes_the_first_policy_that_fits() -> None:
 
     assert [decided(n) for n in (16384, 131072, 786432)] == ["fast", "balanced", "long"]
     assert decided(2**24) == "long"  # nothing fits: what takes least
-    given = one_b("seq_len=16384", "memory.optimizer=bf16")
-    assert fitting.decide(given, H200, 128 * GIB).memory.optimizer == "bf16"
+    given = one_b("seq_len=16384", "memory.optimizer_state=bf16")
+    assert fitting.decide(given, H200, 128 * GIB).memory.optimizer_state == "bf16"
 
 
 def test_a_step_has_as_few_micro_batches_as_fit_with_the_fastest_policy() -> None:
@@ -292,8 +291,8 @@ def test_every_process_of_a_machine_takes_host_memory() -> None:
 def test_ddp_keeps_all_gradients_all_the_time() -> None:
     config = one_b("memory=fast", "seq_len=4096", "batch_size=4", "accumulate=1")
     alone, shared = (
-        dict(_Step(c, "cuda").moments())["loss"][GRADIENTS]
-        for c in (config, replace(config, devices=2))
+        dict(_Step(work).moments())["loss"][GRADIENTS]
+        for work in (config, replace(config, devices=2, strategy="ddp"))
     )
     assert (alone, shared) == (0.0, 4 * config.model.parameters())
 
@@ -302,6 +301,6 @@ def test_a_tied_weights_second_gradient_takes_room_only_where_sums_have_an_order
     config = one_b("memory=fast", "seq_len=4096", "batch_size=1", "accumulate=1")
     configs = config, replace(config, deterministic=True)
     any_order, one_order = (
-        sum(dict(_Step(c, "cuda").moments())["backward of the embedding"].values()) for c in configs
+        sum(dict(_Step(c).moments())["backward of the embedding"].values()) for c in configs
     )
     assert one_order - any_order == 4 * config.model.vocab_size * config.model.channels

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from longctx.runs.checkpoints import opened, verify
 
 
@@ -24,13 +25,11 @@ def test_a_flipped_bit_in_a_tensor_is_refused_and_an_older_checkpoint_named(tmp_
     for path in (newer, tmp_path / "last.ckpt"):
         with pytest.raises(
             ValueError,
-            match=rf"{path}: damaged, .*/data/0 is not .* delete it to go on from {older}",
+            match=rf"^{path}: damaged.*/data/0.*{older}",
         ):
             verify(path)
     flip(older, older.stat().st_size // 2)
-    with pytest.raises(
-        ValueError, match=r"step-00000001\.ckpt: damaged.* start anew: there is no older one"
-    ):
+    with pytest.raises(ValueError, match=r"step-00000001\.ckpt: damaged.*no older one"):
         verify(older)
 
 
@@ -47,13 +46,11 @@ def test_a_checkpoint_cut_short_is_refused_and_an_older_one_named(
     (folder / "last.ckpt").symlink_to(newer.name)
     for path in (newer, folder / "last.ckpt"):
         verify(path)  # says nothing of what is no zip file
-        with pytest.raises(
-            ValueError, match=rf"{path}: .* not a whole one: .* delete it to go on from {older}"
-        ):
+        with pytest.raises(ValueError, match=rf"^{path}: not a checkpoint.*{older}"):
             opened(path)
     other = tmp_path / "notes.ckpt"
     other.write_text("none")
-    with pytest.raises(ValueError, match=rf"{other}: .* torch cannot open it$"):
+    with pytest.raises(ValueError, match=rf"^{other}: not a checkpoint"):
         opened(other)
 
 
@@ -66,7 +63,7 @@ def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(tmp_path: Path) ->
         flip(path, place)
         try:
             verify(path)
-            found = torch.load(path, mmap=True)
+            content = torch.load(path, mmap=True)
         except (ValueError, RuntimeError):  # the second is torch's, for no zip file at all
             continue
-        assert found["x"].equal(torch.arange(30)) and found["config"] == {"a": [1, "b"]}, place
+        assert content["x"].equal(torch.arange(30)) and content["config"] == {"a": [1, "b"]}, place

@@ -1,23 +1,31 @@
 """Run folders: claimed once, locked while in use, found again, replaced whole."""
 
+import errno
 import json
+import os
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
-
 from longctx.model.__main__ import newest
+
 from longctx.runs import run_folder
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_runs_started_together_get_folders_of_their_own(tmp_path: Path) -> None:
     with ThreadPoolExecutor(16) as pool:
-        made = list(
-            pool.map(lambda _: run_folder.create(tmp_path / "runs", None, "tiny-flash-4k"), range(40))
+        folders = list(
+            pool.map(
+                lambda _: run_folder.create(tmp_path / "runs", None, "tiny-flash-4k"), range(40)
+            )
         )
-    assert sorted(path.name for path in made) == [f"tiny-flash-4k-{n:03d}" for n in range(1, 41)]
+    assert sorted(path.name for path in folders) == [f"tiny-flash-4k-{n:03d}" for n in range(1, 41)]
 
 
 def test_a_name_is_used_once(tmp_path: Path) -> None:
@@ -45,17 +53,70 @@ def test_the_last_checkpoint_is_that_of_the_last_step(tmp_path: Path) -> None:
 
 
 def test_another_process_cannot_train_the_same_run(tmp_path: Path) -> None:
-    code = f"from pathlib import Path; from longctx.runs import run_folder as runs\nwith run_folder.locked(Path({str(tmp_path)!r})): pass"
+    code = (
+        "from pathlib import Path; from longctx.runs import run_folder\n"
+        f"with run_folder.locked(Path({str(tmp_path)!r})): pass"
+    )
     command = [sys.executable, "-c", code]
-    root = Path(__file__).resolve().parents[2]
     with run_folder.locked(tmp_path):
-        refused = subprocess.run(command, cwd=root, capture_output=True, text=True)
-        assert "another process is training this run" in refused.stderr
-    assert subprocess.run(command, cwd=root).returncode == 0
+        refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert (
+            refused.returncode != 0 and f"ValueError: {tmp_path}: another process" in refused.stderr
+        )
+        assert run_folder.is_training(tmp_path)
+    assert subprocess.run(command, cwd=ROOT).returncode == 0
+    assert not run_folder.is_training(tmp_path)
 
 
-def test_metrics_past_a_step_are_dropped_and_a_torn_last_line_with_them(tmp_path: Path) -> None:
-    rows = [{"step": n, "loss": n / 3} for n in range(1, 8)]
+def test_a_lock_ends_with_its_process_though_a_worker_of_it_lives_on(tmp_path: Path) -> None:
+    """A killed run can be resumed at once, also while its data workers are still there."""
+    code = f"""
+import os, time
+from pathlib import Path
+from longctx.runs import run_folder
+with run_folder.locked(Path({str(tmp_path)!r})):
+    worker = os.fork()
+    if worker == 0:
+        time.sleep(60)
+        os._exit(0)
+    print(worker, flush=True)
+    time.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    worker = int(process.stdout.readline())
+    try:
+        assert run_folder.is_training(tmp_path)
+        process.kill()
+        process.wait()
+        os.kill(worker, 0)  # it lives
+        assert not run_folder.is_training(tmp_path)
+        with run_folder.locked(tmp_path):
+            pass
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        process.stdout.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_not_another_process(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", refuse)
+    assert not run_folder.is_training(tmp_path)
+    with pytest.raises(OSError, match="runs="), run_folder.locked(tmp_path):
+        pass
+
+
+def row(step: int, **more: Any) -> dict[str, Any]:
+    return {"step": step, "tokens_seen": 10 * step, **more}
+
+
+def test_metrics_past_a_step_are_dropped_and_a_cut_last_line_with_them(tmp_path: Path) -> None:
+    rows = [row(n, loss=n / 3) for n in range(1, 8)]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "metrics.jsonl").write_text(text + '{"step": 8, "lo')
     assert run_folder.read_metrics(tmp_path) == rows
@@ -64,24 +125,34 @@ def test_metrics_past_a_step_are_dropped_and_a_torn_last_line_with_them(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_torn_line_costs_no_other(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    run_folder.drop_metrics_after(tmp_path, 9)
-    assert run_folder.read_metrics(tmp_path) == [{"step": 1}, {"step": 3}]
-
-
 @pytest.mark.parametrize(
-    "line", [b"[1, 2]", b'{"loss": 1}', b'{"step": null}', b"\xff\xfe", b"7", b"[" * 100_000]
+    "line",
+    [
+        b'{"st',
+        b"[1, 2]",
+        b'{"loss": 1}',
+        b'{"step": null}',
+        b'{"step": 2}',
+        b"\xff\xfe",
+        b"7",
+        b"1], [2",
+        b"null, null",
+        b"[" * 100_000,
+    ],
 )
 def test_a_line_that_is_no_row_costs_no_other(line: bytes, tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
+    rows = [row(1), row(3)]
+    first, last = (json.dumps(row).encode() for row in rows)
+    (tmp_path / "metrics.jsonl").write_bytes(first + b"\n" + line + b"\n" + last + b"\n")
+    assert run_folder.read_rows(tmp_path)[0] == rows
+    assert run_folder.read_rows(tmp_path)[1] != ""
     run_folder.drop_metrics_after(tmp_path, 9)
-    assert run_folder.read_metrics(tmp_path) == [{"step": 1}, {"step": 3}]
+    assert run_folder.read_rows(tmp_path) == (rows, "")
 
 
 def test_only_what_does_not_change_the_result_may_change_on_resume() -> None:
     run_folder.check_resumable(Path("r"), ["max_steps=9", "wandb.mode=offline", "workers=0"])
-    for word in (
+    for override in (
         "model.layers=3",
         "model=tiny",
         "seed=2",
@@ -89,5 +160,5 @@ def test_only_what_does_not_change_the_result_may_change_on_resume() -> None:
         "seq_len=9",
         "++attention.options.a=1",
     ):
-        with pytest.raises(ValueError, match=word.lstrip("+").split("=")[0]):
-            run_folder.check_resumable(Path("r"), [word])
+        with pytest.raises(ValueError, match=override.lstrip("+").split("=")[0]):
+            run_folder.check_resumable(Path("r"), [override])

@@ -12,9 +12,10 @@ import pytest
 import yaml
 
 from longctx import cli
-from longctx.runs import run_folder
 from longctx.config.train_config import WandbConfig
-from longctx.runs.tracking import POSITIONS, Tracker, evaluated, log_evaluation, wandb_mode
+from longctx.runs import metrics, run_folder
+from longctx.runs.metrics import BY_POSITION
+from longctx.runs.tracking import Tracker, evaluated, log_evaluation, wandb_mode
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,6 +60,7 @@ assert "wandb" not in sys.modules
     assert run_folder.read_metrics(tmp_path) == [{"step": 1, "tokens_seen": 5, "loss": 2.0}]
 
 
+@pytest.mark.slow
 def test_wandb_gets_the_rows_logged_before_and_after_its_start(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,7 +91,7 @@ def test_a_wandb_that_cannot_start_does_not_end_the_run(
     monkeypatch.setattr(Tracker, "_init_wandb", refuse)
     tracker = Tracker(tmp_path, WandbConfig(mode="online"))
     tracker.log({"step": 1, "tokens_seen": 5})
-    assert tracker.start_wandb({}) == "wandb is off: no route"
+    assert "no route" in str(tracker.start_wandb({}))
     assert tracker.start_wandb({}) is None
     tracker.log({"step": 2, "tokens_seen": 9})
     tracker.finish(0)
@@ -105,21 +107,24 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 
 
 def validation(step: int) -> dict[str, float]:
-    found = {f"{POSITIONS}{2**b}": 5.0 / step - 0.1 * b for b in range(4)}
+    by_position = {f"{BY_POSITION}/{2**b}": 5.0 / step - 0.1 * b for b in range(4)}
     return {
         "step": step,
         "tokens_seen": 10 * step,
         "val_loss": 5.0 / step,
         "val_perplexity": 9.0 / step,
-        **found,
+        **by_position,
     }
 
 
 def test_a_resumed_run_is_a_new_leg_of_its_group_offline(tmp_path: Path) -> None:
     folder = tmp_path / "run-001"
     folder.mkdir()
-    legs = [[{"step": n, "tokens_seen": 10 * n, "loss": 1.0 / n} for n in (1, 2)] + [validation(2)],
-            [{"step": n, "tokens_seen": 10 * n, "loss": 1.0 / n} for n in (3, 4)] + [validation(4)]]  # fmt: skip
+    legs = [
+        [{"step": n, "tokens_seen": 10 * n, "loss": 1.0 / n} for n in steps]
+        + [validation(steps[1])]
+        for steps in ((1, 2), (3, 4))
+    ]
     for rows in legs:
         tracker = Tracker(folder, WandbConfig(job_type="probe"))
         assert tracker.start_wandb({"backend": "flash", "kernel_lock": {"format": 1}}) is None
@@ -134,20 +139,22 @@ def test_a_resumed_run_is_a_new_leg_of_its_group_offline(tmp_path: Path) -> None
         == run_folder.read_metrics(folder)
         == legs[0] + legs[1]
     )
-    said = [_records(file) for file in files]
-    runs_of = [next(r["run"] for r in records if r["type"] == "run") for records in said]
-    assert [run["display_name"] for run in runs_of] == ["run-001", "run-001-leg2"]
-    assert {run["run_group"] for run in runs_of} == {"run-001"}
-    assert {run["job_type"] for run in runs_of} == {"probe"}
-    told = runs_of[1]["config"]["update"]
-    assert told["backend"] == "flash" and told["leg"] == 2 and len(told["commit"]) >= 40
-    metrics = {
+    records = [_records(file) for file in files]
+    runs = [next(r["run"] for r in leg if r["type"] == "run") for leg in records]
+    assert [run["display_name"] for run in runs] == ["run-001", "run-001-leg2"]
+    assert {run["run_group"] for run in runs} == {"run-001"}
+    assert {run["job_type"] for run in runs} == {"probe"}
+    config = runs[1]["config"]["update"]
+    assert config["backend"] == "flash" and config["leg"] == 2 and len(config["commit"]) >= 40
+    defined = {
         r["metric"].get("name") or r["metric"]["glob_name"]: r["metric"]
-        for r in said[0]
+        for r in records[0]
         if r["type"] == "metric"
     }
-    assert metrics["val_loss"]["summary"] == {"last": True, "min": True}
-    assert metrics["*"]["step_metric"] == metrics["loss"]["step_metric"] == "tokens_seen"
+    for metric in metrics.METRICS:
+        if metric.summary is not None:
+            assert defined[metric.key]["summary"] == {"last": True, metric.summary: True}
+    assert defined["*"]["step_metric"] == defined["loss"]["step_metric"] == "tokens_seen"
     tables = sorted(
         folder.glob("wandb/offline-run-*/files/media/table/loss_by_position_*.json"),
         key=lambda p: p.stat().st_mtime,
@@ -160,20 +167,20 @@ def test_a_resumed_run_continues_online_under_its_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wandb = pytest.importorskip("wandb")
-    asked: list[dict[str, object]] = []
-    monkeypatch.setattr(wandb, "init", lambda **words: asked.append(words) or MagicMock())
+    calls: list[dict[str, object]] = []
+    monkeypatch.setattr(wandb, "init", lambda **about: calls.append(about) or MagicMock())
     for _ in range(2):
         tracker = Tracker(tmp_path, WandbConfig(mode="online", group="g"))
         assert tracker.start_wandb({}) is None
         tracker.finish(0)
-    first, second = asked
+    first, second = calls
     assert first["id"] == second["id"] and second["resume"] == "allow"
     assert first["name"] == second["name"] == tmp_path.name and second["group"] == "g"
     monkeypatch.setenv("WANDB_SWEEP_ID", "s")
     monkeypatch.setenv("WANDB_RUN_ID", "chosen")
     (tmp_path / "other").mkdir()
     Tracker(tmp_path / "other", WandbConfig(mode="online")).start_wandb({})
-    assert asked[2]["id"] == "chosen"
+    assert calls[2]["id"] == "chosen"
 
 
 def test_checkpoints_are_uploaded_only_when_asked(
@@ -184,7 +191,7 @@ def test_checkpoints_are_uploaded_only_when_asked(
     path.write_bytes(b"weights")
     for wanted in (False, True):
         run = MagicMock(id=f"run-{wanted}")
-        monkeypatch.setattr(wandb, "init", lambda run=run, **words: run)
+        monkeypatch.setattr(wandb, "init", lambda run=run, **about: run)
         tracker = Tracker(tmp_path, WandbConfig(mode="offline", artifacts=wanted))
         tracker.checkpoint(path, 2)
         assert tracker.start_wandb({}) is None
@@ -204,28 +211,25 @@ def test_an_evaluation_is_a_run_of_its_own_kind_with_tables_and_plots(tmp_path: 
         {"first": 2**b, "last": 2 ** (b + 1) - 1, "loss": 3.0 - b, "context": 2**b}
         for b in range(3)
     ]
-    found = {
-        **{
-            "context": 64,
-            "checkpoint": "a.ckpt",
-            "total": {"name": "all", "perplexity": 7.5, "bits_per_byte": None},
-        },
-        **{
-            "by_position": rows,
-            "by_context": [],
-            "gains": [],
-            "documents": [{"name": "a", "tokens": 3}],
-        },
+    content = {
+        "context": 64,
+        "checkpoint": "a.ckpt",
+        "total": {"name": "all", "perplexity": 7.5, "bits_per_byte": None},
+        "by_position": rows,
+        "by_context": [],
+        "gains": [],
+        "documents": [{"name": "a", "tokens": 3}],
     }
-    assert (
-        log_evaluation(WandbConfig(mode="offline"), tmp_path, found, tmp_path / "x.png")
-        == "offline"
-    )
+    config = WandbConfig(mode="offline")
+    assert log_evaluation(config, tmp_path, content, tmp_path / "x.png") == "offline"
     (file,) = tmp_path.glob("eval/wandb/offline-run-*/run-*.wandb")
     (row,) = [record["history"]["item"] for record in _records(file) if record["type"] == "history"]
     assert row["eval/perplexity"] == 7.5
     assert {key.split(".")[0].removesuffix("_table") for key in row if key.startswith("eval/")} == {
-        *("eval/perplexity", "eval/picture", "eval/loss_by_position", "eval/documents")
+        "eval/perplexity",
+        "eval/picture",
+        "eval/loss_by_position",
+        "eval/documents",
     }
     run = next(record["run"] for record in _records(file) if record["type"] == "run")
     assert (run["job_type"], run["run_group"]) == ("eval", tmp_path.name)
@@ -240,23 +244,25 @@ def test_numbers_of_every_kind_of_evaluation_go_to_wandb() -> None:
     assert evaluated({"results": {"arc": {"acc,none": 0.5, "alias": "x"}}}) == {"eval/arc/acc": 0.5}
 
 
-def test_a_sweep_file_gives_train_its_words() -> None:
+def test_a_sweep_file_gives_train_its_overrides() -> None:
     """As `wandb agent` makes them of configs/sweep.yaml."""
     utils = pytest.importorskip("wandb.sdk.launch.sweeps.utils")
     sweep = yaml.safe_load((ROOT / "configs" / "sweep.yaml").read_text())
     assert (ROOT / sweep["program"]).is_file() and sweep["command"][-1] == "${args_no_hyphens}"
-    for values in itertools.product(*(about["values"] for about in sweep["parameters"].values())):
+    choices = [about["values"] for about in sweep["parameters"].values()]
+    every = list(itertools.product(*choices))
+    for values in (every[0], every[-1]):
         args = {
             key: {"value": value} for key, value in zip(sweep["parameters"], values, strict=True)
         }
         words = utils.create_sweep_command_args({"args": args})["args_no_hyphens"]
-        composed = cli.compose("train", cli.read_words("train", words).overrides)
+        composed = cli.compose("train", cli.read("train", words).overrides)
         assert (
             composed.config.attention.backend,
             composed.config.seq_len,
             composed.config.lr,
         ) == values
-    assert f'"{sweep["metric"]["name"]}"' in (ROOT / "longctx/training/validation.py").read_text()
+    assert metrics.named(sweep["metric"]["name"]) is not None
 
 
 def _records(file: Path) -> list[dict[str, Any]]:

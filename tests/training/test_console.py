@@ -8,15 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from longctx.training.console import (
-    Display,
-    Job,
-    brief,
-    closing_table,
-    duration,
-    summarize,
-    sweep_table,
-)
+from longctx.runs.metrics import duration, figures
+from longctx.training.console import Display, Job, brief, closing_table, sweep_table
 
 ROWS: list[dict[str, Any]] = [
     {"step": 0, "tokens_seen": 0, "val_loss": 9.0, "val_perplexity": 8000.0},
@@ -65,32 +58,31 @@ def run(folder: Path) -> Path:
 
 
 def test_the_first_step_does_not_count_for_speed() -> None:
-    summary = summarize(ROWS)
-    assert summary["tokens_per_second"] == 200
-    assert summary["val_perplexity"] == (8000.0, 150.0)
-    assert summarize(ROWS[:1]) == {"validations": 1, "val_perplexity": (8000.0, 8000.0)}
-    assert summarize([]) == {}
+    numbers = figures(ROWS)
+    assert numbers["tokens_per_second"] == 200
+    assert numbers["val_perplexity"] == 150.0
+    assert "loss" not in figures(ROWS[:1])
+    assert figures([]) == {}
 
 
 def test_a_run_that_moved_to_a_gpu_has_the_mfu_of_its_rows_there() -> None:
-    moved = [{key: value for key, value in ROWS[1].items() if key != "mfu"}, *ROWS[2:]]
-    assert summarize(moved)["mfu"] == 0.4
-    assert "mfu" not in summarize(
-        [{key: value for key, value in row.items() if key != "mfu"} for row in ROWS]
-    )
+    without = [{key: value for key, value in row.items() if key != "mfu"} for row in ROWS]
+    assert figures([without[1], *ROWS[2:]])["mfu"] == 0.4
+    assert "mfu" not in figures(without)
 
 
 def test_the_closing_table_says_what_to_type_next(tmp_path: Path) -> None:
     text = printed(closing_table(run(tmp_path / "r"), {"flash": "triton-portable"}, finished=True))
-    for said in (
-        "8,000.0 → 150.0",
+    for part in (
+        "8,000.00 → 150.00",
+        "9.0000 → 6.0000",
         "40.0%",
-        "4.5 GiB",
+        "4.50 GiB",
         "flash: triton-portable",
-        "max_steps=18",
-        "eval.py checkpoint=",
+        f"train.py resume={tmp_path / 'r'} max_steps=18",
+        f"eval.py checkpoint={tmp_path / 'r'}",
     ):
-        assert said in text
+        assert part in text
     assert "max_steps" not in printed(closing_table(tmp_path / "r", {}, finished=False))
 
 
@@ -100,7 +92,7 @@ def test_a_run_without_a_checkpoint_offers_none(tmp_path: Path) -> None:
     assert "eval.py" not in text
 
 
-def test_a_sweep_shows_the_words_that_differ(tmp_path: Path) -> None:
+def test_a_sweep_shows_the_overrides_that_differ(tmp_path: Path) -> None:
     good = Job(["seed=1", "attention=flash"], 0, run(tmp_path / "a"))
     killed = Job(["seed=1", "attention=naive"], -9, None)
     text = printed(sweep_table([good, killed]))
@@ -121,6 +113,18 @@ def test_lines_without_a_terminal_hold_no_control_codes(capsys: Any) -> None:
     assert len(lines) == len(ROWS)
     assert not any("\x1b" in line or "\r" in line for line in lines)
     assert brief(ROWS[2]) in lines[2]
+
+
+def test_a_row_without_a_scored_token_says_so() -> None:
+    assert "nothing scored" in brief({key: x for key, x in ROWS[1].items() if key != "loss"})
+    assert "nothing scored" in brief({"step": 3, "tokens_seen": 9})
+    assert not any("nothing scored" in brief(row) for row in ROWS)
+
+
+def test_memory_of_a_process_is_not_that_of_a_gpu() -> None:
+    row = ROWS[1] | {"process_peak_gib": 3.0}
+    del row["memory_peak_gib"]
+    assert "3.00 GiB of the process" in brief(row)
 
 
 def test_other_ranks_say_nothing(capsys: Any) -> None:

@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 import torch
 import yaml
+from longctx.model.__main__ import main as export
 from peft import PeftModel
 from transformers import (
     AutoConfig,
@@ -26,11 +27,12 @@ from transformers import (
 import eval as evaluate
 import train
 from longctx.config.model_config import LoraConfig
-from longctx.config.train_config import TrainConfig, complete
+from longctx.config.train_config import TrainConfig
 from longctx.data import tokenizer as bpe
 from longctx.evaluation.subject import load_model
-from longctx.model.__main__ import main as export
+from longctx.planner.workload import workload_of
 from longctx.runs import run_folder
+from longctx.training.resolve import default_learning_rate, scheduled
 
 Words = Callable[..., list[str]]
 
@@ -277,10 +279,11 @@ def test_conversations_by_the_folders_own_template(
 
 def test_rates_of_trained_weights_are_smaller() -> None:
     plain, tuned = TrainConfig(), TrainConfig(init="folder")
-    assert complete(plain, "cpu").lr == 0.5 / plain.model.channels
-    assert complete(tuned, "cpu").lr == 2e-5
-    assert complete(replace(tuned, lora=LoraConfig(rank=8)), "cpu").lr == 2e-4
-    assert complete(replace(tuned, lr=0.1), "cpu").lr == 0.1
+    assert default_learning_rate(plain, plain.model) == 0.5 / plain.model.channels
+    assert default_learning_rate(tuned, plain.model) == 2e-5
+    assert default_learning_rate(replace(tuned, lora=LoraConfig(rank=8)), plain.model) == 2e-4
+    given = replace(tuned, lr=0.1)
+    assert scheduled(given, workload_of(given, "cpu", 64)).lr == 0.1
 
 
 def test_evaluation_of_a_folder(

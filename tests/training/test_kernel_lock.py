@@ -10,8 +10,11 @@ import torch
 import yaml
 
 import train
+from longctx.config.train_config import TrainConfig
 from longctx.kernels import tiled
+from longctx.planner.workload import workload_of
 from longctx.runs import checkpoints, run_folder
+from longctx.training import kernel_lock
 
 
 @pytest.fixture
@@ -132,16 +135,8 @@ def test_a_value_that_is_none_of_them(words, capsys) -> None:
     assert "kernel.lock=hard: one of auto, record, strict, off" in capsys.readouterr().err
 
 
-def test_it_costs_little(folder: Path, monkeypatch) -> None:
-    """On a CPU the lock takes milliseconds, and no random number of the run."""
-    import time
-
-    from longctx.config import train_config as config
-    from longctx.training import kernel_lock
-
-    complete = config.complete(config.TrainConfig(), "cpu")
+def test_lock_takes_no_random_number_of_the_run(folder: Path, monkeypatch) -> None:
+    work = workload_of(TrainConfig(), "cpu", 64)
     state = torch.get_rng_state()
-    started = time.perf_counter()
-    kernel_lock.of_run(complete, "cpu")
-    assert time.perf_counter() - started < 1
+    kernel_lock.of_workload(work)
     assert torch.equal(torch.get_rng_state(), state)

@@ -2,26 +2,28 @@
 confirmed, near the limit.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 import train
 from longctx import cli as command_line
-from longctx.config.train_config import LONGEST, CompleteConfig, TrainConfig
-from longctx.planner import hardware
+from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import predict
+from longctx.planner.workload import Workload, workload_of
 from longctx.training import longest
-from longctx.training.probe import OUT_OF_MEMORY, Measured
+from longctx.training.child import OUT_OF_MEMORY, DryRun
 
-CHIP = hardware.chip("NVIDIA H200", 139.8 * GIB)
+GPU = hardware.chip("NVIDIA H200", 139.8 * GIB)
+HOST = 128 * GIB
 
 
-def request(*words: str) -> TrainConfig:
-    config: TrainConfig = command_line.compose("train", ["model=1b", "seq_len=max", *words]).config
-    assert config.seq_len == LONGEST
-    return config
+def request(*overrides: str) -> Callable[[int], Workload]:
+    config = command_line.compose("train", ["model=1b", "seq_len=max", *overrides]).config
+    assert config.seq_len == "max"
+    return lambda length: workload_of(replace(config, batch_size=1), "cuda", length)
 
 
 class Card:
@@ -30,19 +32,19 @@ class Card:
     def __init__(self, factor: float) -> None:
         self.factor, self.probed = factor, list[int]()
 
-    def __call__(self, config: CompleteConfig) -> Measured:
-        self.probed.append(config.seq_len)
-        peak = self.factor * predict(config).peak
-        if peak > CHIP.usable:
-            return Measured([], failed=OUT_OF_MEMORY)
-        return Measured([1.0], memory={"memory_peak_gib": peak / GIB})
+    def __call__(self, work: Workload) -> DryRun:
+        self.probed.append(work.seq_len)
+        peak = self.factor * predict(work).peak
+        if peak > GPU.usable:
+            return DryRun([], failed=OUT_OF_MEMORY)
+        return DryRun([1.0], memory={"memory_peak_gib": peak / GIB})
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.97, 1.02, 0.9, 1.05, 1.1])
 def test_the_length_found_is_confirmed_and_near_the_limit(factor: float) -> None:
     card, said = Card(factor), list[str]()
-    found = longest.find(request("memory=balanced"), CHIP, said.append, card)
-    limit = longest.longest(request("memory=balanced"), CHIP.usable / factor, 128 * GIB)
+    found = longest.find(request("memory=balanced"), card, GPU, HOST, said.append)
+    limit = fitting.longest(request("memory=balanced"), GPU.usable / factor, HOST, longest.MULTIPLE)
     assert limit is not None
     assert found in card.probed
     assert len(card.probed) <= 3
@@ -54,19 +56,14 @@ def test_the_length_found_is_confirmed_and_near_the_limit(factor: float) -> None
 
 def test_where_nothing_fits_that_is_said() -> None:
     with pytest.raises(ValueError, match="seq_len=max: no length fits"):
-        longest.find(request(), replace(CHIP, memory=2 * GIB), print, Card(1.0))
+        longest.find(request(), Card(1.0), replace(GPU, memory=2 * GIB), HOST, print)
     with pytest.raises(ValueError, match="no length fits"):
-        longest.find(request(), CHIP, print, Card(100.0))
+        longest.find(request(), Card(100.0), GPU, HOST, print)
 
 
 def test_another_failure_of_a_probe_is_not_taken_for_memory() -> None:
     with pytest.raises(ValueError, match=r"the probe of .* tokens failed: no driver"):
-        longest.find(request(), CHIP, print, lambda config: Measured([], failed="no driver"))
-
-
-def test_other_ranks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(longest.VARIABLE, "12288")
-    assert longest.find(request("devices=2"), CHIP, print, Card(1.0)) == 12288
+        longest.find(request(), lambda work: DryRun([], failed="no driver"), GPU, HOST, print)
 
 
 def test_on_a_cpu_it_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: object) -> None:

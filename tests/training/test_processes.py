@@ -15,7 +15,7 @@ import torch
 
 import train
 from longctx.runs import checkpoints, run_folder
-from longctx.training.recorder import Recorder
+from longctx.training import loop
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train.py"
 Words = Callable[..., list[str]]
@@ -123,12 +123,13 @@ def test_a_stopped_run_saves_and_says_how_to_go_on(
 def test_a_second_signal_ends_a_run_at_once(
     words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def twice(self: Recorder, *_: Any) -> None:
+    def twice(*_: Any) -> None:
         for _ in range(2):
-            self._on_signal(signal.SIGTERM, None)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    monkeypatch.setattr(Recorder, "_save", twice)
+    monkeypatch.setattr(loop, "save", twice)
     with pytest.raises(SystemExit) as ended:
         train.main(words(name="r", max_steps=2))
     for number, handler in before.items():

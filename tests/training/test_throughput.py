@@ -1,11 +1,26 @@
-"""The arithmetic of a logged row, and the table of peaks."""
+"""The arithmetic of a logged row, the table of peaks, and the parts of a step."""
+
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
+import train
+from longctx.config.train_config import TrainConfig
 from longctx.model import GPTConfig
+from longctx.planner.hardware import Machine
+from longctx.planner.workload import workload_of
+from longctx.runs import run_folder
 from longctx.training.batches import MicroBatch, StepBatch
-from longctx.training.throughput import Meter, peak_flops
+from longctx.training.parallel import Parallel
+from longctx.training.throughput import Meter, StepSplit, peak_flops
+
+
+def meter_of(model: GPTConfig | None = None) -> Meter:
+    config = TrainConfig(model=model or GPTConfig(vocab_size=10))
+    parallel = Parallel(config, "cpu", Machine(0, None, False, 0.0))
+    return Meter(workload_of(config, "cpu", 128), parallel)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +47,7 @@ def batch(scored: int, real: int, tokens: int, pairs: int) -> StepBatch:
 
 
 def test_a_row_is_the_mean_over_the_scored_tokens_of_its_window() -> None:
-    meter = Meter(GPTConfig(vocab_size=10), torch.device("cpu"))
+    meter = meter_of()
     meter.add(batch(10, 80, 100, 500), torch.tensor(50.0))
     meter.add(batch(30, 100, 100, 700), torch.tensor(30.0))
     row = meter.row(torch.tensor(1.5))
@@ -49,7 +64,7 @@ def test_a_row_is_the_mean_over_the_scored_tokens_of_its_window() -> None:
 def test_time_set_aside_is_not_a_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr("longctx.training.throughput.time.perf_counter", lambda: clock[0])
-    meter = Meter(GPTConfig(vocab_size=10), torch.device("cpu"), started=clock[0], window=clock[0])
+    meter = meter_of()
     clock[0] += 2.0
     meter.add(batch(10, 100, 100, 1), torch.tensor(1.0))
     with meter.set_aside():
@@ -63,7 +78,7 @@ def test_time_set_aside_is_not_a_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_restored_window_ends_as_the_uninterrupted_one(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr("longctx.training.throughput.time.perf_counter", lambda: clock[0])
-    whole, first, second = (Meter(GPTConfig(vocab_size=10), torch.device("cpu")) for _ in range(3))
+    whole, first, second = (meter_of() for _ in range(3))
     for meter in (whole, first):
         meter.begin()
         meter.waited = 0.5
@@ -80,10 +95,39 @@ def test_a_restored_window_ends_as_the_uninterrupted_one(monkeypatch: pytest.Mon
 
 
 def test_mfu_counts_visible_pairs_of_real_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longctx.training.throughput.time.perf_counter", lambda: 4.0)
+    clock = [0.0]
+    monkeypatch.setattr("longctx.training.throughput.time.perf_counter", lambda: clock[0])
     model = GPTConfig(vocab_size=64, layers=2)
-    meter = Meter(model, torch.device("cpu"), started=0.0, window=0.0)
+    meter = meter_of(model)
+    clock[0] = 4.0
     meter.peak = 1e9
     meter.add(batch(10, 100, 128, 5000), torch.tensor(1.0))
     flops = 6 * model.matmul_parameters() * 100 + 12 * 5000 * 128 * 2
     assert meter.row(torch.tensor(0.0))["mfu"] == pytest.approx(flops / 4.0 / 1e9)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_parts_are_what_lies_between_marks(device: str) -> None:
+    split = StepSplit(torch.device(device))
+    split.begin(wanted=True)
+    for _ in range(2):
+        for part, seconds in (("forward", 0.004), ("backward", 0.008)):
+            time.sleep(seconds)
+            split.mark(part)
+    found = split.row()
+    assert list(found) == ["forward_ms", "backward_ms"]
+    assert 8 <= found["forward_ms"] < found["backward_ms"]
+    assert split.row() == {}
+    split.begin(wanted=False)
+    split.mark("forward")
+    assert split.row() == {}
+
+
+def test_every_row_of_a_run_has_the_parts_of_its_step(words, tmp_path: Path) -> None:
+    assert train.main(words(name="r", max_steps=7, log_every=3, val_every=2)) == 0
+    rows = [row for row in run_folder.read_metrics(tmp_path / "runs" / "r") if "loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 6, 7]
+    for row in rows:
+        parts = [row[f"{part}_ms"] for part in ("forward", "backward", "optimizer")]
+        assert min(parts) > 0
+    assert sum(parts) < 1.2 * rows[-1]["ms_per_step"] + 1

@@ -1,96 +1,108 @@
-"""Where documents come from. One source, one file; each opens into a Corpus, which can be read
-again and again.
+"""The sources that `data=` can name, and what is asked of them: is this configuration right, which
+documents does it mean.
+
+Importing this package registers the sources that come with longctx; `register` adds others.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Set
-from dataclasses import dataclass
-from importlib import import_module
+import os
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import MISSING, fields, replace
 from itertools import islice
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from longctx.config.data_config import DataConfig
+from longctx.data.corpus import (
+    SOURCES,
+    Corpus,
+    Document,
+    Shard,
+    Source,
+    check_used,
+    register,
+    source_of,
+)
+from longctx.data.sources import embedded, hub, mix, needles, text  # noqa: F401
 
-if TYPE_CHECKING:
-    from longctx.data.chat import Template
+__all__ = [
+    "SOURCES",
+    "Corpus",
+    "Document",
+    "Shard",
+    "Source",
+    "absolute",
+    "check",
+    "check_overrides",
+    "open_corpus",
+    "read_documents",
+    "register",
+]
 
 
-class Document(NamedTuple):
-    """A text and what to call it: its path, with `:line` or `:row` where a file holds many."""
-
-    name: str
-    text: str
-
-
-def key(text: str) -> bytes:
-    """16 bytes that stand for a text."""
-    return hashlib.sha256(text.encode()).digest()[:16]
-
-
-class Part(NamedTuple):
-    """A file, or whatever a source is made of, and how to read its documents from the start."""
-
-    name: str
-    read: Callable[[], Iterator[Document]]
+def check(config: DataConfig) -> None:
+    """Raise ValueError for the first key of `config` that its source cannot use; reads nothing."""
+    config.validate()
+    source = source_of(config)
+    for item in fields(config):
+        value = getattr(config, item.name)
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        if value not in (default, None, "", []):
+            check_used(config, item.name, value)
+    source.check(config)
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Parts in a fixed order. `identity` is JSON-able and changes whenever the documents may have
-    changed.
+def check_overrides(config: DataConfig, overrides: Mapping[str, str]) -> None:
+    """`check`, and a ValueError for an override (data.KEY → value) that changes nothing.
+
+    A saved configuration spells out every key, so this cannot be asked of its values.
     """
+    check(config)
+    if config.tokenizer is not None and "data.vocab_size" in overrides:
+        raise ValueError(
+            f"data.vocab_size={overrides['data.vocab_size']}: "
+            f"data.tokenizer={config.tokenizer} has its own; leave one out"
+        )
+    given = {
+        name.removeprefix("data."): value
+        for name, value in overrides.items()
+        if name.startswith("data.")
+    }
+    _check_effect("data", config, given)
+    if config.mix:
+        for name, (_, member) in mix.members(config).items():
+            _check_effect(f"data.mix.{name}", member, config.mix[name])
 
-    identity: Any
-    parts: list[Part]
-    total: int | None  # documents in all, where that is known before reading
 
-    def documents(self) -> Iterator[Document]:
-        for part in self.parts:
-            yield from part.read()
+def _check_effect(place: str, config: DataConfig, given: Mapping[str, Any]) -> None:
+    reasons = source_of(config).without_effect(config)
+    for name, value in given.items():
+        check_used(config, name, value, place)
+        if name in reasons:
+            raise ValueError(
+                f"{place}.{name}={value}: has no effect, because {reasons[name]}; leave it out"
+            )
 
-    def sample(self, characters: int) -> Iterator[str]:
-        """Texts of about `characters` in all, from parts in an order that is random but always the
-        same.
 
-        No part gives more than an eighth, unless there are fewer than eight.
-        """
-        quota = max(characters // len(self.parts), characters // 8)
-        for part in sorted(
-            self.parts, key=lambda part: hashlib.sha256(part.name.encode()).digest()
-        ):
-            left = min(quota, characters)
-            for document in part.read():
-                yield document.text[:left]
-                used = min(left, len(document.text))
-                left, characters = left - used, characters - used
-                if left <= 0:
-                    break
-            if characters <= 0:
-                return
+def absolute(config: DataConfig) -> DataConfig:
+    """The same configuration, with paths that hold from every folder."""
+    own = replace(config, cache=_absolute(config.cache), tokenizer=_absolute(config.tokenizer))
+    return source_of(own).absolute(own)
 
 
 def open_corpus(config: DataConfig, without: Set[bytes] = frozenset()) -> Corpus:
-    """Find the documents that `config` names; raises ValueError or OSError with one line if that
-    cannot work.
+    """Find the documents that `config` names; ValueError or OSError, one line, if it cannot be.
 
-    Generated documents are made of others, but of none whose `key` is in `without`.
+    Generated documents hold no text whose `content_key` is in `without`.
     """
-    config.validate()
-    module = import_module(f"longctx.data.sources.{config.source}")
-    corpus: Corpus = (
-        module.open_corpus(config, without)
-        if config.source == "needles"
-        else module.open_corpus(config)
-    )
+    check(config)
+    corpus = source_of(config).open(config, without)
     limit = config.documents
     if limit is None:
         return corpus
-    part = Part("first", lambda: islice(corpus.documents(), limit))
+    shard = Shard("first", lambda: islice(corpus.documents(), limit))
     total = limit if corpus.total is None else min(limit, corpus.total)
-    return Corpus([corpus.identity, limit], [part], total)
+    return Corpus([corpus.identity, limit], [shard], total)
 
 
 def read_documents(config: DataConfig) -> Iterator[Document]:
@@ -98,13 +110,5 @@ def read_documents(config: DataConfig) -> Iterator[Document]:
     return open_corpus(config).documents()
 
 
-def template_of(config: DataConfig) -> Template:
-    """The chat template in the folder of `config.tokenizer`."""
-    from longctx.data.chat import Template
-
-    if config.tokenizer is None:
-        raise ValueError(
-            "data.chat=true: needs a tokenizer with a chat template; give its folder with data.tokenizer=, or init="
-        )
-    place = Path(config.tokenizer).expanduser()
-    return Template(place if place.is_dir() else place.parent)
+def _absolute(path: str | None) -> str | None:
+    return os.path.abspath(os.path.expanduser(path)) if path else path

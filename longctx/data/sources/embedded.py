@@ -1,5 +1,5 @@
-"""The corpus that every installation has: Python source of the standard library and of the
-installed torch package.
+"""data=embedded: Python source of the standard library and of the installed torch package, which
+every installation has.
 
 About 2,400 files, 50 MB, real documents up to 100,000 tokens long, and no network. Left out: tests,
 codecs' and other generated tables, third-party code that either of them carries along, and files of
@@ -11,23 +11,18 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 from longctx.config.data_config import DataConfig
-from longctx.data.sources import Corpus, Document, Part
+from longctx.data.corpus import Corpus, Document, Shard, Source, register
 
 _SKIPPED_FOLDERS = {
-    *(
-        "site-packages",
-        "dist-packages",
-        "__pycache__",
-        "_vendor",
-        "_vendored_packages",
-        "_bundled",
-    ),  # others' code
+    *("site-packages", "dist-packages", "__pycache__"),
+    *("_vendor", "_vendored_packages", "_bundled"),  # others' code
     *("test", "tests", "idle_test", "_internal_tests"),
     *("encodings", "pydoc_data", "generated", "serialized_patterns"),  # tables
 }
@@ -46,21 +41,25 @@ _SKIPPED_PREFIXES = ("_sysconfigdata", "config-")  # of a file's or folder's nam
 _SMALLEST = 256  # bytes; what is left out is mostly empty __init__.py
 
 
-def open_corpus(config: DataConfig) -> Corpus:
-    files: list[tuple[str, str, int]] = []
-    versions = {"python": sys.version.split()[0]}
-    files += _python_files(Path(sysconfig.get_path("stdlib")), "stdlib")
-    torch = find_spec("torch")
-    if torch is not None and torch.submodule_search_locations:
-        files += _python_files(Path(torch.submodule_search_locations[0]), "torch")
-        versions["torch"] = version("torch")
-    if not files:
-        folder = sysconfig.get_path("stdlib")
-        raise FileNotFoundError(
-            f"data=embedded: no Python source in {folder} or torch; use data=text data.path=FOLDER"
-        )
-    parts = [Part(name, lambda name=name, path=path: _read(name, path)) for name, path, _ in files]  # type: ignore[misc]
-    return Corpus([versions, [(name, size) for name, _, size in files]], parts, len(parts))
+@register("embedded")
+class Embedded(Source):
+    """Python files that are installed; it has no keys of its own."""
+
+    def open(self, config: DataConfig, without: Set[bytes]) -> Corpus:
+        versions = {"python": sys.version.split()[0]}
+        files = _python_files(Path(sysconfig.get_path("stdlib")), "stdlib")
+        torch = find_spec("torch")
+        if torch is not None and torch.submodule_search_locations:
+            files += _python_files(Path(torch.submodule_search_locations[0]), "torch")
+            versions["torch"] = version("torch")
+        if not files:
+            folder = sysconfig.get_path("stdlib")
+            raise FileNotFoundError(
+                f"data=embedded: no Python source in {folder} or torch; "
+                "use data=text data.path=FOLDER"
+            )
+        shards = [Shard(name, partial(_read, name, path)) for name, path, _ in files]
+        return Corpus([versions, [(name, size) for name, _, size in files]], shards, len(shards))
 
 
 def _read(name: str, path: str) -> Iterator[Document]:
@@ -73,8 +72,8 @@ def _read(name: str, path: str) -> Iterator[Document]:
 
 
 def _python_files(root: Path, name: str) -> list[tuple[str, str, int]]:
-    """(name, path, bytes) of the files kept under `root`, sorted by name."""
-    found = []
+    """(name, path, bytes) of the corpus' files under `root`, sorted by name."""
+    files = []
     folders = [(name, str(root))]
     while folders:
         prefix, folder = folders.pop()
@@ -87,5 +86,5 @@ def _python_files(root: Path, name: str) -> list[tuple[str, str, int]]:
                     if entry.name not in _SKIPPED_FOLDERS:
                         folders.append((inner, entry.path))
                 elif entry.name.endswith(".py") and (size := entry.stat().st_size) > _SMALLEST:
-                    found.append((inner, entry.path, size))
-    return sorted(found)
+                    files.append((inner, entry.path, size))
+    return sorted(files)

@@ -1,5 +1,5 @@
-"""Any data set that `datasets` can stream: on the Hugging Face Hub, or local through a builder such
-as `json`.
+"""data=hub: any data set that `datasets` can stream, on the Hugging Face Hub or local through a
+builder such as `json`.
 
 Streaming reads no more than is asked for, so `data.documents` bounds a data set of any size. Code
 from a data set's repository is never run. The commit that was read is pinned; without a network,
@@ -12,48 +12,99 @@ import glob
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
+
 from longctx.config.data_config import DataConfig
 from longctx.data.cache import fingerprint
-from longctx.data.sources import Corpus, Document, Part, template_of
+from longctx.data.corpus import Corpus, Document, Shard, Source, register
 from longctx.files import write_text
 
 _BUILDERS = ("json", "csv", "parquet", "arrow", "text", "webdataset")
+_NO_CONNECTION = (  # in an error of any of the transports
+    *("Connect", "Timeout", "OfflineMode", "Network"),
+    *("ProxyError", "Name or service", "resolution"),
+)
 
 
-def open_corpus(config: DataConfig) -> Corpus:
-    path = os.path.expanduser(config.paths()[0])
-    files = [os.path.expanduser(file) for file in config.data_files()]
-    if path in _BUILDERS and not files:
-        raise ValueError(f"data.path={path}: a builder of local files; name them with data.files=")
-    local = _local_files(path, files)
-    revision = config.revision if files or local else _revision(path, config)
-    template = [template_of(config).fingerprint] if config.chat else []
-    identity = [
-        path,
-        config.name,
-        config.split,
-        config.text_column,
-        revision,
-        files,
-        local,
-        *template,
-    ]
-    return Corpus(identity, [Part(path, partial(_read, path, files, revision, config))], None)
+@register("hub")
+class Hub(Source):
+    """A data set by name, or a builder (`data.path=json`) and its `data.files`."""
+
+    keys = frozenset({"path", "name", "split", "files", "revision", "text_column", "chat"})
+
+    def check(self, config: DataConfig) -> None:
+        if not config.paths():
+            raise ValueError(
+                "data.path is not set; data=hub reads a data set by name, data.path=OWNER/NAME"
+            )
+        if len(config.paths()) != 1:
+            raise ValueError(f"data.path={config.path}: data=hub takes one name; give one")
+
+    def without_effect(self, config: DataConfig) -> Mapping[str, str]:
+        return {"text_column": "data.chat=true reads `messages`"} if config.chat else {}
+
+    def open(self, config: DataConfig, without: Set[bytes]) -> Corpus:
+        path = os.path.expanduser(config.paths()[0])
+        files = [os.path.expanduser(file) for file in config.data_files()]
+        if path in _BUILDERS and not files:
+            raise ValueError(
+                f"data.path={path}: a builder of local files; name them with data.files="
+            )
+        local = _local_files(path, files)
+        revision = config.revision if files or local else _revision(path, config)
+        identity = [
+            *(path, config.name, config.split, config.text_column),
+            *(revision, files, local),
+        ]
+        if config.chat:
+            from longctx.data.chat import Template  # needs jinja2 and tokenizers
+
+            identity.append(Template.of(config).fingerprint)
+        return Corpus(identity, [Shard(path, partial(_read, path, files, revision, config))], None)
 
 
 def _read(
     path: str, files: list[str], revision: str | None, config: DataConfig
 ) -> Iterator[Document]:
-    import datasets
+    template = None
+    if config.chat:
+        from longctx.data.chat import Template
+
+        template = Template.of(config)
+    for number, row in enumerate(_stream(path, files, revision, config), start=1):
+        place = f"data.path={path}: row {number}"
+        if template is not None:
+            yield template.render(f"{path}:{number}", place, row)
+            continue
+        if config.text_column not in row:
+            columns = ", ".join(list(row)[:8])
+            raise ValueError(
+                f"data.path={path}: no field '{config.text_column}' (there are: {columns}); "
+                "set data.text_column"
+            )
+        text = row[config.text_column]
+        if not isinstance(text, str):
+            raise ValueError(
+                f"{place}: '{config.text_column}' is {type(text).__name__}, expected a string; "
+                "set data.text_column"
+            )
+        yield Document(f"{path}:{number}", text.encode(errors="replace").decode())
+
+
+def _stream(
+    path: str, files: list[str], revision: str | None, config: DataConfig
+) -> Iterator[Mapping[str, Any]]:
+    import datasets  # 1.5 s
 
     datasets.disable_progress_bars()
     try:
-        rows = datasets.load_dataset(
+        yield from datasets.load_dataset(
             path,
             config.name,
             split=config.split,
@@ -63,68 +114,36 @@ def _read(
         )
     except Exception as error:  # each builder and transport raises its own
         raise _failure(path, error) from error
-    number, template = 0, template_of(config) if config.chat else None
-    iterator = iter(rows)
-    while True:
-        try:
-            row = next(iterator)
-        except StopIteration:
-            return
-        except Exception as error:
-            raise _failure(path, error) from error
-        number += 1
-        if template is not None:
-            yield template.render(f"{path}:{number}", f"data.path={path}: row {number}", row)
-            continue
-        if config.text_column not in row:
-            fields = ", ".join(list(row)[:8])
-            raise ValueError(
-                f"data.path={path}: no field '{config.text_column}' (there are: {fields}); set data.text_column"
-            )
-        text = row[config.text_column]
-        if not isinstance(text, str):
-            found = type(text).__name__
-            raise ValueError(
-                f"data.path={path}: row {number}: '{config.text_column}' is {found}, expected a string"
-            )
-        yield Document(f"{path}:{number}", text.encode(errors="replace").decode())
 
 
 def _local_files(path: str, files: list[str]) -> list[tuple[str, int, int]]:
-    """Size and time of every local file that the data set is made of; empty for one that lives on
-    the Hub.
-    """
-    found: list[str] = []
+    """(file, bytes, time) of every local file of the data set; empty for one on the Hub."""
+    names: list[str] = []
     for pattern in files:
         if "://" in pattern:
             continue
         matches = sorted(glob.glob(pattern, recursive=True))
         if not matches:
-            raise FileNotFoundError(f"data.files={pattern}: no such file")
-        found += matches
+            raise FileNotFoundError(f"data.files={pattern}: no such file; give one that exists")
+        names += matches
     if not files and os.path.isdir(path):
-        found = sorted(str(file) for file in Path(path).rglob("*") if file.is_file())
-        if not found:
-            raise FileNotFoundError(f"data.path={path}: no file in this folder")
-    return [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in found]
+        names = sorted(str(file) for file in Path(path).rglob("*") if file.is_file())
+        if not names:
+            raise FileNotFoundError(
+                f"data.path={path}: no file in this folder; give one that has some"
+            )
+    return [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in names]
 
 
 def _revision(path: str, config: DataConfig) -> str | None:
-    """The commit on the Hub that `config` means now; without a network, the one that it meant last
-    time.
-    """
-    import huggingface_hub
-
+    """The commit on the Hub that `config` means now, or without a network the one last time."""
     record = config.cache_folder() / "revisions" / f"{fingerprint([path, config.revision])}.json"
+    api = huggingface_hub.HfApi()
     try:
-        sha: str | None = (
-            huggingface_hub.HfApi().dataset_info(path, revision=config.revision, timeout=10).sha
-        )
+        sha: str | None = api.dataset_info(path, revision=config.revision, timeout=10).sha
     except Exception as error:  # transports differ between versions of the library
-        if (
-            getattr(getattr(error, "response", None), "status_code", None) is not None
-            or not record.exists()
-        ):
+        answered = getattr(getattr(error, "response", None), "status_code", None) is not None
+        if answered or not record.exists():
             raise _failure(path, error) from error
         sha = json.loads(record.read_text())
         print(
@@ -132,13 +151,11 @@ def _revision(path: str, config: DataConfig) -> str | None:
             file=sys.stderr,
         )
         return sha
-    try:
+    # The record only spares a later run the network: a cache that cannot be written is reported
+    # when something is built in it.
+    with suppress(OSError):
         record.parent.mkdir(parents=True, exist_ok=True)
         write_text(record, json.dumps(sha))
-    except OSError:
-        # only spares a later run the network; an unwritable cache is reported when something is
-        # built in it
-        pass
     return sha
 
 
@@ -148,21 +165,13 @@ def _failure(path: str, error: Exception) -> Exception:
     while cause is not None:
         chain.append(f"{type(cause).__name__} {cause}")
         cause = cause.__cause__ or cause.__context__
+    if any(sign in line for line in chain for sign in _NO_CONNECTION):
+        return ConnectionError(
+            f"data.path={path}: the Hugging Face Hub cannot be reached; "
+            "data=text and data=embedded need no network"
+        )
     lines = str(error).strip().splitlines()
     reason = lines[0] if lines else type(error).__name__
-    signs = (
-        "Connect",
-        "Timeout",
-        "OfflineMode",
-        "Network",
-        "ProxyError",
-        "Name or service",
-        "resolution",
-    )
-    if any(sign in line for line in chain for sign in signs):
-        return ConnectionError(
-            f"data.path={path}: the Hugging Face Hub cannot be reached; data=text and data=embedded need no network"
-        )
     return ValueError(
         f"data.path={path}: cannot be read as a data set ({type(error).__name__}: {reason})"
     )

@@ -1,15 +1,15 @@
-"""Local files: .txt and .md (one document each), .jsonl (or .ndjson) and .parquet (a document a
-line or row), compressed or not.
+"""data=text: local .txt and .md files (one document each), .jsonl (or .ndjson) and .parquet (a
+document a line or row), compressed or not.
 
 A folder is searched for files with these endings; a file that is named, or that a glob finds, may
 have any other ending and is then read as plain text. Links are followed, and every folder and file
-is read once, so loops of links end.
+is read once, so loops of links end (which is why the folders are not walked by fsspec: it follows
+no links).
 """
 
 from __future__ import annotations
 
 import bz2
-import fnmatch
 import gzip
 import io
 import json
@@ -17,13 +17,14 @@ import lzma
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from longctx.config.data_config import DataConfig
-from longctx.data.sources import Corpus, Document, Part, template_of
+from longctx.data.corpus import Corpus, Document, Shard, Source, register
 
 OF_LINES = (".jsonl", ".ndjson")
 OF_ROWS = (*OF_LINES, ".parquet")
@@ -31,7 +32,7 @@ FORMATS = (".txt", ".md", *OF_ROWS)
 
 
 def _open_zst(path: Path) -> IO[bytes]:
-    import pyarrow
+    import pyarrow  # 0.3 s
 
     return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
 
@@ -44,91 +45,108 @@ _COMPRESSIONS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def open_corpus(config: DataConfig) -> Corpus:
-    files: dict[str, tuple[str, Path]] = {}  # real path -> (name, path): each file once
-    for path in config.paths():
-        for name, file in _find(path):
-            files.setdefault(os.path.realpath(file), (name, file))
-    identity, parts = [], []
-    for name, file in files.values():
-        if _leads_nowhere(file):
-            raise FileNotFoundError(
-                f"{file}: a link to {os.readlink(file)}, which is not there; mend it, or take it out"
-            )
-        status = file.stat()
-        # The last time is of the file on this disk: a copy, or one unpacked with the time of
-        # another, has its own.
-        identity.append((name, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
-        parts.append(Part(name, partial(_read, name, file, config)))
-    one_each = all(_format(file)[0] not in OF_ROWS for _, file in files.values())
-    settings: list[Any] = [identity, config.text_column, config.errors]
-    if config.chat:
-        others = [str(file) for _, file in files.values() if _format(file)[0] not in OF_LINES]
-        if others:
+@register("text")
+class Text(Source):
+    """The files that data.path names."""
+
+    keys = frozenset({"path", "text_column", "chat", "errors"})
+
+    def check(self, config: DataConfig) -> None:
+        if not config.paths():
             raise ValueError(
-                f"data.chat=true: {others[0]} is no .jsonl file, in which every line is a conversation"
+                "data.path is not set; data=text reads a file, folder or glob, data.path=..."
             )
-        settings.append(template_of(config).fingerprint)
-    return Corpus(settings, parts, len(parts) if one_each else None)
+
+    def without_effect(self, config: DataConfig) -> Mapping[str, str]:
+        if config.chat:
+            return {"text_column": "data.chat=true reads `messages`"}
+        if not _holds_rows(config):
+            return {"text_column": "no file of data.path has rows with fields"}
+        return {}
+
+    def absolute(self, config: DataConfig) -> DataConfig:
+        paths = [os.path.abspath(os.path.expanduser(path)) for path in config.paths()]
+        if not paths:
+            return config
+        return replace(config, path=paths[0] if isinstance(config.path, str) else paths)
+
+    def open(self, config: DataConfig, without: Set[bytes]) -> Corpus:
+        files: dict[str, tuple[str, Path]] = {}  # real path -> (name, path): each file once
+        for path in config.paths():
+            for name, file in _find(path):
+                files.setdefault(os.path.realpath(file), (name, file))
+        states, shards = [], []
+        for name, file in files.values():
+            if _is_dead_link(file):
+                raise FileNotFoundError(
+                    f"{file}: a link to {os.readlink(file)}, which is not there; "
+                    "mend it, or take it out"
+                )
+            status = file.stat()
+            # The last time is of the file on this disk: a copy, or one unpacked with the time of
+            # another, has its own.
+            states.append((name, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+            shards.append(Shard(name, partial(_read, name, file, config)))
+        identity: list[Any] = [states, config.text_column, config.errors]
+        if config.chat:
+            from longctx.data.chat import Template  # needs jinja2 and tokenizers
+
+            others = [str(file) for _, file in files.values() if _format(file)[0] not in OF_LINES]
+            if others:
+                raise ValueError(
+                    f"data.chat=true: {others[0]} is no .jsonl file; "
+                    "give files in which every line is a conversation"
+                )
+            identity.append(Template.of(config).fingerprint)
+        one_each = all(_format(file)[0] not in OF_ROWS for _, file in files.values())
+        return Corpus(identity, shards, len(shards) if one_each else None)
 
 
-def holds_rows(path: str) -> bool:
-    """Whether one of the files at a path of `data.path` has rows with fields; FileNotFoundError
-    where there is none.
+def _holds_rows(config: DataConfig) -> bool:
+    """Whether a file of data.path has rows with fields; true where none is there, which `open`
+    reports.
     """
-    return any(_format(file)[0] in OF_ROWS for _, file in _find(path))
+    try:
+        files = [file for path in config.paths() for _, file in _find(path)]
+    except OSError:
+        return True
+    return any(_format(file)[0] in OF_ROWS for file in files)
 
 
 def _find(path: str) -> list[tuple[str, Path]]:
-    """(name, file) for a file, folder or glob, sorted by name; raises FileNotFoundError when there
-    is none.
-    """
+    """(name, file) for a file, folder or glob, sorted by name; FileNotFoundError for none."""
     place = Path(path).expanduser()
     if place.is_file():
         return [(place.name, place)]
     if place.is_dir():
-        found = [(name, file) for name, file in _walk(place) if _format(file)[0] in FORMATS]
-        if not found:
+        files = [(name, file) for name, file in _walk(place) if _format(file)[0] in FORMATS]
+        if not files:
             raise FileNotFoundError(
-                f"data.path={path}: no {', '.join(FORMATS)} file in this folder"
+                f"data.path={path}: no {', '.join(FORMATS)} file in this folder; "
+                "other endings need a glob, such as '*.py'"
             )
-        return found
+        return files
     if not any(character in path for character in "*?["):
-        raise FileNotFoundError(f"data.path={path}: no such file or folder")
+        raise FileNotFoundError(f"data.path={path}: no such file or folder; give one that exists")
+    files = _glob(place)
+    if not files:
+        raise FileNotFoundError(f"data.path={path}: matches no file; give another pattern")
+    return files
+
+
+def _glob(place: Path) -> list[tuple[str, Path]]:
+    """(name below the first wildcard, file) of the files that a pattern matches."""
+    from fsspec.utils import glob_translate  # 0.15 s
+
     parts = place.parts
-    fixed = next(
-        at for at, part in enumerate(parts) if any(character in part for character in "*?[")
-    )
-    root = Path(*parts[:fixed]) if fixed else Path(".")
-    pattern = re.compile(_translate(parts[fixed:]))
-    found = (
-        [(name, file) for name, file in _walk(root) if pattern.fullmatch(name)]
-        if root.is_dir()
-        else []
-    )
-    if not found:
-        raise FileNotFoundError(f"data.path={path}: this pattern matches no file")
-    return found
-
-
-def _translate(parts: tuple[str, ...]) -> str:
-    """A glob's parts as a regular expression over names joined by `/`; `**` stands for any number
-    of folders.
-    """
-    regex = ""
-    for at, part in enumerate(parts):
-        last = at == len(parts) - 1
-        if part == "**":
-            regex += ".*" if last else "(?:.*/)?"
-        else:
-            wildcard = (
-                fnmatch.translate(part)
-                .replace("(?s:", "", 1)
-                .rsplit(")", 1)[0]
-                .replace(".*", "[^/]*")
-            )
-            regex += wildcard + ("" if last else "/")
-    return regex
+    fixed = next(at for at, part in enumerate(parts) if any(mark in part for mark in "*?["))
+    root = Path(*parts[:fixed])
+    if not root.is_dir():
+        return []
+    # fsspec takes ** for folders only as a part of its own.
+    plain = [part if part == "**" else re.sub(r"\*+", "*", part) for part in parts[fixed:]]
+    pattern = re.compile(glob_translate("/".join(plain)))
+    return [(name, file) for name, file in _walk(root) if pattern.match(name)]
 
 
 def _walk(root: Path) -> list[tuple[str, Path]]:
@@ -141,22 +159,23 @@ def _walk(root: Path) -> list[tuple[str, Path]]:
             f"data.path: cannot read the folder {error.filename} ({error.strerror})"
         ) from error
 
-    found, entered = [], set()
-    for folder, folders, files in os.walk(root, followlinks=True, onerror=fail):
+    files = []
+    entered = set()
+    for folder, subfolders, names in os.walk(root, followlinks=True, onerror=fail):
         real = os.path.realpath(folder)
         if real in entered:
-            folders.clear()
+            subfolders.clear()
             continue
         entered.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in files:
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        for name in names:
             file = Path(folder, name)
-            if not name.startswith(".") and (file.is_file() or _leads_nowhere(file)):
-                found.append((file.relative_to(root).as_posix(), file))
-    return sorted(found)
+            if not name.startswith(".") and (file.is_file() or _is_dead_link(file)):
+                files.append((file.relative_to(root).as_posix(), file))
+    return sorted(files)
 
 
-def _leads_nowhere(file: Path) -> bool:
+def _is_dead_link(file: Path) -> bool:
     return file.is_symlink() and not file.exists()
 
 
@@ -167,11 +186,11 @@ def _format(file: Path) -> tuple[str, str]:
 
 
 def _read(name: str, file: Path, config: DataConfig) -> Iterator[Document]:
-    kind, compression = _format(file)
+    ending, compression = _format(file)
     readers = {".parquet": _read_parquet} | dict.fromkeys(OF_LINES, _read_jsonl)
     try:
         with _COMPRESSIONS[compression](file) if compression else file.open("rb") as stream:
-            yield from readers.get(kind, _read_text)(name, file, stream, config)
+            yield from readers.get(ending, _read_text)(name, file, stream, config)
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
         raise ValueError(f"{file}: not a complete {compression} file ({error})") from error
     except OSError as error:
@@ -185,27 +204,16 @@ def _read_text(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> 
 
 
 def _read_jsonl(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> Iterator[Document]:
-    template = template_of(config) if config.chat else None
+    template = None
+    if config.chat:
+        from longctx.data.chat import Template
+
+        template = Template.of(config)
     for number, line in enumerate(stream, start=1):
         if not line.strip():
             continue
         place = f"{file}:{number}"
-        decoded = _decode(line, place, config)
-        try:
-            row = json.loads(decoded)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{place}: not JSON ({error.msg}, column {error.colno}); every line is one object"
-            ) from error
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:  # a number of thousands of digits, brackets thousands deep
-            raise ValueError(f"{place}: JSON that cannot be read ({error})") from error
-        if not isinstance(row, dict):
-            raise ValueError(
-                f"{place}: expected an object with a field '{config.text_column}', found a {type(row).__name__}"
-            )
+        row = _json_object(_decode(line, place, config), place, config)
         if template is not None:
             row = json.loads(_encodable(json.dumps(row, ensure_ascii=False), place, config))
             yield template.render(f"{name}:{number}", place, row)
@@ -214,10 +222,25 @@ def _read_jsonl(name: str, file: Path, stream: IO[bytes], config: DataConfig) ->
             raise _no_column(place, config, list(row))
         text = row[config.text_column]
         if not isinstance(text, str):
-            raise ValueError(
-                f"{place}: field '{config.text_column}' is a {type(text).__name__}, expected a string"
-            )
+            raise _no_string(place, config, text)
         yield Document(f"{name}:{number}", _encodable(text, place, config))
+
+
+def _json_object(line: str, place: str, config: DataConfig) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{place}: not JSON ({error.msg}, column {error.colno}); every line is one object"
+        ) from error
+    except (ValueError, RecursionError) as error:  # thousands of digits, or of nested brackets
+        raise ValueError(f"{place}: JSON that cannot be read ({error})") from error
+    if not isinstance(row, dict):
+        raise ValueError(
+            f"{place}: expected an object with a field '{config.text_column}', "
+            f"found a {type(row).__name__}"
+        )
+    return row
 
 
 def _read_parquet(
@@ -235,17 +258,13 @@ def _read_parquet(
         for batch in table.iter_batches(batch_size=256, columns=[config.text_column]):
             for value in batch.column(0):
                 row += 1
+                place = f"{file}: row {row}"
                 try:
                     text = value.as_py()
-                except (
-                    UnicodeDecodeError
-                ) as error:  # Arrow's strings are bytes that nobody looked at
-                    text = _decode(error.object, f"{file}: row {row}", config)
+                except UnicodeDecodeError as error:  # Arrow does not check the bytes of a string
+                    text = _decode(error.object, place, config)
                 if not isinstance(text, str):
-                    found = type(text).__name__
-                    raise ValueError(
-                        f"{file}: row {row}: '{config.text_column}' is {found}, expected a string"
-                    )
+                    raise _no_string(place, config, text)
                 yield Document(f"{name}:{row}", text)
     except pyarrow.ArrowInvalid as error:
         raise ValueError(
@@ -254,33 +273,41 @@ def _read_parquet(
 
 
 def _no_column(place: str, config: DataConfig, columns: list[str]) -> ValueError:
-    has = ", ".join(columns[:8]) or "none"
+    names = ", ".join(columns[:8]) or "none"
     return ValueError(
-        f"{place}: no field '{config.text_column}' (there are: {has}); set data.text_column"
+        f"{place}: no field '{config.text_column}' (there are: {names}); set data.text_column"
+    )
+
+
+def _no_string(place: str, config: DataConfig, value: Any) -> ValueError:
+    return ValueError(
+        f"{place}: '{config.text_column}' is {type(value).__name__}, expected a string; "
+        "set data.text_column"
     )
 
 
 def _encodable(text: str, place: str, config: DataConfig) -> str:
-    """`text` without halves of surrogate pairs, which JSON can write and no text holds: data.errors
-    says what becomes of them.
+    """`text` without halves of surrogate pairs, which JSON can write and UTF-8 cannot, treated as
+    data.errors says.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         if config.errors == "strict":
             raise ValueError(
-                f"{place}: half of a surrogate pair, which no text holds; data.errors=replace"
+                f"{place}: half of a surrogate pair, which is no character; "
+                "mend it, or data.errors=replace"
             ) from error
         return text.encode(errors="replace").decode()
     return text
 
 
 def _decode(data: bytes, place: str, config: DataConfig) -> str:
+    encoding = "utf-8-sig" if data.startswith(b"\xef\xbb\xbf") else "utf-8"
     try:
-        return data.decode(
-            "utf-8-sig" if data.startswith(b"\xef\xbb\xbf") else "utf-8", config.errors
-        )
+        return data.decode(encoding, config.errors)
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{place}: not UTF-8 (byte 0x{data[error.start]:02x} at {error.start}); convert it, or data.errors=replace"
+            f"{place}: not UTF-8 (byte 0x{data[error.start]:02x} at {error.start}); "
+            "convert it, or data.errors=replace"
         ) from error

@@ -1,0 +1,174 @@
+"""Tokens to the same validation loss with each optimizer, each tuned over the same learning rates.
+
+Every pair of optimizer and rate is a run of train.py of its own: same model, documents, order,
+schedule and steps. An optimizer's best run is the one that ends lowest; the loss to reach is the
+higher of their last ones, so that every optimizer reaches it, and between two validations it is a
+straight line. A finished run in `runs` is read, not run again: other keys need another folder.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import grid, machine, save_figure, write_json
+from benchmarks.words import check_unused
+from longctx import cli
+from longctx.runs import run_folder
+
+TAKES_TRAINING_KEYS = True
+ROOT = Path(__file__).resolve().parents[1]
+TAKEN = {"optimizer": "use optimizers=", "lr": "use rates=", "max_steps": "use steps="} | {
+    key: "it is one of the benchmark's own" for key in ("max_tokens", "name", "resume")
+}
+COLUMNS = (
+    "optimizer",
+    "lr",
+    "last_loss",
+    "tokens_to_target",
+    "ms_per_step",
+    "optimizer_ms",
+    "note",
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which runs; every key of train.py may follow, such as model=124m seq_len=4096."""
+
+    optimizers: tuple[str, ...] = field(
+        default=("adamw", "muon"), metadata={"help": "names that optimizer= may have"}
+    )
+    rates: tuple[float, ...] = field(
+        default=(0.001, 0.002, 0.004), metadata={"help": "peak learning rates of each"}
+    )
+    steps: int = field(default=600, metadata={"help": "of each run"})
+    val_every: int = field(default=20, metadata={"help": "steps between validations"})
+    runs: str = field(default="runs/optimizers", metadata={"help": "folder of the runs"})
+    out: str = field(
+        default="results/optimizers.json", metadata={"help": "file of the result; the .png beside"}
+    )
+
+
+def run(options: Options, command: str, words: list[str]) -> None:
+    """Train every pair, print the table and write it; ValueError where no run of one ends well."""
+    check_unused(words, TAKEN)
+    for name in options.optimizers:
+        if name not in cli.presets("optimizer"):
+            known = ", ".join(sorted(cli.presets("optimizer")))
+            raise ValueError(f"optimizers={name}: choose from {known}")
+    pairs = [(name, rate) for name in options.optimizers for rate in options.rates]
+    for name, rate in pairs:
+        cli.compose(
+            "train", cli.read_words("train", overrides(options, name, rate, words)).overrides
+        )
+    rows = [trained(options, name, rate, words) for name, rate in pairs]
+    target = shared_target(rows)
+    for row in rows:
+        row["tokens_to_target"] = tokens_to(row["validations"], target)
+    result = {
+        "command": command,
+        "versions": machine(),
+        "options": asdict(options),
+        "target_loss": target,
+        "best": {name: best(rows, name) for name in options.optimizers},
+        "runs": rows,
+    }
+    out = Path(options.out)
+    write_json(out, result)
+    draw(result, out.with_suffix(".png"))
+    grid(f"Tokens to a validation loss of {target:.4f}", COLUMNS, rows)
+    print(f"{out}, {out.with_suffix('.png')}")
+
+
+def overrides(options: Options, name: str, rate: float, words: list[str]) -> list[str]:
+    """The overrides of train.py for one run."""
+    own = [f"optimizer={name}", f"lr={rate}", f"name={name}-lr{rate}", f"runs={options.runs}"]
+    own += [f"max_steps={options.steps}", f"val_every={options.val_every}", "wandb.mode=disabled"]
+    return [*words, *own]
+
+
+def trained(options: Options, name: str, rate: float, words: list[str]) -> dict[str, Any]:
+    """What one run measured, trained in a child process unless it is there already."""
+    folder = Path(options.runs) / f"{name}-lr{rate}"
+    row: dict[str, Any] = {"optimizer": name, "lr": rate}
+    if not validations(folder, options.steps):
+        command = [sys.executable, str(ROOT / "train.py"), *overrides(options, name, rate, words)]
+        print(f"\n$ python train.py {' '.join(command[2:])}", flush=True)
+        code = subprocess.run(command).returncode
+        if code in (2, 130):  # a mistake, which the child has told; Ctrl-C
+            raise ValueError(f"{folder}: its run ended with exit code {code}, see above")
+        if code:
+            row["note"] = f"failed, exit code {code}"
+    else:
+        row["note"] = "was there already"
+    measured = run_folder.read_metrics(folder)
+    row["validations"] = validations(folder, options.steps)
+    row["last_loss"] = row["validations"][-1][1] if row["validations"] else None
+    for key in ("ms_per_step", "optimizer_ms"):
+        values = [x[key] for x in measured[len(measured) // 4 :] if x.get(key) is not None]
+        row[key] = statistics.median(values) if values else None
+    return row
+
+
+def validations(folder: Path, steps: int) -> list[tuple[int, float]]:
+    """Tokens and validation loss of a run, empty unless it has come to its end."""
+    rows = [row for row in run_folder.read_metrics(folder) if row.get("val_loss") is not None]
+    ended = rows and rows[-1]["step"] == steps
+    return [(row["tokens_seen"], row["val_loss"]) for row in rows] if ended else []
+
+
+def best(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """Rate, last loss and tokens to the target of the run of `name` that ends lowest."""
+    ended = [row for row in rows if row["optimizer"] == name and row["validations"]]
+    if not ended:
+        raise ValueError(f"optimizers={name}: none of its runs ended well; give smaller rates=")
+    row = min(ended, key=lambda row: row["last_loss"])
+    return {key: row.get(key) for key in ("lr", "last_loss", "tokens_to_target")}
+
+
+def shared_target(rows: list[dict[str, Any]]) -> float:
+    """The loss that the best run of every optimizer reaches: the highest of their last ones."""
+    names = dict.fromkeys(row["optimizer"] for row in rows)
+    return max(float(best(rows, name)["last_loss"]) for name in names)
+
+
+def tokens_to(validations: list[tuple[int, float]], target: float) -> float | None:
+    """Tokens at which the loss first falls to `target`, on straight lines; None if it does not."""
+    before: tuple[int, float] | None = None
+    for tokens, loss in validations:
+        if loss <= target:
+            if before is None or loss == before[1]:
+                return float(tokens)
+            share = (before[1] - target) / (before[1] - loss)
+            return before[0] + share * (tokens - before[0])
+        before = tokens, loss
+    return None
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Validation loss over tokens: each optimizer's best run bold, its other rates thin."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for number, (name, chosen) in enumerate(result["best"].items()):
+        for row in (row for row in result["runs"] if row["optimizer"] == name):
+            is_best = row["lr"] == chosen["lr"]
+            points = [(tokens / 1e6, loss) for tokens, loss in row["validations"] if tokens]
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True),
+                    color=f"C{number}",
+                    linewidth=2 if is_best else 0.7,
+                    alpha=1 if is_best else 0.5,
+                    label=f"{name}, lr={row['lr']:g}" if is_best else None,
+                )
+    axes.axhline(result["target_loss"], color="gray", linestyle=":", linewidth=1)
+    axes.set(xlabel="million tokens", ylabel="validation loss")
+    axes.legend(frameon=False)
+    save_figure(figure, path)

@@ -1,0 +1,305 @@
+"""The commands of `longctx`, one table: name, what it does, examples, options, function.
+
+Each imports what it needs when it is called, so that mistakes and `--help` are answered before
+torch is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+from longctx.cli.composition import Composed, compose, options, with_model
+from longctx.cli.entry import answer, libraries
+from longctx.cli.overrides import SCHEMAS, Arguments, key_and_value, keys, read
+from longctx.cli.usage import choices_lines, key_lines
+from longctx.config import command_config, presets
+from longctx.config.model_config import AttentionConfig
+from longctx.config.train_config import TrainConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Command(NamedTuple):
+    """One command.
+
+    schema: the dataclass of its options.
+    run: called with the arguments after the name; returns the exit code, None for 0.
+    trains: every key of train may follow its own.
+    """
+
+    summary: str
+    examples: tuple[str, ...]
+    schema: type
+    run: Callable[[list[str]], int | None]
+    trains: bool = False
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command that `argv` (None: the process's arguments) names; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    name, arguments = _split(argv)
+    if name in ("train", "eval"):  # they answer for themselves
+        return COMMANDS[name].run(arguments) or 0
+    return answer(argv or ["--help"], lambda: help_text(name), lambda _: _dispatch(name, arguments))
+
+
+def run(command: str, argv: list[str], do: Callable[[Arguments], int]) -> int:
+    """Return the exit code of `do` with the arguments of `command`, train, eval or data; see
+    `answer`.
+    """
+    return answer(argv, lambda: help_text(command), lambda words: do(read(command, words)))
+
+
+def help_text(name: str) -> str:
+    """The keys of the command `name`; of another name the commands that begin with it, or all."""
+    if name not in COMMANDS:
+        chosen = [one for one in COMMANDS if one.split()[0] == name] or COMMANDS
+        lines = [f"  longctx {one:<14}{COMMANDS[one].summary}" for one in chosen]
+        return "\n".join(
+            [
+                "Train GPTs on long documents, and see what runs show.",
+                "",
+                *lines,
+                "",
+                "Each takes key=value and --help. Measurements: python -m benchmarks --help",
+            ]
+        )
+    command = COMMANDS[name]
+    lines = [f"{command.summary}.", "", *(f"  {example}" for example in command.examples)]
+    if name in SCHEMAS:
+        lines += ["", "Presets (group=name):", *choices_lines(name)]
+    lines += ["", "Keys (key=default):", *key_lines(command.schema)]
+    if command.trains:
+        lines += ["", "And every key of longctx train --help."]
+    return "\n".join(lines)
+
+
+def split_own(schema: type, argv: list[str]) -> tuple[list[str], list[str]]:
+    """Separate overrides of `schema` from those of train, which are checked too."""
+    own = [word for word in argv if word.partition("=")[0] in keys(schema)]
+    arguments = read("train", [word for word in argv if word not in own])
+    if arguments.sweep:
+        raise ValueError("-m: only train sweeps; call this once for each")
+    return own, arguments.overrides
+
+
+def check_unused(overrides: Iterable[str], set_here: Mapping[str, str]) -> None:
+    """Raise ValueError for an override whose key is in `set_here`: key → what to use instead."""
+    for override in overrides:
+        key, value = key_and_value(override)
+        if key in set_here:
+            raise ValueError(f"{key}={value}: is set for each point; {set_here[key]}")
+
+
+def check_backends(names: Iterable[str]) -> None:
+    """Raise ValueError for a name that attention= does not have."""
+    for name in names:
+        if name not in presets.names("attention"):
+            known = ", ".join(sorted(presets.names("attention")))
+            raise ValueError(f"backends={name}: choose from {known}")
+
+
+def with_backend(composed: Composed, backend: str) -> TrainConfig:
+    """The request with another attention backend; overrides of attention.options stay."""
+    prefix, attention = "attention.options.", AttentionConfig(**presets.read("attention", backend))
+    given = [key.removeprefix(prefix) for key in composed.changed if key.startswith(prefix)]
+    attention.options |= {key: composed.config.attention.options[key] for key in given}
+    request: TrainConfig = dataclasses.replace(composed.config, attention=attention)
+    return request
+
+
+def _split(argv: list[str]) -> tuple[str, list[str]]:
+    """The name of a command, of two words where there is one such, and what follows it."""
+    two = " ".join(argv[:2])
+    return (two, argv[2:]) if two in COMMANDS else ("".join(argv[:1]), argv[1:])
+
+
+def _dispatch(name: str, arguments: list[str]) -> int | None:
+    if name not in COMMANDS:
+        inner = [one.split()[1] for one in COMMANDS if one.startswith(f"{name} ")]
+        if inner:
+            raise ValueError(f"{name}: say what, as in longctx {name} {' or '.join(inner)}")
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        advice = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(COMMANDS)}"
+        raise ValueError(f"{name}: not a command; {advice}")
+    return COMMANDS[name].run(arguments)
+
+
+def _script(name: str) -> ModuleType:
+    """train.py or eval.py of the checkout that this package lies in."""
+    path = ROOT / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"longctx_{name}", path)
+    if spec is None or spec.loader is None or not path.exists():
+        raise ValueError(f"{name}: {path} is missing; run longctx from its checkout")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _train(argv: list[str]) -> int:
+    return int(_script("train").main(argv))
+
+
+def _evaluate(argv: list[str]) -> int:
+    return int(_script("eval").main(argv))
+
+
+def _plan(argv: list[str]) -> None:
+    own, training = split_own(command_config.PlanOptions, argv)
+    chosen = options(command_config.PlanOptions, own)
+    check_backends(chosen.backends)
+    check_unused(training, {"device": "it is a GPU"})
+    composed = with_model(compose("train", training), gpu=True)
+    backends, attention = chosen.backends, composed.changed.get("attention")
+    if attention is not None:
+        if backends != command_config.PlanOptions.backends:
+            raise ValueError(
+                f"attention={attention}: backends={','.join(backends)} is given too; "
+                "leave one of them out"
+            )
+        backends = (attention,)
+    from longctx.planner.overview import run
+
+    run(chosen, {backend: with_backend(composed, backend) for backend in backends})
+
+
+def _describe(argv: list[str]) -> int:
+    config = compose("data", read("data", argv).overrides).config
+    from longctx.data.describe import describe
+
+    return describe(config)
+
+
+def _compare(argv: list[str]) -> None:
+    chosen = options(command_config.CompareOptions, argv)
+    from longctx.report.compare import compare
+
+    compare([Path(path) for path in chosen.runs], Path(chosen.out))
+
+
+def _watch(argv: list[str]) -> None:
+    chosen = options(command_config.WatchOptions, argv)
+    from longctx.report.watch import watch
+
+    watch(Path(chosen.run))
+
+
+def _dashboard(argv: list[str]) -> None:
+    chosen = options(command_config.DashboardOptions, argv)
+    from longctx.report.dashboard import dashboard
+
+    dashboard(**vars(chosen))
+
+
+def _export(argv: list[str]) -> None:
+    chosen = options(command_config.ExportOptions, argv)
+    with libraries():
+        from longctx.model.export_checkpoint import run
+
+    run(chosen)
+
+
+def _show_kernels(argv: list[str]) -> None:
+    chosen = options(command_config.ShowOptions, argv)
+    with libraries():
+        from longctx.kernels.show import run
+
+    run(chosen, _written("kernels show", argv))
+
+
+def _tune_kernels(argv: list[str]) -> None:
+    chosen = options(command_config.TuneOptions, argv)
+    with libraries():
+        from longctx.kernels.tune import run
+
+    run(chosen, _written("kernels tune", argv))
+
+
+def _written(name: str, argv: list[str]) -> str:
+    """A command as it was written, for what it writes down."""
+    return " ".join(["longctx", name, *argv])
+
+
+COMMANDS: dict[str, Command] = {
+    "train": Command(
+        "Train a GPT on long documents",
+        (
+            "python train.py attention=flash seq_len=16384",
+            "python train.py -m attention=naive,sdpa,flash seq_len=4096,8192",
+            "    -m: a sweep, every combination, one process each",
+            "python train.py resume=runs/NAME",
+            "The same: longctx train key=value ...",
+        ),
+        SCHEMAS["train"],
+        _train,
+    ),
+    "eval": Command(
+        "Evaluate a run, a checkpoint or a Hugging Face folder",
+        (
+            "python eval.py checkpoint=runs/NAME seq_len=16384",
+            "The same: longctx eval key=value ...",
+        ),
+        SCHEMAS["eval"],
+        _evaluate,
+    ),
+    "plan": Command(
+        "Predict memory, time and the longest context that fits",
+        (
+            "longctx plan model=1b seq_len=262144",
+            "longctx plan model=1b seq_len=262144 gpu=H200 gpu_memory=139",
+        ),
+        command_config.PlanOptions,
+        _plan,
+        trains=True,
+    ),
+    "data": Command(
+        "Describe a data set: documents, tokens, lengths, packing",
+        ("longctx data seq_len=16384", "longctx data data=text data.path=docs/ out=docs.png"),
+        SCHEMAS["data"],
+        _describe,
+    ),
+    "compare": Command(
+        "Compare runs: what differs, what came out, their curves",
+        ("longctx compare runs/*", "longctx compare runs/a runs/b out=page.html"),
+        command_config.CompareOptions,
+        _compare,
+    ),
+    "watch": Command(
+        "Follow a run that another process trains",
+        ("longctx watch runs/NAME",),
+        command_config.WatchOptions,
+        _watch,
+    ),
+    "dashboard": Command(
+        "Make a workspace at wandb for the runs of a project",
+        ("longctx dashboard project=longctx", "longctx dashboard project=longctx dry_run=true"),
+        command_config.DashboardOptions,
+        _dashboard,
+    ),
+    "export": Command(
+        "Write a trained model as a Hugging Face folder",
+        ("longctx export runs/NAME out/",),
+        command_config.ExportOptions,
+        _export,
+    ),
+    "kernels show": Command(
+        "Show the kernels that attention=flash runs here, tested",
+        ("longctx kernels show", "longctx kernels show head_size=128 dtype=bf16"),
+        command_config.ShowOptions,
+        _show_kernels,
+    ),
+    "kernels tune": Command(
+        "Measure launch configurations of the kernels on this GPU",
+        ("longctx kernels tune", "longctx kernels tune head_sizes=64,128 lengths=4096"),
+        command_config.TuneOptions,
+        _tune_kernels,
+    ),
+}

@@ -1,0 +1,128 @@
+"""Options of the commands beside train and eval: a dataclass for each. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from longctx.config.data_config import DataConfig
+from longctx.config.fields import check, group, key
+
+SIZES = (1, 2**24)  # counts of tokens, channels and heads
+
+
+@dataclass
+class DescribeConfig:
+    """Which documents to describe; `data` has the keys that train.py has."""
+
+    seq_len: int = key(4096, "tokens in a row", between=(2, 2**31 - 1))
+    out: str | None = key("lengths.png", "picture of the document lengths; null: none")
+    data: DataConfig = group(DataConfig)
+
+    def validate(self) -> None:
+        """Raise ValueError naming the first key that cannot be right, before anything is read."""
+        check(self)
+        if self.out == "":
+            raise ValueError(
+                "out= names no picture; give a file such as out=lengths.png, or out=null for none"
+            )
+        self.data.validate()
+
+
+@dataclass
+class PlanOptions:
+    """The machine to plan for; every key of train may follow."""
+
+    gpu: str = key("auto", "such as H100; auto: the one here, else an H200")
+    gpu_memory: str = key("auto", "GiB of it, such as 80; auto: the GPU's")
+    host_memory: str = key("auto", "GiB of host memory; auto: this machine's")
+    backends: tuple[str, ...] = key(("naive", "sdpa", "flash"), "attention backends")
+
+
+@dataclass
+class CompareOptions:
+    """Runs to compare."""
+
+    runs: list[str] = key([], "folders of runs, such as runs/*", positional=True)
+    out: str = key("compare.html", "page with their curves, which needs no network")
+
+
+@dataclass
+class WatchOptions:
+    """The run to follow."""
+
+    run: str = key("", "the folder of one run, such as runs/NAME", positional=True)
+
+
+@dataclass
+class DashboardOptions:
+    """The project at wandb that gets a workspace."""
+
+    project: str = key("", "the project at wandb, such as longctx")
+    entity: str | None = key(None, "team or user; null: your default")
+    name: str = key("longctx", "name of the workspace")
+    dry_run: bool = key(False, "print what the workspace would show, and send nothing")
+
+    def validate(self) -> None:
+        """Raise ValueError where no project is named."""
+        if not self.project:
+            raise ValueError("project is not set; give the project at wandb, as in project=longctx")
+
+
+@dataclass
+class ExportOptions:
+    """What to export, and in what form."""
+
+    run: str = key(
+        "", "a run, of which the newest checkpoint is taken, or a checkpoint", positional=True
+    )
+    out: str = key("", "a new folder, or an empty one", positional=True)
+    dtype: str = key(
+        "fp32",
+        "of the weights: fp32, as they are trained, or bf16, fp16: half the size",
+        choices=("fp32", "bf16", "fp16"),
+    )
+    shard_gb: float = key(
+        5.0, "largest size of one file of weights, in 10^9 bytes", between=(1e-9, 1e9)
+    )
+    adapter: bool = key(
+        False, "of a run with LoRA only what was trained, as an adapter for peft; else it is merged"
+    )
+
+
+@dataclass
+class ShowOptions:
+    """The kernel to show."""
+
+    kernel: str = key(
+        "auto",
+        "auto: what training takes | portable | hopper; a CPU has one of its own",
+        choices=("auto", "portable", "hopper"),
+    )
+    head_size: int = key(64, "channels of a head", between=SIZES)
+    seq_len: int = key(4096, "tokens in a row", between=SIZES)
+    dtype: str = key(
+        "auto",
+        "auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp16 | fp32",
+        choices=("auto", "bf16", "fp16", "fp32"),
+    )
+
+
+@dataclass
+class TuneOptions:
+    """Which launch configurations to measure."""
+
+    kernels: tuple[str, ...] = key(
+        ("portable", "hopper"), "portable | hopper, where it runs", choices=("portable", "hopper")
+    )
+    head_sizes: tuple[int, ...] = key(
+        (64, 128), "head sizes; a table serves up to the next power of two", between=SIZES
+    )
+    lengths: tuple[int, ...] = key(
+        (4096, 16384),
+        "tokens in a row; a configuration serves from halfway (geometrically) to the length before",
+        between=SIZES,
+    )
+    dtype: str = key("bf16", "bf16 | fp16; the table serves both", choices=("bf16", "fp16"))
+    channels: int = key(2048, "query heads × head size", between=SIZES)
+    row_tokens: int = key(16384, "batch × length, up to that length", between=SIZES)
+    out: str = key("", "the table; empty: where training looks, see launch.py")

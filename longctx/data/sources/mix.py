@@ -1,0 +1,129 @@
+"""Several sources in one run, each with keys of its own: data.mix.NAME.KEY=..., and a weight.
+
+Here the keys of the members are read; `longctx.data.mixture` makes one data set of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import replace
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+from longctx.config.data_config import DataConfig
+from longctx.data.corpus import SOURCES, Corpus, Source, check_used, register, source_of
+
+_ONCE = ("mix", "tokenizer", "vocab_size", "cache")  # keys of the mix, not of a member
+_OWN = ("path", "files")  # keys of a member, not of the mix
+
+
+class Member(NamedTuple):
+    """One source of a mix, and its share of the rows relative to the others."""
+
+    weight: float
+    config: DataConfig
+
+
+@register("mix")
+class Mix(Source):
+    """The members that data.mix names; a key that a member does not set is that of the mix."""
+
+    keys = frozenset({"mix"})
+
+    def keys_of(self, config: DataConfig) -> Set[str]:
+        inner = [source_of(one).keys_of(one) for _, one in members(config).values()]
+        return self.keys | frozenset().union(*inner).difference(_OWN)
+
+    def check(self, config: DataConfig) -> None:
+        if not config.mix:
+            raise ValueError(
+                "data.mix is not set; give sources, "
+                "such as data.mix.long.source=text data.mix.long.path=docs/"
+            )
+        members(config)
+
+    def without_effect(self, config: DataConfig) -> Mapping[str, str]:
+        used: set[str] = set(self.keys)
+        for _, one in members(config).values():
+            source = source_of(one)
+            used |= source.keys_of(one) - source.without_effect(one).keys()
+        return dict.fromkeys(self.keys_of(config) - used, "no source of the mix reads it")
+
+    def absolute(self, config: DataConfig) -> DataConfig:
+        mix = dict(config.mix)
+        for name, (_, one) in members(config).items():
+            if mix[name].get("path"):
+                mix[name] = {**mix[name], "path": source_of(one).absolute(one).path}
+        return replace(config, mix=mix)
+
+    def open(self, config: DataConfig, without: Set[bytes]) -> Corpus:
+        raise ValueError(
+            "data=mix: its documents are read source by source; "
+            "name one of them, such as data=text data.path=docs/"
+        )
+
+
+def members(config: DataConfig) -> dict[str, Member]:
+    """The members of data.mix by name, checked; ValueError names the first wrong key."""
+    members = {}
+    for name, keys in config.mix.items():
+        place = f"data.mix.{name}"
+        if not isinstance(keys, Mapping):
+            raise ValueError(f"{place}={keys}: has no keys; give some, such as {place}.path=docs/")
+        given = _typed_keys(place, keys)
+        weight = given.pop("weight", 1.0)
+        if not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+            raise ValueError(f"{place}.weight={weight}: not a share; give a number above 0")
+        members[name] = Member(float(weight), _member(place, config, given))
+    return members
+
+
+def _typed_keys(place: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a member with the types of `DataConfig`; a dictionary checks none itself."""
+    hints = {key: hint for key, hint in get_type_hints(DataConfig).items() if key not in _ONCE}
+    hints["weight"] = float
+    unknown = next((key for key in keys if key not in hints), None)
+    if unknown is not None:
+        raise ValueError(
+            f"{place}.{unknown}: not a key of a source in a mix; there are "
+            f"{', '.join(sorted(hints))}"
+        )
+    return {key: _typed(f"{place}.{key}", value, hints[key]) for key, value in keys.items()}
+
+
+def _typed(name: str, value: Any, hint: Any) -> Any:
+    kinds = get_args(hint) or (hint,)
+    if hint is Any or type(value) in kinds:
+        return value
+    if str in kinds and type(value) in (int, float):  # data.mix.a.name=2024
+        return str(value)
+    if float in kinds and type(value) is int:
+        return float(value)
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    raise ValueError(
+        f"{name}={value}: must be {next(names[kind] for kind in kinds if kind in names)}"
+    )
+
+
+def _member(place: str, config: DataConfig, given: Mapping[str, Any]) -> DataConfig:
+    """The configuration of a member: the keys `given` to it, else those of the mix that it uses."""
+    name = given.get("source") or ("text" if given.get("path") else "embedded")
+    try:
+        if name == "mix":
+            raise ValueError("data.source=mix: a mix cannot be a member of a mix; name its sources")
+        source = source_of(replace(config, source=name))
+        # Conversations are scored differently: a member that has none must say chat=false.
+        others = {key for other in SOURCES.values() for key in other.keys} - source.keys - {"chat"}
+        unused = {key: getattr(DataConfig(), key) for key in others}
+        member = replace(config, **(unused | dict(given) | {"source": name}))
+        member.validate()
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+    for key, value in given.items():
+        check_used(member, key, value, place)
+    try:
+        if member.chat:
+            check_used(member, "chat", True)
+        source.check(member)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+    return member

@@ -1,0 +1,140 @@
+"""The kinds of evaluation: perplexity of documents, pass keys, tasks of lm-evaluation-harness.
+
+Each takes a `Setup` and returns a `Result` with what only it says; what all of them say is added
+once, in `measure`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from longctx.attention import kernels_run
+from longctx.config.eval_config import SHORTEST, doubling
+from longctx.evaluation import heatmap, plots, processes, tables
+from longctx.evaluation.passkey import DEPTHS, filler_of, recall
+from longctx.evaluation.perplexity import Perplexity, merged, perplexity, to_plain
+from longctx.evaluation.results import Result, decisive, perplexity_content
+from longctx.evaluation.setup import Setup
+from longctx.evaluation.subject import Share, documents_of
+from longctx.runs import evaluations
+
+
+def measure(setup: Setup) -> Result | None:
+    """Run the evaluation; None in a process that scored its documents for another process."""
+    kind: Callable[[Setup], Result | None] = measure_perplexity
+    if setup.config.passkey.enabled:
+        kind = measure_passkeys
+    elif setup.config.tasks:
+        from longctx.evaluation.harness import measure_tasks  # lm-eval is an optional extra
+
+        kind = measure_tasks
+    began = time.perf_counter()
+    result = kind(setup)
+    if result is None:
+        return None
+    backend = setup.config.attention.backend
+    about = {
+        "asked": decisive(setup.config),
+        "checkpoint": str(setup.subject.file),
+        "trained_seq_len": setup.subject.seq_len,
+        "attention": backend,
+        "kernel": kernels_run()[backend],
+        "seconds": round(time.perf_counter() - began, 3),
+    }
+    return result._replace(content=about | result.content)
+
+
+def measure_perplexity(setup: Setup) -> Result | None:
+    """Perplexity of the documents; None in a process that scored a part, ValueError where they hold
+    no token to score.
+    """
+    result = score_documents(setup)
+    if result is None:
+        return None
+    result.require_scores()
+    config, decode = setup.config, setup.subject.tokenizer.decode
+    gpu = setup.device.type == "cuda"
+    stem = evaluations.perplexity_stem(
+        config.split if setup.scores_own_split else config.data.source,
+        setup.subject.name,
+        setup.context,
+        result.stride,
+        config.attention.backend,
+    )
+    content = {
+        "scored": scored(setup),
+        "precision": setup.precision,
+        "device": torch.cuda.get_device_name() if gpu else "cpu",
+        "devices": config.devices,
+        "tokens_per_second": result.speed.tokens_per_second,
+        "memory_peak_gib": torch.cuda.max_memory_allocated() / 2**30 if gpu else None,
+        **perplexity_content(result, decode),
+    }
+
+    def show(content: dict[str, Any]) -> None:
+        tables.show(result, decode)
+        print(tables.speed(content))
+
+    return Result(stem, content, show, plots.draw)
+
+
+def score_documents(setup: Setup) -> Perplexity | None:
+    """Score this process's documents, and put together what the others scored.
+
+    None where this is one of the others: its scores are in the file that `setup.part` names.
+    """
+    config, context = setup.config, setup.context
+    share = Share(setup.process, config.devices, config.documents)
+    devices = 1 if setup.part else config.devices
+    with processes.others(setup.request.command, devices) as others:
+        result = perplexity(
+            setup.subject.model,
+            documents_of(setup.subject, setup.request, share),
+            context,
+            config.stride,
+            batch_size=setup.batch_size,
+            dtype=setup.autocast,
+            progress=setup.part is None,
+            contexts=doubling(context) if config.contexts is None else config.contexts,
+        )
+        if setup.part:
+            setup.part.write_text(json.dumps(to_plain(result)))
+            return None
+        return merged([to_plain(result), *others.parts()]) if devices > 1 else result
+
+
+def measure_passkeys(setup: Setup) -> Result:
+    """Hide facts in documents and ask for them; ValueError where the documents are too short."""
+    config, subject = setup.config, setup.subject
+    usual = [length for length in doubling(setup.context) if length >= SHORTEST]
+    lengths = config.passkey.lengths or usual or [setup.context]
+    documents = documents_of(subject, setup.request, Share(most=config.documents))
+    cells = recall(
+        subject.model,
+        subject.tokenizer,
+        filler_of(documents, subject.tokenizer, 4 * max(lengths)),
+        lengths,
+        config.passkey.depths or DEPTHS,
+        config.passkey.samples,
+        config.passkey.kinds,
+        setup.autocast,
+    )
+    return Result(
+        evaluations.passkey_stem(subject.name, max(lengths), config.attention.backend),
+        {"filler": scored(setup), **heatmap.content(cells)},
+        lambda content: heatmap.show(cells),
+        heatmap.draw,
+    )
+
+
+def scored(setup: Setup) -> str | dict[str, Any]:
+    """Which documents are used, as the JSON says it."""
+    if setup.scores_own_split:
+        return f"{setup.config.split} split of the run's data"
+    return asdict(setup.config.data)

@@ -1,0 +1,87 @@
+"""`longctx export runs/NAME out/`: the model of a checkpoint as a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from longctx.config.command_config import ExportOptions
+from longctx.config.model_config import GPTConfig, LoraConfig
+from longctx.files import by_step
+from longctx.model import lora
+from longctx.model.export import SHORT_NAMES, architecture, check_out, export
+from longctx.model.huggingface import read_config
+from longctx.model.restore import mapped_model
+from longctx.runs.checkpoints import opened, verify
+
+
+def run(options: ExportOptions) -> None:
+    """Read the checkpoint that `options` names, write the folder, print what it holds."""
+    out = Path(options.out)
+    check_out(out)
+    file = newest(Path(options.run))
+    verify(file)
+    checkpoint = opened(file)
+    model, seq_len, added = build(file, checkpoint)
+    if options.adapter:
+        run_adapter(model, file, checkpoint, added, seq_len, out)
+        return
+    if added.rank is not None:
+        model = lora.merge(model.float())
+    context = max(seq_len, model.config.context or 0)
+    tokenizer_folder = file.resolve().parent.parent
+    dtype, shard_bytes = SHORT_NAMES[options.dtype], int(options.shard_gb * 1e9)
+    export(model, tokenizer_folder, out, context, dtype, shard_bytes)
+    parameters = f"{model.config.parameters():,} parameters of {file}"
+    print(f"{out}: {parameters}, {options.dtype}, for {context:,} tokens")
+
+
+def run_adapter(
+    model: Any, file: Path, checkpoint: dict[str, Any], added: Any, seq_len: int, out: Path
+) -> None:
+    """Write the weights that LoRA trained, as peft reads them; where positions are stretched, also
+    the config.json that the base model has to be opened with.
+    """
+    if added.rank is None:
+        raise ValueError(f"adapter=true: {file} was trained without lora.rank; leave adapter out")
+    config = checkpoint["longctx"]["config"]
+    base = str(config.get("init"))
+    stretched = config.get("rope", {}).get("type", "keep") != "keep"
+    if Path(base).is_dir():
+        base = str(Path(base).resolve())
+        positions = ("rope_theta", "rope_scaling", "context")
+        stretched = any(
+            getattr(model.config, key) != getattr(read_config(base), key) for key in positions
+        )
+    context = max(seq_len, model.config.context or 0)
+    lora.export_adapter(
+        model, added, base, out, architecture(model.config, context) if stretched else None
+    )
+    print(f"{out}: {added.parameters(model.config):,} parameters of {file}, an adapter of {base}")
+    if stretched:
+        opening = f"open {base} with config=AutoConfig.from_pretrained('{out}')"
+        print(f"its positions are stretched, which peft does not do: {opening}")
+
+
+def newest(source: Path) -> Path:
+    """Find the checkpoint file of the run or file `source`; ValueError if there is none."""
+    if source.is_file():
+        return source
+    checkpoints = sorted((source / "checkpoints").glob("step-*.ckpt"), key=by_step)
+    if not checkpoints:
+        reason = "no run with a checkpoint" if source.exists() else "no such run or checkpoint"
+        raise ValueError(f"{source}: {reason}")
+    return checkpoints[-1]
+
+
+def build(file: Path, checkpoint: dict[str, Any]) -> tuple[Any, int, Any]:
+    """Build the model of a checkpoint; returns it with the seq_len that it was trained at and its
+    LoRA. ValueError if weights and configuration do not fit.
+    """
+    try:
+        config = checkpoint["longctx"]["config"]
+        added = LoraConfig(**config.get("lora", {}))
+        model = mapped_model(file, checkpoint, GPTConfig.of_saved(config["model"]), "naive", added)
+        return model, int(config["seq_len"]), added
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file}: its weights are not those of its model: {error}") from error

@@ -1,0 +1,84 @@
+"""What an optimizer takes of memory and time: its state, and the workspace and arithmetic of an
+update. Free of torch.
+"""
+
+from __future__ import annotations
+
+from longctx.config.model_config import GPTConfig
+from longctx.config.optimizer_config import SLICE, STACK
+from longctx.planner.workload import Workload
+
+FP32 = 4
+KEPT_SHARE = {"fp32": 1.0, "bf16": 0.5, "host": 0.0}  # of the fp32 state that lies on the GPU
+
+
+def block_matrices(model: GPTConfig) -> list[tuple[int, int]]:
+    """Rows and columns of each matrix of one block, those of fused weights apart."""
+    C, F, D = model.channels, model.ffn, model.head_size
+    q, kv = model.heads * D, model.kv_heads * D
+    return [(q, C), (kv, C), (kv, C), (C, q), (F, C), (F, C), (C, F)]
+
+
+def trained(workload: Workload) -> tuple[int, int]:
+    """Weights that are trained: in matrices of the blocks, and all others; LoRA's are others."""
+    added = workload.lora.parameters(workload.model)
+    if added:
+        return 0, added
+    matrices = workload.model.layers * sum(r * c for r, c in block_matrices(workload.model))
+    return matrices, workload.model.parameters() - matrices
+
+
+def state(workload: Workload) -> int:
+    """Bytes of all of the optimizer's state, were it kept in fp32."""
+    traits = workload.optimizer.traits
+    matrices, others = trained(workload)
+    return traits.matrix_bytes * matrices + traits.other_bytes * others
+
+
+def state_on_gpu(workload: Workload) -> float:
+    """Bytes of it that lie on the GPU between updates."""
+    return KEPT_SHARE[workload.memory.optimizer_state or "fp32"] * state(workload)
+
+
+def state_on_host(workload: Workload) -> float:
+    """Bytes of it that lie in pinned host memory."""
+    return float(state(workload) if workload.memory.optimizer_state == "host" else 0)
+
+
+def workspace(workload: Workload) -> float:
+    """Bytes that an update takes on the GPU besides state: state that comes from the host, and
+    what Newton-Schulz works on.
+    """
+    model, iterations = workload.model, workload.optimizer.filled().iterations
+    added = workload.lora.parameters(model)
+    embedding, gate_up = int(model.vocab_size or 0) * model.channels, 2 * model.channels * model.ffn
+    largest = added / model.layers if added else max(embedding, 0 if iterations else gate_up)
+    slices = 2.0 * FP32 * min(SLICE, largest) if workload.memory.optimizer_state == "host" else 0.0
+    if not iterations:
+        return slices
+    # A batch in fp32 and bf16, or in bf16 before and after an iteration with two square matrices;
+    # its momentum where that is not kept in fp32 on the GPU.
+    each = 8 if workload.memory.optimizer_state in (None, "fp32") else 8 + FP32
+    stacks = [max(STACK, r * c) for r, c in block_matrices(model)]
+    return max(slices, float(each * min(max(stacks), trained(workload)[0])))
+
+
+def bytes_moved(workload: Workload) -> float:
+    """Bytes that an update with state on the GPU moves through its memory.
+
+    Weights and state are read and written, gradients read twice, once for their norm. Where
+    matrices are orthogonalized, several passes take 36 bytes more.
+    """
+    matrices, others = trained(workload)
+    moved = 16 * (matrices + others) + 2 * state_on_gpu(workload)
+    return moved + (36 * matrices if workload.optimizer.filled().iterations else 0)
+
+
+def products(workload: Workload) -> list[tuple[int, float]]:
+    """Narrow side and FLOPs of Newton-Schulz for each matrix of a block, over all layers: X Xᵀ and
+    its product with X take 2 m² n each, its square 2 m³, for m <= n.
+    """
+    iterations = workload.optimizer.filled().iterations or 0
+    sides = [(min(shape), max(shape)) for shape in block_matrices(workload.model)]
+    times = iterations * workload.model.layers
+    return [(m, times * (4.0 * m * m * n + 2.0 * m**3)) for m, n in sides if times]

@@ -1,0 +1,85 @@
+"""What one optimizer step computes, and where: all that memory and speed depend on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from longctx.config.memory_config import MemoryConfig
+from longctx.config.model_config import AttentionConfig, GPTConfig, LoraConfig
+from longctx.config.optimizer_config import OptimizerConfig
+from longctx.config.train_config import TrainConfig
+
+# Defaults by device, in tokens: a GPU is kept busy by 16,384 tokens at a time.
+TOKENS_PER_MICRO_BATCH = {"cuda": 16384, "cpu": 4096}
+TOKENS_PER_STEP = {"cuda": 65536, "cpu": 4096}
+PRECISION = {"cuda": "bf16", "cpu": "fp32"}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One optimizer step of one run. Sizes are per process; the same on every process of the run."""
+
+    device: str  # cuda | cpu
+    devices: int  # processes of the run, each with a device of its own
+    strategy: str  # none | ddp
+    seq_len: int  # tokens in a row
+    batch_size: int  # rows in a micro-batch
+    accumulate: int  # micro-batches in a step
+    precision: str  # bf16 | fp32
+    compile: bool
+    deterministic: bool
+    model: GPTConfig
+    memory: MemoryConfig  # its policy may still be auto while the planner chooses one
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    validates: bool = True
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of an optimizer step over all micro-batches and devices."""
+        return self.batch_size * self.accumulate * self.devices
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an optimizer step over all devices, padding included."""
+        return self.rows_per_step * self.seq_len
+
+
+def workload_of(
+    config: TrainConfig, device: str, seq_len: int, model: GPTConfig | None = None
+) -> Workload:
+    """The step that `config` asks for on `device` ("cuda" or "cpu") with rows of `seq_len` tokens.
+
+    Nulls get their defaults; the memory policy stays as asked. On a GPU `fitting.decide` may make
+    fewer, larger micro-batches of the same step.
+    """
+    batch_size = config.batch_size or max(1, TOKENS_PER_MICRO_BATCH[device] // seq_len)
+    micro_batch = batch_size * seq_len * config.devices
+    several = config.devices > 1 or config.strategy.name == "ddp"
+    memory = config.memory
+    return Workload(
+        device=device,
+        devices=config.devices,
+        strategy="ddp" if several else "none",
+        seq_len=seq_len,
+        batch_size=batch_size,
+        accumulate=config.accumulate or max(1, TOKENS_PER_STEP[device] // micro_batch),
+        precision=PRECISION[device] if config.precision == "auto" else config.precision,
+        compile=device == "cuda"
+        if config.compile.lower() == "auto"
+        else config.compile.lower() == "true",
+        deterministic=config.deterministic,
+        model=model or config.model,
+        memory=memory if device == "cuda" else memory.filled(memory.policies()[0]),
+        attention=config.attention,
+        lora=config.lora,
+        optimizer=config.optimizer.filled(),
+        validates=config.data.val_fraction > 0,
+    )
+
+
+def with_vocabulary(workload: Workload, tokens: int) -> Workload:
+    """`workload` for a tokenizer of `tokens` tokens: a multiple of 64, where no size is given."""
+    size = workload.model.vocab_size or -(-tokens // 64) * 64
+    return replace(workload, model=replace(workload.model, vocab_size=size))

@@ -1,0 +1,188 @@
+"""A run as a report shows it: its configuration, its figures, its curves, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from longctx.files import printable
+from longctx.report.locks import kernel_lock
+from longctx.runs.evaluations import Evaluations, Line, read_evaluations
+from longctx.runs.metrics import (
+    BY_POSITION,
+    FACTS_FOUND,
+    Row,
+    Shown,
+    all_finite,
+    figures,
+    finite,
+    is_step,
+    shown,
+)
+from longctx.runs.run_folder import NotARun, is_training, read_config, read_rows
+
+# A curve: "t" tokens seen, "s" seconds of training, "y" values; where rows were joined, also "lo"
+# and "hi" beside the mean "y".
+Curve = dict[str, list[float]]
+
+
+@dataclass
+class Run:
+    """`figures` has no key for what the run's rows do not tell; `notes` are what a reader should
+    know about the files.
+    """
+
+    folder: Path
+    label: str
+    config: dict[str, Any]
+    figures: Row
+    curves: dict[str, Curve]
+    evaluations: Evaluations
+    ended: str
+    notes: list[str] = field(default_factory=list)
+    lock: dict[str, str] = field(default_factory=dict)
+    positions: Line = field(default_factory=dict)  # loss over tokens before
+    facts: dict[str, dict[int, float]] = field(default_factory=dict)  # kind → length → share
+
+    @property
+    def longest(self) -> int | None:
+        """The longest context that the run trained or was evaluated at."""
+        contexts = (score["context"] for score in self.evaluations.perplexities)
+        lengths = [self.config.get("seq_len"), *contexts]
+        return max((length for length in lengths if isinstance(length, int)), default=None)
+
+
+def read(folder: Path, points: int) -> Run:
+    """The run in `folder`, with at most `points` points in a curve.
+
+    Raises NotARun or FileNotFoundError, one line, if there is none.
+    """
+    config = read_config(folder)
+    training = is_training(folder)
+    rows, cut = read_rows(folder)
+    if not rows:
+        raise NotARun(
+            f"{folder}: no metrics yet; wait for the first row of metrics.jsonl, or start the run "
+            "again"
+        )
+    numbers = figures(rows)
+    run = Run(
+        folder,
+        label=printable(folder.resolve().name),
+        config=config,
+        figures=numbers,
+        curves=curves(rows, points),
+        evaluations=read_evaluations(folder),
+        ended=ending(numbers["step"], config.get("max_steps"), training),
+        positions=positions(rows),
+        facts=facts(rows),
+    )
+    name = printable(str(folder))
+    if cut:
+        run.notes.append(f"{name}: left out as incomplete: {cut} of metrics.jsonl")
+    for path in run.evaluations.unreadable:
+        run.notes.append(f"{printable(str(path))}: not an evaluation's JSON, left out")
+    try:
+        run.lock = kernel_lock(folder)
+    except (OSError, ValueError):
+        run.notes.append(f"{name}: kernel.lock.json cannot be read, left out")
+    return run
+
+
+def ending(step: int, steps: Any, training: bool) -> str:
+    """How far a run came and whether it still trains."""
+    if training:
+        return f"training, step {step:,} of {steps:,}" if isinstance(steps, int) else "training"
+    if isinstance(steps, int) and step >= steps:
+        return "finished"
+    return f"stopped at step {step:,}" + (f" of {steps:,}" if isinstance(steps, int) else "")
+
+
+def positions(rows: list[Row]) -> Line:
+    """Loss over the number of tokens before, of the last validation that tells it."""
+    for members in families_last_first(rows, BY_POSITION):
+        if all_finite(list(members.values())):
+            return {"x": [int(key) for key in members], "y": short(members.values())}
+    return {}
+
+
+def facts(rows: list[Row]) -> dict[str, dict[int, float]]:
+    """The share of hidden facts that the last validation found, by kind and length."""
+    shares: dict[str, dict[int, float]] = {}
+    for members in families_last_first(rows, FACTS_FOUND):
+        for key, share in members.items():
+            kind, _, length = key.rpartition("/")
+            if length.isdigit() and finite([share]):
+                shares.setdefault(printable(kind), {})[int(length)] = share
+        if shares:
+            break
+    return shares
+
+
+def families_last_first(rows: list[Row], family: str) -> Iterator[Row]:
+    """The members of a family of keys in each validation that has some, the newest first; without
+    the family's name.
+    """
+    prefix = f"{family}/"
+    for row in reversed(rows):
+        if is_step(row):
+            continue
+        members = {
+            key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)
+        }
+        if members:
+            yield members
+
+
+def curves(rows: list[Row], points: int) -> dict[str, Curve]:
+    """The curve of every metric that the page draws and the rows hold.
+
+    A row that tells no time, such as a validation, has that of the row before it.
+    """
+    now = 0.0
+    timed: dict[bool, list[tuple[Row, float]]] = {True: [], False: []}
+    for row in rows:
+        now = row.get("seconds", now)
+        timed[is_step(row)].append((row, now))
+    result: dict[str, Curve] = {}
+    for group in timed.values():
+        tokens = [row["tokens_seen"] for row, _ in group]
+        seconds = [time for _, time in group]
+        for metric in shown(Shown.CURVE):
+            column = [row.get(metric.key) for row, _ in group]
+            curve = reduced(tokens, seconds, column, points)
+            if curve["y"]:
+                result[metric.key] = curve
+    return result
+
+
+def reduced(tokens: list[float], seconds: list[float], values: list[Any], points: int) -> Curve:
+    """The finite values as a curve of at most `points` points, each the mean, least and largest of
+    its rows.
+    """
+    if not all_finite(values):
+        drawn = [n for n, x in enumerate(values) if isinstance(x, int | float) and isfinite(x)]
+        tokens, seconds, values = (
+            [column[n] for n in drawn] for column in (tokens, seconds, values)
+        )
+    size = -(-len(values) // points)  # rows per point
+    if size <= 1:
+        return {"t": list(tokens), "s": short(seconds), "y": short(values)}
+    parts = [values[n : n + size] for n in range(0, len(values), size)]
+    middles = [min(n + size // 2, len(values) - 1) for n in range(0, len(values), size)]
+    return {
+        "t": [tokens[n] for n in middles],
+        "s": short(seconds[n] for n in middles),
+        "y": short(map(fmean, parts)),
+        "lo": short(map(min, parts)),
+        "hi": short(map(max, parts)),
+    }
+
+
+def short(values: Any) -> list[float]:
+    """Numbers at the five digits that a drawing can show."""
+    return [float(f"{value:.5g}") for value in values]

@@ -1,0 +1,217 @@
+"""The files that eval.py leaves in a run's eval/: their names, and what stands in them. Torch-free.
+
+Evaluation writes them and the report reads them; what both must know stands here. A
+perplexity has "total", pass keys have "kinds", tasks of lm-evaluation-harness have "results".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from longctx import files
+from longctx.files import printable
+from longctx.runs.metrics import Row
+
+FOLDER = "eval"  # beside the checkpoints of a run, or in a Hugging Face folder
+LONGEST_TASKS = 80  # characters of the tasks in a file's name
+Content = dict[str, Any]  # of one JSON
+Line = dict[str, list[float]]  # points to draw: "x", such as tokens before, and "y", the losses
+SCORES = ("perplexity", "word_perplexity", "bits_per_byte")
+
+
+class TaskScore(NamedTuple):
+    """One number of lm-evaluation-harness; `metric` names its filter too where there is one."""
+
+    task: str
+    metric: str
+    value: float
+    error: float | None  # standard error
+
+
+def perplexity_stem(
+    documents: str, checkpoint: str, context: int, stride: int, backend: str
+) -> str:
+    """Name of a perplexity's files, such as val-step-00000900-16384-8192-flash."""
+    return f"{documents}-{checkpoint}-{context}-{stride}-{backend}"
+
+
+def passkey_stem(checkpoint: str, longest: int, backend: str) -> str:
+    """Name of the files about pass keys in texts of up to `longest` tokens."""
+    return f"passkey-{checkpoint}-{longest}-{backend}"
+
+
+def tasks_stem(tasks: list[str], checkpoint: str, context: int) -> str:
+    """Name of the file with the scores of `tasks`."""
+    return f"tasks-{'-'.join(tasks)[:LONGEST_TASKS]}-{checkpoint}-{context}"
+
+
+def place(folder: Path, stem: str, asked: Content) -> Path:
+    """The JSON in `folder` for the answer to `asked`, the keys that decide what is measured.
+
+    The file of that stem, or a numbered one beside it where the file answers something else.
+    """
+    asked = json.loads(json.dumps(asked))
+    path = folder / f"{stem}.json"
+    number = 1
+    while path.exists() and _asked(path) != asked:
+        number += 1
+        path = folder / f"{stem}-{number}.json"
+    return path
+
+
+def write(content: Content, path: Path) -> None:
+    """Write `content` to `path`, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def paths(folder: Path) -> list[Path]:
+    """The files of evaluations in the folder of a run, older forms too."""
+    older = folder / "passkey.json"
+    return [*sorted((folder / FOLDER).glob("*.json")), *([older] if older.is_file() else [])]
+
+
+def read(path: Path) -> Content:
+    """The content of `path`; ValueError for NaN, infinity, and numbers beyond a float."""
+    content: Content = json.loads(
+        path.read_text(encoding="utf-8"), parse_float=finite, parse_constant=finite
+    )
+    return content
+
+
+def finite(text: str) -> float:
+    """The number that `text` spells; ValueError unless it is finite."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text}: not a finite number")
+    return value
+
+
+def kind(content: Content) -> Literal["perplexity", "passkey", "tasks"]:
+    """Which of the three evaluations wrote `content`."""
+    if "kinds" in content or "accuracy" in content:
+        return "passkey"
+    return "tasks" if "results" in content else "perplexity"
+
+
+def grids(content: Content) -> dict[str, Content]:
+    """Kind of fact → lengths, depths and accuracy as [length][depth], of a passkey evaluation."""
+    result: dict[str, Content] = content.get("kinds", {"passkey": content})
+    return result
+
+
+def task_scores(results: dict[str, Any]) -> list[TaskScore]:
+    """The scores in `results` of lm-evaluation-harness, in their order.
+
+    Its keys are "metric,filter" with a number, "metric_stderr,filter" with the standard error, and
+    others without a comma that are no scores.
+    """
+    scores = []
+    for task, values in results.items():
+        for key, value in values.items():
+            metric, comma, filter_name = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            if metric.isdigit() and value == -1:  # RULER's value for a length that was not run
+                continue
+            error = values.get(f"{metric}_stderr,{filter_name}")
+            error = float(error) if isinstance(error, int | float) else None
+            name = metric if filter_name in ("", "none") else f"{metric} ({filter_name})"
+            scores.append(TaskScore(task, name, float(value), error))
+    return scores
+
+
+def _asked(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8")).get("asked")
+    except (OSError, ValueError, AttributeError):
+        return None  # not a file of ours: it stays
+
+
+class Evaluations(NamedTuple):
+    """What eval.py left in a folder: perplexities, maps of facts found again, scores of tasks; and
+    the files that are none of these.
+    """
+
+    perplexities: list[Row]
+    passkeys: list[Row]
+    tasks: list[Row]
+    unreadable: list[Path]
+
+
+def read_evaluations(folder: Path) -> Evaluations:
+    """Every evaluation in the folder of a run."""
+    result = Evaluations([], [], [], [])
+    for path in paths(folder):
+        try:
+            content = read(path)
+            if kind(content) == "passkey":
+                result.passkeys.extend(passkeys(content, path.name))
+            elif kind(content) == "tasks":
+                result.tasks.extend(tasks(content))
+            else:
+                result.perplexities.append(perplexity(content, path.name))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+            result.unreadable.append(path)
+    return result
+
+
+def perplexity(content: Row, name: str) -> Row:
+    """A perplexity, without those of its single documents."""
+    total = content["total"]
+    return {
+        "file": printable(name),
+        "context": int(content["context"]),
+        "stride": int(content["stride"]),
+        "tokens": int(total["tokens"]),
+        **{key: None if total.get(key) is None else float(total[key]) for key in SCORES},
+        "positions": line(content.get("by_position", []), "first"),
+        "contexts": line(content.get("by_context", []), "context"),
+    }
+
+
+def line(rows: Iterable[Row], x: str) -> Line:
+    """The losses of an evaluation over the key `x`."""
+    rows = list(rows)
+    return {
+        "x": [int(row[x]) for row in rows],
+        "y": [float(f"{float(row['loss']):.5g}") for row in rows],
+    }
+
+
+def passkeys(content: Row, name: str) -> list[Row]:
+    """The maps of one file, one for each kind of fact; `accuracy` is [length][depth]."""
+    maps = []
+    for name_of_kind, grid in grids(content).items():
+        lengths = [int(x) for x in grid["lengths"]]
+        depths = [float(x) for x in grid["depths"]]
+        accuracy = [[float(x) for x in row] for row in grid["accuracy"]]
+        if len(accuracy) != len(lengths) or any(len(row) != len(depths) for row in accuracy):
+            raise ValueError(f"{name}: accuracy is not [length][depth]")
+        maps.append(
+            {
+                "file": printable(name),
+                "kind": printable(name_of_kind),
+                "lengths": lengths,
+                "depths": depths,
+                "accuracy": accuracy,
+            }
+        )
+    return maps
+
+
+def tasks(content: Content) -> list[Row]:
+    """The scores of lm-evaluation-harness, one for each task and metric."""
+    context = int(content["context"])
+    return [
+        {
+            "name": printable(f"{score.task} {score.metric}"),
+            "value": score.value,
+            "context": context,
+        }
+        for score in task_scores(content["results"])
+    ]

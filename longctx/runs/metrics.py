@@ -1,0 +1,311 @@
+"""The table of metrics: what a run logs, how it reads, and where it is shown.
+
+One line of `METRICS` is a key of metrics.jsonl. The console, the closing table, `watch`, `compare`
+and its page, the metric definitions at wandb and the wandb workspace all read this table, so a new
+metric is one more line here, beside the code that computes it. A key that ends in `/*` stands for
+all keys that begin so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from enum import Flag, auto
+from statistics import median
+from typing import Any, Literal, NamedTuple
+
+Row = dict[str, Any]  # of metrics.jsonl
+
+BY_POSITION = "val_loss_by_position"  # key/N: loss of targets with N to 2N - 1 tokens before them
+FACTS_FOUND = "facts_found"  # key/kind/N: share of hidden facts found in texts of N tokens
+MEDIAN_OF = 2000  # values at most, evenly spaced, so that a long run costs no more than a short one
+
+
+class Shown(Flag):
+    """Where a metric is shown, beside its panel at wandb."""
+
+    NOWHERE = 0
+    CONSOLE = auto()  # the bar or line of a run that trains
+    CLOSING = auto()  # the tables at the end of a run and of a sweep
+    WATCH = auto()
+    COMPARE = auto()  # the table of results
+    CURVE = auto()  # the page of `compare`, over tokens or time
+    CONTEXT = auto()  # the page and the wandb workspace, over the context length
+
+
+LIVE = Shown.CONSOLE | Shown.WATCH
+TABLES = Shown.CLOSING | Shown.COMPARE
+
+
+class Panel(NamedTuple):
+    """A panel of the wandb workspace; metrics with the same one are drawn together."""
+
+    section: str
+    title: str
+    kind: Literal["lines", "shares"] = "lines"  # shares are lines stacked on each other
+    log: bool = False
+
+
+STEP_PARTS = Panel("Throughput", "Parts of a step (ms)", kind="shares")
+PEAK_MEMORY = Panel("Memory", "Peak memory (GiB)")
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people write them: 3.2 s, 1 min 15 s, 1 h 1 min."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+
+
+class Metric(NamedTuple):
+    """One metric: `of_run` says which number stands for a whole run, `better` which of two runs
+    did better.
+
+    A metric that is `hidden` gets no panel that wandb makes by itself.
+    """
+
+    key: str
+    label: str
+    format: Callable[[Any], str] = "{:.4g}".format
+    unit: str = ""
+    shown: Shown = Shown.NOWHERE
+    better: Literal["min", "max"] | None = None
+    of_run: Literal["last", "median", "max"] = "last"
+    panel: Panel | None = None
+    hidden: bool = False
+
+    @property
+    def heading(self) -> str:
+        """The name for a column or a chart."""
+        return f"{self.label} ({self.unit})" if self.unit else self.label
+
+    @property
+    def summary(self) -> Literal["min", "max"] | None:
+        """The extreme that wandb keeps for a run: its peak, or its best."""
+        return "max" if self.of_run == "max" else self.better
+
+    @property
+    def prefix(self) -> str | None:
+        """What the keys of a family begin with; None for a single key."""
+        return self.key[:-1] if self.key.endswith("/*") else None
+
+    def text(self, value: Any) -> str:
+        """The value with its unit; metrics.jsonl holds null for what is no finite number."""
+        number = self.format(math.nan if value is None else value)
+        return f"{number} {self.unit}" if self.unit else number
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("step", "steps", "{:,}".format, shown=TABLES),
+    Metric("tokens_seen", "tokens", "{:,}".format, shown=TABLES | Shown.WATCH, hidden=True),
+    Metric("seconds", "time", duration, shown=Shown.CLOSING),
+    Metric("epoch", "epoch"),
+    Metric(
+        "loss",
+        "loss",
+        "{:.4f}".format,
+        shown=LIVE | TABLES | Shown.CURVE,
+        better="min",
+        panel=Panel("Loss", "Loss", log=True),
+    ),
+    Metric(
+        "val_loss",
+        "val loss",
+        "{:.4f}".format,
+        shown=LIVE | Shown.CONTEXT,
+        better="min",
+        panel=Panel("Loss", "Validation loss"),
+    ),
+    Metric(
+        "val_perplexity",
+        "val perplexity",
+        "{:,.2f}".format,
+        shown=LIVE | TABLES | Shown.CURVE,
+        better="min",
+        panel=Panel("Loss", "Validation perplexity", log=True),
+    ),
+    Metric(
+        "grad_norm",
+        "gradient norm",
+        "{:.3g}".format,
+        shown=Shown.WATCH | Shown.CURVE,
+        panel=Panel("Loss", "Gradient norm", log=True),
+    ),
+    Metric(
+        "lr",
+        "learning rate",
+        "{:.3g}".format,
+        shown=Shown.WATCH | Shown.CURVE,
+        panel=Panel("Loss", "Learning rate"),
+    ),
+    Metric(
+        "tokens_per_second",
+        "speed",
+        "{:,.0f}".format,
+        unit="tokens/s",
+        shown=LIVE | TABLES | Shown.CURVE | Shown.CONTEXT,
+        better="max",
+        of_run="median",
+        panel=Panel("Throughput", "Tokens per second"),
+    ),
+    Metric(
+        "ms_per_step",
+        "time per step",
+        "{:,.0f}".format,
+        unit="ms/step",
+        shown=LIVE,
+        of_run="median",
+        panel=Panel("Throughput", "Time per step (ms)"),
+    ),
+    Metric(
+        "mfu",
+        "MFU",
+        "{:.1%}".format,
+        shown=LIVE | TABLES | Shown.CURVE,
+        better="max",
+        of_run="median",
+        panel=Panel("Throughput", "MFU"),
+    ),
+    Metric("forward_ms", "forward", unit="ms", of_run="median", panel=STEP_PARTS),
+    Metric("backward_ms", "backward", unit="ms", of_run="median", panel=STEP_PARTS),
+    Metric("optimizer_ms", "optimizer", unit="ms", of_run="median", panel=STEP_PARTS),
+    Metric("data_wait_ms", "data wait", unit="ms", of_run="median", panel=STEP_PARTS),
+    Metric("padding_share", "padding", "{:.1%}".format, panel=Panel("Throughput", "Padding")),
+    Metric(
+        "memory_peak_gib",
+        "peak memory",
+        "{:.2f}".format,
+        unit="GiB",
+        shown=LIVE | TABLES | Shown.CURVE | Shown.CONTEXT,
+        better="min",
+        of_run="max",
+        panel=PEAK_MEMORY,
+    ),
+    Metric("memory_reserved_gib", "reserved memory", unit="GiB", of_run="max", panel=PEAK_MEMORY),
+    Metric(
+        "memory_predicted_gib",
+        "predicted memory",
+        "{:.2f}".format,
+        unit="GiB",
+        shown=TABLES,
+        of_run="max",
+        panel=PEAK_MEMORY,
+    ),
+    Metric(
+        "process_peak_gib",
+        "peak memory",
+        "{:.2f}".format,
+        unit="GiB of the process",
+        shown=LIVE | TABLES | Shown.CURVE | Shown.CONTEXT,
+        better="min",
+        of_run="max",
+        panel=Panel("Memory", "Peak memory of the process (GiB)"),
+    ),
+    Metric(
+        f"{BY_POSITION}/*",
+        "val loss at",
+        "{:.4f}".format,
+        panel=Panel("Context extension", "Loss at each position"),
+        hidden=True,
+    ),
+    Metric(
+        f"{FACTS_FOUND}/*",
+        "",  # the kind of fact and the length say it: needle at 4096
+        "{:.0%}".format,
+        shown=LIVE,
+        panel=Panel("Context extension", "Facts found again"),
+    ),
+)
+
+
+def is_step(row: Row) -> bool:
+    """Whether a row is of training steps, not of a validation."""
+    return "ms_per_step" in row
+
+
+def shown(place: Shown) -> list[Metric]:
+    """The single metrics that are shown in `place`, families left out."""
+    return [metric for metric in METRICS if metric.shown & place and metric.prefix is None]
+
+
+def named(key: str) -> Metric | None:
+    """The line of the table for a key of metrics.jsonl; None where there is none."""
+    for metric in METRICS:
+        if key == metric.key or (metric.prefix is not None and key.startswith(metric.prefix)):
+            return metric
+    return None
+
+
+def present(row: Row, place: Shown) -> Iterator[tuple[Metric, str, float]]:
+    """Metric, label and value of every number of a row that is shown in `place`, in the table's
+    order.
+    """
+    for metric in METRICS:
+        if not metric.shown & place:
+            continue
+        if metric.prefix is None:
+            if isinstance(row.get(metric.key), int | float):
+                yield metric, metric.label, row[metric.key]
+            continue
+        for key in row:
+            if key.startswith(metric.prefix) and isinstance(row[key], int | float):
+                member = key.removeprefix(metric.prefix).replace("/", " at ")
+                yield metric, f"{metric.label} {member}".strip(), row[key]
+
+
+def line(row: Row, place: Shown) -> str:
+    """A row in one line; a number with a unit needs no label."""
+    return "  ".join(
+        metric.text(value) if metric.unit else f"{label} {metric.text(value)}"
+        for metric, label, value in present(row, place)
+    )
+
+
+def values(rows: Iterable[Row], key: str) -> list[Any]:
+    """What the rows hold under `key`, null included."""
+    return [row[key] for row in rows if key in row]
+
+
+def figures(rows: list[Row]) -> Row:
+    """One number for a whole run of each metric that its rows hold.
+
+    The median leaves out the first value, that of a step that compiles and warms up. A last value
+    that is no finite number, such as the loss of a run that diverged, is nan.
+    """
+    result: Row = {}
+    held: set[str] = set().union(*rows)
+    for metric in METRICS:
+        key = metric.key
+        if key not in held:
+            continue
+        if metric.of_run == "last":
+            last = next(row[key] for row in reversed(rows) if key in row)
+            result[key] = math.nan if last is None else last
+            continue
+        column = values(rows, key)
+        if metric.of_run == "median":
+            column = column[1:] or column
+            column = column[:: max(1, len(column) // MEDIAN_OF)]
+        if numbers := finite(column):
+            result[key] = median(numbers) if metric.of_run == "median" else max(numbers)
+    return result
+
+
+def all_finite(column: list[Any]) -> bool:
+    """Whether all values are finite numbers and so is their sum: one addition tells, which is
+    faster than a look at each.
+    """
+    try:
+        return math.isfinite(sum(column))
+    except TypeError:
+        return False
+
+
+def finite(column: Iterable[Any]) -> list[float]:
+    """The finite numbers among the values."""
+    column = list(column)
+    if all_finite(column):
+        return column
+    return [value for value in column if isinstance(value, int | float) and math.isfinite(value)]

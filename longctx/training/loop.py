@@ -1,0 +1,335 @@
+"""Training: one loop, in which the order of events stands, and nowhere else."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longctx.attention import kernels_run
+from longctx.config.request import Request
+from longctx.data import load
+from longctx.kernels.selftest import SelfTestFailed
+from longctx.planner.hardware import GIB
+from longctx.planner.peak_memory import PARAMETERS, predict
+from longctx.runs import checkpoints, run_folder
+from longctx.training import out_of_memory
+from longctx.training.batches import StepBatch, train_loader
+from longctx.training.learning_rate import LearningRate, learning_rate
+from longctx.training.module import TrainingModule
+from longctx.training.parallel import Parallel
+from longctx.training.resolve import (
+    choose_device,
+    continue_folder,
+    data_config,
+    resolve,
+    this_machine,
+)
+from longctx.training.run import Run, of_shared
+from longctx.training.run_log import RunLog
+from longctx.training.schedule import Schedule
+from longctx.training.sweep import RESULT_VARIABLE
+from longctx.training.throughput import Meter, StepSplit, resident
+from longctx.training.validation import facts_found, validate
+
+
+def train(request: Request) -> int:
+    """Train as `request` says and return the exit code.
+
+    Raises ValueError or OSError, one line, for whatever is wrong with the request.
+    """
+    machine = this_machine()
+    parallel = Parallel(request.config, choose_device(request.config, machine), machine)
+    request = request._replace(config=parallel.config)
+    run = resolve(request, machine) if parallel.is_first else None
+    parallel.launch("" if run is None else str(run.folder))
+    shared = parallel.share({} if run is None else run.shared())
+    if run is None:
+        run = of_shared(shared)
+    with run_folder.locked(run.folder) if parallel.is_first else nullcontext():
+        if run.checkpoint is not None and parallel.is_first:
+            continue_folder(run)
+        if os.environ.get(RESULT_VARIABLE) and parallel.is_first:
+            Path(os.environ[RESULT_VARIABLE]).write_text(str(run.folder), encoding="utf-8")
+        return train_safely(run, parallel)
+
+
+def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal) -> None:
+    """Every step of `run`: forward and backward, clipping and update, log, validate, save, stop."""
+    data = run.data or load(data_config(run.config), run.workload.seq_len)
+    shorter = [
+        load(data_config(run.config), seq_len) for seq_len, _ in run.config.seq_len_schedule or []
+    ]
+    schedule = Schedule(run, [*shorter, data])
+    state = TrainState(run, parallel)
+    meter, split = Meter(run.workload, parallel), StepSplit(parallel.device)
+    if run.checkpoint is not None:
+        state.restore(run.checkpoint, meter, parallel)
+    predicted = predicted_gib(run)
+
+    def validated(step: int) -> None:
+        if len(data.val):
+            row: dict[str, Any] = {"step": step, "tokens_seen": meter.tokens_seen}
+            row |= validate(state.module, data, run, parallel)
+            if run.config.passkey.enabled:
+                row |= facts_found(state.module, data, run)
+            log.record(row)
+            require_finite("validation loss", row.get("val_loss", 0.0), step, run)
+
+    log.begin()
+    if not run.steps_done:
+        validated(0)
+    meter.begin()
+    batches = step_batches(run, schedule, parallel)
+    for step, batch in zip(range(run.steps_done + 1, run.max_steps + 1), batches, strict=False):
+        # Forward and backward, clipping, update, learning rate
+        meter.batch_arrived()
+        split.begin(wanted=run.logs(step))
+        batch = batch.to(parallel.device)
+        loss = optimizer_step(state, batch, parallel, split.mark)
+        meter.add(batch, loss)
+        log.stepped(step)
+        if step == run.steps_done + 1:
+            freeze_garbage()
+
+        # Log
+        if run.logs(step):
+            row = {"step": step} | meter.row(state.module.grad_norm) | split.row()
+            row["memory_predicted_gib"] = predicted
+            row["lr"] = learning_rate(step - 1, run)
+            row["epoch"] = schedule.epoch(step)
+            log.record(row)
+            require_finite("loss", row.get("loss", 0.0), step, run)
+
+        # Validate
+        last = step == run.max_steps
+        with meter.set_aside():
+            log.start_wandb(
+                kernels_run()
+            )  # after the first step: until then it has nothing to show
+            if last or step % run.val_every == 0:
+                validated(step)
+
+        # Save. Ranks wait for one another to agree on a stop, so they ask where they wait anyway
+        stopped = (run.logs(step) or parallel.ranks == 1) and stop.wanted(parallel)
+        if last or stopped or step % run.config.checkpoint_every == 0:
+            require_finite("gradient norm", float(state.module.grad_norm), step, run)
+            with meter.set_aside():
+                save(run, state, meter, data.fingerprint, step, parallel, log)
+        if stopped:
+            break
+        meter.waits()
+
+
+def optimizer_step(
+    state: TrainState,
+    batch: StepBatch,
+    parallel: Parallel,
+    mark: Callable[[str], None] = lambda part: None,
+) -> Tensor:
+    """One update of the weights; returns the loss summed over this rank's scored tokens.
+
+    The gradient is that of the mean loss over the scored tokens of all micro-batches and ranks.
+    `mark` is told when "forward", "backward" and "optimizer" have been queued.
+    """
+    weight = parallel.loss_weight(batch.scored)
+    batch.weigh(weight)
+    total = torch.zeros((), device=parallel.device)
+    with parallel.autocast():  # around all micro-batches, so that weights are cast once
+        for micro in batch.micro:
+            with parallel.accumulates(state.prepared, last=micro is batch.micro[-1]):
+                loss = state.prepared.training_step(micro)
+                mark("forward")
+                parallel.backward(loss)
+                mark("backward")
+            total += loss.detach() / weight
+    state.module.configure_gradient_clipping(state.optimizer)
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    state.scheduler.step()
+    state.steps_done += 1
+    mark("optimizer")
+    return total
+
+
+class TrainState:
+    """What a step changes: weights, optimizer, learning rate."""
+
+    def __init__(self, run: Run, parallel: Parallel) -> None:
+        self.run, self.steps_done = run, run.steps_done
+        self.module = TrainingModule(run)
+        parallel.build(self.module.configure_model)
+        configured = self.module.configure_optimizers()
+        self.optimizer: torch.optim.Optimizer = configured["optimizer"]
+        self.scheduler: LearningRate = configured["lr_scheduler"]["scheduler"]
+        self.prepared = parallel.prepare(self.module)
+
+    def restore(self, path: Path, meter: Meter, parallel: Parallel) -> None:
+        """Continue from the checkpoint at `path`, bit for bit."""
+        checkpoint = checkpoints.read(path, checkpoints.TO_RESUME)
+        self.module.load_state_dict(checkpoint["state_dict"])
+        self.optimizer.load_state_dict(checkpoint["optimizer_states"][0])
+        self.scheduler = LearningRate(self.optimizer, self.run)
+        meter.restore(checkpoint["meter"], parallel.is_first)
+        checkpoints.restore_random_state(checkpoint["random"])
+
+
+def step_batches(run: Run, schedule: Schedule, parallel: Parallel) -> Iterator[StepBatch]:
+    """The batches of this rank, from the next step on, read ahead by worker processes."""
+    work = run.workload
+    loader = train_loader(
+        schedule.rows,
+        schedule.order(parallel.rank, run.steps_done),
+        work.batch_size,
+        work.accumulate,
+        run.config.workers,
+        pin=work.device == "cuda",
+        windows=work.model.windows(),
+        tokens=work.batch_size * work.seq_len,
+    )
+    return iter(loader)
+
+
+def save(
+    run: Run,
+    state: TrainState,
+    meter: Meter,
+    fingerprint: str,
+    step: int,
+    parallel: Parallel,
+    log: RunLog,
+) -> None:
+    """Write the checkpoint after `step`; the older ones of the run go."""
+    counters = meter.state()  # of all ranks
+    if parallel.is_first:
+        path = checkpoints.path_of(run.folder, step)
+        about = checkpoints.describe(run.settings(), fingerprint, parallel.ranks, run.kernel_lock)
+        checkpoints.save(
+            {
+                "longctx": about,
+                "steps_done": step,
+                "meter": counters,
+                "random": checkpoints.random_state(),
+                "state_dict": state.module.state_dict(),
+                "optimizer_states": [state.optimizer.state_dict()],
+            },
+            path,
+        )
+        checkpoints.tidy(run.folder, run.config.keep_checkpoints)
+        log.checkpoint(path, step)
+    parallel.barrier()
+
+
+def require_finite(name: str, value: float, step: int, run: Run) -> None:
+    """Raise FloatingPointError otherwise, so that no checkpoint holds weights that are no numbers."""
+    if math.isfinite(value):
+        return
+    advice = f"try a smaller lr or longer warm-up (lr={run.lr} warmup_steps={run.warmup_steps})"
+    if not step:
+        init = run.config.init
+        cause = f"init={init}" if init else f"model.init_std={run.workload.model.init_std}"
+        advice = f"the weights that the run begins with make it so ({cause})"
+    raise FloatingPointError(f"the {name} is {value} at step {step}; {advice}")
+
+
+def predicted_gib(run: Run) -> float:
+    """Peak memory that is expected: of a GPU, or of this process, whose model is there already."""
+    expected = predict(run.workload)
+    if run.workload.device == "cuda":
+        return expected.peak / GIB
+    return (resident() + expected.peak - expected.gpu[PARAMETERS]) / GIB
+
+
+def freeze_garbage() -> None:
+    """Leave what lives after the first step, libraries and compiled code, out of later collections.
+
+    A full collection looks through all of torch for 0.2 to 0.4 s, at random, and on each rank at
+    another step, for which all others wait.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+class StopSignal:
+    """SIGTERM and Ctrl-C end the run after the step at hand, with a checkpoint; a second one at once.
+
+    On several devices after the next logged step, when the ranks agree.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._handlers: dict[int, Any] = {}
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Catch the signals inside the block."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._handlers[number] = signal.signal(number, self.on_signal)
+        try:
+            yield
+        finally:
+            for caught, handler in self._handlers.items():
+                signal.signal(caught, handler)
+
+    def wanted(self, parallel: Parallel) -> bool:
+        """Whether a signal has reached any rank, agreed on by all of them."""
+        agreed = parallel.max(self.number or 0)
+        if agreed:  # else keep one that came while the ranks spoke, for the next time they do
+            self.number = agreed
+        return agreed > 0
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.number is not None:
+            raise KeyboardInterrupt
+        self.number = number
+
+
+def train_safely(run: Run, parallel: Parallel) -> int:
+    """`loop` with its beginning and its end: what the run says, and the exit code of each outcome."""
+    work, stop = run.workload, StopSignal()
+    log = RunLog(run, parallel)
+    state_of_gc = gc.get_freeze_count()
+    code: int = 1
+    problem: str | None = None
+    try:
+        with out_of_memory.within_memory(work.device), stop.caught():
+            loop(run, parallel, log, stop)
+        parallel.leave()
+        code = 0 if stop.number is None else 128 + stop.number
+    except KeyboardInterrupt:
+        parallel.kill_others()
+        code = 128 + int(stop.number or signal.SIGINT)
+        raise SystemExit(code) from None
+    except (SelfTestFailed, FloatingPointError) as error:
+        problem = str(error)
+    except (RuntimeError, MemoryError) as error:
+        if out_of_memory.is_out_of_memory(error):
+            problem = out_of_memory.explain(work, log.steps_done)
+        elif parallel.is_lost_connection(error):
+            first = str(error).splitlines()[0].partition(". ")[0]
+            problem = f"a process of the run is gone ({first}); python train.py resume={run.folder} goes on"
+        else:
+            parallel.kill_others()
+            raise
+    except BaseException:
+        parallel.kill_others()
+        raise
+    finally:
+        if gc.get_freeze_count() > state_of_gc:
+            gc.unfreeze()
+        log.end(code)
+    log.summary(code, stop.number)
+    if problem:
+        print(f"error: {problem}", file=sys.stderr)
+        parallel.kill_others()
+    return code

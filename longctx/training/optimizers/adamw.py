@@ -1,0 +1,156 @@
+"""AdamW (Loshchilov & Hutter, arXiv 1711.05101).
+
+Weight decay acts on every matrix, the embedding among them (tied, it is also the lm_head), never
+on norms and biases. Its two averages, 8 bytes a weight, can be kept in bf16 or on the host. On a
+GPU one kernel of ours updates a tensor (longctx.kernels.adamw) and clips its gradient on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import adamw as functional
+
+from longctx.config.optimizer_config import SLICE
+from longctx.kernels import HAS_TRITON
+from longctx.model.offload import pinned
+from longctx.training.run import Run
+
+AVERAGES = ("exp_avg", "exp_avg_sq")
+
+
+def build(model: nn.Module, run: Run) -> torch.optim.AdamW:
+    """AdamW over `model`, fused; `memory.optimizer_state` says where its averages are kept
+    between steps.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    beta1, beta2 = run.config.betas
+    stored = run.workload.memory.optimizer_state or "fp32"
+    decayed_or_not = groups(trained, run.config.weight_decay)
+    if stored == "fp32" and not all(by_kernel(p) for p in trained):
+        return torch.optim.AdamW(decayed_or_not, lr=run.lr, betas=(beta1, beta2), fused=True)
+    return AdamW(decayed_or_not, run.lr, (beta1, beta2), stored)
+
+
+def groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups: decayed matrices, and undecayed vectors; an empty one is left out."""
+    parameters = list(parameters)
+    matrices = [p for p in parameters if p.ndim >= 2]
+    vectors = [p for p in parameters if p.ndim < 2]
+    both: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [group for group in both if group["params"]]
+
+
+def count(state: dict[str, Any]) -> int:
+    """Count one more step of the parameter that has `state`; its number, from 1."""
+    step = 1 + (int(state["step"]) if state else 0)
+    state["step"] = torch.tensor(float(step))  # on the host, where nobody waits for it
+    return step
+
+
+def by_kernel(p: Tensor) -> bool:
+    return p.is_cuda and p.dtype == torch.float32 and HAS_TRITON
+
+
+class AdamW(torch.optim.AdamW):
+    """AdamW by our kernel on a GPU, else by torch's. Its averages lie beside the weights in fp32
+    ("fp32") or bf16 ("bf16"), or in pinned host memory ("host"), from where they come in slices.
+
+    The update itself is fp32, and "host" gives the bits of averages that never left. State that was
+    loaded from a checkpoint finds its place with the first step.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], stored: str
+    ) -> None:
+        super().__init__(groups, lr=lr, betas=betas)
+        self.stored = stored
+        # What the next step multiplies gradients by, on their device, see clip_gradients.
+        self.factor: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._update_group(group)
+        self.factor = None
+        return loss
+
+    def _update_group(self, group: dict[str, Any]) -> None:
+        for p in group["params"]:
+            if p.grad is not None and p.numel():
+                self._update(p, group)
+
+    def _update(self, p: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        step = count(state)
+        for name in AVERAGES:
+            state[name] = self._stored(p, state.get(name))
+        in_place = by_kernel(p) and self.stored != "host"
+        size = p.numel() if in_place else SLICE
+        assert p.grad is not None
+        flat, grad = p.view(-1), p.grad.reshape(-1)
+        for start in range(0, p.numel(), size):
+            at = slice(start, start + size)
+            stored = [state[name].view(-1)[at] for name in AVERAGES]
+            m, v = (
+                stored
+                if in_place
+                else [x.to(p.device, torch.float32, non_blocking=True, copy=True) for x in stored]
+            )
+            self._change(flat[at], grad[at], m, v, step, group)
+            if not in_place:
+                for place, new in zip(stored, (m, v), strict=True):
+                    place.copy_(new, non_blocking=True)
+
+    def _change(
+        self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: int, group: dict[str, Any]
+    ) -> None:
+        """Update p (N,) and its fp32 averages m and v (N,)."""
+        lr, eps, weight_decay = group["lr"], group["eps"], group["weight_decay"]
+        beta1, beta2 = group["betas"]
+        if by_kernel(p):
+            from longctx.kernels.adamw import adamw_  # needs Triton
+
+            adamw_(p, grad, m, v, self.factor, step, lr, (beta1, beta2), eps, weight_decay)
+            return
+        if self.factor is not None:
+            grad.mul_(self.factor)
+        before = torch.full((), step - 1.0, device=p.device)
+        functional.adamw(
+            *([p], [grad], [m], [v], [], [before]),
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=eps,
+            maximize=False,
+        )
+
+    def _stored(self, p: Tensor, average: Tensor | None) -> Tensor:
+        """`average` of p, zeros at first, where it is kept between steps."""
+        if self.stored != "host":
+            dtype = torch.bfloat16 if self.stored == "bf16" else torch.float32
+            if average is None:
+                return torch.zeros_like(p, dtype=dtype)
+            return average.to(p.device, dtype)
+        if (
+            average is not None
+            and average.device.type == "cpu"
+            and (average.is_pinned() or not p.is_cuda)
+        ):
+            return average
+        place = pinned(p.numel(), torch.float32).view(p.shape) if p.is_cuda else torch.empty_like(p)
+        return place.zero_() if average is None else place.copy_(average)

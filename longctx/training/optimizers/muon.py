@@ -1,0 +1,170 @@
+"""Muon: the matrices of the blocks move by orthogonalized averages of their gradients.
+
+For each matrix W of r rows and c columns with gradient G (Jordan et al. 2024,
+https://kellerjordan.github.io/posts/muon/):
+
+    M = M + (1 - μ)(G - M)              momentum
+    O = NS((1 - μ) G + μ M)             Nesterov's look ahead, orthogonalized
+    W = (1 - lr · decay) W - lr · 0.2 · sqrt(max(r, c)) · O
+
+NS is the Newton-Schulz iteration: singular vectors stay, singular values come near 1. The factor
+0.2 · sqrt(max(r, c)) gives the update the size of AdamW's, so that lr and weight_decay carry over
+(Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982, section 2.2). Embedding,
+lm_head, norms and biases are AdamW's, with the same lr.
+
+torch.optim.Muon computes the same for one whole parameter, and has no AdamW beside it. Here q, k
+and v lie in one weight, gate and up in another, and each is a matrix of its own. Matrices of one
+shape are orthogonalized together: the 84 of 124m are a few large products, not a thousand small.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from longctx.config.optimizer_config import STACK
+from longctx.model.layers import Linear
+from longctx.training.optimizers.adamw import AdamW, count, groups
+from longctx.training.run import Run
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Newton-Schulz, from Jordan's post
+EPS = 1e-7  # the least norm that a matrix is divided by
+SCALE = 0.2  # root mean square of AdamW's updates, arXiv 2502.16982
+
+
+def build(model: nn.Module, run: Run) -> Muon:
+    """Muon over the matrices in `model.blocks`, AdamW over all other weights of `model`."""
+    parts = block_matrices(model)
+    others = [p for p in model.parameters() if p.requires_grad and p not in parts]
+    chosen = run.workload.optimizer
+    assert chosen.momentum is not None and chosen.iterations is not None
+    return Muon(
+        parts,
+        run.config.weight_decay,
+        groups(others, run.config.weight_decay),
+        run.lr,
+        run.config.betas,
+        run.workload.memory.optimizer_state or "fp32",
+        chosen.momentum,
+        chosen.iterations,
+    )
+
+
+def block_matrices(model: nn.Module) -> dict[Tensor, tuple[int, ...]]:
+    """Each weight of a linear layer in `model.blocks` → the rows of the matrices stacked in it."""
+    modules = model.get_submodule("blocks").modules()
+    layers = [module for module in modules if isinstance(module, Linear)]
+    trained = [layer for layer in layers if layer.weight.requires_grad]
+    return {layer.weight: layer.parts or (layer.out_features,) for layer in trained}
+
+
+class Matrix(NamedTuple):
+    """One matrix of a block, (r, c): rows of a weight, of its gradient and of its momentum."""
+
+    weight: Tensor
+    gradient: Tensor
+    momentum: Tensor  # where and as it is kept between steps
+
+
+class Muon(AdamW):
+    """Muon for `parts`, weight → rows of each of its matrices, and AdamW for `others`, groups.
+
+    `stored` says where state lies, as in AdamW; all arithmetic but Newton-Schulz is fp32.
+    """
+
+    def __init__(
+        self,
+        parts: dict[Tensor, tuple[int, ...]],
+        weight_decay: float,
+        others: list[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        stored: str,
+        momentum: float,
+        iterations: int,
+    ) -> None:
+        matrices = {"params": list(parts), "weight_decay": weight_decay}
+        super().__init__([matrices, *others], lr, betas, stored)
+        self.parts, self.momentum, self.iterations = parts, momentum, iterations
+
+    def _update_group(self, group: dict[str, Any]) -> None:
+        weights = [p for p in group["params"] if p in self.parts and p.grad is not None]
+        if not weights:
+            return super()._update_group(group)
+        lr, decay = group["lr"], group["weight_decay"]
+        for batch in batches(self._matrices(weights)):
+            moved = [matrix.weight for matrix in batch]
+            updates = orthogonalized(self._directions(batch), self.iterations)
+            along = [u.mT if is_tall(w) else u for u, w in zip(updates, moved, strict=True)]
+            torch._foreach_mul_(moved, 1 - lr * decay)
+            torch._foreach_add_(moved, along, alpha=-lr * SCALE * math.sqrt(max(moved[0].shape)))
+
+    def _matrices(self, weights: Iterable[Tensor]) -> Iterator[Matrix]:
+        """Every matrix in `weights`, with its momentum, zeros at first, where that is kept."""
+        for p in weights:
+            state = self.state[p]
+            count(state)  # torch's Adam expects it of every state that it loads
+            momentum = state["momentum"] = self._stored(p, state.get("momentum"))
+            assert p.grad is not None
+            splits = (x.split(self.parts[p]) for x in (p, p.grad, momentum))
+            yield from map(Matrix._make, zip(*splits, strict=True))
+
+    def _directions(self, batch: list[Matrix]) -> Tensor:
+        """(n, r, c) bf16 with r <= c: what is to be orthogonalized; moves the momentum on."""
+        gradients = [matrix.gradient for matrix in batch]
+        kept = [matrix.momentum for matrix in batch]
+        device = gradients[0].device
+        in_place = self.stored == "fp32"
+        momenta = (
+            kept
+            if in_place
+            else [m.to(device, torch.float32, non_blocking=True, copy=True) for m in kept]
+        )
+        if self.factor is not None:
+            torch._foreach_mul_(gradients, self.factor)
+        torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
+        if not in_place:
+            for place, new in zip(kept, momenta, strict=True):
+                place.copy_(new, non_blocking=True)
+        ahead = torch._foreach_lerp(gradients, momenta, self.momentum)
+        shape = sorted(gradients[0].shape)
+        stack = torch.empty(len(batch), *shape, dtype=torch.bfloat16, device=device)
+        for place, direction in zip(stack, ahead, strict=True):
+            place.copy_(direction.mT if is_tall(direction) else direction)
+        return stack
+
+
+def is_tall(matrix: Tensor) -> bool:
+    """Whether `matrix` has more rows than columns: it is transposed for Newton-Schulz."""
+    return matrix.shape[0] > matrix.shape[1]
+
+
+def batches(matrices: Iterable[Matrix]) -> Iterator[list[Matrix]]:
+    """`matrices` by shape, transposed ones together, as many at a time as STACK weights hold."""
+    by_shape: dict[tuple[int, ...], list[Matrix]] = {}
+    for matrix in matrices:
+        by_shape.setdefault(tuple(sorted(matrix.weight.shape)), []).append(matrix)
+    for (r, c), alike in by_shape.items():
+        together = max(1, STACK // (r * c))
+        for start in range(0, len(alike), together):
+            yield alike[start : start + together]
+
+
+def orthogonalized(x: Tensor, iterations: int) -> Tensor:
+    """x (n, r, c) with r <= c, every singular value of each matrix brought near 1, in x's dtype.
+
+    X = X / |X|, then X = a X + (b A + c A²) X with A = X Xᵀ: an odd polynomial of the singular
+    values, steep at 0. They end between about 0.7 and 1.2, not at 1, which serves as well (Jordan).
+    """
+    a, b, c = COEFFICIENTS
+    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32)
+    x = x / norm.clamp(min=EPS).to(x.dtype)
+    for _ in range(iterations):
+        gram = torch.bmm(x, x.mT)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x

@@ -1,0 +1,70 @@
+"""Memory that runs out: told early on a CPU, recognised on both, and explained with a remedy."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from longctx.planner import fitting, hardware
+from longctx.planner.hardware import GIB
+from longctx.planner.peak_memory import predict
+from longctx.planner.workload import Workload
+
+
+@contextmanager
+def within_memory(device: str) -> Iterator[None]:
+    """On a CPU, refuse memory that the machine does not have when it is asked for, while that can
+    be said; else the kernel grants it, and kills some process once it is used. A tenth is left to
+    everything else.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if device == "cpu":
+        most = machine_memory() // 10 * 9
+        resource.setrlimit(
+            resource.RLIMIT_DATA,
+            (most if soft == resource.RLIM_INFINITY else min(soft, most), hard),
+        )
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def machine_memory() -> int:
+    """Bytes of memory that this machine has, swap left out."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on a GPU or on the CPU (for which torch has no exception of its own)."""
+    return isinstance(
+        error, torch.OutOfMemoryError | MemoryError
+    ) or "can't allocate memory" in str(error)
+
+
+def explain(work: Workload, steps_done: int) -> str:
+    """What ran out, predicted and measured, which term takes most, and the smallest change that
+    fits.
+    """
+    predicted = predict(work)
+    if work.device == "cuda":
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        gpu = hardware.chip(properties.name, float(properties.total_memory))
+        room, used = gpu.usable, float(torch.cuda.max_memory_allocated())
+        kind, there = "GPU memory", f"{used / GIB:.1f} GiB used of {gpu.memory / GIB:.1f}"
+    else:
+        room = 0.9 * machine_memory()
+        kind, there = "memory", f"{machine_memory() / GIB:.1f} GiB in all"
+    # It did not fit, whatever the prediction was: what fits must be predicted to take clearly less.
+    limit = min(room, 0.9 * predicted.peak)
+    advice = fitting.smallest_change(work, limit, hardware.host_memory())
+    largest = predicted.gpu[predicted.largest] / GIB
+    return (
+        f"out of {kind} in step {steps_done + 1} ({there}; {predicted.peak / GIB:.1f} predicted) "
+        f"at seq_len={work.seq_len}, batch_size={work.batch_size}, memory={work.memory.policy}: "
+        f"{predicted.largest} take {largest:.1f} GiB of it; try {advice}"
+    )

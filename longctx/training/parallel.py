@@ -1,0 +1,243 @@
+"""The processes of a run: the mesh they form, what is added up over it, and which of them writes.
+
+The only file that knows how a run is spread over devices. Lightning Fabric starts the processes
+(`python train.py devices=4`) or finds them (torchrun, srun) and gives each its device, precision
+and gradient averaging. Everything else asks this object, on one device too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.fabric.strategies.launchers import subprocess_script
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from longctx.config.train_config import TrainConfig
+from longctx.planner.hardware import Machine
+from longctx.planner.workload import PRECISION
+
+T = TypeVar("T")
+RUN_VARIABLE = "LONGCTX_RUN"  # the run's folder, for what is said about a process that is lost
+LIGHTNING_PRECISION = {"bf16": "bf16-mixed", "fp32": "32-true"}
+
+
+class Parallel:
+    """The processes of one run; this one is number `rank` of `ranks`, on `device`.
+
+    The mesh is (data, context): every data rank takes its own rows. Make it, decide what is to be
+    run on the first rank, then `launch`.
+    """
+
+    def __init__(self, config: TrainConfig, device: str, machine: Machine) -> None:
+        self.environment, self.ranks, self.local_ranks = processes(config)
+        self.config = replace(config, devices=self.ranks)
+        if device == "cuda" and self.local_ranks > machine.gpus:
+            there = f"there {'is' if machine.gpus == 1 else 'are'} {machine.gpus} here"
+            raise ValueError(f"devices={self.local_ranks}: {there}")
+        self.strategy = "ddp" if self.ranks > 1 or config.strategy.name == "ddp" else "none"
+        self.deterministic = config.deterministic
+        precision = PRECISION[device] if config.precision == "auto" else config.precision
+        self.fabric = Fabric(
+            accelerator="gpu" if device == "cuda" else "cpu",
+            devices=self.local_ranks,
+            num_nodes=self.ranks // self.local_ranks,
+            strategy=strategy(self.strategy, device),
+            precision=LIGHTNING_PRECISION[precision],  # type: ignore[arg-type]
+            plugins=[self.environment],
+        )
+        self.mesh: DeviceMesh | None = None
+
+    @property
+    def rank(self) -> int:
+        """This process's number among those of the run."""
+        return rank_of(self.environment)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process decides, writes and prints for the run."""
+        return self.rank == 0
+
+    @property
+    def device(self) -> torch.device:
+        """What this process computes on."""
+        device: torch.device = self.fabric.device
+        return device
+
+    def launch(self, folder: str) -> None:
+        """Start the other processes of the run in `folder`, or join those that a launcher started."""
+        quiet_lightning()
+        os.environ[RUN_VARIABLE] = folder
+        if self.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.benchmark = False
+            # A debugging aid, of which every allocation pays: our kernels write what they allocate.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        self.fabric.launch()
+        if self.ranks > 1:
+            self.mesh = init_device_mesh(
+                self.device.type, (self.ranks, 1), mesh_dim_names=("data", "context")
+            )
+
+    def share(self, plain: T) -> T:
+        """What the first rank has for `plain`, a value that JSON can hold, on every rank."""
+        if self.ranks == 1:
+            return plain
+        text = self.fabric.broadcast(json.dumps(plain), src=0)
+        shared: T = json.loads(text)
+        return shared
+
+    def build(self, make: Callable[[], None]) -> None:
+        """Call `make` so that the parameters that it creates are on this process's device."""
+        with self.fabric.init_module():
+            make()
+
+    def prepare(self, module: nn.Module) -> Any:
+        """`module` such that its gradients become the same on every rank in `backward`."""
+        return self.fabric.setup_module(module)
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """The precision of the run, around forward and backward of a step."""
+        context: AbstractContextManager[None] = self.fabric.autocast()
+        return context
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss` to those of the step."""
+        self.fabric.backward(loss)
+
+    def accumulates(self, module: Any, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of a micro-batch: gradients stay on their rank until the last."""
+        if last or self.strategy == "none":
+            return nullcontext()
+        context: AbstractContextManager[None] = self.fabric.no_backward_sync(module)
+        return context
+
+    def loss_weight(self, scored: int) -> Tensor:
+        """What each scored token's loss counts in the step, where this rank has `scored` of them.
+
+        () float32 on the device: the number of ranks, over which gradients are averaged, divided by
+        the scored tokens of all ranks.
+        """
+        total = torch.full((), float(scored), device=self.device)
+        return self.ranks / self.sum(total).clamp(min=1.0)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """`x` added up over all ranks, in place."""
+        if self.ranks > 1:
+            dist.all_reduce(x)
+        return x
+
+    def max(self, number: int) -> int:
+        """The largest `number` of any rank."""
+        if self.ranks == 1:
+            return number
+        largest = torch.tensor(number, device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return int(largest)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.fabric.barrier()
+
+    def leave(self) -> None:
+        """Part from the other processes, while all are there: gloo's threads outlive no exit."""
+        if dist.is_available() and dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+
+    def is_lost_connection(self, error: BaseException) -> bool:
+        """Whether another process went away inside a collective; gloo has no exception for that."""
+        return self.ranks > 1 and (
+            isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+        )
+
+    def kill_others(self) -> None:
+        """End the processes that this one has started, which may wait in a collective."""
+        for process in getattr(self.fabric.strategy.launcher, "procs", []):
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+
+
+def processes(config: TrainConfig) -> tuple[ClusterEnvironment, int, int]:
+    """Who starts the processes of a run, how many there are in all, and how many on this machine.
+
+    ValueError where devices= asks for another number than torchrun or srun has started.
+    """
+    if TorchElasticEnvironment.detect():
+        environment: ClusterEnvironment = TorchElasticEnvironment()
+        launcher, local = "torchrun", int(os.environ["LOCAL_WORLD_SIZE"])
+    elif SLURMEnvironment.detect() and int(os.environ.get("SLURM_NTASKS", "1")) > 1:
+        environment = SLURMEnvironment()
+        nodes = int(os.environ.get("SLURM_NNODES", "1"))
+        launcher, local = "srun", environment.world_size() // nodes
+    else:
+        return LightningEnvironment(), config.devices, config.devices
+    ranks = environment.world_size()
+    if config.devices not in (1, ranks):
+        raise ValueError(
+            f"devices={config.devices}: {launcher} has started {ranks} processes; leave devices "
+            "out, or start as many"
+        )
+    return environment, ranks, local
+
+
+def rank_of(environment: ClusterEnvironment) -> int:
+    """This process's number, which Lightning's own launcher knows by its number on the machine."""
+    if isinstance(environment, LightningEnvironment):
+        return environment.local_rank()
+    return environment.global_rank()
+
+
+def strategy(name: str, device: str) -> Any:
+    """Lightning's strategy for the run; each parallel strategy of ours is one line here."""
+    if name == "ddp":
+        return DDPStrategy(broadcast_buffers=False, gradient_as_bucket_view=True)
+    return SingleDeviceStrategy(device="cuda:0" if device == "cuda" else "cpu")
+
+
+class LostProcess(logging.Handler):
+    """Says which of a run's processes is gone, which Lightning notes before it kills the others."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        what = record.getMessage().partition(". ")[0]
+        folder = os.environ.get(RUN_VARIABLE, "runs/NAME")
+        print(
+            f"error: {what}, and the run with it; python train.py resume={folder} goes on",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def quiet_lightning() -> None:
+    """Silence advice that does not apply: own loggers, checkpoints and choice of workers."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    launcher = logging.getLogger(subprocess_script.__name__)
+    if not any(isinstance(handler, LostProcess) for handler in launcher.handlers):
+        launcher.addHandler(LostProcess())
+    launcher.setLevel(logging.INFO)
+    launcher.propagate = False
+    warnings.filterwarnings("ignore", module=r"lightning\..*")
+    warnings.filterwarnings(
+        "ignore", message=r".*(does not have many workers|LeafSpec|pkg_resources).*"
+    )

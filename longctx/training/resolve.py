@@ -1,0 +1,300 @@
+"""From what is asked for to what is done: every decision of a training run, made once, in order.
+
+`resolve` reads top to bottom: device, model, attention, length, vocabulary, memory policy, schedule,
+kernel lock, folder. Everything that can be wrong is found before the folder is made, so a mistake
+leaves nothing behind. What follows reads the frozen `Run` (run.py).
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from longctx import attention
+from longctx.config import presets
+from longctx.config.data_config import DataConfig
+from longctx.config.model_config import GPTConfig
+from longctx.config.request import Request
+from longctx.config.train_config import TrainConfig
+from longctx.data import load, sources
+from longctx.model.extension import extended
+from longctx.model.restore import mapped_model
+from longctx.planner import fitting, hardware
+from longctx.planner.hardware import Machine
+from longctx.planner.workload import Workload, with_vocabulary, workload_of
+from longctx.runs import checkpoints, run_folder
+from longctx.training import initial, kernel_lock, longest
+from longctx.training.child import DryRun
+from longctx.training.run import Run
+from longctx.training.validation import check_facts, check_validation
+
+SOME_LENGTH = 4096  # tokens per row, to open the data of seq_len=max before its length is known
+STEPS = {"cuda": 300, "cpu": 60}
+TOKENS_PER_VALIDATION = {"cuda": 262144, "cpu": 32768}
+Say = Callable[[str], None]
+
+
+def resolve(request: Request, machine: Machine, say: Say = print) -> Run:
+    """Decide everything about the run that `request` asks for on `machine`, and make its folder.
+
+    A resumed run keeps what its config.yaml says. Raises ValueError or OSError, one line that says
+    what to do, for whatever is wrong with the request.
+    """
+    config, resumed = request.config, request.config.resume is not None
+
+    # Device
+    device = choose_device(config, machine)
+    if not resumed:
+        run_folder.check_root(Path(config.runs))
+        run_folder.check_free(Path(config.runs), config.name)
+
+    # Model: a preset, the weights of a folder, or what the run began with
+    config, model, source = choose_model(request, device)
+    check_attention(config, model, device)
+
+    # Length of a row, its vocabulary with it where the length depends on memory
+    seq_len = config.seq_len
+    if seq_len == "max":
+        config = replace(config, batch_size=config.batch_size or 1)
+        tokens = load(data_config(config), SOME_LENGTH).tokenizer.vocab_size
+        seq_len = longest_rows(
+            config, check_vocabulary(model, tokens), tokens, machine, device, say
+        )
+    assert isinstance(seq_len, int)
+    if config.init is not None and not resumed:
+        model, rope = extended(model, config.rope, seq_len)
+        source += f", rope {rope}" if rope else ""
+    data = load(data_config(config), seq_len)
+    tokens = data.tokenizer.vocab_size
+    work = workload_of(config, device, seq_len, check_vocabulary(model, tokens))
+    work = with_vocabulary(work, tokens)
+
+    # Memory policy, and the rows of a micro-batch where neither is given
+    merge = config.batch_size is None and config.accumulate is None
+    if device == "cuda" and (merge or config.memory.policy == "auto"):
+        assert machine.gpu is not None
+        work = fitting.decide(work, machine.gpu, machine.host_memory, merge)
+
+    # Schedule
+    run = scheduled(config, work)
+    check_schedule(run)
+    check_facts(data, config, seq_len)
+    check_validation(data, config, request.overrides)
+
+    # Kernel lock and folder: the first thing that is written
+    run = replace(run, model_source=source, data=data)
+    if resumed:
+        return continued(run)
+    lock = kernel_lock.of_workload(work) if config.kernel.lock != "off" else None
+    if not len(data.train):
+        raise ValueError(
+            f"data={config.data.source}: no document is left to train on; "
+            f"data.val_fraction={config.data.val_fraction}"
+        )
+    folder = run_folder.create(
+        Path(config.runs),
+        config.name,
+        run_folder.stem(choices_of(request, device), seq_len, request.overrides),
+    )
+    config = replace(config, data=sources.absolute(config.data), name=folder.name)
+    run = replace(run, config=config, folder=folder, kernel_lock=lock)
+    fill_folder(run)
+    return run
+
+
+def this_machine() -> Machine:
+    """The machine as torch sees it from this process."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not gpus:
+        return Machine(0, None, False, hardware.host_memory())
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    gpu = hardware.chip(properties.name, float(properties.total_memory))
+    return Machine(gpus, gpu, torch.cuda.is_bf16_supported(), hardware.host_memory())
+
+
+def choose_device(config: TrainConfig, machine: Machine) -> str:
+    """ "cuda" or "cpu"; ValueError for a GPU that is asked for and not there, or lacks bf16."""
+    if config.device == "cuda" and not machine.gpus:
+        raise ValueError(
+            "device=cuda: torch finds no GPU here; use device=cpu, or device=auto for what there is"
+        )
+    if config.device == "cpu" or not machine.gpus:
+        return "cpu"
+    if not machine.bf16 and config.precision in ("auto", "bf16"):
+        name = machine.gpu.name if machine.gpu else "this GPU"
+        raise ValueError(f"precision=bf16: {name} has no bf16; use precision=fp32")
+    return "cuda"
+
+
+def choose_model(request: Request, device: str) -> tuple[TrainConfig, GPTConfig, str]:
+    """The configuration with what the model decides, the model, and where it comes from in words."""
+    config, preset = request.config, request.choices.get("model", "")
+    if config.lora.rank is not None and config.init is None:
+        raise ValueError(
+            f"lora.rank={config.lora.rank}: adds to trained weights, and init= names none; "
+            "leave lora out"
+        )
+    if config.init is not None and config.resume is None:
+        config, model = initial.model_of_folder(config, request.overrides)
+        return config, model, f"weights of {request.config.init}"
+    if preset != "auto":
+        return config, config.model, preset
+    model = presets.auto_model(config.model, request.overrides, device)
+    return config, model, f"{presets.AUTO_MODEL[device]} (model=auto)"
+
+
+def choices_of(request: Request, device: str) -> dict[str, str]:
+    """The preset of each group, for the folder's name; weights of a folder go by its name."""
+    choices = dict(request.choices)
+    if request.config.init is not None:
+        choices["model"] = Path(request.config.init).name.lstrip(".-") or "model"
+    elif choices["model"] == "auto":
+        choices["model"] = presets.AUTO_MODEL[device]
+    return choices
+
+
+def check_attention(config: TrainConfig, model: GPTConfig, device: str) -> None:
+    """Raise ValueError, saying what to use instead, where the backend cannot run as asked."""
+    bf16 = config.precision == "bf16" or (config.precision == "auto" and device == "cuda")
+    attention.check(
+        config.attention.backend,
+        device=device,
+        dtype=torch.bfloat16 if bf16 else torch.float32,
+        head_dim=model.head_size,
+        options=config.attention.options,
+        deterministic=config.deterministic,
+    )
+
+
+def data_config(config: TrainConfig) -> DataConfig:
+    """Where documents and tokenizer come from.
+
+    A run that began with `init` has that folder's tokenizer in its own.
+    """
+    if config.init is None or config.resume is None:
+        return config.data
+    return replace(config.data, tokenizer=config.resume)
+
+
+def check_vocabulary(model: GPTConfig, tokens: int) -> GPTConfig:
+    """`model`; ValueError where its vocabulary is smaller than the tokenizer's `tokens`."""
+    if model.vocab_size is not None and model.vocab_size < tokens:
+        raise ValueError(
+            f"model.vocab_size={model.vocab_size}: the tokenizer has {tokens:,} tokens; "
+            "use at least that, or null to follow it"
+        )
+    return model
+
+
+def longest_rows(
+    config: TrainConfig, model: GPTConfig, tokens: int, machine: Machine, device: str, say: Say
+) -> int:
+    """Tokens per row for seq_len=max; ValueError on a CPU, whose memory others use too."""
+    if device != "cuda" or machine.gpu is None:
+        raise ValueError(
+            "seq_len=max: finds what fits a GPU, and this run is on a CPU; give a number of tokens"
+        )
+
+    def at(length: int) -> Workload:
+        return with_vocabulary(workload_of(config, "cuda", length, model), tokens)
+
+    def probe(work: Workload) -> DryRun:
+        return longest.probe(scheduled(config, work))
+
+    return longest.find(at, probe, machine.gpu, machine.host_memory, say)
+
+
+def scheduled(config: TrainConfig, work: Workload) -> Run:
+    """A run of `work` with its number of steps, learning rate and validations, but no folder."""
+    if config.max_tokens is not None:
+        steps = math.ceil(config.max_tokens / work.tokens_per_step)
+    else:
+        steps = config.max_steps or STEPS[work.device]
+    rows = max(1, TOKENS_PER_VALIDATION[work.device] // work.seq_len)
+    return Run(
+        config=config,
+        workload=work,
+        max_steps=steps,
+        lr=default_learning_rate(config, work.model) if config.lr is None else config.lr,
+        warmup_steps=min(200, steps // 10) if config.warmup_steps is None else config.warmup_steps,
+        val_every=config.val_every or max(20, math.ceil(steps / 5)),
+        val_rows=rows if config.val_rows is None else config.val_rows,
+    )
+
+
+def default_learning_rate(config: TrainConfig, model: GPTConfig) -> float:
+    """The peak rate where none is given.
+
+    From random weights near GPT-3's table of sizes; for trained ones as in YaRN (arXiv 2309.00071);
+    ten times that for LoRA, whose additions begin at zero (arXiv 2405.09673).
+    """
+    if config.lora.rank is not None:
+        return 2e-4
+    return 2e-5 if config.init is not None else 0.5 / model.channels
+
+
+def check_schedule(run: Run) -> None:
+    """Raise ValueError where seq_len_schedule leaves no step for seq_len itself."""
+    stages = run.config.seq_len_schedule or []
+    if sum(steps for _, steps in stages) >= run.max_steps:
+        raise ValueError(
+            f"seq_len_schedule={stages}: takes all {run.max_steps:,} steps; leave some for seq_len"
+        )
+
+
+def continued(run: Run) -> Run:
+    """`run` from the newest checkpoint of its folder, after checking that data, model, kernels fit."""
+    config, folder = run.config, Path(run.config.resume or "")
+    assert run.data is not None
+    path = run_folder.checkpoints(folder)[-1]
+    checkpoints.verify(path)
+    checkpoint = checkpoints.read(path, checkpoints.TO_RESUME)
+    about, done = checkpoint["longctx"], int(checkpoint["steps_done"])
+    if about["data"] != run.data.fingerprint:
+        raise ValueError(
+            f"resume={folder}: the documents or the tokenizer are no longer those that the run "
+            "began with"
+        )
+    if done >= run.max_steps:
+        raise ValueError(
+            f"resume={folder}: the run has done its {done:,} steps; to go on, give a larger max_steps="
+        )
+    run_folder.check_unedited(folder, about["config"], run.settings())
+    mapped_model(path, checkpoint, run.workload.model, config.attention, config.lora)
+    now = kernel_lock.of_workload(run.workload) if config.kernel.lock != "off" else None
+    lock, note = kernel_lock.held(config, now, about.get("kernel_lock"), done)
+    return replace(
+        run,
+        folder=folder,
+        checkpoint=path,
+        steps_done=done,
+        model_source="",
+        kernel_lock=lock,
+        lock_note=note or "",
+    )
+
+
+def fill_folder(run: Run) -> None:
+    """Write what a run's folder begins with; the folder goes again if that fails."""
+    assert run.data is not None
+    try:
+        run.data.tokenizer.save(run.folder / "tokenizer.json")
+        initial.keep_for_export(run.config, run.folder)
+        (run.folder / "checkpoints").mkdir()
+        kernel_lock.write(run.folder, run.kernel_lock)
+        run_folder.write_config(run.folder, run.settings())
+    except OSError as error:
+        shutil.rmtree(run.folder, ignore_errors=True)
+        raise OSError(f"{run.folder}: cannot be written: {error.strerror or error}") from error
+
+
+def continue_folder(run: Run) -> None:
+    """Make the folder of a resumed run that of its checkpoint: later metrics are dropped."""
+    kernel_lock.write(run.folder, run.kernel_lock)
+    run_folder.write_config(run.folder, run.settings() | {"resume": None})
+    run_folder.drop_metrics_after(run.folder, run.steps_done)

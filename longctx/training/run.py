@@ -1,0 +1,108 @@
+"""A training run with nothing left to decide: what `resolve` returns, and all else reads."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from longctx.config.train_config import TrainConfig, from_plain
+from longctx.data import Data, Mixture
+from longctx.kernels.fingerprint import Lock
+from longctx.planner.workload import Workload, workload_of
+from longctx.runs import run_folder
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run with nothing left to decide.
+
+    What `resolve` decides is a field here or in `workload`; what is as asked stays in `config`.
+    """
+
+    config: TrainConfig  # as asked, with absolute paths
+    workload: Workload  # what a step computes: device, rows, model, memory policy
+    max_steps: int
+    lr: float  # peak learning rate
+    warmup_steps: int
+    val_every: int
+    val_rows: int  # 0: all
+    model_source: str = ""  # such as "tiny (model=auto)" or "weights of FOLDER"
+    folder: Path = Path()
+    checkpoint: Path | None = None  # where the run goes on from
+    steps_done: int = 0  # at that checkpoint
+    kernel_lock: Lock | None = None
+    lock_note: str = ""  # what is to be said about kernels that changed
+    data: Data | Mixture | None = field(default=None, compare=False, repr=False)
+
+    def logs(self, step: int) -> bool:
+        """Whether a row is logged after `step`: the first, every few, before validations, the last."""
+        every = step % self.config.log_every and step % self.val_every
+        return step in (1, self.max_steps) or not every
+
+    def settings(self) -> dict[str, Any]:
+        """Every key of the configuration as decided: what config.yaml says."""
+        work = self.workload
+        decided = {
+            "seq_len": work.seq_len,
+            "batch_size": work.batch_size,
+            "accumulate": work.accumulate,
+            "max_steps": self.max_steps,
+            "max_tokens": None,
+            "lr": self.lr,
+            "warmup_steps": self.warmup_steps,
+            "val_every": self.val_every,
+            "val_rows": self.val_rows,
+            "precision": work.precision,
+            "compile": str(work.compile).lower(),
+            "devices": work.devices,
+            "model": asdict(work.model),
+            "memory": asdict(work.memory),
+            "optimizer": asdict(work.optimizer),
+            "name": self.folder.name or self.config.name,
+        }
+        if self.config.kernel.lock == "record":  # new kernels are accepted once, not for ever
+            decided["kernel"] = {"lock": "auto"}
+        return run_folder.plain(self.config) | run_folder.plain(decided)
+
+    def shared(self) -> dict[str, Any]:
+        """All but the data, as values that JSON can hold: what other processes are told."""
+        return {
+            "settings": self.settings() | {"resume": self.config.resume},
+            "device": self.workload.device,
+            "model_source": self.model_source,
+            "folder": str(self.folder),
+            "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
+            "steps_done": self.steps_done,
+            "kernel_lock": self.kernel_lock,
+        }
+
+
+def run_of(settings: dict[str, Any], device: str, **about: Any) -> Run:
+    """The run with these `settings` (see `Run.settings`) on "cuda" or "cpu"; the inverse of it."""
+    config = from_plain(settings)
+    assert isinstance(config.seq_len, int)
+    return Run(
+        config=config,
+        workload=workload_of(config, device, config.seq_len),
+        max_steps=settings["max_steps"],
+        lr=settings["lr"],
+        warmup_steps=settings["warmup_steps"],
+        val_every=settings["val_every"],
+        val_rows=settings["val_rows"],
+        **about,
+    )
+
+
+def of_shared(shared: dict[str, Any]) -> Run:
+    """The run that another process told of by `Run.shared`."""
+    checkpoint = shared["checkpoint"]
+    return run_of(
+        shared["settings"],
+        shared["device"],
+        model_source=shared["model_source"],
+        folder=Path(shared["folder"]),
+        checkpoint=None if checkpoint is None else Path(checkpoint),
+        steps_done=shared["steps_done"],
+        kernel_lock=shared["kernel_lock"],
+    )

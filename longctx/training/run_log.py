@@ -1,0 +1,134 @@
+"""Where a run's rows go: metrics.jsonl and wandb, the console; only on the first rank."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longctx import attention
+from longctx.planner.hardware import GIB
+from longctx.planner.peak_memory import predict
+from longctx.runs.tracking import Tracker
+from longctx.training.console import Display, closing_table
+from longctx.training.parallel import Parallel
+from longctx.training.run import Run
+
+
+class RunLog:
+    """The log of `run`: silent on ranks other than the first."""
+
+    def __init__(self, run: Run, parallel: Parallel) -> None:
+        self.run, self.first, self.steps_done = run, parallel.is_first, run.steps_done
+        self.display = Display(run.max_steps, run.steps_done, silent=not self.first)
+        self.tracker = Tracker(run.folder, run.config.wandb) if self.first else None
+        self.facts = facts(run) if self.first else {}
+        if self.first:
+            for line in opening(run, parallel):
+                self.display.say(line)
+        if self.tracker is not None and (how := self.tracker.how_to_look()):
+            self.display.say(how)
+
+    def begin(self) -> None:
+        """Show the progress bar."""
+        self.display.start()
+
+    def stepped(self, step: int) -> None:
+        """Note that `step` is done."""
+        self.steps_done = step
+        self.display.stepped(step)
+
+    def record(self, row: dict[str, Any]) -> None:
+        """Write a row to metrics.jsonl and wandb, and show it."""
+        if self.tracker is not None:
+            self.tracker.log(row)
+        self.display.show(row)
+
+    def start_wandb(self, kernels: dict[str, str]) -> None:
+        """Begin the copy at wandb, once."""
+        if self.tracker is not None:
+            problem = self.tracker.start_wandb(self.facts | {"kernels": kernels})
+            if problem:
+                self.display.say(problem)
+
+    def checkpoint(self, path: Path, step: int) -> None:
+        """Upload a checkpoint where that is asked for."""
+        if self.tracker is not None:
+            self.tracker.checkpoint(path, step)
+
+    def end(self, code: int) -> None:
+        """Close bar, file and wandb."""
+        self.display.stop()
+        if self.tracker is not None:
+            self.tracker.finish(code)
+
+    def summary(self, code: int, stopped_by: int | None) -> None:
+        """Print what the run came to."""
+        if not self.first:
+            return
+        if stopped_by is not None:
+            name = signal.Signals(stopped_by).name
+            self.display.say(f"stopped by {name} after step {self.steps_done:,}, saved")
+        self.display.say("")
+        table = closing_table(self.run.folder, attention.kernels_run(), finished=code == 0)
+        self.display.console.print(table)
+
+
+def facts(run: Run) -> dict[str, Any]:
+    """What wandb is told about a run: its settings and what they come to."""
+    work, data = run.workload, run.data
+    assert data is not None
+    return run.settings() | {
+        "backend": work.attention.backend,
+        "data_fingerprint": data.fingerprint,
+        "parameters": work.model.parameters(),
+        "trained_parameters": work.lora.parameters(work.model) or work.model.parameters(),
+        "data_summary": data.summary(),
+        "device": torch.cuda.get_device_name() if work.device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "kernel_lock": run.kernel_lock,
+        "memory_predicted_gib": predict(work).peak / GIB,
+    }
+
+
+def opening(run: Run, parallel: Parallel) -> list[str]:
+    """The lines that a run begins with."""
+    work, config, data = run.workload, run.config, run.data
+    assert data is not None
+    device = f"CPU, {torch.get_num_threads()} threads"
+    if work.device == "cuda":
+        device = torch.cuda.get_device_name()
+    several = f"{work.devices} × " if work.devices > 1 else ""
+    compiled = ", torch.compile" if work.compile else ""
+    continued = f", continued after step {run.steps_done:,}" if run.steps_done else ""
+    source = f"{run.model_source}, " if run.model_source else ""
+    adapters = work.lora.parameters(work.model)
+    lora = f", frozen; LoRA of rank {work.lora.rank} trains {adapters:,} more" if adapters else ""
+    options = "".join(f", {key}={value}" for key, value in work.attention.options.items())
+    counts = data.summary()
+    empty = counts["documents_dropped"]
+    documents = f"{counts['documents']:,} documents" + (
+        f" ({empty:,} empty left out)" if empty else ""
+    )
+    pieces = "micro-batch" if work.accumulate == 1 else "micro-batches"
+    shorter = ", ".join(
+        f"{steps:,} steps with rows of {seq_len:,}"
+        for seq_len, steps in config.seq_len_schedule or []
+    )
+    lines = [
+        f"run        {run.folder}{continued}",
+        f"device     {several}{device}, {work.precision}{compiled}",
+        f"model      {source}{work.model.parameters():,} parameters{lora}",
+        f"attention  {work.attention.backend}{options}",
+        f"memory     {work.memory}",
+        f"data       {config.data.source}, {documents}, {counts['tokens']:,} tokens, "
+        f"{len(data.train):,} rows of {work.seq_len:,}",
+        f"step       {work.tokens_per_step:,} tokens = {work.batch_size} rows × {work.accumulate} "
+        + pieces
+        + (f" × {work.devices} devices" if work.devices > 1 else ""),
+        f"length     {run.max_steps:,} steps, {run.max_steps * work.tokens_per_step:,} tokens"
+        + (f", {shorter} first" if shorter else ""),
+    ]
+    return [*lines, f"kernels    {run.lock_note}"] if run.lock_note else lines

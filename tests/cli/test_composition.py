@@ -1,0 +1,412 @@
+"""Every preset composes, every mistake is one line that names the key, and composing needs no
+torch.
+"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from longctx import cli
+from longctx.cli import composition, overrides
+from longctx.config import presets
+from longctx.config.train_config import TrainConfig
+from longctx.planner.workload import workload_of
+from longctx.runs import run_folder
+from longctx.training.resolve import scheduled
+
+ROOT = Path(__file__).resolve().parents[2]
+PRESETS = sorted((path.parent.name, path.stem) for path in cli.CONFIGS.glob("*/*.yaml"))
+
+
+def compose(*arguments: str, gpu: bool = False) -> cli.Composed:
+    return cli.with_model(
+        cli.compose("train", cli.read("train", list(arguments)).overrides), gpu=gpu
+    )
+
+
+@pytest.mark.parametrize(("group", "name"), PRESETS)
+def test_every_preset_composes(group: str, name: str) -> None:
+    path = ["data.path=somewhere"] if name in ("text", "hub") else []
+    path += ["data.mix.code.source=embedded"] if name == "mix" else []
+    path += ["init=somewhere"] if group == "rope" else []
+    path += ["rope.theta=5000000"] if name == "abf" else []
+    composed = compose(f"{group}={name}", *path)
+    assert isinstance(composed.config, TrainConfig)
+    assert name == "auto" or composed.choices[group] == name
+
+
+@pytest.mark.parametrize(
+    ("group", "name"), [preset for preset in PRESETS if preset[0] in ("attention", "data")]
+)
+def test_every_preset_composes_for_evaluation(group: str, name: str) -> None:
+    path = ["data.path=somewhere"] if name in ("text", "hub") else []
+    path += ["data.mix.code.source=embedded"] if name == "mix" else []
+    arguments = cli.read("eval", ["checkpoint=runs/x", f"{group}={name}", *path])
+    assert cli.compose("eval", arguments.overrides).choices[group] == name
+
+
+def test_no_words_give_the_defaults_of_the_dataclass() -> None:
+    composed = compose().config
+    fresh = TrainConfig()
+    for key in ("seq_len", "lr", "clip", "min_lr", "seed", "runs", "wandb", "strategy"):
+        assert getattr(composed, key) == getattr(fresh, key)
+    assert composed.attention.backend == "flash"
+    assert composed.data.source == "embedded"
+
+
+def test_model_auto_follows_the_device_and_keeps_what_was_said_about_it() -> None:
+    on_cpu, on_gpu = compose("model.ffn=77"), compose("model.ffn=77", gpu=True)
+    assert (on_cpu.choices["model"], on_gpu.choices["model"]) == ("tiny", "124m")
+    assert on_cpu.config.model.ffn == on_gpu.config.model.ffn == 77
+    assert on_gpu.config.model.channels == 768
+    assert compose("model=350m", gpu=True).choices["model"] == "350m"
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("seqlen=3", "did you mean seq_len?"),
+        ("layers=3", "did you mean model.layers?"),
+        ("+foo=1", "foo is not a key"),
+        ("attention=flsh", "did you mean flash?"),
+        ("attention=", "attention=: not one of"),
+        ("seq_len=abc", "seq_len=abc: must be a whole number, or max"),
+        ("seq_len=4.5", "seq_len=4.5: must be a whole number"),
+        ("seq_len=null", "seq_len=null: not allowed; give a whole number"),
+        ("min_lr=null", "min_lr=null: not allowed; give a number"),
+        ("seq_len=true", "seq_len=true: must be a whole number, or max"),
+        ("seq_len=0", "seq_len=0"),
+        ("seq_len=1", "seq_len=1"),
+        ("seq_len=-4096", "seq_len=-4096"),
+        ("seq_len=99999999999999999999", "seq_len=99999999999999999999"),
+        ("seq_len=[1", "seq_len=[1: cannot be read"),
+        ("seq_len=1,2", "add -m"),
+        ("seq_len", "key=value"),
+        ("--cfg=job", "not an option"),
+        ("lr=nan", "lr=nan"),
+        ("lr=high", "lr=high: must be a number"),
+        ("betas=3", "must be a list"),
+        ("betas=[0.9,1.5]", "betas=[0.9, 1.5]"),
+        ("tags=x", "did you mean wandb.tags?"),
+        ("wandb={mode:online}", "wandb has keys of its own"),
+        ("wandb.mode=sometimes", "wandb.mode=sometimes"),
+        ("device=tpu", "device=tpu: one of auto, cpu, cuda"),
+        ("compile=perhaps", "compile=perhaps"),
+        ("clip=0", "clip=0"),
+        ("batch_size=0", "batch_size=0"),
+        ("workers=-1", "workers=-1"),
+        ("name=../up", "name='../up'"),
+        ("name=a/b", "name='a/b'"),
+        ("name=..", "name='..'"),
+        ("name=" + "x" * 300, "up to 100 letters"),
+        ("model.heads=3", "model.heads=3"),
+        ("model.channels=130", "model.channels=130"),
+        ("data.val_fraction=2", "data.val_fraction=2"),
+        ("memory=short", "memory=short: not one of auto, balanced, fast, long"),
+        ("memory.recompute=all", "memory.recompute=all: one of none, mlp, block"),
+        ("memory.offload=2", "memory.offload=2.0: a number from 0 to 1"),
+        ("memory.mlp_tile=-1", "memory.mlp_tile=-1: a number from 0"),
+        ("memory.optimizer_state=disk", "memory.optimizer_state=disk: one of fp32, bf16, host"),
+        ("optimizer=muno", "did you mean muon?"),
+        ("optimizer.momentum=0.9", "optimizer.momentum=0.9: not a key of optimizer=adamw"),
+        ("loss_chunk=0", "did you mean memory.loss_chunk?"),
+        ("memory.loss_chunk=0", "memory.loss_chunk=0: a number from 1"),
+        ("hydra.run.dir=/tmp/x", "Hydra cannot be changed"),
+        ("+hydra/launcher=basic", "Hydra cannot be changed"),
+        ("~hydra.job", "Hydra cannot be changed"),
+        ("model._target_=os.system", "_target_"),
+        ("~model", "key=value"),
+        ("=3", "=3: not of the form key=value"),
+        ("resume=", "resume= names no run"),
+        ("rope=yarn", "rope=yarn: stretches trained weights, and init= names none"),
+        ("passkey=yes", "passkey=yes: must be true or false"),
+        ("deterministic=maybe", "deterministic=maybe: must be true or false"),
+        ("name={a:1}", "name={a:1}: must be text"),
+        ("passkey.samples=3", "passkey.samples=3: does nothing without passkey=true"),
+        ("lora.scaling=3", "lora.scaling=3.0: does nothing without lora.rank"),
+        ("passkey.depths=[2]", "passkey.depths=[2.0]: "),
+        ("passkey.lengths=[64]", "passkey.lengths=[64]: "),
+        ("passkey.kinds=[thread]", "passkey.kinds=['thread']: "),
+        ("passkey.samples=0", "passkey.samples=0: a number from 1"),
+        ("data=mix", "data.mix is not set"),
+        ("data.errors=replace", "data.errors=replace: "),
+        ("lora.rank=0", "lora.rank=0: a number from 1 to 4,096"),
+        ("lora.targets=[q]", "lora.targets=['q']: of qkv"),
+        ("seq_len_schedule=[[1000,5]]", "growing lengths that divide seq_len=4096"),
+        ("seq_len_schedule=[[2048,5],[1024,5]]", "growing lengths that divide seq_len=4096"),
+        ("seq_len_schedule=[[2048]]", "pairs of row length and steps"),
+        ("seq_len_schedule=[[2048,0]]", "pairs of row length and steps"),
+        ("rope=yern", "did you mean yarn?"),
+        ("rope.theta=5e6", "rope.theta goes with rope=abf"),
+        ("rope.factor=2", "rope.factor=2.0: not used by rope=keep"),
+        ("model.rope_scaling.rope_type=linear", "model.rope_scaling.factor is missing"),
+        ("model.window_layers=[0]", "model.window_layers=[0]: give model.window too"),
+        ("seed=${oc.env:HOME}", "seed=${oc.env:HOME}: ${...} is not filled in here"),
+        (r"wandb.notes=$\{oc.env:HOME}", "wandb.notes"),
+        (r"wandb.tags=[a,$\{oc.env:HOME}]", "wandb.tags"),
+        (r"seed=$\{oc.env:HOME}", "seed"),
+        (r"attention.options.kernel=$\{oc.env:HOME}", "attention.options.kernel"),
+        (r"data.mix.a.path={b:$\{oc.env:HOME}}", "data.mix.a.path"),
+        (
+            "seq_len_schedule=[[128.5,2]]",
+            "seq_len_schedule=[[128.5,2]]: must be a list of lists of whole numbers",
+        ),
+        ("attention.options=3", "attention.options=3: must be keys with values"),
+        ("model.nope_layers=[4]", "model.nope_layers=[4]: layers from 0 to 3"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_it(word: str, said: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        compose(word)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_words_about_data_of_which_nothing_comes_are_mistakes_and_a_saved_run_may_say_them(
+    tmp_path: Path,
+) -> None:
+    mix = ["data=mix", "data.mix.code.source=embedded"]
+    for words, said in (
+        (
+            ["data.tokenizer=a", "data.vocab_size=16384"],
+            "data.vocab_size=16384: data.tokenizer=a has its own",
+        ),
+        ([*mix, "data.errors=strict"], "data.errors=strict: "),
+        (
+            [*mix, "data.mix.a.path=x", "data.mix.code.errors=replace"],
+            "data.mix.code.errors=replace: ",
+        ),
+        (
+            ["data.text_column=body"],
+            "data.text_column=body: ",
+        ),
+        (
+            ["data=text", "data.path=x", "data.chat=true", "data.text_column=body"],
+            "data.text_column=body: ",
+        ),
+        ([*mix, "data.text_column=body"], "data.text_column=body: "),
+        ([*mix, "data.length=500"], "data.length=500: "),
+        (
+            [*mix, "data.mix.code.split=test"],
+            "data.mix.code.split=test: ",
+        ),
+    ):
+        with pytest.raises(ValueError, match=said):
+            compose(*words)
+    for words in (
+        ["data.mix.a.source=needles", "data.length=500"],
+        ["data.mix.a.path=x", "data.text_column=body"],
+    ):
+        compose(*mix, *words)
+    for words in (
+        [*mix, "data.mix.a.path=x"],
+        ["data=text", "data.path=x"],
+        ["data=needles", "data.path=x"],
+    ):
+        assert (
+            compose(*words, "data.errors=replace", "data.vocab_size=300").config.data.errors
+            == "replace"
+        )
+    run_folder.write_config(tmp_path, settings("data.tokenizer=a", "max_steps=7"))
+    assert (
+        cli.from_file("train", tmp_path / "config.yaml", ["max_steps=9"]).config.data.tokenizer
+        == "a"
+    )
+    assert (
+        cli.from_file("train", tmp_path / "config.yaml", ["max_tokens=null"]).config.max_steps == 7
+    )
+
+
+def test_a_field_of_text_wants_files_of_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("plain")
+    words = ("data=text", f"data.path={tmp_path}", "data.text_column=body")
+    with pytest.raises(
+        ValueError,
+        match=r"data\.text_column=body: ",
+    ):
+        compose(*words)
+    (tmp_path / "b.jsonl.gz").write_bytes(b"")
+    assert compose(*words).config.data.text_column == "body"
+
+
+def test_parts_of_memory_fit_together() -> None:
+    with pytest.raises(
+        ValueError, match=r"memory\.keep_every=2 needs memory\.recompute=block, not none"
+    ):
+        compose("memory=fast", "memory.keep_every=2")
+    with pytest.raises(
+        ValueError, match=r"memory\.mlp_tile=64 needs memory\.recompute=mlp or block, not none"
+    ):
+        compose("memory=fast", "memory.mlp_tile=64")
+    with pytest.raises(
+        ValueError, match=r"memory\.offload=0\.5 needs memory\.recompute=block, not mlp"
+    ):
+        compose("memory.recompute=mlp", "memory.offload=0.5")
+    assert (
+        compose("memory=long", "memory.offload=0.25").config.memory.filled("long").offload == 0.25
+    )
+    assert str(compose("memory=fast").config.memory) == "fast"
+    said = str(compose("memory=balanced", "memory.loss_chunk=512").config.memory)
+    assert said == "balanced, recompute=block, loss_chunk=512"
+
+
+@pytest.mark.parametrize(
+    ("words", "policies"),
+    [
+        ([], ["fast", "balanced", "long"]),
+        (["memory.mlp_tile=64"], ["balanced", "long"]),
+        (["memory.offload=0.5"], ["balanced", "long"]),
+        (["memory.recompute=none"], ["fast", "balanced"]),
+        (["memory=long", "memory.offload=0"], ["long"]),
+    ],
+)
+def test_auto_stands_for_the_policies_that_go_with_what_is_given(
+    words: list[str], policies: list[str]
+) -> None:
+    asked = compose(*words).config
+    assert asked.memory.policies() == policies
+    work = workload_of(asked, "cpu", 64)
+    assert work.memory == asked.memory.filled(policies[0])
+    asked.memory.validate()
+    work.memory.validate()
+
+
+def test_two_lengths_of_one_run_are_a_mistake() -> None:
+    with pytest.raises(ValueError, match="give one"):
+        compose("max_steps=5", "max_tokens=100")
+
+
+def test_a_misspelt_key_in_a_preset_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(cli.CONFIGS, tmp_path / "configs")
+    (tmp_path / "configs" / "model" / "odd.yaml").write_text("layrs: 3\n")
+    for module in (overrides, composition, presets):
+        monkeypatch.setattr(module, "CONFIGS", tmp_path / "configs")
+    with pytest.raises(ValueError, match="layrs"):
+        compose("model=odd")
+
+
+def test_options_of_a_backend_may_have_any_name() -> None:
+    assert compose("attention.options.kernel=flash").config.attention.options["kernel"] == "flash"
+
+
+def test_what_looks_like_an_interpolation_is_kept_as_it_is() -> None:
+    assert compose(r"wandb.notes='$\{oc.env:HOME}'").config.wandb.notes == r"$\{oc.env:HOME}"
+
+
+def test_seq_len_is_a_number_or_max() -> None:
+    assert compose("seq_len=max").config.seq_len == "max"
+    assert compose("seq_len=16384").config.seq_len == 16384
+
+
+def test_model_auto_is_open_until_the_device_is_known() -> None:
+    composed = cli.compose("train", ["model.ffn=77"])
+    assert composed.choices["model"] == "auto"
+    assert composed.config.model.ffn == 77
+
+
+@pytest.mark.parametrize("value", ["${oc.env:HOME}", "a ${oc.env:HOME}", "${seq_len}"])
+def test_a_saved_interpolation_is_refused(tmp_path: Path, value: str) -> None:
+    for content in (
+        {"wandb": {"notes": value}},
+        {"wandb": {"tags": [value]}},
+        {"attention": {"options": {"kernel": value}}},
+        {"wandb": value},
+        value,
+    ):
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+        with pytest.raises(ValueError, match=r"config\.yaml") as caught:
+            cli.from_file("train", tmp_path / "config.yaml", [])
+        assert str(Path.home()) not in str(caught.value).replace(str(tmp_path), "")
+
+
+def test_a_sweep_is_every_combination_in_order() -> None:
+    jobs = cli.jobs("train", ["attention=naive,flash", "seq_len=64,128", "lr=0.1"])
+    assert jobs == [
+        ["attention=naive", "seq_len=64", "lr=0.1"],
+        ["attention=naive", "seq_len=128", "lr=0.1"],
+        ["attention=flash", "seq_len=64", "lr=0.1"],
+        ["attention=flash", "seq_len=128", "lr=0.1"],
+    ]
+    assert cli.jobs("train", ["seed=range(1,4)"]) == [["seed=1"], ["seed=2"], ["seed=3"]]
+    with pytest.raises(ValueError, match="interval"):
+        cli.jobs("train", ["lr=interval(0,1)"])
+
+
+def test_a_saved_configuration_reads_back_the_same(tmp_path: Path) -> None:
+    saved = settings("lr=3e-5", "wandb.tags=[a,b]", "attention.options.kernel=flash")
+    run_folder.write_config(tmp_path, saved)
+    again = cli.from_file("train", tmp_path / "config.yaml", []).config
+    assert scheduled(again, workload_of(again, "cpu", again.seq_len)).settings() == saved
+    longer = cli.from_file("train", tmp_path / "config.yaml", ["max_tokens=40960000"]).config
+    assert scheduled(longer, workload_of(longer, "cpu", longer.seq_len)).max_steps == 10000
+
+
+def test_a_run_from_before_memory_resumes(tmp_path: Path) -> None:
+    saved = settings()
+    del saved["memory"]
+    saved["model"] |= {"recompute": True, "loss_chunk": 33}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved))
+    memory = workload_of(
+        cli.from_file("train", tmp_path / "config.yaml", []).config, "cpu", 64
+    ).memory
+    assert (memory.recompute, memory.loss_chunk, memory.keep_every) == ("block", 33, 1)
+
+
+@pytest.mark.parametrize(
+    "content", ["[1, 2]", "seq_len: many", "lerning_rate: 3", "a: [", "\x00\x01", ""]
+)
+def test_a_file_that_is_no_configuration(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.yaml").write_text(content)
+    if content == "":
+        cli.from_file("train", tmp_path / "config.yaml", [])
+        return
+    with pytest.raises(ValueError, match=r"config\.yaml"):
+        cli.from_file("train", tmp_path / "config.yaml", [])
+
+
+def test_what_depends_on_the_device_is_filled_in() -> None:
+    gpu = workload_of(compose("seq_len=16384", gpu=True).config, "cuda", 16384)
+    assert (gpu.batch_size, gpu.accumulate, gpu.precision, gpu.compile) == (1, 4, "bf16", True)
+    assert workload_of(compose(gpu=True).config, "cuda", 4096).tokens_per_step == 65536
+    config = compose("max_tokens=10000").config
+    cpu = workload_of(config, "cpu", 4096)
+    assert (cpu.batch_size, cpu.accumulate, cpu.precision, cpu.compile) == (1, 1, "fp32", False)
+    assert scheduled(config, cpu).max_steps == 3
+
+
+def settings(*overrides: str) -> dict[str, Any]:
+    """What config.yaml says of a run with `overrides` on a CPU."""
+    config = compose(*overrides).config
+    return scheduled(config, workload_of(config, "cpu", config.seq_len)).settings()
+
+
+def test_a_name_says_what_differs() -> None:
+    composed = compose(
+        "seq_len=16384",
+        "lr=0.003",
+        "max_steps=5",
+        "wandb.mode=disabled",
+        "data.documents=9",
+        "workers=0",
+    )
+    assert run_folder.stem(composed.choices, 16384, composed.changed) == "tiny-flash-16k-lr0.003"
+    strange = run_folder.stem(composed.choices, 100, {"seed": "a/../b c", "notes": "x" * 300})
+    assert "/" not in strange
+    assert len(strange) <= 80
+
+
+def test_composing_imports_no_torch() -> None:
+    code = (
+        "import sys; from longctx import cli; cli.help_text('train');"
+        "assert 'hydra' not in sys.modules;"
+        "cli.compose('train', []); torch = {'torch', 'lightning', 'datasets', 'wandb'};"
+        "assert not torch & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -1,0 +1,60 @@
+"""Exit codes, arguments given twice, and the garbage collector around large imports."""
+
+import gc
+import signal
+
+import pytest
+
+from longctx.cli import answer, libraries
+
+
+def test_the_collector_pauses_while_libraries_are_imported() -> None:
+    before = gc.get_freeze_count()
+    try:
+        with libraries():
+            assert not gc.isenabled()
+            with libraries():
+                pass
+            assert not gc.isenabled()
+        assert gc.isenabled() and gc.get_freeze_count() > before
+        with pytest.raises(ImportError), libraries():
+            import longctx.nowhere  # noqa: F401
+        assert gc.isenabled()
+    finally:
+        gc.unfreeze()
+
+
+@pytest.mark.parametrize(
+    ("words", "mistake"),
+    [
+        (["seq_len=64", "model=tiny", "seq_len=128"], "seq_len=128: seq_len=64 is given too"),
+        (["++model.layers=2", "model.layers=3"], "model.layers=3: model.layers=2 is given too"),
+        (["seq_len=64", "seq_len=64"], ""),
+        (["compare", "runs/lr=1", "runs/lr=2"], ""),
+    ],
+)
+def test_a_key_with_two_values_is_a_mistake(
+    words: list[str], mistake: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done: list[list[str]] = []
+    code = answer(words, lambda: "", done.append)
+    assert (code, done) == ((2, []) if mistake else (0, [words]))
+    assert mistake in capsys.readouterr().err
+
+
+def test_ctrl_c_is_130_also_where_a_compiled_module_makes_another_error_of_it() -> None:
+    def imports(words: list[str]) -> int:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("initialization failed") from None
+        return 0
+
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # ignored in what a shell runs in the background
+    try:
+        assert answer([], str, imports) == 130
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)

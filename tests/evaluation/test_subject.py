@@ -1,0 +1,92 @@
+"""Documents for evaluation: uncut, in the run's tokens, with the bytes of what is scored."""
+
+from pathlib import Path
+
+import pytest
+
+from longctx.data import DataConfig, Tokenizer, load
+from longctx.data.tokenizer import train
+from longctx.evaluation.subject import Share, of_run, of_source
+
+TEXTS = {
+    f"{n:02d}.txt": f"# file {n}\n" + "a rose is a rose – naïve 𝄞\n" * (n + 1) for n in range(30)
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train(TEXTS.values(), 300)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "docs").mkdir()
+    for name, text in TEXTS.items():
+        (tmp_path / "docs" / name).write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def test_documents_of_files_are_uncut_and_count_bytes_after_the_first_token(
+    folder: Path, tokenizer: Tokenizer
+) -> None:
+    documents = list(of_source(DataConfig(source="text", path=str(folder / "docs")), tokenizer))
+    assert len(documents) == len(TEXTS)
+    for name, ids, n_bytes, n_words in documents:
+        text = TEXTS[Path(name).name]
+        assert n_words == len(tokenizer.decode(ids[1:-1]).split())
+        assert tokenizer.decode(ids[:-1]) == text
+        assert ids[-1] == tokenizer.eos_id
+        assert n_bytes == len(tokenizer.decode(ids[1:-1]).encode())
+
+
+def test_documents_count_a_part_of_a_character_as_one_byte(tmp_path: Path) -> None:
+    tokenizer = train(["abc"], 260)
+    (tmp_path / "x.txt").write_text("é!", encoding="utf-8")
+    (document,) = of_source(DataConfig(source="text", path=str(tmp_path)), tokenizer)
+    assert len(document.ids) == 4
+    assert document.n_bytes == 2
+
+
+def test_documents_of_a_run_are_those_of_its_split(
+    folder: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = folder / "run"
+    run.mkdir()
+    tokenizer.save(run / "tokenizer.json")
+    data = {
+        "source": "text",
+        "path": str(folder / "docs"),
+        "val_fraction": 0.3,
+        "cache": str(folder / "cache"),
+    }
+    began = load(DataConfig(**data, tokenizer=str(run)), 64).fingerprint  # type: ignore[arg-type]
+    splits = {
+        split: list(of_run(run, {"data": data, "seq_len": 64}, split, began))
+        for split in ("train", "val")
+    }
+    names = {
+        split: {Path(document.name).name for document in documents}
+        for split, documents in splits.items()
+    }
+    assert names["train"] | names["val"] == set(TEXTS)
+    assert not names["train"] & names["val"]
+    assert names["val"]
+    for document in splits["val"]:
+        assert tokenizer.decode(document.ids[:-1]) == TEXTS[Path(document.name).name]
+        assert document.n_words == len(tokenizer.decode(document.ids[1:-1]).split())
+    with pytest.raises(ValueError, match="split=val:"):
+        list(of_run(run, {"data": {**data, "val_fraction": 0.0}, "seq_len": 64}, "val", began))
+    assert str(run) not in capsys.readouterr().err
+    (folder / "docs" / "new.txt").write_text("a new one")
+    assert list(of_run(run, {"data": data, "seq_len": 64}, "train", began))
+    assert str(run) in capsys.readouterr().err
+
+
+def test_shares_are_disjoint_and_cover_the_limit(folder: Path, tokenizer: Tokenizer) -> None:
+    config = DataConfig(source="text", path=str(folder / "docs"))
+    everything = [document.name for document in of_source(config, tokenizer)]
+    shares = [
+        [document.name for document in of_source(config, tokenizer, Share(n, 3, 20))]
+        for n in range(3)
+    ]
+    assert shares == [everything[n:20:3] for n in range(3)]

@@ -1,0 +1,36 @@
+"""Run folders as train.py leaves them, written by hand."""
+
+import json
+import math
+from pathlib import Path
+
+
+def step(number: int, **more: float) -> dict[str, float]:
+    """A row of a training step."""
+    return {
+        "step": number,
+        "tokens_seen": 100 * number,
+        "loss": 5 / number,
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "tokens_per_second": 1000.0 + number,
+        "ms_per_step": 9.0,
+        "memory_peak_gib": 2.5,
+        "seconds": 0.1 * number,
+        **more,
+    }
+
+
+def make(
+    folder: Path, rows: list[dict[str, float]] | None = None, tail: str = "", config: str = ""
+) -> Path:
+    """A run of 20 steps; `config` stands for the one line that may differ."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(
+        f"{config or 'lr: 0.001'}\nmax_steps: 20\nseq_len: 64\nname: {folder.parent.name}\n"
+        "attention: {backend: flash}\n"
+    )
+    last = {"step": 20, "tokens_seen": 2000, "val_loss": 1.0, "val_perplexity": math.e}
+    rows = [*(step(n) for n in range(1, 21)), last] if rows is None else rows
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + tail)
+    return folder

@@ -1,0 +1,235 @@
+"""What is printed and drawn is what the files hold, whoever named the runs and however they
+ended.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from longctx.report import compare as compare_module
+from longctx.report.compare import compare
+from longctx.report.run_view import read, reduced
+from longctx.report.tables import differing
+from longctx.runs import run_folder
+from tests.report.run_files import make, step
+
+HOSTILE = "<!--<script>&\x1b[31m\u2028<img src=x onerror=alert(1)>"
+
+
+class Page(HTMLParser):
+    """What a browser makes of a page: its elements, and the text of the script elements."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.cdata_elem == "script":
+            self.scripts[-1] += data
+
+
+def page_data(path: Path) -> dict:
+    return json.loads(Page(path.read_text()).scripts[0], parse_constant=pytest.fail)
+
+
+def test_figures_come_from_the_rows(tmp_path, capsys):
+    compare([make(tmp_path / "a")], tmp_path / "x.html")
+    printed = capsys.readouterr().out
+    for text in ("2,000", "0.2500", "2.72", "1,011", "2.50", "finished", "x.html"):
+        assert text in printed
+    assert "what differs" not in printed
+    run = page_data(tmp_path / "x.html")["runs"][0]
+    assert run["curves"]["loss"]["y"] == [float(f"{5 / n:.5g}") for n in range(1, 21)]
+    assert run["curves"]["loss"]["t"] == [100 * n for n in range(1, 21)]
+    assert run["curves"]["val_perplexity"]["s"] == [2.0]
+    assert "mfu" not in run["curves"]
+
+
+def test_only_keys_that_differ_are_named(tmp_path):
+    configs = {"a": "lr: 0.001\nwindow: true", "b": "lr: 0.002\nwindow: true", "c": "lr: 0.001"}
+    runs = [read(make(tmp_path / name, config=config), 100) for name, config in configs.items()]
+    assert differing(runs) == ["lr", "window"]
+    assert differing(runs[:2]) == ["lr"]
+    assert differing(runs[:1]) == []
+
+
+def test_the_best_of_each_column_is_marked(tmp_path):
+    slow = [step(n, tokens_per_second=10.0) for n in range(1, 21)]
+    compare([make(tmp_path / "slow", slow), make(tmp_path / "fast")], tmp_path / "x.html")
+    table = page_data(tmp_path / "x.html")["tables"][0]
+    speed = table["headings"].index("speed (tokens/s)")
+    assert [1, speed] in table["best"]
+    assert all(column != table["headings"].index("loss") for _, column in table["best"])
+
+
+@pytest.mark.parametrize(
+    ("tail", "said"),
+    [
+        ('{"step": 21, "tok', "the last line of"),
+        ('{"step": 21, "tok\nnull\n', "2 of 23 lines"),
+        ("\x00\x00", "the last line"),
+    ],
+)
+def test_a_half_written_line_is_left_out_and_said(tmp_path, capsys, tail, said):
+    compare([make(tmp_path / "a", tail=tail)], tmp_path / "x.html")
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert "0.2500" in printed.out
+    assert said in page_data(tmp_path / "x.html")["notes"][0]
+
+
+def test_how_a_run_ended(tmp_path):
+    rows = [step(n) for n in range(1, 13)]
+    assert read(make(tmp_path / "killed", rows), 100).ended == "stopped at step 12 of 20"
+    folder = make(tmp_path / "going", rows)
+    with run_folder.locked(folder):
+        assert read(folder, 100).ended == "training, step 12 of 20"
+    assert read(folder, 100).ended == "stopped at step 12 of 20"
+
+
+@pytest.mark.parametrize(
+    ("nan", "inf"), [(None, None), (math.nan, math.inf)]
+)  # null, and as runs once wrote it
+def test_a_loss_that_is_no_number_is_shown_and_not_drawn(tmp_path, capsys, nan, inf):
+    folders = [make(tmp_path / name, [step(1), step(2, loss=nan, grad_norm=inf)]) for name in "ab"]
+    compare([*folders, make(tmp_path / "c")], tmp_path / "x.html")
+    assert "nan" in capsys.readouterr().out
+    assert page_data(tmp_path / "x.html")["runs"][0]["curves"]["loss"]["y"] == [5.0]
+    compare([folders[0], make(tmp_path / "d", [step(1, loss=nan)])], tmp_path / "x.html")
+
+
+def test_evaluations_are_shown(tmp_path, capsys):
+    folder = make(tmp_path / "a")
+    (folder / "eval").mkdir()
+    total = {"tokens": 77, "perplexity": 12.3456, "bits_per_byte": None}
+    (folder / "eval" / "val-64.json").write_text(
+        json.dumps({"context": 64, "stride": 32, "total": total})
+    )
+    (folder / "eval" / "cut.json").write_text('{"context"')
+    compare([folder], tmp_path / "x.html")
+    printed = capsys.readouterr()
+    assert "12.346" in printed.out
+    assert "cut.json" in printed.err
+
+
+def test_hostile_names_stay_text(tmp_path, capsys):
+    plain, hostile = (
+        make(tmp_path / "plain"),
+        make(tmp_path / HOSTILE, config="lr: '</script ><script>alert(1)</script >'"),
+    )
+    closing = make(tmp_path / "<" / "script><script>alert(2)<" / "script>")
+    compare([plain, hostile, closing], tmp_path / "x.html")
+    compare([plain], tmp_path / "y.html")
+    text = (tmp_path / "x.html").read_text()
+    assert Page(text).elements == Page((tmp_path / "y.html").read_text()).elements
+    assert "alert(1)" in Page(text).scripts[0] and not set("<>&") & set(Page(text).scripts[0])
+    data = page_data(tmp_path / "x.html")
+    assert data["runs"][1]["label"] == HOSTILE.replace("\x1b", "\ufffd").replace("\u2028", "\ufffd")
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_the_page_asks_for_nothing_and_makes_no_html_of_data(tmp_path):
+    compare([make(tmp_path / "a")], tmp_path / "x.html")
+    text = (tmp_path / "x.html").read_text()
+    assert not [about for _, about in Page(text).elements if {"src", "href"} & about.keys()]
+    assert "default-src 'none'" in text
+    assert not [
+        word
+        for word in ("innerHTML", "outerHTML", "document.write", "eval(", "http://", "https://")
+        if word in text
+    ]
+
+
+def test_runs_of_one_name_are_told_apart_and_none_is_shown_twice(tmp_path):
+    first, second = make(tmp_path / "x" / "a"), make(tmp_path / "y" / "a")
+    compare([first, second, first / ".." / "a"], tmp_path / "x.html")
+    assert [run["label"] for run in page_data(tmp_path / "x.html")["runs"]] == [
+        str(first),
+        str(second),
+    ]
+
+
+def test_a_mistake_is_one_line_and_leaves_nothing(tmp_path):
+    run, empty = make(tmp_path / "runs" / "a"), make(tmp_path / "empty", rows=[])
+    (tmp_path / "bare").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    page = tmp_path / "x.html"
+    for paths, out, part in [
+        ([tmp_path / "none"], page, "none: no such folder"),
+        ([run, tmp_path / "none"], page, "none: no such folder"),
+        ([tmp_path / "bare"], page, "bare: not the folder of a run"),
+        ([tmp_path / "runs"], page, f"give {tmp_path}/runs/*"),
+        ([empty], page, "empty: no metrics yet"),
+        ([run], tmp_path, f"out={tmp_path}: "),
+        ([run], tmp_path / "no" / "x.html", f"out={tmp_path}/no/x.html: "),
+    ]:
+        with pytest.raises((ValueError, OSError)) as error:
+            compare(paths, out)
+        assert part in str(error.value) and "\n" not in str(error.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_is_no_run_is_left_out_and_said_where_others_are_runs(tmp_path, capsys):
+    paths = [make(tmp_path / "a"), make(tmp_path / "b", rows=[])]
+    compare(paths, tmp_path / "x.html")
+    assert "left out" in capsys.readouterr().err
+    assert len(page_data(tmp_path / "x.html")["runs"]) == 1
+
+
+def test_a_failed_write_leaves_the_old_page(tmp_path, monkeypatch):
+    run, out = make(tmp_path / "a"), tmp_path / "x.html"
+    out.write_text("old")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        compare([run], out)
+    assert out.read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "x.html"]
+
+
+@pytest.mark.parametrize("rows", [1, 99, 100, 101, 1234])
+def test_a_reduced_curve_keeps_extremes_and_mean(rows):
+    values = [math.sin(n) for n in range(rows)]
+    curve = reduced(list(range(rows)), [float(n) for n in range(rows)], values, 100)
+    assert len(curve["y"]) == len(curve["t"]) == len(curve["s"]) <= 100
+    assert min(curve.get("lo", curve["y"])) == pytest.approx(min(values), rel=1e-4)
+    assert max(curve.get("hi", curve["y"])) == pytest.approx(max(values), rel=1e-4)
+    assert curve["t"] == sorted(curve["t"])
+
+
+def test_the_page_of_many_long_runs_is_small(tmp_path, monkeypatch):
+    """At most POINTS points in all, and 40 bytes for each: 10 MB."""
+    monkeypatch.setattr(compare_module, "POINTS", 4000)
+    text = "".join(json.dumps(step(n, loss=math.sin(n) / 3)) + "\n" for n in range(1, 401))
+    folders = [make(tmp_path / f"{number}", rows=[], tail=text) for number in range(5)]
+    compare(folders, tmp_path / "x.html")
+    runs = page_data(tmp_path / "x.html")["runs"]
+    points = [len(curve["y"]) for run in runs for curve in run["curves"].values()]
+    assert max(points) < 400 and sum(points) <= 4000
+    page_alone = (Path(compare_module.__file__).parent / "page.html").stat().st_size
+    assert (tmp_path / "x.html").stat().st_size < page_alone + 4000 * 40
+
+
+def test_start_up_needs_no_torch():
+    code = "import sys, longctx.report.compare, longctx.report.watch; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert not {"torch", "lightning", "wandb", "datasets", "numpy"} & set(loaded)

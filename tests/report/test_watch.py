@@ -1,0 +1,67 @@
+"""`watch` shows each row of a run that another process trains, until that process ends."""
+
+import json
+import os
+import threading
+import time
+
+import pytest
+
+from longctx.report import watch
+from longctx.runs import run_folder
+from tests.report.run_files import make, step
+
+
+def test_watch_follows_until_the_process_ends(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(watch, "PAUSE", 0.02)
+    folder = make(tmp_path / "a", [step(1), step(2)], tail='{"step": 3, ')
+    locked = threading.Event()
+
+    def train() -> None:
+        with run_folder.locked(folder), open(folder / "metrics.jsonl", "a") as file:
+            locked.set()
+            time.sleep(0.2)
+            file.write(json.dumps(step(3)).removeprefix('{"step": 3, ') + "\n")
+            file.flush()
+            time.sleep(0.1)
+            file.write("".join(json.dumps(step(n)) + "\n" for n in range(4, 21)))
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    assert locked.wait(60)
+    watch.watch(folder)
+    thread.join()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines[:-1]] == [str(n) for n in range(2, 21)]
+    assert "loss 0.2500" in lines[-2]
+    assert lines[-1] == "finished"
+
+
+def test_watch_of_a_folder_that_is_deleted_says_so(tmp_path):
+    with pytest.raises(FileNotFoundError, match="r: "):
+        list(watch.following(tmp_path / "r", watch.Tail(tmp_path / "r"), []))
+
+
+def test_watch_starts_again_where_the_file_was_replaced(tmp_path):
+    folder = make(tmp_path / "a", [step(1), step(2), step(3)])
+    tail = watch.Tail(folder)
+    assert [row["step"] for row in tail.rows()] == [1, 2, 3]
+    assert tail.rows() == []
+    for steps in ([2], [4, 5, 6, 7]):
+        (folder / "new").write_text("".join(json.dumps(step(n)) + "\n" for n in steps))
+        os.replace(folder / "new", folder / "metrics.jsonl")
+        assert [row["step"] for row in tail.rows()] == steps
+
+
+def test_watch_needs_a_run(tmp_path):
+    with pytest.raises(ValueError, match="no metrics yet"):
+        watch.watch(make(tmp_path / "empty", rows=[]))
+    with pytest.raises(FileNotFoundError, match="none: no such folder"):
+        watch.watch(tmp_path / "none")
+
+
+def test_a_sparkline_goes_from_the_largest_to_the_least():
+    assert watch.sparkline([3.0, 2.0, 1.0]) == "█▅▁  3 → 1"
+    assert watch.sparkline([1.0]) == "▁  1 → 1"
+    assert len(watch.sparkline([float(n) for n in range(999)]).split()[0]) == 40
+    assert watch.sparkline([]) == ""

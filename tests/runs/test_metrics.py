@@ -1,0 +1,133 @@
+"""The table of metrics: one line of it shows a metric everywhere."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from longctx.report import dashboard, watch
+from longctx.report.compare import compare
+from longctx.report.page import described, headings
+from longctx.report.run_view import read
+from longctx.runs import metrics
+from longctx.runs.metrics import LIVE, TABLES, Metric, Panel, Shown, figures
+from longctx.runs.tracking import define_metrics
+from longctx.training.console import Job, brief, closing_table, sweep_table
+
+MOST = LIVE | TABLES | Shown.CURVE | Shown.CONTEXT
+SPEED = Metric(
+    "pages_per_hour",
+    "reading",
+    "{:,.1f}".format,
+    unit="pages/h",
+    shown=MOST,
+    better="max",
+    of_run="median",
+    panel=Panel("Throughput", "Pages per hour"),
+)
+FAMILY = Metric("gates/*", "gate", "{:.1f}".format, shown=LIVE, panel=Panel("Gates", "Each gate"))
+ROWS = [
+    {
+        "step": n,
+        "tokens_seen": 10 * n,
+        "ms_per_step": 1.0,
+        "loss": 1.0,
+        "pages_per_hour": 1000.0 * n,
+        "gates/a/3": 7.5,
+    }
+    for n in range(1, 4)
+]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run whose rows hold two metrics that are new in the table."""
+    monkeypatch.setattr(metrics, "METRICS", (*metrics.METRICS, SPEED, FAMILY))
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("seq_len: 64\nmax_steps: 3\n")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return folder
+
+
+def cells(table: Any) -> str:
+    """The text of a rich table, its headings included."""
+    return " ".join(
+        f"{column.header} {' '.join(map(str, column._cells))}" for column in table.columns
+    )
+
+
+def test_a_new_metric_is_on_the_console_while_a_run_trains_and_at_its_end(run: Path) -> None:
+    assert "2,000.0 pages/h" in brief(ROWS[1])
+    assert "gate a at 3 7.5" in brief(ROWS[1])
+    assert "2,500.0 pages/h (median)" in cells(closing_table(run, {}, finished=False))
+    assert "reading 2,500.0 pages/h" in cells(sweep_table([Job(["seed=1"], 0, run)]))
+
+
+def test_a_new_metric_is_in_watch(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    latest = watch.Latest(run)
+    latest.add(ROWS[2])
+    text = cells(latest.view(training=False))
+    assert "reading" in text and "3,000.0 pages/h" in text and "gate a at 3" in text
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch, "PAUSE", 0)
+        watch.watch(run)
+    assert "3,000.0 pages/h" in capsys.readouterr().out
+
+
+def test_a_new_metric_is_in_compare_and_on_its_page(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compare([run], tmp_path / "x.html")
+    printed = capsys.readouterr().out
+    assert "reading (pages/h)" in printed and "2,500.0" in printed
+    drawn = described(read(run, 100))
+    assert drawn["curves"]["pages_per_hour"]["y"] == [1000.0, 2000.0, 3000.0]
+    assert drawn["figures"]["pages_per_hour"] == 2500.0
+    for place in (Shown.CURVE, Shown.CONTEXT):
+        assert headings(place)["pages_per_hour"] == "reading (pages/h)"
+    assert "reading (pages/h)" in (tmp_path / "x.html").read_text()
+
+
+def test_a_new_metric_is_defined_at_wandb(run: Path) -> None:
+    wandb_run = MagicMock()
+    define_metrics(wandb_run)
+    wandb_run.define_metric.assert_any_call(
+        "pages_per_hour", step_metric="tokens_seen", summary="max,last"
+    )
+
+
+def test_a_new_metric_has_its_panels_in_the_workspace(run: Path) -> None:
+    charts = dashboard.sections()
+    lines = dashboard.Chart("lines", "Pages per hour", ("pages_per_hour",))
+    points = dashboard.Chart("points", "Pages per hour over context", lines.y, "seq_len")
+    assert lines in charts["Throughput"] and points in charts["Throughput"]
+    assert charts["Gates"] == [dashboard.Chart("lines", "Each gate", ("gates/.*",))]
+    assert "summary:pages_per_hour" in dashboard.columns()
+
+
+def test_a_key_stands_once_in_the_table() -> None:
+    keys = [metric.key for metric in metrics.METRICS]
+    assert sorted(keys) == sorted(set(keys))
+    assert metrics.named("loss") is not None and metrics.named("losses") is None
+    family = metrics.named("facts_found/needle/64")
+    assert family is not None and family.key == "facts_found/*"
+
+
+def test_a_figure_is_the_last_the_median_or_the_largest_of_the_rows() -> None:
+    rows = [
+        {"step": n, "tokens_seen": n, "loss": loss, "mfu": mfu, "memory_peak_gib": memory}
+        for n, (loss, mfu, memory) in enumerate([(3, 0.1, 5.0), (2, 0.5, 9.0), (1, 0.7, 7.0)], 1)
+    ]
+    result = figures(rows)
+    assert result["loss"] == 1 and result["mfu"] == 0.6 and result["memory_peak_gib"] == 9.0
+    assert "lr" not in result
+
+
+@pytest.mark.parametrize("loss", [None, math.nan])
+def test_the_loss_of_a_run_that_diverged_is_nan(loss: float | None) -> None:
+    rows = [{"step": 1, "tokens_seen": 1, "loss": 2.0}, {"step": 2, "tokens_seen": 2, "loss": loss}]
+    assert math.isnan(figures(rows)["loss"])

@@ -1,0 +1,190 @@
+"""AdamW: which parameters decay, what clipping does, and where its averages are kept."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from longctx.config.memory_config import MemoryConfig
+from longctx.config.train_config import TrainConfig
+from longctx.model import GPT, GPTConfig
+from longctx.training.optimizers import build, clip_gradients
+from tests.training.sample_run import sample_run
+
+
+def config(**changes: object):
+    return sample_run(TrainConfig(**changes), "cpu")  # type: ignore[arg-type]
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    model = GPT(GPTConfig(vocab_size=40, layers=2, qkv_bias=True, qk_norm=True))
+    decayed, free = build(model, config(weight_decay=0.3)).param_groups
+    assert (decayed["weight_decay"], free["weight_decay"]) == (0.3, 0.0)
+    assert all(p.ndim == 2 for p in decayed["params"])
+    assert all(p.ndim == 1 for p in free["params"])
+    assert len(decayed["params"]) + len(free["params"]) == len(list(model.parameters()))
+
+
+def test_clipping_returns_the_norm_before_it() -> None:
+    layer = torch.nn.Linear(3, 5)
+    optimizer = build(layer, config())
+    for p in layer.parameters():
+        p.grad = torch.full_like(p, 2.0)
+    before = math.sqrt(20 * 4.0)
+    assert float(clip_gradients(optimizer, None)) == pytest.approx(before)
+    assert float(layer.bias.grad[0]) == 2.0  # type: ignore[index]
+    assert float(clip_gradients(optimizer, 1.0)) == pytest.approx(before)
+    after = torch.cat([p.grad.flatten() for p in layer.parameters()]).norm()  # type: ignore[union-attr]
+    assert float(after) == pytest.approx(1.0, rel=1e-4)
+
+
+def stepped(
+    stored: str, clip: float | None, device: str = "cpu"
+) -> tuple[list[Tensor], list[float]]:
+    """Weights and norms after three steps on gradients far above `clip`, and one far below."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(70, 30).to(device)
+    optimizer = build(layer, config(lr=1e-2, memory=MemoryConfig("fast", optimizer_state=stored)))
+    norms = []
+    for size in (30.0, 3.0, 300.0, 0.01):
+        for p in layer.parameters():
+            p.grad = size * torch.randn(p.shape).to(device)
+        norms.append(float(clip_gradients(optimizer, clip)))
+        optimizer.step()
+    return [p.detach().cpu() for p in layer.parameters()], norms
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("stored", ["fp32", "bf16", "host"])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_every_optimizer_clips_as_torch_does(stored: str, clip: float | None, device: str) -> None:
+    torch.manual_seed(0)
+    layer, norms = torch.nn.Linear(70, 30), []
+    matrices = [{"params": [layer.weight]}, {"params": [layer.bias], "weight_decay": 0.0}]
+    settings = config(lr=1e-2).config
+    reference = torch.optim.AdamW(
+        matrices, lr=1e-2, betas=settings.betas, weight_decay=settings.weight_decay
+    )
+    for size in (30.0, 3.0, 300.0, 0.01):
+        for p in layer.parameters():
+            p.grad = size * torch.randn(p.shape)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(layer.parameters(), clip or math.inf)))
+        reference.step()
+    weights, measured = stepped(stored, clip, device)
+    assert measured == pytest.approx(norms, rel=1e-5)
+    for got, want in zip(weights, layer.parameters(), strict=True):
+        assert (got - want).abs().max() < (1e-3 if stored == "bf16" else 1e-6)
+
+
+def trained(
+    stored: str,
+    steps: int = 12,
+    betas: tuple[float, float] = (0.9, 0.95),
+    load_at: int | None = None,
+):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(7, 33), torch.nn.Tanh(), torch.nn.Linear(33, 1))
+    settings = config(memory=MemoryConfig("fast", optimizer_state=stored), betas=betas)
+    optimizer = build(model, settings)
+    x = torch.randn(50, 7)
+    for step in range(steps):
+        if step == load_at:
+            saved, optimizer = optimizer.state_dict(), build(model, settings)
+            optimizer.load_state_dict(saved)
+        optimizer.zero_grad()
+        (model(x) - x.sum(dim=1, keepdim=True).sin()).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("slice_of", [64, 2**26])
+def test_averages_on_the_host_change_no_bit(slice_of: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longctx.training.optimizers.adamw.SLICE", slice_of)
+    for a, b in zip(trained("host")[0].parameters(), trained("fp32")[0].parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_averages_in_bf16_take_half_and_stay_near() -> None:
+    model, optimizer = trained("bf16")
+    assert {s["exp_avg"].dtype for s in optimizer.state.values()} == {torch.bfloat16}
+    start = trained("fp32", steps=0)[0]
+    for a, b, before in zip(
+        model.parameters(), trained("fp32")[0].parameters(), start.parameters(), strict=True
+    ):
+        assert (a - b).norm() < 0.02 * (b - before).norm()
+
+
+@pytest.mark.parametrize("stored", ["fp32", "bf16", "host"])
+def test_state_survives_saving_and_loading(stored: str) -> None:
+    straight, resumed = trained(stored), trained(stored, load_at=5)
+    for a, b in zip(straight[0].parameters(), resumed[0].parameters(), strict=True):
+        assert torch.equal(a, b)
+    dtypes = {s["exp_avg_sq"].dtype for s in resumed[1].state.values()}
+    assert dtypes == {torch.bfloat16 if stored == "bf16" else torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("device", "stored"),
+    [
+        ("cpu", "host"),
+        *(pytest.param("cuda", how, marks=pytest.mark.gpu) for how in ("fp32", "host")),
+    ],
+)
+def test_it_continues_from_the_state_of_torchs_own(device: str, stored: str) -> None:
+    """What checkpoints of earlier versions hold: counts of steps on the device, and `fused` in
+    every group.
+    """
+
+    def steps(optimizer: torch.optim.Optimizer, layer: torch.nn.Module, which: range) -> None:
+        for n in which:
+            for i, p in enumerate(layer.parameters()):
+                p.grad = torch.randn(
+                    p.shape, generator=torch.Generator().manual_seed(9 * n + i)
+                ).to(device)
+            optimizer.step()
+
+    settings = config(
+        lr=1e-2, weight_decay=0.0, memory=MemoryConfig("fast", optimizer_state=stored)
+    )
+    layers, optimizers = [], []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layers.append(torch.nn.Linear(70, 30).to(device))
+        groups = [{"params": [p]} for p in layers[-1].parameters()]
+        optimizers.append(
+            torch.optim.AdamW(groups, lr=1e-2, betas=settings.betas, weight_decay=0.0, fused=True)
+        )
+        steps(optimizers[-1], layers[-1], range(3))
+    resumed = build(layers[1], settings)
+    resumed.load_state_dict(optimizers[1].state_dict())
+    for optimizer, layer in ((optimizers[0], layers[0]), (resumed, layers[1])):
+        steps(optimizer, layer, range(3, 6))
+    for a, b in zip(*(layer.parameters() for layer in layers), strict=True):
+        assert (a - b).abs().max() < 1e-6
+    assert {float(state["step"]) for state in resumed.state.values()} == {6.0}
+
+
+def test_an_average_that_would_stand_still_in_bf16_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"memory\.optimizer_state=bf16 with betas\[1\]=0\.999"):
+        TrainConfig(
+            memory=MemoryConfig("fast", optimizer_state="bf16"), betas=(0.9, 0.999)
+        ).validate()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stored", ["bf16", "host"])
+def test_stored_averages_on_a_gpu(stored: str) -> None:
+    weights = {}
+    for how in ("fp32", stored):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(700, 300).cuda()
+        optimizer = build(model, config(memory=MemoryConfig("fast", optimizer_state=how)))
+        x = torch.randn(50, 700, device="cuda")
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        weights[how] = [p.detach() for p in model.parameters()]
+    for a, b in zip(weights[stored], weights["fp32"], strict=True):
+        assert torch.equal(a, b) if stored == "host" else (a - b).norm() < 0.02 * b.norm()

@@ -1,0 +1,253 @@
+"""Muon: what it orthogonalizes, that every matrix stands alone, and that it resumes to the bit."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from longctx.config.memory_config import MemoryConfig
+from longctx.config.optimizer_config import OptimizerConfig
+from longctx.config.train_config import TrainConfig
+from longctx.model import GPT, GPTConfig
+from longctx.planner import optimizer_cost
+from longctx.training.optimizers import build, clip_gradients, muon
+from longctx.training.run import Run
+from tests.training.sample_run import sample_run
+
+ODD = GPTConfig(
+    vocab_size=37, layers=2, channels=24, heads=3, kv_heads=1, ffn=35, qkv_bias=True, tied=False
+)
+
+
+def config(stored: str = "fp32", **changes: object) -> Run:
+    memory = MemoryConfig("fast", optimizer_state=stored)
+    return sample_run(
+        TrainConfig(
+            **{"lr": 1e-2, "model": ODD} | changes,  # type: ignore[arg-type]
+            memory=memory,
+            optimizer=OptimizerConfig("muon"),
+        ),
+        "cpu",
+    )
+
+
+def model_and_muon(stored: str = "fp32", **changes: object) -> tuple[GPT, muon.Muon]:
+    torch.manual_seed(0)
+    model = GPT(ODD, "naive")
+    optimizer = build(model, config(stored, **changes))
+    assert isinstance(optimizer, muon.Muon)
+    return model, optimizer
+
+
+def give_gradients(model: torch.nn.Module, step: int, size: float = 1.0) -> None:
+    draw = torch.Generator().manual_seed(step)
+    for p in model.parameters():
+        p.grad = size * torch.randn(p.shape, generator=draw)
+
+
+def orthogonal(x: Tensor) -> Tensor:
+    """Newton-Schulz of one matrix as Jordan's post has it, in fp64."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = x.double() / (x.double().norm() + 1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+def split(name: str, weight: Tensor) -> list[Tensor]:
+    """The matrices of a weight of ODD."""
+    if name.endswith("qkv.weight"):
+        return list(weight.split((24, 8, 8)))
+    return list(weight.split((35, 35))) if name.endswith("gate_up.weight") else [weight]
+
+
+def test_every_parameter_is_in_one_group_and_only_matrices_of_blocks_are_orthogonalized() -> None:
+    model, optimizer = model_and_muon()
+    groups = optimizer.param_groups
+    assert sorted(id(p) for group in groups for p in group["params"]) == sorted(
+        id(p) for p in model.parameters()
+    )
+    names = {id(p): name for name, p in model.named_parameters()}
+    matrices, others, vectors = ({names[id(p)] for p in group["params"]} for group in groups)
+    assert matrices == {
+        n for n in names.values() if "blocks." in n and model.get_parameter(n).ndim == 2
+    }
+    assert others == {"embed.weight", "head.weight"}
+    assert all(model.get_parameter(name).ndim == 1 for name in vectors)
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.1, 0.0]
+
+
+def test_singular_values_come_near_one() -> None:
+    for r, c in ((1, 5), (7, 33), (24, 48), (8, 24)):
+        x = torch.randn(3, r, c, generator=torch.Generator().manual_seed(r))
+        values = torch.linalg.svdvals(muon.orthogonalized(x.bfloat16(), 5).float())
+        assert 0.6 < values.min() < values.max() < 1.3
+    assert not muon.orthogonalized(torch.zeros(1, 3, 4, dtype=torch.bfloat16), 5).any()
+
+
+@pytest.mark.parametrize("stack", [1, 1000, 2**24])
+def test_steps_equal_those_of_each_matrix_alone(
+    stack: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longctx.training.optimizers.muon.STACK", stack)
+    model, optimizer = model_and_muon()
+    names = [n for n, p in model.named_parameters() if "blocks." in n and p.ndim == 2]
+    weights = {n: [x.detach().double() for x in split(n, model.get_parameter(n))] for n in names}
+    momenta = {n: [torch.zeros_like(x) for x in weights[n]] for n in names}
+    for step in range(3):
+        give_gradients(model, step)
+        for name in names:
+            gradient = model.get_parameter(name).grad
+            assert gradient is not None
+            for i, g in enumerate(split(name, gradient.double())):
+                m = momenta[name][i] = 0.95 * momenta[name][i] + 0.05 * g
+                update = orthogonal(0.05 * g + 0.95 * m)
+                w = weights[name][i] * (1 - 1e-2 * 0.1)
+                weights[name][i] = w - 1e-2 * 0.2 * math.sqrt(max(w.shape)) * update
+        optimizer.step()
+    start = dict(model_and_muon()[0].named_parameters())
+    for name in names:
+        want = torch.cat(weights[name])
+        error = (model.get_parameter(name) - want).norm() / (want - start[name]).norm()
+        assert error < 0.02, name  # Newton-Schulz is in bf16
+
+
+def test_plain_matrices_move_as_with_torchs_muon() -> None:
+    torch.manual_seed(0)
+    shapes = [(7, 33), (33, 7), (16, 16)]
+    ours, theirs = ([torch.nn.Parameter(torch.ones(s)) for s in shapes] for _ in range(2))
+    optimizer = muon.Muon(
+        {p: (p.shape[0],) for p in ours}, 0.3, [], 0.02, (0.9, 0.95), "fp32", 0.95, 5
+    )
+    reference = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
+    for _ in range(4):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn(p.shape)
+            q.grad = p.grad.clone()
+        optimizer.step()
+        reference.step()
+    for p, q in zip(ours, theirs, strict=True):
+        assert (p - q).abs().max() < 1e-3 * (q - 1).abs().max()
+
+
+def test_a_matrix_moves_by_its_own_gradient_alone() -> None:
+    """Rows of q, k, v and of gate, up, by which of them has another gradient."""
+    for name in ("blocks.1.attention.qkv.weight", "blocks.0.mlp.gate_up.weight"):
+        (plain, optimizer), (other, its_optimizer) = model_and_muon(), model_and_muon()
+        give_gradients(plain, 0)
+        give_gradients(other, 0)
+        changed = other.get_parameter(name)
+        assert changed.grad is not None
+        split(name, changed.grad)[1].mul_(torch.randn(24))
+        optimizer.step()
+        its_optimizer.step()
+        pairs = zip(split(name, plain.get_parameter(name)), split(name, changed), strict=True)
+        assert [torch.equal(a, b) for a, b in pairs] == [True, False, True][
+            : len(split(name, changed))
+        ]
+        for rest, p in plain.named_parameters():
+            assert rest == name or torch.equal(p, other.get_parameter(rest))
+
+
+def test_the_rest_moves_as_with_adamw() -> None:
+    model, optimizer = model_and_muon()
+    twin = model_and_muon()[0]
+    adamw = build(twin, sample_run(TrainConfig(lr=1e-2, model=ODD), "cpu"))
+    for step in range(3):
+        for m, o in ((model, optimizer), (twin, adamw)):
+            give_gradients(m, step)
+            o.step()
+    for name, p in twin.named_parameters():
+        if name in ("embed.weight", "head.weight") or p.ndim == 1:
+            assert torch.equal(model.get_parameter(name), p), name
+
+
+@pytest.mark.parametrize("stored", ["fp32", "bf16", "host"])
+def test_it_resumes_to_the_bit(stored: str) -> None:
+    def trained(load_at: int | None) -> GPT:
+        model, optimizer = model_and_muon(stored)
+        for step in range(5):
+            if step == load_at:
+                saved, optimizer = optimizer.state_dict(), build(model, config(stored))
+                optimizer.load_state_dict(saved)
+            give_gradients(model, step)
+            clip_gradients(optimizer, 1.0)
+            optimizer.step()
+        return model
+
+    for a, b in zip(trained(None).parameters(), trained(3).parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_momentum_on_the_host_changes_no_bit_and_in_bf16_little() -> None:
+    weights = {}
+    for stored in ("fp32", "host", "bf16"):
+        model, optimizer = model_and_muon(stored)
+        for step in range(4):
+            give_gradients(model, step)
+            optimizer.step()
+        weights[stored] = dict(model.named_parameters())
+    start = dict(model_and_muon()[0].named_parameters())
+    for name, p in weights["fp32"].items():
+        assert torch.equal(p, weights["host"][name])
+        assert (p - weights["bf16"][name]).norm() < 0.05 * (p - start[name]).norm()
+
+
+def test_clipping_acts_on_momentum_as_on_averages() -> None:
+    """Gradients far above the norm equal those that have been clipped before."""
+    (model, optimizer), (twin, its_optimizer) = model_and_muon(), model_and_muon()
+    for step, size in enumerate((100.0, 0.01, 30.0)):
+        give_gradients(model, step, size)
+        give_gradients(twin, step, size)
+        norm = clip_gradients(optimizer, 1.0)
+        assert float(norm) == pytest.approx(
+            float(torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)), rel=1e-5
+        )
+        optimizer.step()
+        its_optimizer.step()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert (a - b).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("stored", ["fp32", "bf16"])
+def test_the_planner_knows_the_state(name: str, stored: str) -> None:
+    memory = MemoryConfig("fast", optimizer_state=stored)
+    run = sample_run(TrainConfig(model=ODD, memory=memory, optimizer=OptimizerConfig(name)), "cpu")
+    model = GPT(ODD, "naive")
+    optimizer = build(model, run)
+    give_gradients(model, 0)
+    optimizer.step()
+    tensors = [x for state in optimizer.state.values() for k, x in state.items() if k != "step"]
+    assert sum(x.nbytes for x in tensors) == optimizer_cost.state_on_gpu(run.workload)
+    parts = [(r, c) for r, c in optimizer_cost.block_matrices(ODD)] * ODD.layers
+    if isinstance(optimizer, muon.Muon):
+        rows = [(n, p.shape[1]) for p, sizes in optimizer.parts.items() for n in sizes]
+        assert sorted(rows) == sorted(parts)
+
+
+def test_lora_is_refused_by_name() -> None:
+    run = TrainConfig(optimizer=OptimizerConfig("muon"))
+    run.lora.rank = 8
+    with pytest.raises(ValueError, match=r"optimizer=muon with lora\.rank=8"):
+        run.validate()
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_the_same_steps() -> None:
+    weights = {}
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        model = GPT(ODD, "naive").to(device)
+        optimizer = build(model, config())
+        for step in range(3):
+            draw = torch.Generator().manual_seed(step)
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=draw).to(device)
+            clip_gradients(optimizer, 1.0)
+            optimizer.step()
+        weights[device] = [p.detach().cpu() for p in model.parameters()]
+    for a, b in zip(weights["cpu"], weights["cuda"], strict=True):
+        assert (a - b).norm() < 0.01 * a.norm()

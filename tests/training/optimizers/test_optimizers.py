@@ -1,0 +1,136 @@
+"""The registry: every name is built, a wrong one is refused, and one from elsewhere trains."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from longctx import cli
+from longctx.config.memory_config import MemoryConfig
+from longctx.config.optimizer_config import TRAITS, OptimizerConfig, Traits
+from longctx.config.train_config import TrainConfig, upgraded
+from longctx.model import GPT, GPTConfig
+from longctx.planner import fitting, hardware
+from longctx.planner.hardware import GIB
+from longctx.planner.peak_memory import OPTIMIZER, predict
+from longctx.runs import run_folder
+from longctx.training import optimizers
+from longctx.training.run import Run
+from tests.training.sample_run import sample_run
+from train import main
+
+H200 = hardware.chip("NVIDIA H200", 139.8 * GIB)
+
+
+def plain_descent(model: torch.nn.Module, config: Run) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=config.lr)
+
+
+@pytest.fixture
+def sgd() -> Iterator[str]:
+    """The name of an optimizer of this file's own, known for one test."""
+    optimizers.register("sgd", plain_descent, Traits(matrix_bytes=0, other_bytes=0))
+    yield "sgd"
+    del TRAITS["sgd"], optimizers._builders["sgd"]
+
+
+def request(*overrides: str) -> TrainConfig:
+    config: TrainConfig = cli.compose("train", list(overrides)).config
+    return config
+
+
+@pytest.mark.parametrize("name", sorted(TRAITS))
+def test_every_name_has_a_preset_and_is_built(name: str) -> None:
+    config = sample_run(request(f"optimizer={name}"), "cpu")
+    assert config.workload.optimizer.name == name
+    sizes = GPTConfig(vocab_size=40, layers=1, channels=32, heads=2, kv_heads=1, ffn=40)
+    model = GPT(sizes, "naive")
+    optimizer = optimizers.build(model, config)
+    in_groups = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(in_groups) == sorted(id(p) for p in model.parameters())
+
+
+def test_the_presets_are_the_known_names() -> None:
+    assert cli.names("optimizer") == set(TRAITS)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (OptimizerConfig("muno"), "optimizer=muno: one of adamw, muon"),
+        (OptimizerConfig("adamw", momentum=0.9), r"optimizer\.momentum=0\.9: .*adamw"),
+        (OptimizerConfig("muon", momentum=1.5), r"optimizer\.momentum=1\.5: a number from 0"),
+        (OptimizerConfig("muon", iterations=0), r"optimizer\.iterations=0: a number from 1"),
+    ],
+)
+def test_a_mistake_is_refused_by_key(config: OptimizerConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(optimizer=config).validate()
+    run = sample_run(TrainConfig(), "cpu")
+    run = replace(run, workload=replace(run.workload, optimizer=config))
+    with pytest.raises(ValueError, match=message):
+        optimizers.build(torch.nn.Linear(2, 2), run)
+
+
+def test_one_from_elsewhere_trains_and_resumes(
+    sgd: str, words: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="optimizer=sgd"):
+        optimizers.register("sgd", plain_descent, Traits())
+    assert main(words(optimizer__name=sgd, name="run", max_steps=3)) == 0
+    assert main([f"resume={tmp_path / 'runs' / 'run'}", "max_steps=5"]) == 0
+    rows = run_folder.read_metrics(tmp_path / "runs" / "run")
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5]
+
+
+def test_what_an_optimizer_cannot_do_is_refused_and_not_chosen(sgd: str) -> None:
+    for overrides in (["memory=long"], ["memory.optimizer_state=host"]):
+        with pytest.raises(ValueError, match=r"memory\.optimizer_state=host with optimizer=sgd"):
+            request("optimizer.name=sgd", *overrides)
+    config = sample_run(request("optimizer.name=sgd", "model=1b"), "cuda").workload
+    policies = fitting.policies(replace(config, memory=MemoryConfig()))
+    assert [chosen.memory.policy for chosen in policies] == ["fast", "balanced"]
+    assert predict(policies[0]).gpu[OPTIMIZER] == 0
+
+
+def test_a_muon_run_resumes_to_the_bit(words: Callable[..., list[str]], tmp_path: Path) -> None:
+    straight, resumed = tmp_path / "runs" / "straight", tmp_path / "runs" / "resumed"
+    assert main(words(optimizer="muon", name="straight", checkpoint_every=3)) == 0
+    shutil.copytree(straight, resumed)
+    run_folder.checkpoints(resumed)[-1].unlink()
+    saved = cli.from_file("train", resumed / "config.yaml", []).config.optimizer
+    assert saved == OptimizerConfig("muon", 0.95, 5)
+    assert main([f"resume={resumed}", "optimizer=adamw"]) == 2
+    assert main([f"resume={resumed}"]) == 0
+    first, second = (
+        torch.load(run_folder.checkpoints(folder)[-1], weights_only=True)
+        for folder in (straight, resumed)
+    )
+    for part in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(second[part], first[part], rtol=0, atol=0)
+
+
+def test_older_configurations_are_read_as_adamw() -> None:
+    saved = {"model": {"layers": 3}, "memory": {"policy": "long", "optimizer": "bf16"}}
+    new = upgraded(saved)
+    assert new["memory"] == {"policy": "long", "optimizer_state": "bf16"}
+    assert new["optimizer"] == {"name": "adamw"}
+    assert upgraded({"optimizer": {"name": "muon"}})["optimizer"] == {"name": "muon"}
+    older = upgraded({"model": {"recompute": True, "loss_chunk": 64}})
+    assert older["memory"] == {"policy": "balanced", "loss_chunk": 64}
+    assert "recompute" not in older["model"]
+
+
+def test_muon_takes_less_memory_and_a_few_percent_of_a_step() -> None:
+    plans = {}
+    for name in ("adamw", "muon"):
+        asked = request("model=124m", "model.vocab_size=50304", f"optimizer={name}", "memory=fast")
+        config = replace(sample_run(asked, "cuda").workload, batch_size=16, accumulate=1)
+        time = fitting.seconds(config, H200)
+        assert time is not None
+        plans[name] = predict(config).peak, time.parts[OPTIMIZER] / time.total
+    assert plans["muon"][0] < plans["adamw"][0]
+    assert plans["adamw"][1] < plans["muon"][1] < 0.06

@@ -1,0 +1,82 @@
+"""Dry runs: steps as training takes them, in this process or a child, whose end is an answer whatever
+it is.
+"""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from longctx import cli
+from longctx.config.model_config import GPTConfig
+from longctx.planner.workload import workload_of
+from longctx.training import dry_run as dry
+from longctx.training.child import OUT_OF_MEMORY, dry_run_in_child
+from longctx.training.resolve import scheduled
+from longctx.training.run import Run, of_shared, run_of
+
+KEYS = [
+    "model=tiny",
+    "model.layers=1",
+    "model.vocab_size=64",
+    "seq_len=33",
+    "batch_size=2",
+    "accumulate=3",
+    "workers=0",
+]
+
+
+@pytest.fixture(scope="module")
+def small() -> Run:
+    config = cli.compose("train", KEYS).config
+    return scheduled(config, workload_of(config, "cpu", 33))
+
+
+def test_dry_run_measures_steps(small: Run) -> None:
+    steps: list[int] = []
+    measured = dry.dry_run(small, 2, validate=True, after=steps.append)
+    assert (len(measured.ms), steps, measured.failed) == (2, [1, 2], None)
+    assert measured.tokens == 2 * 3 * 33
+    assert measured.pairs == 2 * 3 * 33 * 34 // 2
+    assert measured.kernels["flash"] == "torch-tiled"
+    assert measured.memory["process_peak_gib"] > 0
+
+
+def test_dry_run_out_of_memory_is_an_answer(small: Run) -> None:
+    def fail(step: int) -> None:
+        raise MemoryError
+
+    assert dry.dry_run(small, 2, after=fail).failed == OUT_OF_MEMORY
+
+
+def test_documents_shorten_attention_and_nothing_else(small: Run) -> None:
+    row = dry.RandomRows(64, 33, 10)[5]
+    assert row["doc_ids"].tolist() == [i // 10 for i in range(33)]
+    assert torch.equal(row["tokens"][1:], row["targets"][:-1])
+    assert dry.dry_run(small, 1, document=1).pairs == 2 * 3 * 33
+
+
+def test_run_survives_its_way_to_another_process(small: Run) -> None:
+    there = run_of(small.settings(), "cpu")
+    assert there.settings() == small.settings()
+    assert there.workload == small.workload
+    assert of_shared(small.shared()).settings() == small.settings()
+
+
+@pytest.mark.parametrize(
+    ("changes", "seconds", "failed"),
+    [
+        ({}, 240, None),
+        ({"seq_len": 2**40}, 240, OUT_OF_MEMORY),
+        ({"model": GPTConfig(vocab_size=64, heads=3)}, 240, "model.heads=3"),
+        ({}, 0.5, "took longer"),
+    ],
+)
+def test_child_always_answers(
+    small: Run, changes: dict[str, Any], seconds: float, failed: str | None
+) -> None:
+    run = dataclasses.replace(small, workload=dataclasses.replace(small.workload, **changes))
+    measured = dry_run_in_child(run, 1, None, False, seconds)
+    assert (failed or "None") in str(measured.failed)
+    assert len(measured.ms) == (0 if failed else 1)

@@ -1,0 +1,29 @@
+"""The learning rate of every step: warm-up, cosine, floor."""
+
+import pytest
+
+from longctx.config.train_config import TrainConfig
+from longctx.training.learning_rate import learning_rate
+from tests.training.sample_run import sample_run
+
+
+def config(**changes: object):
+    return sample_run(TrainConfig(**changes), "cpu")  # type: ignore[arg-type]
+
+
+def test_the_rate_rises_linearly_and_falls_as_a_cosine_to_its_floor() -> None:
+    run = config(max_steps=101, warmup_steps=10, lr=0.5, min_lr=0.2)
+    rates = [learning_rate(step, run) for step in range(101)]
+    assert rates[:10] == pytest.approx([0.05 * n for n in range(1, 11)])
+    assert max(rates) == pytest.approx(0.5)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[55] == pytest.approx(0.5 * (0.2 + 0.8 / 2))
+    assert rates[-1] == pytest.approx(0.1)
+    assert learning_rate(500, run) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_the_shortest_runs_have_a_rate(steps: int) -> None:
+    for warmup in (0, 1, 5):
+        run = config(max_steps=steps, warmup_steps=warmup)
+        assert all(0 < learning_rate(step, run) <= run.lr for step in range(steps))
