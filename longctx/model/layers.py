@@ -89,14 +89,14 @@ class SelfAttention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, T, C) → q (B, T, H, D), k and v (B, T, Hkv, D), q and k turned by their positions
+        """x (B, T, C) → q (B, T, H, D), k and v (B, T, Hkv, D), q and k rotated by their positions
         if `rotary`.
         """
         qkv = self.qkv(x)
         if self.rotary and isinstance(self.q_norm, nn.Identity) and fused(qkv):
-            from longctx.kernels.rope import turned
+            from longctx.kernels.rotary import rotated
 
-            return turned(qkv, cos, sin, self.heads, self.kv_heads)
+            return rotated(qkv, cos, sin, self.heads, self.kv_heads)
         heads = self.heads, self.kv_heads, self.kv_heads
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(heads, dim=2)
         q, k = self.q_norm(q), self.k_norm(k)

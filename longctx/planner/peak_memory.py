@@ -33,7 +33,7 @@ FP32 = 4
 SLICE = (
     2**26
 )  # parameters that a stored optimizer updates at one time, see longctx.training.optimizer
-HOPPER_HEAD_SIZES = range(64, 129, 8)  # see longctx.kernels.flash, which needs torch
+HOPPER_HEAD_SIZES = range(64, 129, 8)  # see longctx.kernels.flash_op, which needs torch
 
 
 @dataclass(frozen=True)
