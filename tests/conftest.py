@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
     import longctx.kernels.cross_entropy
     import longctx.kernels.portable
     import longctx.kernels.rms_norm
-    import longctx.kernels.rope
+    import longctx.kernels.rotary
     import longctx.kernels.swiglu  # noqa: F401
 
     del os.environ["TRITON_INTERPRET"]

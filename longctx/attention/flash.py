@@ -11,7 +11,7 @@ from torch import Tensor
 from longctx.attention.mask import Mask
 from longctx.attention.registry import Backend, Gradients, Request, register
 from longctx.kernels import HAS_TRITON
-from longctx.kernels.flash import (
+from longctx.kernels.flash_op import (
     HEAD_SIZES,
     flash_backward,
     flash_forward,

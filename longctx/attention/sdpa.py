@@ -21,7 +21,7 @@ TILE = 512  # queries of a tile on a CPU
 
 
 class Sdpa(Backend):
-    """`kernel`, for GPUs only: auto (cuDNN where it is right and faster, else flash), flash, cudnn."""
+    """`kernel`, for GPUs only: auto (cuDNN where right and faster, else flash), flash or cudnn."""
 
     options = {"kernel": ("auto", "flash", "cudnn")}
     reproducible = {  # the backward of the GPU kernels adds up in any order

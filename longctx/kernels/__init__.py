@@ -1,5 +1,6 @@
-"""Kernels: attention's, and those between the matmuls. The only user of Triton, which is imported
-when the first one is launched.
+"""Kernels of attention and between the matmuls: the only user of Triton.
+
+Triton is imported when the first one is launched.
 """
 
 import importlib.util

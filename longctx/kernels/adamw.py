@@ -1,10 +1,9 @@
-"""AdamW's update of one tensor (arXiv 1711.05101) in one pass over it, its gradient and its two
-averages.
+"""AdamW (arXiv 1711.05101): one pass over a tensor, its gradient and its two averages.
 
     g = factor · gradient,   m = m + (1 - β1)(g - m),   v = β2 v + (1 - β2) g²
     p = (1 - lr · decay) p - lr / (1 - β1^t) · m / (sqrt(v / (1 - β2^t)) + eps)
 
-The factor, which clips, is read on the device: gradients need not be written once more for it, and
+The factor, which clips, is read on the device: clipping costs no pass over the gradients, and
 nothing waits for their norm. Arithmetic is fp32, however the averages are stored.
 """
 
@@ -22,22 +21,14 @@ BLOCK, WARPS = 1024, 8
 
 @triton.jit(do_not_specialize=["N", "shrink", "rate", "root"])
 def adamw_kernel(
-    p,
-    grad,
-    m,
-    v,
-    factor,
-    N,
-    shrink,
-    rate,
-    root,
-    beta1,
-    beta2,
-    eps,
-    CLIPPED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """`shrink`: 1 - lr · decay. `rate`: lr / (1 - β1^t). `root`: 1 / sqrt(1 - β2^t)."""
+    p, grad, m, v, factor,
+    N, shrink, rate, root, beta1, beta2, eps,
+    CLIPPED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Update BLOCK elements of p, m and v.
+
+    `shrink`: 1 - lr · decay. `rate`: lr / (1 - β1^t). `root`: 1 / sqrt(1 - β2^t).
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(p + at, mask=at < N)
     g = tl.load(grad + at, mask=at < N).to(tl.float32)
@@ -64,28 +55,26 @@ def adamw_(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Update p (N,) fp32 and its averages m and v (N,), fp32 or 16 bits, by grad (N,); all
-    contiguous, on one device.
+    """Update p (N,) fp32 and its averages m and v (N,), fp32 or 16 bits, by grad (N,).
 
-    `factor`: an fp32 scalar there that multiplies grad, or None. `step` counts from 1.
+    All are contiguous, on one device. `factor`: an fp32 scalar there that multiplies grad, or None.
+    `step` counts from 1.
     """
     rate, root = lr / (1 - betas[0] ** step), 1 / math.sqrt(1 - betas[1] ** step)
     with torch.cuda.device_of(p):
         adamw_kernel[(triton.cdiv(p.numel(), BLOCK),)](
-            *(
-                p,
-                grad,
-                m,
-                v,
-                factor,
-                p.numel(),
-                1 - lr * weight_decay,
-                rate,
-                root,
-                *betas,
-                eps,
-                factor is not None,
-            ),
-            BLOCK,
+            p,
+            grad,
+            m,
+            v,
+            factor,
+            p.numel(),
+            1 - lr * weight_decay,
+            rate,
+            root,
+            *betas,
+            eps,
+            CLIPPED=factor is not None,
+            BLOCK=BLOCK,
             num_warps=WARPS,
         )

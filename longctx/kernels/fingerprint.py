@@ -1,17 +1,13 @@
-"""What ran, written down: the kernels of a run, so that whoever resumes or compares it knows
-whether they are still the same.
+"""The kernel lock of a run: which kernels ran, so that a later run knows whether they are the same.
 
-A lock is a dictionary of plain values: sources by sha256, what was compiled in this process with
-its constants and the sha256 of its machine code, versions of all compilers, driver and GPU, and a
-fingerprint: sha256 of what comes out for fixed inputs, bit for bit.
+A lock is a dictionary of plain values: sha256 of the sources, sha256 of the machine code of every
+kernel that was compiled in this process, with its constants, versions of all compilers, driver and
+GPU, and a fingerprint: sha256 of the results for fixed inputs, bit for bit.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import importlib.metadata
-import re
 import struct
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -22,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.kernels.selftest import whole
+from longctx.kernels.selftest import integers
+from longctx.kernels.toolchain import machine as machine
 
 FORMAT = 1
-HOPPER = ("hopper_*.py", "gluon.py", "portable.py", "walk.py")
+HOPPER = ("hopper_*.py", "gluon.py", "portable.py", "tile_schedule.py")
 SOURCES = {
-    "triton-portable": ("portable.py", "walk.py"),
+    "triton-portable": ("portable.py", "tile_schedule.py"),
     "triton-hopper": HOPPER,
     "triton-hopper-ordered": HOPPER,
     "torch-tiled": ("tiled.py",),
@@ -46,66 +43,12 @@ def sources(implementation: str) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def machine(device: torch.device) -> dict[str, str]:
-    """What compiles and runs kernels on `device`."""
-    found = {"torch": torch.__version__, "device": gpu_name(device)}
-    if device.type == "cpu":
-        return found
-    tools = {name.lower(): version for name, version in compilers().items()}
-    return (
-        found | tools | {"driver": driver(), "cuda": str(torch.version.cuda or torch.version.hip)}
-    )
-
-
-def gpu_name(device: torch.device) -> str:
-    """The name of a GPU, or what else the device is."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def compilers() -> dict[str, str]:
-    """Versions of Triton and of the ptxas that it calls."""
-    try:
-        found = {"Triton": importlib.metadata.version("triton")}
-    except importlib.metadata.PackageNotFoundError:
-        return {"Triton": "none"}
-    if torch.version.cuda is not None and torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
-        found["ptxas"] = ptxas(10 * major + minor)
-    return found
-
-
-def ptxas(arch: int) -> str:
-    """The version of the ptxas that Triton calls for sm_`arch`, such as 12.8.93."""
-    from triton.backends.nvidia.compiler import get_ptxas_version
-
-    said = get_ptxas_version(arch)
-    match = re.search(r"\bV(\d[\d.]*)", said)
-    return match[1] if match else said.strip()
-
-
-def driver() -> str:
-    """The version of the NVIDIA driver; "unknown" where nothing tells."""
-    try:
-        said = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        said = ""
-    if match := re.search(r"\d+\.\d+(\.\d+)?", said):
-        return match[0]
-    try:
-        library, text = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.create_string_buffer(96)
-        library.nvmlInit_v2()
-        known = library.nvmlSystemGetDriverVersion(text, 96) == 0
-        library.nvmlShutdown()
-    except (OSError, AttributeError):
-        return "unknown"
-    return text.value.decode() if known else "unknown"
-
-
 def compiled(files: Iterable[str]) -> dict[str, list[str]]:
-    """What the kernels in these files of ours were compiled to in this process: name with constants
-    → sha256 of the machine code.
+    """Kernels of these files that were compiled in this process.
+
+    Name with constants → sha256 of the machine code.
     """
-    found: dict[str, set[str]] = {}
+    codes: dict[str, set[str]] = {}
     names = [f"longctx.kernels.{file.removesuffix('.py')}" for file in files]
     modules = [sys.modules[name] for name in names if name in sys.modules]
     functions = {
@@ -117,41 +60,28 @@ def compiled(files: Iterable[str]) -> dict[str, list[str]]:
     for function in functions.values():
         for cache in list(function.device_caches.values()):
             for kernel in list(cache[0].values()):
-                binary = next(
-                    (kernel.asm[kind] for kind in ("cubin", "hsaco") if kind in kernel.asm), b""
-                )
-                found.setdefault(_described(kernel), set()).add(machine_code(binary))
-    return {name: sorted(found[name]) for name in sorted(found)}
+                binary = kernel.asm.get("cubin") or kernel.asm.get("hsaco") or b""
+                codes.setdefault(_described(kernel), set()).add(machine_code(binary))
+    return {name: sorted(codes[name]) for name in sorted(codes)}
 
 
 def _described(kernel: Any) -> str:
     """A compiled kernel's name and constants: portable.forward_kernel BM=64 BN=64 D=128 ..."""
     module = kernel.src.fn.__module__.rpartition(".")[2]
     names, constants = kernel.src.fn.arg_names, {}
-    for path, value in kernel.src.constants.items():
-        name = (
-            names[path[0]]
-            if isinstance(path, tuple)
-            else names[path]
-            if isinstance(path, int)
-            else path
-        )
+    for key, value in kernel.src.constants.items():
+        place = key[0] if isinstance(key, tuple) else key
+        name = names[place] if isinstance(place, int) else place
         if name.isupper():
             constants[name] = value
-    options = {
-        "warps": kernel.metadata.num_warps,
-        "stages": getattr(kernel.metadata, "num_stages", 0),
-    }
-    return " ".join(
-        [
-            f"{module}.{kernel.src.fn.__name__}",
-            *(f"{k}={v}" for k, v in sorted(constants.items()) + list(options.items())),
-        ]
-    )
+    stages = getattr(kernel.metadata, "num_stages", 0)
+    options = [("warps", kernel.metadata.num_warps), ("stages", stages)]
+    texts = [f"{name}={value}" for name, value in sorted(constants.items()) + options]
+    return " ".join([f"{module}.{kernel.src.fn.__name__}", *texts])
 
 
 def machine_code(binary: bytes) -> str:
-    """sha256 of the code and constants in an ELF file: not of its line table, which names folders."""
+    """sha256 of an ELF file's code and constants, not of its line table, which names folders."""
     digest = hashlib.sha256()
     if binary[:5] != b"\x7fELF\x02":
         return hashlib.sha256(binary).hexdigest()
@@ -161,9 +91,8 @@ def machine_code(binary: bytes) -> str:
     names = headers[names_at][4]
     for header in headers:
         name = binary[names + header[0] : binary.index(b"\0", names + header[0])]
-        if (
-            name.startswith((b".text", b".nv.constant", b".rodata")) and header[1] != 8
-        ):  # 8: takes no bytes
+        code = name.startswith((b".text", b".nv.constant", b".rodata"))
+        if code and header[1] != 8:  # 8: SHT_NOBITS, which takes no bytes
             digest.update(name + b"\0" + binary[header[4] : header[4] + header[5]])
     return digest.hexdigest()
 
@@ -176,64 +105,63 @@ def fingerprint(
     group: int,
     bucket: int = 0,
 ) -> dict[str, str]:
-    """sha256 of what comes out of run(q, k, v, doc_ids) → out, names; on inputs that are the same
-    everywhere.
+    """sha256 of the results of run(q, k, v, doc_ids) → out, names, on inputs that never change.
 
     q is (1, T, group, head_dim), k and v (1, T, 1, head_dim), doc_ids (1, T), T = `bucket` +
-    TOKENS. Of out, dq, dk, dv those are hashed that run names, for others may differ from time to
-    time.
+    TOKENS. Of out, dq, dk, dv only the `names` are hashed: the bits of others may differ from run
+    to run.
     """
     T = bucket + TOKENS
     shapes = [(1, T, heads, head_dim) for heads in (group, 1, 1, group)]
     with torch.device("cpu"):  # whatever the default device is
-        given = [
-            ((whole(shape, n + 50, 256) - 127.5) / 64).to(device, dtype)
+        q, k, v, do = (
+            ((integers(shape, n + 50, 256) - 127.5) / 64).to(device, dtype)
             for n, shape in enumerate(shapes)
-        ]
-        ids = torch.tensor(
-            [n for n, size in zip(range(T), cycle(DOCUMENTS), strict=False) for _ in range(size)]
-        )[:T]
-    q, k, v = (x.requires_grad_() for x in given[:3])
+        )
+        lengths = zip(range(T), cycle(DOCUMENTS), strict=False)
+        ids = torch.tensor([n for n, length in lengths for _ in range(length)])[:T]
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
     with torch.enable_grad():
         out, names = run(q, k, v, ids[None])
     results = {"out": out}
     if set(names) - {"out"}:
-        results |= zip(
-            ("dq", "dk", "dv"), torch.autograd.grad(out, (q, k, v), given[3]), strict=True
-        )
-    said = f"{str(dtype).removeprefix('torch.')}, {T} tokens in documents, {group} heads on 1, size {head_dim}"
-    return {"inputs": said} | {name: sha256(results[name]) for name in names}
+        gradients = torch.autograd.grad(out, (q, k, v), do)
+        results |= zip(("dq", "dk", "dv"), gradients, strict=True)
+    name_of_type = str(dtype).removeprefix("torch.")
+    inputs = f"{name_of_type}, {T} tokens in documents, {group} heads on 1, size {head_dim}"
+    return {"inputs": inputs} | {name: sha256(results[name]) for name in names}
 
 
 def sha256(x: Tensor) -> str:
-    """Of a tensor's values, in order."""
+    """sha256 of a tensor's values, in order."""
     data = x.detach().cpu().contiguous().flatten().view(torch.uint8)
     return hashlib.sha256(data.numpy().tobytes()).hexdigest()
 
 
 def differences(old: Lock, new: Lock) -> list[tuple[str, str, str]]:
-    """(field, before, now) for whatever is not the same; that more kernels were compiled by now is
-    no difference.
+    """(field, before, now) of every field that changed.
+
+    It is no difference that more kernels have been compiled by now.
     """
     before, now = _flat(old), _flat(new)
-    found = []
+    changed = []
     for field in dict.fromkeys([*before, *now]):
         was, is_ = before.get(field, "none"), now.get(field, "none")
         if was != is_ and not (field.startswith("compiled.") and was == "none"):
-            found.append((field, was, is_))
-    return found
+            changed.append((field, was, is_))
+    return changed
 
 
 def _flat(lock: Lock, prefix: str = "") -> dict[str, str]:
-    """Dotted field → text; a list is its text, so that order counts. What a run did `earlier` is
-    left out.
+    """Dotted field → text; the items of a list are joined, so that their order counts.
+
+    `earlier`, which holds the locks of a run before it was resumed, is left out.
     """
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for key, value in lock.items():
         if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{key}.")
+            fields |= _flat(value, f"{prefix}{key}.")
         elif key != "earlier":
-            found[prefix + key] = (
-                " ".join(map(str, value)) if isinstance(value, list) else str(value)
-            )
-    return found
+            values = value if isinstance(value, list) else [value]
+            fields[prefix + key] = " ".join(map(str, values))
+    return fields

@@ -1,5 +1,4 @@
-"""One name for each thing that Gluon has under different names from Triton 3.6 to 3.9, chosen by
-what is installed.
+"""One name for each thing that Gluon names differently from Triton 3.6 to 3.9.
 
 Triton 3.8 renamed the copies between global and shared memory and made the reduction public; 3.9
 removed the old names.
@@ -33,19 +32,17 @@ def reinterpret(x: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = No
 
 @functools.cache
 def shared_layout(shape: tuple[int, ...], dtype: gl.dtype) -> gl.NVMMASharedLayout:
-    """The layout of a tile in shared memory that matrix products and tensor maps take; made once,
-    since that takes as long as a launch.
+    """The layout of a tile in shared memory that matrix products and tensor maps take.
+
+    Cached, since making one takes as long as a launch.
     """
     return gl.NVMMASharedLayout.get_default_for(list(shape), dtype)
 
 
 renamed = hasattr(tma, "async_load")
-tma_load = (
-    tma.async_load if renamed else tma.async_copy_global_to_shared
-)  # (descriptor, coordinates, barrier, shared)
-tma_store = (
-    tma.async_store if renamed else tma.async_copy_shared_to_global
-)  # (descriptor, coordinates, shared)
-tma_add = (
-    tma.async_atomic_add if hasattr(tma, "async_atomic_add") else _reduce_add
-)  # as tma_store, but adds
+# (descriptor, coordinates, barrier, shared)
+tma_load = tma.async_load if renamed else tma.async_copy_global_to_shared
+# (descriptor, coordinates, shared)
+tma_store = tma.async_store if renamed else tma.async_copy_shared_to_global
+# as tma_store, but adds
+tma_add = tma.async_atomic_add if hasattr(tma, "async_atomic_add") else _reduce_add

@@ -1,23 +1,25 @@
-"""FlashAttention backward for Hopper in Gluon: one pass over the keys, five matrix products, dq
-added up by TMA.
+"""FlashAttention backward for Hopper in Gluon: one pass over the keys, five matrix products.
 
-Equations, letters and masks are those of portable.py. A program owns BN keys of one key-value head,
-its two consumers 64 each; it walks over the queries that see them, for all query heads of the
-group, so that dk and dv need no atomics. Scores are computed transposed, which makes p and ds
-register operands of dv and dk. ds also goes through shared memory, where both consumers meet: each
-forms half of the tile's dq, half of its columns or of its queries, one tile later, so that no
-consumer waits for the other's ds. A warp for each consumer, the writer, hears of that part once
-more a tile later, when nobody has to wait for its way to shared memory, and adds it, in fp32, to
-sums in global memory by TMA; the sums lie in the order in which products leave them in registers,
-and are put in place and scaled at the end. The writer also stores dk and dv. One more warp, the
-producer, loads. The next tile's scores are in flight meanwhile; the consumers take turns, so that
-one has products while the other has its exponentials.
+Equations, letters and masks are those of portable.py; compare FlashAttention-3 (arXiv 2407.08608).
+
+A program owns BN keys of one key-value head, its two consumer warpgroups 64 each. Its walk (see
+hopper_order.py) goes over the queries that see them, for all query heads of the group, so that dk
+and dv need no atomics. Scores are computed transposed, which makes p and ds register operands of dv
+and dk. ds also goes through shared memory, where both consumers meet: each forms half of the tile's
+dq, half of its columns or of its queries, one tile later, so that no consumer waits for the other's
+ds. Each consumer has a writer warp that adds its part of dq, in fp32, to sums in global memory by
+TMA, once more a tile later, when nobody has to wait for the part's way to shared memory. The sums
+lie in the order in which products leave them in registers; the last kernel sorts and scales them.
+The writer also stores dk and dv. One more warp, the producer, loads. The next tile's scores are in
+flight meanwhile; consumers take turns, so that one has products while the other has exponentials.
 
 The sum over key tiles arrives in any order, so dq may differ in its last bits from run to run.
 Ordered, it does not: hopper_order.py.
 
-More than 196 KiB of shared memory, which leaves 28 KiB of L1 cache, made the same code 4 to 7%
-slower; no config takes it.
+Buffers in shared memory: qs, dos, lses, deltas (two slots, by step), ks, vs, dss (ds, two slots),
+dq_parts. mbarriers: X_full, X has been written; X_empty, X has been read. More than 196 KiB of
+shared memory, which leaves 28 KiB of L1 cache, made the same code 4 to 7% slower; no config takes
+it.
 """
 
 from __future__ import annotations
@@ -40,32 +42,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from longctx.kernels.gluon import reinterpret, shared_layout, tma_add, tma_load, tma_store
-from longctx.kernels.hopper_common import (
+from longctx.kernels.hopper_order import (
+    consumer_walk,
+    key_tile,
+    predecessor,
+    query_tile,
+    query_tiles,
+    release,
+)
+from longctx.kernels.hopper_primitives import (
     addressable,
     bar_arrive,
     bar_sync,
     descriptor,
-    hide,
+    mask_scores,
+    pop,
     processors,
-    receive,
-    send,
+    push,
 )
-from longctx.kernels.hopper_order import (
-    owned_keys,
-    pass_turn,
-    queries,
-    query_tile,
-    turn_before,
-    walk_of,
-)
-from longctx.kernels.portable import LOG2E, rows_of_backward
-from longctx.kernels.walk import batch_stride, heads_together
+from longctx.kernels.portable import LOG2E, preprocess
+from longctx.kernels.tile_schedule import batch_stride, heads_in_l2
 
 
 class Config(NamedTuple):
     """BM queries and BN keys of a tile, registers of a consumer.
 
-    `fence_last`: a consumer makes its ds known to matrix products when the next scores are in
+    `fence_last`: a consumer makes its ds visible to matrix products once the next scores are in
     flight, not before.
     """
 
@@ -78,82 +80,85 @@ class Config(NamedTuple):
 CONFIGS = {64: Config(128, 128, 240, True), 128: Config(64, 128, 240, False)}  # by head size
 ROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 KEYS = gl.constexpr(64)  # of a consumer warpgroup
-# Of the hardware's 16 named barriers, of which Triton takes 0 to 5 for five partitions. They cost
-# less than an mbarrier's arrival, for which the consumer's warps wait for one another.
-TURN = gl.constexpr(6)  # it is a consumer's turn to form products: 6 + 9 · consumer
-DS = gl.constexpr(9)  # ds is there: 9 + 2 · consumer + tile & 1
-FREE = gl.constexpr(13)  # q and do of a tile have been read: 13 + tile & 1
-FULL = gl.constexpr(7)  # a consumer's part of dq, or its dk and dv, are there: 7 + consumer
+# Of the hardware's 16 named barriers Triton takes 0 to 5 for five partitions. They cost less than
+# an mbarrier's arrival, for which the consumer's warps wait for one another.
+TURN = gl.constexpr(6)  # 6 + 9 · consumer: it may issue its products
+OUTPUT_FULL = gl.constexpr(7)  # 7 + consumer: its part of dq, or its dk and dv, are written
+DS_FULL = gl.constexpr(9)  # 9 + 2 · consumer + tile & 1: its half of ds is written
+Q_DO_EMPTY = gl.constexpr(13)  # 13 + tile & 1: q and do have been read
 
 
 @gluon.jit
-def load_keys(x, xs, full, empty, done, b, n0, h):
-    """A tile of k or v, in one piece or one for each consumer, as soon as the one before it has
-    been used.
-    """
-    PIECES: gl.constexpr = xs.shape[0]
+def load_keys(x, xs, full, empty, count, b, n0, h):
+    """Load a tile of k or v, in one box or one for each consumer, once its place is empty."""
+    BOXES: gl.constexpr = xs.shape[0]
     N: gl.constexpr = xs.shape[1]
     D: gl.constexpr = xs.shape[2]
-    mbarrier.wait(empty, (done & 1) ^ 1)
-    mbarrier.expect(full, PIECES * N * D * 2)
-    for i in gl.static_range(PIECES):
+    mbarrier.wait(empty, (count & 1) ^ 1)
+    mbarrier.expect(full, BOXES * N * D * 2)
+    for i in gl.static_range(BOXES):
         tma_load(x, [b, n0 + i * N, h, 0], full, xs.index(i).reshape([1, N, 1, D]))
 
 
 @gluon.jit
 def producer(
-    q, k, v, do, lse2, delta, qs, ks, vs, dos, lses, deltas, qf, dof, kf, ke, vf, ve, mail, mf, me, counter,
-    qfirst, qlast, stride_ib, Tq, Tk, Hq, tiles, heads, together,
-    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, ORDERED: gl.constexpr, WAYS: gl.constexpr,
+    q, k, v, do, lse2, delta,
+    qs, ks, vs, dos, lses, deltas,
+    q_full, do_full, k_full, k_empty, v_full, v_empty,
+    queue, queue_full, queue_empty,
+    counter, qfirst, qlast, stride_ib,
+    Tq, Tk, Hq, tiles, heads, l2_heads,
+    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr,
 ):  # fmt: skip
-    """Hands out tiles of keys to this program's other warps, and loads them and the queries of
-    their walks, those a walk ahead.
-    """
+    """Hands out tiles of keys, and loads them and the queries of their walks."""
     Hkv = Hq // GROUP
     it = 0
-    done = 0
+    count = 0
     t = gl.program_id(0)
-    if ORDERED:  # a program that does not run yet owns no tile
+    if ORDERED:  # a program that does not run yet must own no tile: others would wait for it
         t = gl.atomic_add(counter, 1)
     while t < tiles * heads:
-        send(mail, mf, me, done, t)
-        b, hk, n0, down = owned_keys(
-            t, tiles, qlast, stride_ib, Tk, Hkv, heads, together, BN, ORDERED
+        push(queue, queue_full, queue_empty, count, t)
+        b, hk, n0, down = key_tile(
+            t, tiles, qlast, stride_ib, Tk, Hkv, heads, l2_heads, BN, ORDERED
         )
-        lo, n = queries(qfirst + b * stride_ib, qlast + b * stride_ib, n0, Tk, BM, BN)
+        lo, n = query_tiles(qfirst + b * stride_ib, qlast + b * stride_ib, n0, Tk, BM, BN)
         for x in range(n * GROUP):
             h = hk * GROUP + x % GROUP
-            m0 = query_tile(x, lo, n, down, GROUP, WAYS) * BM
+            m0 = query_tile(x, lo, n, down, GROUP, DIRECTIONS) * BM
             s = it & 1
             if it >= 2:
-                bar_sync(FREE + s, 288)
-            mbarrier.expect(qf.index(s), BM * D * 2 + BM * 4)
-            tma_load(q, [b, m0, h, 0], qf.index(s), qs.index(s).reshape([1, BM, 1, D]))
-            tma_load(lse2, [b * Hq + h, m0], qf.index(s), lses.index(s))
+                bar_sync(Q_DO_EMPTY + s, 288)
+            mbarrier.expect(q_full.index(s), BM * D * 2 + BM * 4)
+            tma_load(q, [b, m0, h, 0], q_full.index(s), qs.index(s).reshape([1, BM, 1, D]))
+            tma_load(lse2, [b * Hq + h, m0], q_full.index(s), lses.index(s))
             if x == 0:
-                load_keys(k, ks, kf, ke, done, b, n0, hk)
-            mbarrier.expect(dof.index(s), BM * D * 2 + BM * 4)
-            tma_load(do, [b, m0, h, 0], dof.index(s), dos.index(s).reshape([1, BM, 1, D]))
-            tma_load(delta, [b * Hq + h, m0], dof.index(s), deltas.index(s))
+                load_keys(k, ks, k_full, k_empty, count, b, n0, hk)
+            mbarrier.expect(do_full.index(s), BM * D * 2 + BM * 4)
+            tma_load(do, [b, m0, h, 0], do_full.index(s), dos.index(s).reshape([1, BM, 1, D]))
+            tma_load(delta, [b * Hq + h, m0], do_full.index(s), deltas.index(s))
             if x == 0:
-                load_keys(v, vs, vf, ve, done, b, n0, hk)
+                load_keys(v, vs, v_full, v_empty, count, b, n0, hk)
             it += 1
-        if n == 0:
-            load_keys(k, ks, kf, ke, done, b, n0, hk)
-            load_keys(v, vs, vf, ve, done, b, n0, hk)
+        if n == 0:  # consumers wait for k and v even of keys that nobody sees
+            load_keys(k, ks, k_full, k_empty, count, b, n0, hk)
+            load_keys(v, vs, v_full, v_empty, count, b, n0, hk)
         t = gl.atomic_add(counter, 1)
         if not ORDERED:
             t += gl.num_programs(0)
-        done += 1
-    send(mail, mf, me, done, -1)
+        count += 1
+    push(queue, queue_full, queue_empty, count, -1)
+    # leave no arrival behind at a named barrier
     for x in range(gl.maximum(it - 2, 0), it):
-        bar_sync(FREE + (x & 1), 288)
+        bar_sync(Q_DO_EMPTY + (x & 1), 288)
 
 
 @gluon.jit
-def product_dq(ds, k, BM: gl.constexpr, C: gl.constexpr):
-    """A consumer's part of a tile's dq, (64, 64), in flight: its columns of 64 queries, or all
-    columns of its 64 of 128 queries.
+def start_dq(ds, k, BM: gl.constexpr, C: gl.constexpr):
+    """Issue the product of a consumer's part of a tile's dq, (64, 64).
+
+    The part is half the columns of 64 queries, or all columns of 64 of 128 queries.
     """
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
@@ -171,22 +176,22 @@ def product_dq(ds, k, BM: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def in_registers(x):
-    """x (64, 64), a matrix product, as (16, 256): 16 bytes of each thread, 512 of each warp in a
-    row, so that no bank is asked twice.
+def register_order(x):
+    """x (64, 64), a matrix product, as (16, 256) in the order of registers.
+
+    16 bytes of each thread and 512 of each warp are side by side, so that no bank is asked twice.
     """
-    x = x.reshape(
-        [4, 2, 8, 8, 4, 2]
-    )  # warp, half of its rows, row; columns: group, thread, one of two
+    # rows: warp, half of its rows, row; columns: group, thread, one of two
+    x = x.reshape([4, 2, 8, 8, 4, 2])
     return x.permute((3, 0, 2, 4, 1, 5)).reshape([16, 256])
 
 
 @gluon.jit
-def results(stages, vs, it, D: gl.constexpr, BM: gl.constexpr, C: gl.constexpr):
+def output_buffers(stages, vs, it, D: gl.constexpr, BM: gl.constexpr, C: gl.constexpr):
     """Where a consumer's dv and dk leave from after `it` steps.
 
-    Of 64 channels they fit into the place of the next ds, and k and v can be loaded meanwhile; else
-    it is that of v, and of parts of dq.
+    Of 64 channels they fit into the place of the next ds, and k and v can be loaded meanwhile.
+    Otherwise they take the places of v and of parts of dq.
     """
     dv = stages.index(4 * (it & 1) + C) if BM >= 2 * D else vs.index(C)
     dk = stages.index(4 * (it & 1) + C + 2) if BM >= 2 * D else stages.index(C)
@@ -195,72 +200,84 @@ def results(stages, vs, it, D: gl.constexpr, BM: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def writer(
-    dq, dk, dv, part, stages, vs, read, ve, mail, mf, me, turns, qfirst, qlast, stride_ib, Tq, Tk, Hq, tiles, heads, together,
-    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, ORDERED: gl.constexpr, WAYS: gl.constexpr, C: gl.constexpr,
+    dq, dk, dv,
+    dq_part, stages, vs,
+    output_empty, v_empty,
+    queue, queue_full, queue_empty,
+    semaphores, qfirst, qlast, stride_ib,
+    Tq, Tk, Hq, tiles, heads, l2_heads,
+    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Adds a consumer's parts of dq to memory and stores its dk and dv; `read` tells the consumer
-    that it may overwrite them.
-    """
+    """Adds the parts of dq of consumer C to memory and stores its dk and dv."""
     it = 0
-    done = 0
-    t = receive(mail, mf, me, done, 1)
+    count = 0
+    t = pop(queue, queue_full, queue_empty, count, 1)
     while t >= 0:
-        b, hk, n0, down = owned_keys(
-            t, tiles, qlast, stride_ib, Tk, Hq // GROUP, heads, together, BN, ORDERED
+        b, hk, n0, down = key_tile(
+            t, tiles, qlast, stride_ib, Tk, Hq // GROUP, heads, l2_heads, BN, ORDERED
         )
-        lo, n = queries(qfirst + b * stride_ib, qlast + b * stride_ib, n0, Tk, BM, BN)
-        from_query, to_query, turn = turn_before(
+        lo, n = query_tiles(qfirst + b * stride_ib, qlast + b * stride_ib, n0, Tk, BM, BN)
+        from_query, to_query, before = predecessor(
             qfirst + b * stride_ib, qlast + b * stride_ib, n0, Tk, down, BN
         )
+
+        # dq, step by step
         for x in range(n * GROUP):
-            m = query_tile(x, lo, n, down, GROUP, WAYS)
+            m = query_tile(x, lo, n, down, GROUP, DIRECTIONS)
             at = 2 * ((b * Hq + hk * GROUP + x % GROUP) * gl.cdiv(Tq, BM) + m) + C
             if ORDERED and ((m + 1) * BM > from_query) & (m * BM <= to_query):
                 # It need not acquire: nothing is read that others wrote; sums are added in L2, and
                 # this one is sent after it.
-                while gl.load(turns + at, volatile=True) != turn:
+                while gl.load(semaphores + at, volatile=True) != before:
                     pass
-            bar_sync(FULL + C, 160)
-            tma_add(dq, [at * 16, 0], part)
+            bar_sync(OUTPUT_FULL + C, 160)
+            tma_add(dq, [at * 16, 0], dq_part)
             tma.store_wait(0)
-            mbarrier.arrive(read, count=1)
+            mbarrier.arrive(output_empty, count=1)
             if ORDERED:
-                pass_turn(turns + at, n0, BN)
+                release(semaphores + at, n0, BN)
+
+        # dk and dv, once per walk
         it += n * GROUP
-        bar_sync(FULL + C, 160)
-        dv_mine, dk_mine = results(stages, vs, it, D, BM, C)
+        bar_sync(OUTPUT_FULL + C, 160)
+        dv_own, dk_own = output_buffers(stages, vs, it, D, BM, C)
         at = [b, n0 + C * KEYS, hk, 0]
-        tma_store(dv, at, dv_mine.reshape([1, KEYS, 1, D]))
-        tma_store(dk, at, dk_mine.reshape([1, KEYS, 1, D]))
+        tma_store(dv, at, dv_own.reshape([1, KEYS, 1, D]))
+        tma_store(dk, at, dk_own.reshape([1, KEYS, 1, D]))
         tma.store_wait(0)
-        mbarrier.arrive(read, count=1)
+        mbarrier.arrive(output_empty, count=1)
         if BM < 2 * D:
-            mbarrier.arrive(ve, count=1)
-        done += 1
-        t = receive(mail, mf, me, done, 1)
+            mbarrier.arrive(v_empty, count=1)
+        count += 1
+        t = pop(queue, queue_full, queue_empty, count, 1)
 
 
 @gluon.jit
-def signal(there, C: gl.constexpr):
-    """Tell the writer, if so, that what it is to write is there."""
-    if there:
+def signal_writer(ready, C: gl.constexpr):
+    """Tell the writer, if `ready`, that its consumer's output is in shared memory."""
+    if ready:
         fence_async_shared()
-        bar_arrive(FULL + C, 160)
+        bar_arrive(OUTPUT_FULL + C, 160)
 
 
 @gluon.jit
 def step(
-    s, dk, dv, ks, vs, qs, dos, lses, deltas, dss, part, m0, read, qf, dof, it, done, zero, x, more, qfirst_j, qlast_j, last_first,
-    first_last, scale_log2, D: gl.constexpr, BM: gl.constexpr, FENCE_LAST: gl.constexpr, SKIP: gl.constexpr, TURNS: gl.constexpr, C: gl.constexpr,
+    s, dk, dv,
+    ks, vs, qs, dos, lses, deltas, dss, dq_part,
+    m0, output_empty, q_full, do_full,
+    it, count, zero, x, more,
+    qfirst_j, qlast_j, last_first, first_last, scale_log2,
+    D: gl.constexpr, BM: gl.constexpr, FENCE_LAST: gl.constexpr, ONE_IF: gl.constexpr,
+    PINGPONG: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Step x of a walk, one tile of queries, whose scores `s` are there: adds to dk, dv, and
-    returns the next tile's scores.
+    """Step x of a walk, one tile of queries: the next tile's scores, and the new dk, dv.
 
-    Meanwhile dq of the tile before is formed, and the writer hears of the one before that. A
-    consumer says that its ds is there once it has used both ds of the tile before, so that the next
-    ds may take their place.
+    The scores `s` of this tile are there. Meanwhile dq of the tile before is formed, and the writer
+    is told of the one before that. A consumer says that its ds is written once it has used both ds
+    of the tile before, so that the next ds may take their place.
 
-    `SKIP`: one `if` around both halves of the mask. `it & zero` is 0, which the compiler does not
+    `ONE_IF`: one `if` around both halves of the mask. `it & zero` is 0, which the compiler does not
     know: else it would keep the descriptors of k and v in registers, and spill others.
     """
     dtype: gl.constexpr = qs.dtype
@@ -273,10 +290,14 @@ def step(
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=a_layout, k_width=2)
     zeros = gl.zeros([KEYS, BM], gl.float32, layout=s_layout)
     now, after = it & 1, (it + 1) & 1
-    if not SKIP or (m0 < last_first) | (m0 + BM - 1 > first_last):
-        s = hide(s, m0, qfirst_j, qlast_j, m0 < last_first, m0 + BM - 1 > first_last)
-    mbarrier.wait(dof.index(now), (it >> 1) & 1)
-    dpa = warpgroup_mma(
+
+    # mask, where the tile has queries that do not see all keys
+    if not ONE_IF or (m0 < last_first) | (m0 + BM - 1 > first_last):
+        s = mask_scores(s, m0, qfirst_j, qlast_j, m0 < last_first, m0 + BM - 1 > first_last)
+
+    # dp = v·doᵀ in flight, p = exp(s - lse)
+    mbarrier.wait(do_full.index(now), (it >> 1) & 1)
+    dp_async = warpgroup_mma(
         vs.index(C + (it & zero)),
         dos.index(now).permute((1, 0)),
         zeros,
@@ -284,46 +305,58 @@ def step(
         is_async=True,
     )
     p = gl.exp2(s * scale_log2 - lses.index(now).load(s_layout))
-    if not TURNS and C == 0:  # noqa: SIM102, the first is known when compiling
+    if not PINGPONG and C == 0:  # noqa: SIM102, the first is known when compiling
         if x == 0:
             bar_arrive(TURN + 9, 256)
-    signal(x > 1, C)
-    dva = warpgroup_mma(gl.convert_layout(p.to(dtype), p_layout), dos.index(now), dv, is_async=True)
-    dp = warpgroup_mma_wait(1, deps=(dpa,))
-    d = (p * (dp - deltas.index(now).load(s_layout))).to(dtype)
-    dka = warpgroup_mma(gl.convert_layout(d, p_layout), qs.index(now), dk, is_async=True)
+    signal_writer(x > 1, C)
+
+    # dv += p·do, ds = p (dp - delta), dk += ds·q
+    p16 = gl.convert_layout(p.to(dtype), p_layout)
+    dv_async = warpgroup_mma(p16, dos.index(now), dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=(dp_async,))
+    ds = (p * (dp - deltas.index(now).load(s_layout))).to(dtype)
+    dk_async = warpgroup_mma(gl.convert_layout(ds, p_layout), qs.index(now), dk, is_async=True)
+
+    # ds to shared memory, once the other consumer has used the ds before it
     if x > 0:
-        bar_sync(DS + 2 * (1 - C) + after, 256)
-    dss.index(now).slice(C * KEYS, KEYS, dim=0).store(d)
+        bar_sync(DS_FULL + 2 * (1 - C) + after, 256)
+    dss.index(now).slice(C * KEYS, KEYS, dim=0).store(ds)
     if not FENCE_LAST:
         fence_async_shared()
-    if TURNS:
+
+    # dq of the tile before, and the next tile's scores
+    if PINGPONG:
         bar_sync(TURN + 9 * C, 256)
-    dqa = product_dq(dss.index(after), ks.index(it & zero), BM, C)
-    dk, dv = warpgroup_mma_wait(1, deps=(dka, dva))
-    bar_arrive(FREE + now, 288)
-    mbarrier.wait(qf.index(after), ((it + 1) >> 1) & 1, pred=more)
+    dq_async = start_dq(dss.index(after), ks.index(it & zero), BM, C)
+    dk, dv = warpgroup_mma_wait(1, deps=(dk_async, dv_async))
+    bar_arrive(Q_DO_EMPTY + now, 288)
+    mbarrier.wait(q_full.index(after), ((it + 1) >> 1) & 1, pred=more)
     k = ks.index(it & zero).slice(C * KEYS, KEYS, dim=0)
-    sa = warpgroup_mma(k, qs.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    dq = warpgroup_mma_wait(1, deps=(dqa,))
+    s_async = warpgroup_mma(k, qs.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    dq = warpgroup_mma_wait(1, deps=(dq_async,))
     if FENCE_LAST:
         fence_async_shared()
-    bar_arrive(DS + 2 * C + now, 256)
+    bar_arrive(DS_FULL + 2 * C + now, 256)
     if x > 0:
-        mbarrier.wait(read, (it + done) & 1)
-        part.store(in_registers(dq))
-    s = warpgroup_mma_wait(0, deps=(sa,))
-    if TURNS:
+        mbarrier.wait(output_empty, (it + count) & 1)
+        dq_part.store(register_order(dq))
+    s = warpgroup_mma_wait(0, deps=(s_async,))
+    if PINGPONG:
         bar_arrive(TURN + 9 * (1 - C), 256)
     return s, dk, dv
 
 
 @gluon.jit
 def consumer(
-    qs, ks, vs, dos, lses, deltas, dss, part, stages, qf, dof, kf, ke, vf, ve, read, mail, mf, me, qfirst, qlast, stride_ib, scale,
-    scale_log2, Tk, Hq, tiles, heads, together, zero, GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    FENCE_LAST: gl.constexpr, ORDERED: gl.constexpr, WAYS: gl.constexpr, C: gl.constexpr,
+    qs, ks, vs, dos, lses, deltas, dss, dq_part, stages,
+    q_full, do_full, k_full, k_empty, v_full, v_empty, output_empty,
+    queue, queue_full, queue_empty,
+    qfirst, qlast, stride_ib, scale, scale_log2,
+    Tk, Hq, tiles, heads, l2_heads, zero,
+    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    FENCE_LAST: gl.constexpr, ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
+    """Consumer C: dk and dv of its 64 keys of each tile, and its part of dq at every step."""
     dtype: gl.constexpr = qs.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16]
@@ -332,92 +365,114 @@ def consumer(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
     )
     zeros = gl.zeros([KEYS, BM], gl.float32, layout=s_layout)
-    IN_DS: gl.constexpr = BM >= 2 * D
-    SKIP: gl.constexpr = D == 128 or (
-        ORDERED and GROUP > 1
-    )  # at 64 channels slower, but takes fewer registers
-    TURNS: gl.constexpr = (
-        D == 128
-    )  # at every step; else at the first of a walk, which keeps consumers that far apart
-    if TURNS and C == 1:
+    OUTPUT_IN_DS: gl.constexpr = BM >= 2 * D  # see output_buffers
+    # slower at 64 channels, but takes fewer registers
+    ONE_IF: gl.constexpr = D == 128 or (ORDERED and GROUP > 1)
+    # at every step; else at the first of a walk, which keeps consumers that far apart
+    PINGPONG: gl.constexpr = D == 128
+    if PINGPONG and C == 1:
         bar_arrive(TURN, 256)
     it = 0
-    done = 0
-    t = receive(mail, mf, me, done, 4)
-    m0, n, down, qfirst_j, qlast_j, last_first, first_last = walk_of(
-        gl.maximum(t, 0), qfirst, qlast, stride_ib, tiles, Tk, Hq // GROUP, heads, together, BM, BN, ORDERED, WAYS, C, KEYS, s_layout,
+    count = 0
+    t = pop(queue, queue_full, queue_empty, count, 4)
+    m0, n, down, qfirst_j, qlast_j, last_first, first_last = consumer_walk(
+        gl.maximum(t, 0), qfirst, qlast, stride_ib,
+        tiles, Tk, Hq // GROUP, heads, l2_heads,
+        BM, BN, ORDERED, DIRECTIONS, C, KEYS, s_layout,
     )  # fmt: skip
     while t >= 0:
         dk = gl.zeros([KEYS, D], gl.float32, layout=a_layout)
         dv = gl.zeros([KEYS, D], gl.float32, layout=a_layout)
-        mbarrier.wait(kf, done & 1)
+        mbarrier.wait(k_full, count & 1)
         if n > 0:
-            mbarrier.wait(qf.index(it & 1), (it >> 1) & 1)
-            if not TURNS and C == 1:
+            # prologue: the scores of the first tile of queries
+            mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
+            if not PINGPONG and C == 1:
                 bar_sync(TURN + 9, 256)
-            k_mine = ks.index((it if ORDERED or GROUP > 1 else done) & zero).slice(
+            # `& zero`: as in `step`
+            k_own = ks.index((it if ORDERED or GROUP > 1 else count) & zero).slice(
                 C * KEYS, KEYS, dim=0
             )
-            sa = warpgroup_mma(
-                k_mine, qs.index(it & 1).permute((1, 0)), zeros, use_acc=False, is_async=True
+            s_async = warpgroup_mma(
+                k_own, qs.index(it & 1).permute((1, 0)), zeros, use_acc=False, is_async=True
             )
-            mbarrier.wait(vf, done & 1)
-            if IN_DS:
-                mbarrier.wait(read, (it + done + 1) & 1)
-            s = warpgroup_mma_wait(0, deps=(sa,))
+            mbarrier.wait(v_full, count & 1)
+            if OUTPUT_IN_DS:
+                mbarrier.wait(output_empty, (it + count + 1) & 1)
+            s = warpgroup_mma_wait(0, deps=(s_async,))
+
+            # steady state
             for x in range(n * GROUP):
                 s, dk, dv = step(
-                    s, dk, dv, ks, vs, qs, dos, lses, deltas, dss, part, m0, read, qf, dof, it, done, zero, x, x + 1 < n * GROUP,
-                    qfirst_j, qlast_j, last_first, first_last, scale_log2, D, BM, FENCE_LAST, SKIP, TURNS, C,
+                    s, dk, dv,
+                    ks, vs, qs, dos, lses, deltas, dss, dq_part,
+                    m0, output_empty, q_full, do_full,
+                    it, count, zero, x, x + 1 < n * GROUP,
+                    qfirst_j, qlast_j, last_first, first_last, scale_log2,
+                    D, BM, FENCE_LAST, ONE_IF, PINGPONG, C,
                 )  # fmt: skip
                 it += 1
                 if (x + 1) % GROUP == 0:
-                    m0 += gl.where(down, -BM, BM) if WAYS == 2 else BM
-            signal(n * GROUP > 1, C)
-            bar_sync(DS + 2 * (1 - C) + ((it - 1) & 1), 256)
-            dqa = product_dq(
+                    m0 += gl.where(down, -BM, BM) if DIRECTIONS == 2 else BM
+
+            # dq of the last tile
+            signal_writer(n * GROUP > 1, C)
+            bar_sync(DS_FULL + 2 * (1 - C) + ((it - 1) & 1), 256)
+            dq_async = start_dq(
                 dss.index((it + 1) & 1),
-                ks.index((done if ORDERED or GROUP > 1 else it) & zero),
+                ks.index((count if ORDERED or GROUP > 1 else it) & zero),
                 BM,
                 C,
             )
-            dq = warpgroup_mma_wait(0, deps=(dqa,))
-            mbarrier.wait(read, (it + done) & 1)
-            part.store(in_registers(dq))
-            signal(True, C)
+            dq = warpgroup_mma_wait(0, deps=(dq_async,))
+            mbarrier.wait(output_empty, (it + count) & 1)
+            dq_part.store(register_order(dq))
+            signal_writer(True, C)
         else:
-            mbarrier.wait(vf, done & 1)
-        mbarrier.arrive(ke, count=1)
-        if IN_DS:
-            mbarrier.arrive(ve, count=1)
-        dv_mine, dk_mine = results(stages, vs, it, D, BM, C)
+            mbarrier.wait(v_full, count & 1)
+
+        # epilogue: dk and dv
+        mbarrier.arrive(k_empty, count=1)
+        if OUTPUT_IN_DS:
+            mbarrier.arrive(v_empty, count=1)
+        dv_own, dk_own = output_buffers(stages, vs, it, D, BM, C)
         dv_out, dk_out = dv.to(dtype), (dk * scale).to(dtype)
-        mbarrier.wait(read, (it + done + 1) & 1)
-        dv_mine.store(dv_out)
-        dk_mine.store(dk_out)
-        signal(True, C)
-        # what the next walk needs is on its way while this one's results leave
-        done += 1
-        t = receive(mail, mf, me, done, 4)
-        m0, n, down, qfirst_j, qlast_j, last_first, first_last = walk_of(
-            gl.maximum(t, 0), qfirst, qlast, stride_ib, tiles, Tk, Hq // GROUP, heads, together, BM, BN, ORDERED, WAYS, C, KEYS, s_layout,
+        mbarrier.wait(output_empty, (it + count + 1) & 1)
+        dv_own.store(dv_out)
+        dk_own.store(dk_out)
+        signal_writer(True, C)
+
+        # what the next walk needs is on its way while the output of this one leaves
+        count += 1
+        t = pop(queue, queue_full, queue_empty, count, 4)
+        m0, n, down, qfirst_j, qlast_j, last_first, first_last = consumer_walk(
+            gl.maximum(t, 0), qfirst, qlast, stride_ib,
+            tiles, Tk, Hq // GROUP, heads, l2_heads,
+            BM, BN, ORDERED, DIRECTIONS, C, KEYS, s_layout,
         )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["Tq", "Tk", "Hq", "tiles", "heads", "together", "zero"])
+@gluon.jit(do_not_specialize=["Tq", "Tk", "Hq", "tiles", "heads", "l2_heads", "zero"])
 def backward_kernel(
-    q, k, v, do, lse2, delta, dq, dk, dv, turns, counter, qfirst, qlast, stride_ib, scale, scale_log2, Tq, Tk, Hq, tiles, heads, together, zero,
-    q_shared: gl.constexpr, k_shared: gl.constexpr, v_shared: gl.constexpr, ds_shared: gl.constexpr, row_shared: gl.constexpr,
-    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, FENCE_LAST: gl.constexpr, ORDERED: gl.constexpr,
-    WAYS: gl.constexpr, REGISTERS: gl.constexpr,
+    q, k, v, do, lse2, delta,
+    dq, dk, dv,
+    semaphores, counter, qfirst, qlast, stride_ib, scale, scale_log2,
+    Tq, Tk, Hq, tiles, heads, l2_heads, zero,
+    q_shared: gl.constexpr, k_shared: gl.constexpr, v_shared: gl.constexpr,
+    ds_shared: gl.constexpr, row_shared: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    FENCE_LAST: gl.constexpr, ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv (B, Tk, Hkv, D) and, added to the zeros in dq, dq without the scale; all are
-    descriptors.
+    """dk, dv (B, Tk, Hkv, D) and, added to the zeros in dq, dq without the scale.
 
-    dq: fp32, for each head and tile of queries 32 rows of 256, of which each consumer adds 16 (see
-    `in_registers`). `counter`: 0. `turns`, ordered: an int32, 0, for each 16 rows of dq.
+    The first nine are tensor maps. dq: fp32, for each head and tile of queries 32 rows of 256, of
+    which each consumer adds 16 (see `register_order`). `counter`: 0. `semaphores`, ordered: an
+    int32, 0, for each 16 rows of dq.
     """
+    # shared memory
     dtype: gl.constexpr = q.dtype
+    one_int: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     qs = gl.allocate_shared_memory(dtype, [2, BM, D], q_shared)
     dos = gl.allocate_shared_memory(dtype, [2, BM, D], q_shared)
     ks = gl.allocate_shared_memory(dtype, [1, BN, D], k_shared)
@@ -425,68 +480,100 @@ def backward_kernel(
     lses = gl.allocate_shared_memory(gl.float32, [2, 1, BM], row_shared)
     deltas = gl.allocate_shared_memory(gl.float32, [2, 1, BM], row_shared)
     dss = gl.allocate_shared_memory(dtype, [2, BN, BM], ds_shared)
-    parts = gl.allocate_shared_memory(gl.float32, [2, 16, 256], row_shared)
-    # where dk leaves from, and if it has the place, in ds, dv: else that takes v's
+    dq_parts = gl.allocate_shared_memory(gl.float32, [2, 16, 256], row_shared)
+    # see output_buffers
     stages = reinterpret(
-        dss if BM >= 2 * D else parts, dtype, [8 if BM >= 2 * D else 2, KEYS, D], v_shared
+        dss if BM >= 2 * D else dq_parts, dtype, [8 if BM >= 2 * D else 2, KEYS, D], v_shared
     )
-    qf = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    dof = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    kf = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    ke = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    vf = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    ve = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    read = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mail = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-    mf = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    me = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(kf, count=1)
-    mbarrier.init(ke, count=2)
-    mbarrier.init(vf, count=1)
-    mbarrier.init(ve, count=2)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    do_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    output_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    queue = gl.allocate_shared_memory(gl.int32, [2, 1], one_int)
+    queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(k_full, count=1)
+    mbarrier.init(k_empty, count=2)
+    mbarrier.init(v_full, count=1)
+    mbarrier.init(v_empty, count=2)
     for i in gl.static_range(2):
-        mbarrier.init(mf.index(i), count=1)
-        mbarrier.init(me.index(i), count=4)
-        mbarrier.init(read.index(i), count=1)
-        mbarrier.init(qf.index(i), count=1)
-        mbarrier.init(dof.index(i), count=1)
+        mbarrier.init(queue_full.index(i), count=1)
+        mbarrier.init(queue_empty.index(i), count=4)
+        mbarrier.init(output_empty.index(i), count=1)
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(do_full.index(i), count=1)
+
+    # warps
     # fmt: off
     gl.warp_specialize([
-        (consumer, (qs, ks, vs, dos, lses, deltas, dss, parts.index(0), stages, qf, dof, kf, ke, vf, ve, read.index(0), mail, mf, me,
-                    qfirst, qlast, stride_ib, scale, scale_log2, Tk, Hq, tiles, heads, together, zero, GROUP, D, BM, BN, FENCE_LAST, ORDERED, WAYS, 0)),
-        (consumer, (qs, ks, vs, dos, lses, deltas, dss, parts.index(1), stages, qf, dof, kf, ke, vf, ve, read.index(1), mail, mf, me,
-                    qfirst, qlast, stride_ib, scale, scale_log2, Tk, Hq, tiles, heads, together, zero, GROUP, D, BM, BN, FENCE_LAST, ORDERED, WAYS, 1)),
-        (producer, (q, k, v, do, lse2, delta, qs, ks, vs, dos, lses, deltas, qf, dof, kf, ke, vf, ve, mail, mf, me, counter,
-                    qfirst, qlast, stride_ib, Tq, Tk, Hq, tiles, heads, together, GROUP, D, BM, BN, ORDERED, WAYS)),
-        (writer, (dq, dk, dv, parts.index(0), stages, vs, read.index(0), ve, mail, mf, me, turns, qfirst, qlast, stride_ib, Tq, Tk, Hq, tiles,
-                  heads, together, GROUP, D, BM, BN, ORDERED, WAYS, 0)),
-        (writer, (dq, dk, dv, parts.index(1), stages, vs, read.index(1), ve, mail, mf, me, turns, qfirst, qlast, stride_ib, Tq, Tk, Hq, tiles,
-                  heads, together, GROUP, D, BM, BN, ORDERED, WAYS, 1)),
+        (consumer, (
+            qs, ks, vs, dos, lses, deltas, dss, dq_parts.index(0), stages,
+            q_full, do_full, k_full, k_empty, v_full, v_empty, output_empty.index(0),
+            queue, queue_full, queue_empty,
+            qfirst, qlast, stride_ib, scale, scale_log2,
+            Tk, Hq, tiles, heads, l2_heads, zero,
+            GROUP, D, BM, BN, FENCE_LAST, ORDERED, DIRECTIONS, 0,
+        )),
+        (consumer, (
+            qs, ks, vs, dos, lses, deltas, dss, dq_parts.index(1), stages,
+            q_full, do_full, k_full, k_empty, v_full, v_empty, output_empty.index(1),
+            queue, queue_full, queue_empty,
+            qfirst, qlast, stride_ib, scale, scale_log2,
+            Tk, Hq, tiles, heads, l2_heads, zero,
+            GROUP, D, BM, BN, FENCE_LAST, ORDERED, DIRECTIONS, 1,
+        )),
+        (producer, (
+            q, k, v, do, lse2, delta,
+            qs, ks, vs, dos, lses, deltas,
+            q_full, do_full, k_full, k_empty, v_full, v_empty,
+            queue, queue_full, queue_empty,
+            counter, qfirst, qlast, stride_ib,
+            Tq, Tk, Hq, tiles, heads, l2_heads,
+            GROUP, D, BM, BN, ORDERED, DIRECTIONS,
+        )),
+        (writer, (
+            dq, dk, dv,
+            dq_parts.index(0), stages, vs,
+            output_empty.index(0), v_empty,
+            queue, queue_full, queue_empty,
+            semaphores, qfirst, qlast, stride_ib,
+            Tq, Tk, Hq, tiles, heads, l2_heads,
+            GROUP, D, BM, BN, ORDERED, DIRECTIONS, 0,
+        )),
+        (writer, (
+            dq, dk, dv,
+            dq_parts.index(1), stages, vs,
+            output_empty.index(1), v_empty,
+            queue, queue_full, queue_empty,
+            semaphores, qfirst, qlast, stride_ib,
+            Tq, Tk, Hq, tiles, heads, l2_heads,
+            GROUP, D, BM, BN, ORDERED, DIRECTIONS, 1,
+        )),
     ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])
     # fmt: on
 
 
 @triton.jit(do_not_specialize=["T", "H"])
 def unpack_kernel(sums, out, scale, T, H, D: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr):
-    """out (B, T, H, D) = scale · sums (B, H, tiles, BM · PAD), of which every half is in the order
-    of `in_registers`.
-    """
+    """out (B, T, H, D) = scale · sums (B, H, tiles, BM · PAD), which is in `register_order`."""
     tile, tiles = tl.program_id(0), tl.cdiv(T, BM)
     m, bh = tile % tiles, tile // tiles
     x = tl.load(sums + tile.to(tl.int64) * BM * PAD + tl.arange(0, BM * PAD)) * scale
-    x = x.to(out.dtype.element_ty).reshape(
-        [2, 8, 4, 8, 4, 2, 2]
-    )  # consumer, then as in in_registers, permuted
+    # consumer, then as register_order permutes
+    x = x.to(out.dtype.element_ty).reshape([2, 8, 4, 8, 4, 2, 2])
     x = x.permute((2, 5, 3, 0, 1, 4, 6) if BM == 64 else (0, 2, 5, 3, 1, 4, 6)).reshape([BM, PAD])
     i, c = m * BM + tl.arange(0, BM)[:, None], tl.arange(0, PAD)[None, :]
-    tl.store(
-        out + (((bh // H).to(tl.int64) * T + i) * H + bh % H) * D + c, x, mask=(i < T) & (c < D)
-    )
+    inside = (i < T) & (c < D)
+    tl.store(out + (((bh // H).to(tl.int64) * T + i) * H + bh % H) * D + c, x, mask=inside)
 
 
-def ways(head_dim: int, group: int, ordered: bool) -> int:
-    """2 where walks go down as well as up, see hopper_order.py; at 64 channels the registers that
-    it takes cost more than it saves.
+def directions(head_dim: int, group: int, ordered: bool) -> int:
+    """2 where walks go down as well as up, see hopper_order.py.
+
+    At 64 channels the registers that it takes cost more than it saves.
     """
     return 2 if ordered or (head_dim == 128 and group > 1) else 1
 
@@ -499,57 +586,75 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    first: Tensor,
+    last: Tensor,
     qfirst: Tensor,
     qlast: Tensor,
     scale: float,
     ordered: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, contiguous, for the keys' intervals (B or 1, Tk); see `portable.backward`.
-    `ordered`: the same bits every time.
+    """dq, dk, dv, contiguous, for the keys' intervals qfirst, qlast (B or 1, Tk).
+
+    `ordered`: dq, too, has the same bits every time. `first` and `last` are not used.
     """
     B, Tq, Hq, D = q.shape
     Tk, Hkv = k.shape[1:3]
+    group = Hq // Hkv
     PAD = max(64, triton.next_power_of_2(D))
     c = CONFIGS[PAD]
-    q, k, v, do = (addressable(x) for x in (q, k, v, do))
-    lse2, delta = (x.view(B * Hq, -1) for x in rows_of_backward(do, dlse, out, lse))
-    dk, dv = (
-        torch.empty(k.shape, dtype=k.dtype, device=k.device),
-        torch.empty(v.shape, dtype=v.dtype, device=v.device),
-    )
-    sums = torch.zeros(
-        B * Hq * triton.cdiv(Tq, c.BM), c.BM * PAD // 256, 256, dtype=torch.float32, device=q.device
-    )
-    counter = torch.zeros(4 + (2 * len(sums) if ordered else 0), dtype=torch.int32, device=q.device)
     dtype = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
-    rows = (
+
+    # operands
+    q, k, v, do = (addressable(x) for x in (q, k, v, do))
+    lse2, delta = (x.view(B * Hq, -1) for x in preprocess(do, dlse, out, lse))
+    loaded = (q, c.BM), (k, c.BN), (v, 64), (do, c.BM)
+    row_maps = (
         TensorDescriptor(x, list(x.shape), list(x.stride()), [1, c.BM], ROW_LAYOUT)
         for x in (lse2, delta)
     )
+
+    # outputs
+    dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    parts = B * Hq * triton.cdiv(Tq, c.BM), c.BM * PAD // 256, 256
+    sums = torch.zeros(parts, dtype=torch.float32, device=q.device)
+    # the counter, padded to 16 bytes, then the semaphores
+    ints = torch.zeros(4 + (2 * len(sums) if ordered else 0), dtype=torch.int32, device=q.device)
+
     tiles = triton.cdiv(Tk, c.BN)
-    together = heads_together(q, B * Hkv, 1)
     with torch.cuda.device(q.device):
         backward_kernel[(min(tiles * B * Hkv, processors(q.device)),)](
-            *(descriptor(x, n, PAD, dtype) for x, n in ((q, c.BM), (k, c.BN), (v, 64), (do, c.BM))),
-            *rows,
+            *(descriptor(x, rows, PAD, dtype) for x, rows in loaded),
+            *row_maps,
             TensorDescriptor(sums, [sums.numel() // 256, 256], [256, 1], [16, 256], ROW_LAYOUT),
             *(descriptor(x, 64, PAD, dtype) for x in (dk, dv)),
-            *(
-                counter[4 if ordered else 0 :],
-                counter,
-                qfirst,
-                qlast,
-                batch_stride(qfirst),
-                scale,
-                scale * LOG2E.value,
-            ),
-            *(Tq, Tk, Hq, tiles, B * Hkv, together, 0),
-            *(shared_layout((n, PAD), dtype) for n in (c.BM, c.BN, 64)),
-            *(shared_layout((c.BN, c.BM), dtype), ROW_LAYOUT),
-            **dict(
-                GROUP=Hq // Hkv, D=PAD, BM=c.BM, BN=c.BN, FENCE_LAST=c.fence_last, ORDERED=ordered
-            ),
-            **dict(WAYS=ways(PAD, Hq // Hkv, ordered), REGISTERS=c.registers),
+            ints[4 if ordered else 0 :],
+            ints,
+            qfirst,
+            qlast,
+            batch_stride(qfirst),
+            scale,
+            scale * LOG2E.value,
+            Tq,
+            Tk,
+            Hq,
+            tiles,
+            B * Hkv,
+            heads_in_l2(q, B * Hkv, 1),
+            zero=0,
+            q_shared=shared_layout((c.BM, PAD), dtype),
+            k_shared=shared_layout((c.BN, PAD), dtype),
+            v_shared=shared_layout((64, PAD), dtype),
+            ds_shared=shared_layout((c.BN, c.BM), dtype),
+            row_shared=ROW_LAYOUT,
+            GROUP=group,
+            D=PAD,
+            BM=c.BM,
+            BN=c.BN,
+            FENCE_LAST=c.fence_last,
+            ORDERED=ordered,
+            DIRECTIONS=directions(PAD, group, ordered),
+            REGISTERS=c.registers,
             num_warps=4,
         )
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -1,19 +1,24 @@
-"""FlashAttention forward for Hopper in Gluon: warp-specialized, persistent, exact (the structure is
-that of arXiv 2407.08608).
+"""FlashAttention forward for Hopper in Gluon: warp-specialized, persistent, exact.
 
-Equations, letters and masks are those of portable.py. One warp, the producer, brings q, k and v by
-TMA; each consumer warpgroup owns 64 queries. A consumer keeps two products in flight: while the
-tensor cores multiply p(j-1)·v(j-1) it has s(j) = q·k(j) and takes its softmax. Named barriers let
-consumers issue their products in turn, so that one multiplies while another exponentiates. The
-programs are persistent: each takes every n-th tile of queries, longest first, and the producer runs
-ahead into the next tile. Tiles are counted from the last query, so that the one that is not full,
-and begins before query 0, is a short one.
+The structure is that of FlashAttention-3 (arXiv 2407.08608); equations, letters and masks are those
+of portable.py.
 
-Softmax subtracts a maximum only so that nothing leaves the range of numbers. A row keeps the one
-that it has after the tiles that need the mask: those that follow need no maximum and no scaling,
-and do not depend on one another. Where the sum of a row leaves 2^±32 after all, its tile is noted,
-and done again with a maximum that follows the scores by a second launch, which ends at once if no
-tile was noted. fp16 has no such range, and its maximum always follows.
+One warp, the producer, loads q, k and v by TMA. Each consumer warpgroup owns 64 queries and keeps
+two products in flight: while the tensor cores multiply p(j-1)·v(j-1) it has s(j) = q·k(j) and takes
+its softmax. Named barriers let the consumers issue their products in turn (ping-pong), so that one
+multiplies while another exponentiates. Programs are persistent: each takes every n-th tile of
+queries, longest first, and the producer runs ahead into the next tile. Tiles are counted from the
+last query, so that the one that is not full, and begins before query 0, is a short one.
+
+Softmax subtracts a maximum only so that nothing leaves the range of numbers. In bf16 a row keeps
+the maximum that it has after the tiles that need the mask (`FIXED_MAX`): the tiles after those need
+no maximum and no scaling, and do not depend on one another. Where the sum of a row leaves 2^±32
+after all, its tile is flagged, and a second launch (`RETRY`) computes it again with a maximum that
+follows the scores. That launch ends at once if no tile was flagged. fp16 has no such range, and its
+maximum always follows.
+
+Buffers in shared memory: qs, ks, vs, outs. mbarriers: X_full, X has been written; X_empty, X has
+been read. A tile of keys is step `it` of a program: ring slot it % STAGES, phase it // STAGES & 1.
 """
 
 from __future__ import annotations
@@ -34,25 +39,31 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from longctx.kernels.gluon import shared_layout, tma_load, tma_store
-from longctx.kernels.hopper_common import (
+from longctx.kernels.hopper_primitives import (
     addressable,
     bar_arrive,
     bar_sync,
     descriptor,
-    hide,
+    mask_scores,
+    pop,
     processors,
-    receive,
-    send,
+    push,
 )
 from longctx.kernels.portable import LN2, LOG2E
-from longctx.kernels.walk import batch_stride, boundary, heads_together, place, walk
+from longctx.kernels.tile_schedule import (
+    batch_stride,
+    heads_in_l2,
+    masked_tile,
+    scheduled_tile,
+    visible_tiles,
+)
 
 
 class Config(NamedTuple):
     """BN keys of a tile, stages of the K and V rings, consumers and their registers.
 
-    `turns`: consumers issue their products in turn. `overlap`: softmax is kept ahead of the wait
-    for the product before it. `peeled`: tiles that need the mask have a loop of their own also
+    `pingpong`: consumers issue their products in turn. `overlap`: softmax stays ahead of the wait
+    for the product before it. `masked_loop`: tiles that need the mask have a loop of their own even
     where the maximum follows the scores.
     """
 
@@ -60,42 +71,40 @@ class Config(NamedTuple):
     stages: int
     consumers: int
     registers: int
-    turns: bool
+    pingpong: bool
     overlap: bool
-    peeled: bool
+    masked_loop: bool
 
 
-CONFIGS = {
+CONFIGS = {  # by head size
     64: Config(128, 3, 3, 160, True, False, True),
     128: Config(128, 2, 2, 240, True, True, False),
-}  # by head size
-# Of the hardware's 16 named barriers, of which Triton takes 0 to 4 for four partitions. They cost
-# less than an mbarrier's arrival, for which a consumer's warps wait for one another.
-KEMPTY = gl.constexpr(5)  # a tile of k has been read: 5 + stage
-VEMPTY = gl.constexpr(9)  # a tile of v has been read: 9 + stage
-TURN = gl.constexpr(13)  # the turn of a consumer: 13 + consumer
-MOST_STAGES = gl.constexpr(4)
-LARGEST = gl.constexpr(2.0**32)  # sum of a row whose maximum is kept
+}
 ROWS = gl.constexpr(64)  # queries of a consumer warpgroup
+LARGEST = gl.constexpr(2.0**32)  # sum of a row whose maximum is fixed
+# Of the hardware's 16 named barriers Triton takes 0 to 4 for four partitions. They cost less than
+# an mbarrier's arrival, for which a consumer's warps wait for one another.
+K_EMPTY = gl.constexpr(5)  # 5 + stage: a tile of k has been read
+V_EMPTY = gl.constexpr(9)  # 9 + stage: a tile of v has been read
+TURN = gl.constexpr(13)  # 13 + consumer: it may issue its products
+MOST_STAGES = gl.constexpr(4)
 
 
 @gluon.jit
-def following(t, end, counter, again, AGAIN: gl.constexpr):
-    """The tile that this program does once t is handed out to it: t, or where tiles are done again,
-    the next that was noted.
-    """
-    if AGAIN:
-        while (t < end) & (gl.load(again + 1 + t, mask=t < end, other=0) == 0):
+def next_tile(t, end, counter, retry, RETRY: gl.constexpr):
+    """The tile of a program to which t was handed out: t, or in a retry the next flagged one."""
+    if RETRY:
+        while (t < end) & (gl.load(retry + 1 + t, mask=t < end, other=0) == 0):
             t = gl.atomic_add(counter, 1) + gl.num_programs(0)
     return t
 
 
 @gluon.jit
 def first_query(rank, Tq, tiles, BM: gl.constexpr, BN: gl.constexpr):
-    """Of the rank-th tile from the end. Where tiles are longer than those of keys, it is the first
-    that is not full, a short one.
+    """First query of the rank-th tile from the end.
 
-    It then begins before query 0, and some consumers have no part in it.
+    Where tiles of queries are longer than those of keys, the tile that is not full comes first, and
+    is a short one. It then begins before query 0, and some consumers have no part in it.
     """
     end = tiles * BM
     if BM > BN:
@@ -105,28 +114,32 @@ def first_query(rank, Tq, tiles, BM: gl.constexpr, BN: gl.constexpr):
 
 @gluon.jit
 def producer(
-    q, k, v, qs, ks, vs, qf, qe, kf, vf, mail, mf, me, counter, again, first, last, stride_ib, Tq, Hq, tiles, heads, together,
-    GROUP: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, AGAIN: gl.constexpr,
+    q, k, v,
+    qs, ks, vs,
+    q_full, q_empty, k_full, v_full,
+    queue, queue_full, queue_empty,
+    counter, retry, first, last, stride_ib,
+    Tq, Hq, tiles, heads, l2_heads,
+    GROUP: gl.constexpr, D: gl.constexpr, BN: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, RETRY: gl.constexpr,
 ):  # fmt: skip
-    """Hands out tiles in the order of the schedule, to this program's consumers by mail, and loads
-    what they need.
-    """
+    """Hands out tiles in the order of the schedule and loads what the consumers need for them."""
     gl.static_assert(STAGES <= MOST_STAGES, "there are named barriers for four stages")
     BM: gl.constexpr = ROWS * CONSUMERS
     it = 0
-    done = 0
+    count = 0
     end = tiles * heads
-    if AGAIN:
-        end *= gl.load(again)
-    t = following(gl.program_id(0), end, counter, again, AGAIN)
+    if RETRY:
+        end *= gl.load(retry)
+    t = next_tile(gl.program_id(0), end, counter, retry, RETRY)
     while t < end:
-        send(mail, mf, me, done, t)
-        rank, bh = place(t, tiles, heads, together)
+        push(queue, queue_full, queue_empty, count, t)
+        rank, bh = scheduled_tile(t, tiles, heads, l2_heads)
         m0 = first_query(rank, Tq, tiles, BM, BN)
         b = bh // Hq
         h = bh % Hq
         hk = h // GROUP
-        lo, full_lo, full_hi, masked = walk(
+        lo, full_lo, full_hi, masked = visible_tiles(
             first + b * stride_ib,
             last + b * stride_ib,
             gl.maximum(m0, 0),
@@ -134,48 +147,53 @@ def producer(
             BN,
         )
         n = masked + full_hi - full_lo
+        # q: one box for each consumer
         for c in gl.static_range(CONSUMERS):
-            mbarrier.wait(qe.index(c), (done & 1) ^ 1)
-            mbarrier.expect(qf.index(c), ROWS * D * 2)
+            mbarrier.wait(q_empty.index(c), (count & 1) ^ 1)
+            mbarrier.expect(q_full.index(c), ROWS * D * 2)
             tma_load(
                 q,
                 [b, gl.maximum(m0 + c * ROWS, 0), h, 0],
-                qf.index(c),
+                q_full.index(c),
                 qs.index(c).reshape([1, ROWS, 1, D]),
             )
+        # k and v: the masked tiles, then the others
         for i in range(n):
-            j = gl.where(i < masked, boundary(i, lo, full_lo, full_hi), full_lo + i - masked) * BN
+            j = gl.where(i < masked, masked_tile(i, lo, full_lo, full_hi), full_lo + i - masked)
+            j *= BN
             s = it % STAGES
             if it >= STAGES:
-                bar_sync(KEMPTY + s, 128 * CONSUMERS + 32)
-            mbarrier.expect(kf.index(s), BN * D * 2)
-            tma_load(k, [b, j, hk, 0], kf.index(s), ks.index(s).reshape([1, BN, 1, D]))
+                bar_sync(K_EMPTY + s, 128 * CONSUMERS + 32)
+            mbarrier.expect(k_full.index(s), BN * D * 2)
+            tma_load(k, [b, j, hk, 0], k_full.index(s), ks.index(s).reshape([1, BN, 1, D]))
             if it >= STAGES:
-                bar_sync(VEMPTY + s, 128 * CONSUMERS + 32)
-            mbarrier.expect(vf.index(s), BN * D * 2)
-            tma_load(v, [b, j, hk, 0], vf.index(s), vs.index(s).reshape([1, BN, 1, D]))
+                bar_sync(V_EMPTY + s, 128 * CONSUMERS + 32)
+            mbarrier.expect(v_full.index(s), BN * D * 2)
+            tma_load(v, [b, j, hk, 0], v_full.index(s), vs.index(s).reshape([1, BN, 1, D]))
             it += 1
-        t = following(gl.atomic_add(counter, 1) + gl.num_programs(0), end, counter, again, AGAIN)
-        done += 1
-    send(mail, mf, me, done, -1)
+        t = next_tile(gl.atomic_add(counter, 1) + gl.num_programs(0), end, counter, retry, RETRY)
+        count += 1
+    push(queue, queue_full, queue_empty, count, -1)
+    # leave no arrival behind at a named barrier
     for x in range(gl.maximum(it - STAGES, 0), it):
-        bar_sync(KEMPTY + x % STAGES, 128 * CONSUMERS + 32)
-        bar_sync(VEMPTY + x % STAGES, 128 * CONSUMERS + 32)
+        bar_sync(K_EMPTY + x % STAGES, 128 * CONSUMERS + 32)
+        bar_sync(V_EMPTY + x % STAGES, 128 * CONSUMERS + 32)
 
 
 @gluon.jit
 def row_sums(p, ROWS: gl.constexpr, BN: gl.constexpr):
-    """Sums of each row over the columns that a thread holds, (rows, 4): the four threads of a row
-    are added at the end.
+    """Sums of each row over the columns that a thread holds, (rows, 4).
+
+    The four threads of a row are added at the end.
     """
     return gl.sum(gl.sum(p.reshape([ROWS, BN // 8, 4, 2]), axis=3), axis=1)
 
 
 @gluon.jit
 def softmax(s, m, scale_log2, masked, n0, first_i, last_i):
-    """Online softmax of one tile: p unnormalized, the new m, and what the old sums are scaled by."""
+    """Online softmax of one tile: p unnormalized, the new m, and the factor of the old sums."""
     if masked:
-        s = hide(s, n0, first_i, last_i, True, True)
+        s = mask_scores(s, n0, first_i, last_i, True, True)
     m_new = gl.maximum(m, gl.max(s, axis=1) * scale_log2)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s * scale_log2 - shift[:, None])
@@ -183,13 +201,17 @@ def softmax(s, m, scale_log2, masked, n0, first_i, last_i):
 
 
 @gluon.jit
-def advance(
-    q, p16, m, l, acc, ks, vs, kf, vf, it, pending, more, masked, n0, first_i, last_i, scale_log2,
-    BN: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr, KEEP: gl.constexpr,
-    C: gl.constexpr, CONSUMERS: gl.constexpr,
+def attend(
+    q, p16, m, l, acc,
+    ks, vs, k_full, v_full,
+    it, pending, more, masked, n0, first_i, last_i, scale_log2,
+    BN: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr,
+    FIXED_MAX: gl.constexpr, C: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """Scores of the it-th tile of keys while the one pending, p16, is multiplied by v: the new p16,
-    m, l, acc. `KEEP`: m stays.
+    """The new p16, m, l, acc after step `it`.
+
+    It takes the scores of the it-th tile of keys while p16, that of the pending tile, is multiplied
+    by its v. `FIXED_MAX`: m stays.
     """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
@@ -197,70 +219,77 @@ def advance(
     o_layout: gl.constexpr = acc.type.layout
     now, before, after = it % STAGES, pending % STAGES, (it + 1) % STAGES
     zeros = gl.zeros([ROWS, BN], gl.float32, layout=s_layout)
-    if TURNS:
+
+    # issue both products: s = q·k(it) and acc += p(pending)·v(pending)
+    if PINGPONG:
         bar_sync(TURN + C, 256)
-    sa = warpgroup_mma(q, ks.index(now).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    mbarrier.wait(vf.index(before), (pending // STAGES) & 1)
-    oa = warpgroup_mma(p16, vs.index(before), acc, is_async=True)
-    if TURNS:
+    s_async = warpgroup_mma(q, ks.index(now).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(before), (pending // STAGES) & 1)
+    o_async = warpgroup_mma(p16, vs.index(before), acc, is_async=True)
+    if PINGPONG:
         bar_arrive(TURN + (C + 1) % CONSUMERS, 256)
-    s = warpgroup_mma_wait(1, deps=(sa,))
-    bar_arrive(KEMPTY + now, 128 * CONSUMERS + 32)
-    if KEEP:
+
+    # softmax, while p·v is in flight
+    s = warpgroup_mma_wait(1, deps=(s_async,))
+    bar_arrive(K_EMPTY + now, 128 * CONSUMERS + 32)
+    if FIXED_MAX:
         p = gl.exp2(s * scale_log2 - m[:, None])
         l += row_sums(p, ROWS, BN)
     else:
         p, m, alpha = softmax(s, m, scale_log2, masked, n0, first_i, last_i)
-        l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + row_sums(
-            p, ROWS, BN
-        )
+        l_scale = gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))
+        l = l * l_scale[:, None] + row_sums(p, ROWS, BN)
     p16 = gl.convert_layout(
         p.to(p16.dtype), gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
     )
     if OVERLAP:
         # a wait that loops: ptxas moves no exponential past it, so they run while the tensor cores
         # multiply p·v
-        mbarrier.wait(kf.index(after), ((it + 1) // STAGES) & 1, pred=more)
-    acc, p16 = warpgroup_mma_wait(0, deps=(oa, p16))
+        mbarrier.wait(k_full.index(after), ((it + 1) // STAGES) & 1, pred=more)
+
+    # acc
+    acc, p16 = warpgroup_mma_wait(0, deps=(o_async, p16))
     if not OVERLAP:
-        mbarrier.wait(kf.index(after), ((it + 1) // STAGES) & 1, pred=more)
-    bar_arrive(VEMPTY + before, 128 * CONSUMERS + 32)
-    if not KEEP:
+        mbarrier.wait(k_full.index(after), ((it + 1) // STAGES) & 1, pred=more)
+    bar_arrive(V_EMPTY + before, 128 * CONSUMERS + 32)
+    if not FIXED_MAX:
         acc *= gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
     return p16, m, l, acc
 
 
 @gluon.jit
-def skip(
-    kf,
-    vf,
-    it,
-    more,
-    STAGES: gl.constexpr,
-    TURNS: gl.constexpr,
-    C: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-):
-    """Gives back the it-th tile of keys, of which this consumer sees none."""
+def release_unseen(
+    k_full, v_full, it, more,
+    STAGES: gl.constexpr, PINGPONG: gl.constexpr, C: gl.constexpr, CONSUMERS: gl.constexpr,
+):  # fmt: skip
+    """Give back the it-th tile of keys, of which this consumer sees none."""
     now, after = it % STAGES, (it + 1) % STAGES
-    if TURNS:
+    if PINGPONG:
         bar_sync(TURN + C, 256)
         bar_arrive(TURN + (C + 1) % CONSUMERS, 256)
-    bar_arrive(KEMPTY + now, 128 * CONSUMERS + 32)
-    mbarrier.wait(vf.index(now), (it // STAGES) & 1)
-    bar_arrive(VEMPTY + now, 128 * CONSUMERS + 32)
-    mbarrier.wait(kf.index(after), ((it + 1) // STAGES) & 1, pred=more)
+    bar_arrive(K_EMPTY + now, 128 * CONSUMERS + 32)
+    mbarrier.wait(v_full.index(now), (it // STAGES) & 1)
+    bar_arrive(V_EMPTY + now, 128 * CONSUMERS + 32)
+    mbarrier.wait(k_full.index(after), ((it + 1) // STAGES) & 1, pred=more)
 
 
 @gluon.jit
 def consumer(
-    out, lse, qs, ks, vs, outs, qf, qe, kf, vf, mail, mf, me, again, first, last, stride_ib, scale_log2, Tq, Hq, tiles, heads, together,
-    D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr,
-    PEELED: gl.constexpr, KEEP: gl.constexpr, C: gl.constexpr,
+    out, lse,
+    qs, ks, vs, outs,
+    q_full, q_empty, k_full, v_full,
+    queue, queue_full, queue_empty,
+    retry, first, last, stride_ib, scale_log2,
+    Tq, Hq, tiles, heads, l2_heads,
+    D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, MASKED_LOOP: gl.constexpr,
+    FIXED_MAX: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
+    """Consumer C: out and lse of its 64 queries of each tile."""
     dtype: gl.constexpr = out.dtype
     BM: gl.constexpr = ROWS * CONSUMERS
-    SKIPS: gl.constexpr = BM > BN  # else a tile on the diagonal is seen by all
+    # may a consumer see none of a masked tile, or have no queries at all?
+    UNEVEN: gl.constexpr = BM > BN
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
     )
@@ -271,19 +300,20 @@ def consumer(
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     zeros = gl.zeros([ROWS, BN], gl.float32, layout=s_layout)
-    if TURNS and C == CONSUMERS - 1:
+    if PINGPONG and C == CONSUMERS - 1:
         bar_arrive(TURN, 256)
     it = 0
-    done = 0
-    q_mine = qs.index(C)
-    out_mine = outs.index(C)
-    t = receive(mail, mf, me, done, 4)
+    count = 0
+    q_own = qs.index(C)
+    out_own = outs.index(C)
+    t = pop(queue, queue_full, queue_empty, count, 4)
     while t >= 0:
-        rank, bh = place(t, tiles, heads, together)
+        # the tile of queries, and the keys that it sees
+        rank, bh = scheduled_tile(t, tiles, heads, l2_heads)
         m0 = first_query(rank, Tq, tiles, BM, BN)
         b = bh // Hq
         h = bh % Hq
-        lo, full_lo, full_hi, masked = walk(
+        lo, full_lo, full_hi, masked = visible_tiles(
             first + b * stride_ib,
             last + b * stride_ib,
             gl.maximum(m0, 0),
@@ -291,148 +321,222 @@ def consumer(
             BN,
         )
         n = masked + full_hi - full_lo
+
         # this consumer's queries, if it has any, see keys from lower to upper
-        mine = m0 + C * ROWS
-        lower = gl.load(first + b * stride_ib + gl.maximum(mine, 0), mask=mine < Tq, other=0)
+        row0 = m0 + C * ROWS
+        lower = gl.load(first + b * stride_ib + gl.maximum(row0, 0), mask=row0 < Tq, other=0)
         upper = gl.load(
-            last + b * stride_ib + gl.minimum(mine + ROWS, Tq) - 1, mask=mine >= 0, other=-1
+            last + b * stride_ib + gl.minimum(row0 + ROWS, Tq) - 1, mask=row0 >= 0, other=-1
         )
-        i = mine + gl.arange(0, ROWS, layout=s_rows)
-        end = Tq if not SKIPS else gl.where(mine >= 0, Tq, mine)  # of this consumer's queries
+        i = row0 + gl.arange(0, ROWS, layout=s_rows)
+        end = Tq if not UNEVEN else gl.where(row0 >= 0, Tq, row0)  # of this consumer's queries
         first_i = gl.load(first + b * stride_ib + i, mask=i < end, other=0)
         last_i = gl.load(last + b * stride_ib + i, mask=i < end, other=-1)
         m = gl.full([ROWS], float("-inf"), gl.float32, layout=s_rows)
         acc = gl.zeros([ROWS, D], gl.float32, layout=o_layout)
-        mbarrier.wait(qf.index(C), done & 1)
+        mbarrier.wait(q_full.index(C), count & 1)
         if n > 0:
-            mbarrier.wait(kf.index(it % STAGES), (it // STAGES) & 1)
-            if TURNS:
+            # prologue: the first tile's scores and softmax, with no p·v before them
+            mbarrier.wait(k_full.index(it % STAGES), (it // STAGES) & 1)
+            if PINGPONG:
                 bar_sync(TURN + C, 256)
-            sa = warpgroup_mma(
-                q_mine, ks.index(it % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True
+            s_async = warpgroup_mma(
+                q_own, ks.index(it % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True
             )
-            if TURNS:
+            if PINGPONG:
                 bar_arrive(TURN + (C + 1) % CONSUMERS, 256)
-            s = warpgroup_mma_wait(0, deps=(sa,))
-            bar_arrive(KEMPTY + it % STAGES, 128 * CONSUMERS + 32)
-            n0 = gl.where(masked > 0, boundary(0, lo, full_lo, full_hi), full_lo) * BN
+            s = warpgroup_mma_wait(0, deps=(s_async,))
+            bar_arrive(K_EMPTY + it % STAGES, 128 * CONSUMERS + 32)
+            n0 = gl.where(masked > 0, masked_tile(0, lo, full_lo, full_hi), full_lo) * BN
             p, m, _ = softmax(s, m, scale_log2, True, n0, first_i, last_i)
             l = row_sums(p, ROWS, BN)
             p16 = gl.convert_layout(p.to(dtype), p_layout)
-            mbarrier.wait(kf.index((it + 1) % STAGES), ((it + 1) // STAGES) & 1, pred=n > 1)
-            alone = n
-            if PEELED or KEEP:
-                alone = gl.maximum(masked, 1)
-            # its v is held meanwhile: for one tile less than there are stages, since the next k
-            # comes after all v before it
+            mbarrier.wait(k_full.index((it + 1) % STAGES), ((it + 1) // STAGES) & 1, pred=n > 1)
+
+            # masked tiles. A consumer passes over those that it does not see, and holds the v that
+            # is pending meanwhile: for one tile less than there are stages, since the next k comes
+            # after all v before it.
+            steady = n
+            if MASKED_LOOP or FIXED_MAX:
+                steady = gl.maximum(masked, 1)
             pending = it
-            for x in range(1, alone):
-                n0 = boundary(x, lo, full_lo, full_hi) * BN
-                if not SKIPS or (x >= masked) | (n0 <= upper) & (n0 + BN > lower) | (
+            for x in range(1, steady):
+                n0 = masked_tile(x, lo, full_lo, full_hi) * BN
+                if not UNEVEN or (x >= masked) | (n0 <= upper) & (n0 + BN > lower) | (
                     it + x - pending >= STAGES - 1
                 ):
-                    p16, m, l, acc = advance(
-                        q_mine, p16, m, l, acc, ks, vs, kf, vf, it + x, pending if SKIPS else it + x - 1, x + 1 < n,
-                        PEELED or KEEP or x < masked, n0, first_i, last_i, scale_log2, BN, STAGES, TURNS, OVERLAP, False, C, CONSUMERS,
+                    p16, m, l, acc = attend(
+                        q_own, p16, m, l, acc,
+                        ks, vs, k_full, v_full,
+                        it + x, pending if UNEVEN else it + x - 1, x + 1 < n,
+                        MASKED_LOOP or FIXED_MAX or x < masked, n0, first_i, last_i, scale_log2,
+                        BN, STAGES, PINGPONG, OVERLAP, False, C, CONSUMERS,
                     )  # fmt: skip
                     pending = it + x
                 else:
-                    skip(kf, vf, it + x, x + 1 < n, STAGES, TURNS, C, CONSUMERS)
-            if KEEP:
-                m = gl.where(
-                    (m == float("-inf")) & (alone < n), 0.0, m
-                )  # of a row that saw no tile so far, and will
-            if PEELED or KEEP:
-                for x in range(alone, n):
-                    p16, m, l, acc = advance(
-                        q_mine, p16, m, l, acc, ks, vs, kf, vf, it + x, pending if SKIPS else it + x - 1, x + 1 < n,
-                        False, 0, first_i, last_i, scale_log2, BN, STAGES, TURNS, OVERLAP, KEEP, C, CONSUMERS,
+                    release_unseen(
+                        k_full, v_full, it + x, x + 1 < n, STAGES, PINGPONG, C, CONSUMERS
+                    )
+            if FIXED_MAX:
+                # of a row that saw no tile so far, and will
+                m = gl.where((m == float("-inf")) & (steady < n), 0.0, m)
+
+            # steady state: tiles that need no mask
+            if MASKED_LOOP or FIXED_MAX:
+                for x in range(steady, n):
+                    p16, m, l, acc = attend(
+                        q_own, p16, m, l, acc,
+                        ks, vs, k_full, v_full,
+                        it + x, pending if UNEVEN else it + x - 1, x + 1 < n,
+                        False, 0, first_i, last_i, scale_log2,
+                        BN, STAGES, PINGPONG, OVERLAP, FIXED_MAX, C, CONSUMERS,
                     )  # fmt: skip
                     pending = it + x
-            if not SKIPS:
+            if not UNEVEN:
                 pending = it + n - 1
-            mbarrier.arrive(qe.index(C), count=1)
-            mbarrier.wait(vf.index(pending % STAGES), (pending // STAGES) & 1)
-            oa = warpgroup_mma(p16, vs.index(pending % STAGES), acc, is_async=True)
+
+            # the last p·v; meanwhile l, flags and lse
+            mbarrier.arrive(q_empty.index(C), count=1)
+            mbarrier.wait(v_full.index(pending % STAGES), (pending // STAGES) & 1)
+            o_async = warpgroup_mma(p16, vs.index(pending % STAGES), acc, is_async=True)
             total = gl.convert_layout(gl.sum(l, axis=1), s_rows)
-            if KEEP:
-                left = (alone < n) & (i < end) & ~((total > 1 / LARGEST) & (total < LARGEST))
-                gl.store(again + gl.zeros_like(i), 1, mask=left)
-                gl.store(again + 1 + t + gl.zeros_like(i), 1, mask=left)
+            if FIXED_MAX:
+                in_range = (total > 1 / LARGEST) & (total < LARGEST)
+                flag = (steady < n) & (i < end) & ~in_range
+                gl.store(retry + gl.zeros_like(i), 1, mask=flag)
+                gl.store(retry + 1 + t + gl.zeros_like(i), 1, mask=flag)
             total = gl.where(total == 0.0, 1.0, total)
             gl.store(lse + bh.to(gl.int64) * Tq + i, m * LN2 + gl.log(total), mask=i < end)
-            acc = warpgroup_mma_wait(0, deps=(oa,))
-            bar_arrive(VEMPTY + pending % STAGES, 128 * CONSUMERS + 32)
+            acc = warpgroup_mma_wait(0, deps=(o_async,))
+            bar_arrive(V_EMPTY + pending % STAGES, 128 * CONSUMERS + 32)
             acc = acc * (1.0 / gl.convert_layout(total, o_rows))[:, None]
         else:
-            mbarrier.arrive(qe.index(C), count=1)
+            mbarrier.arrive(q_empty.index(C), count=1)
             gl.store(lse + bh.to(gl.int64) * Tq + i, m, mask=i < end)
+
+        # epilogue: out leaves by TMA while the next tile begins
         tma.store_wait(0)
-        out_mine.store(acc.to(dtype))
+        out_own.store(acc.to(dtype))
         fence_async_shared()
-        if not SKIPS or mine >= 0:
-            tma_store(out, [b, mine, h, 0], out_mine.reshape([1, ROWS, 1, D]))
+        if not UNEVEN or row0 >= 0:
+            tma_store(out, [b, row0, h, 0], out_own.reshape([1, ROWS, 1, D]))
         it += n
-        done += 1
-        t = receive(mail, mf, me, done, 4)
+        count += 1
+        t = pop(queue, queue_full, queue_empty, count, 4)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["Tq", "Hq", "tiles", "heads", "together"])
+@gluon.jit(do_not_specialize=["Tq", "Hq", "tiles", "heads", "l2_heads"])
 def forward_kernel(
-    q, k, v, out, lse, counter, again, first, last, stride_ib, scale_log2, Tq, Hq, tiles, heads, together,
+    q, k, v, out, lse,
+    counter, retry, first, last, stride_ib, scale_log2,
+    Tq, Hq, tiles, heads, l2_heads,
     shared: gl.constexpr, shared_kv: gl.constexpr,
-    GROUP: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
-    TURNS: gl.constexpr, OVERLAP: gl.constexpr, PEELED: gl.constexpr, KEEP: gl.constexpr, AGAIN: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, BN: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
+    PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, MASKED_LOOP: gl.constexpr,
+    FIXED_MAX: gl.constexpr, RETRY: gl.constexpr,
 ):  # fmt: skip
-    """out (B, Tq, Hq, D) contiguous and lse (B, Hq, Tq); q, k, v, out are descriptors of (B, T, H,
-    D).
+    """out (B, Tq, Hq, D) contiguous and lse (B, Hq, Tq); q, k, v, out are tensor maps.
 
-    `counter`: 0. `again`: 1 if some tile is to be done again, then a 1 for each such tile; written
-    if `KEEP`, read if `AGAIN`.
+    `counter`: 0. `retry`: 1 if some tile is flagged, then a 1 for each flagged tile; written if
+    `FIXED_MAX`, read if `RETRY`.
     """
+    # shared memory
     dtype: gl.constexpr = q.dtype
+    one_int: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     qs = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D], shared)
     outs = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D], shared)
     ks = gl.allocate_shared_memory(dtype, [STAGES, BN, D], shared_kv)
     vs = gl.allocate_shared_memory(dtype, [STAGES, BN, D], shared_kv)
-    qf = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    qe = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    kf = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    vf = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mail = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-    mf = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    me = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    queue = gl.allocate_shared_memory(gl.int32, [2, 1], one_int)
+    queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
-        mbarrier.init(mf.index(i), count=1)
-        mbarrier.init(me.index(i), count=CONSUMERS)
+        mbarrier.init(queue_full.index(i), count=1)
+        mbarrier.init(queue_empty.index(i), count=CONSUMERS)
     for i in gl.static_range(CONSUMERS):
-        mbarrier.init(qf.index(i), count=1)
-        mbarrier.init(qe.index(i), count=1)
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
-        mbarrier.init(kf.index(i), count=1)
-        mbarrier.init(vf.index(i), count=1)
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+
     # fmt: off
-    # Lists of their own: Triton takes functions and constants only where they are written, not from a variable.
+    # warps. Triton takes functions and constants only where they are written, not from a variable:
+    # so a list for each number of consumers.
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, vf, mail, mf, me, again, first, last, stride_ib, scale_log2, Tq, Hq,
-                        tiles, heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, KEEP, 0)),
-            (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, vf, mail, mf, me, again, first, last, stride_ib, scale_log2, Tq, Hq,
-                        tiles, heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, KEEP, 1)),
-            (producer, (q, k, v, qs, ks, vs, qf, qe, kf, vf, mail, mf, me, counter, again, first, last, stride_ib, Tq, Hq, tiles, heads, together,
-                        GROUP, D, BN, STAGES, CONSUMERS, AGAIN)),
+            (consumer, (
+                out, lse,
+                qs, ks, vs, outs,
+                q_full, q_empty, k_full, v_full,
+                queue, queue_full, queue_empty,
+                retry, first, last, stride_ib, scale_log2,
+                Tq, Hq, tiles, heads, l2_heads,
+                D, BN, STAGES, CONSUMERS, PINGPONG, OVERLAP, MASKED_LOOP, FIXED_MAX, 0,
+            )),
+            (consumer, (
+                out, lse,
+                qs, ks, vs, outs,
+                q_full, q_empty, k_full, v_full,
+                queue, queue_full, queue_empty,
+                retry, first, last, stride_ib, scale_log2,
+                Tq, Hq, tiles, heads, l2_heads,
+                D, BN, STAGES, CONSUMERS, PINGPONG, OVERLAP, MASKED_LOOP, FIXED_MAX, 1,
+            )),
+            (producer, (
+                q, k, v,
+                qs, ks, vs,
+                q_full, q_empty, k_full, v_full,
+                queue, queue_full, queue_empty,
+                counter, retry, first, last, stride_ib,
+                Tq, Hq, tiles, heads, l2_heads,
+                GROUP, D, BN, STAGES, CONSUMERS, RETRY,
+            )),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, vf, mail, mf, me, again, first, last, stride_ib, scale_log2, Tq, Hq,
-                        tiles, heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, KEEP, 0)),
-            (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, vf, mail, mf, me, again, first, last, stride_ib, scale_log2, Tq, Hq,
-                        tiles, heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, KEEP, 1)),
-            (consumer, (out, lse, qs, ks, vs, outs, qf, qe, kf, vf, mail, mf, me, again, first, last, stride_ib, scale_log2, Tq, Hq,
-                        tiles, heads, together, D, BN, STAGES, CONSUMERS, TURNS, OVERLAP, PEELED, KEEP, 2)),
-            (producer, (q, k, v, qs, ks, vs, qf, qe, kf, vf, mail, mf, me, counter, again, first, last, stride_ib, Tq, Hq, tiles, heads, together,
-                        GROUP, D, BN, STAGES, CONSUMERS, AGAIN)),
+            (consumer, (
+                out, lse,
+                qs, ks, vs, outs,
+                q_full, q_empty, k_full, v_full,
+                queue, queue_full, queue_empty,
+                retry, first, last, stride_ib, scale_log2,
+                Tq, Hq, tiles, heads, l2_heads,
+                D, BN, STAGES, CONSUMERS, PINGPONG, OVERLAP, MASKED_LOOP, FIXED_MAX, 0,
+            )),
+            (consumer, (
+                out, lse,
+                qs, ks, vs, outs,
+                q_full, q_empty, k_full, v_full,
+                queue, queue_full, queue_empty,
+                retry, first, last, stride_ib, scale_log2,
+                Tq, Hq, tiles, heads, l2_heads,
+                D, BN, STAGES, CONSUMERS, PINGPONG, OVERLAP, MASKED_LOOP, FIXED_MAX, 1,
+            )),
+            (consumer, (
+                out, lse,
+                qs, ks, vs, outs,
+                q_full, q_empty, k_full, v_full,
+                queue, queue_full, queue_empty,
+                retry, first, last, stride_ib, scale_log2,
+                Tq, Hq, tiles, heads, l2_heads,
+                D, BN, STAGES, CONSUMERS, PINGPONG, OVERLAP, MASKED_LOOP, FIXED_MAX, 2,
+            )),
+            (producer, (
+                q, k, v,
+                qs, ks, vs,
+                q_full, q_empty, k_full, v_full,
+                queue, queue_full, queue_empty,
+                counter, retry, first, last, stride_ib,
+                Tq, Hq, tiles, heads, l2_heads,
+                GROUP, D, BN, STAGES, CONSUMERS, RETRY,
+            )),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
     # fmt: on
 
@@ -440,46 +544,50 @@ def forward_kernel(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """out like q, contiguous, and lse (B, Hq, Tq) float32, for intervals (B or 1, Tq); see
-    `portable.forward`.
-    """
+    """out like q, contiguous, and lse (B, Hq, Tq) float32, for intervals (B or 1, Tq)."""
     B, Tq, Hq, D = q.shape
+    group = Hq // k.shape[2]
     PAD = max(64, triton.next_power_of_2(D))
     c = CONFIGS[PAD]
     q, k, v = (addressable(x) for x in (q, k, v))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, Hq, Tq, dtype=torch.float32, device=q.device)
     dtype = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
-    rows, columns = shared_layout((64, PAD), dtype), shared_layout((c.BN, PAD), dtype)
+    boxes = (q, 64), (k, c.BN), (v, c.BN), (out, 64)
+    tensor_maps = [descriptor(x, rows, PAD, dtype) for x, rows in boxes]
     tiles = triton.cdiv(Tq, 64 * c.consumers)
-    keep = q.dtype == torch.bfloat16
-    tensors = [descriptor(x, n, PAD, dtype) for x, n in ((q, 64), (k, c.BN), (v, c.BN), (out, 64))]
-    notes = torch.zeros(
-        3 + tiles * B * Hq, dtype=torch.int32, device=q.device
-    )  # a counter for each launch, then `again`
+    fixed_max = q.dtype == torch.bfloat16
+    # a counter for each launch, then `retry`
+    flags = torch.zeros(3 + tiles * B * Hq, dtype=torch.int32, device=q.device)
     with torch.cuda.device(q.device):
-        for again in (False, True) if keep else (False,):
+        for retry in (False, True) if fixed_max else (False,):
             forward_kernel[(min(tiles * B * Hq, processors(q.device)),)](
-                *tensors,
-                *(
-                    lse,
-                    notes[again:],
-                    notes[2:],
-                    first,
-                    last,
-                    batch_stride(first),
-                    scale * LOG2E.value,
-                    Tq,
-                    Hq,
-                    tiles,
-                    B * Hq,
-                ),
-                *(heads_together(k, B * Hq, Hq // k.shape[2]), rows, columns),
-                **dict(
-                    GROUP=Hq // k.shape[2], D=PAD, BN=c.BN, STAGES=c.stages, CONSUMERS=c.consumers
-                ),
-                **dict(REGISTERS=c.registers, TURNS=c.turns, OVERLAP=c.overlap, PEELED=c.peeled),
-                **dict(KEEP=keep and not again, AGAIN=again),
+                *tensor_maps,
+                lse,
+                flags[retry:],
+                flags[2:],
+                first,
+                last,
+                batch_stride(first),
+                scale * LOG2E.value,
+                Tq,
+                Hq,
+                tiles,
+                B * Hq,
+                heads_in_l2(k, B * Hq, group),
+                shared=shared_layout((64, PAD), dtype),
+                shared_kv=shared_layout((c.BN, PAD), dtype),
+                GROUP=group,
+                D=PAD,
+                BN=c.BN,
+                STAGES=c.stages,
+                CONSUMERS=c.consumers,
+                REGISTERS=c.registers,
+                PINGPONG=c.pingpong,
+                OVERLAP=c.overlap,
+                MASKED_LOOP=c.masked_loop,
+                FIXED_MAX=fixed_max and not retry,
+                RETRY=retry,
                 num_warps=4,
             )
     return out, lse

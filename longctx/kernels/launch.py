@@ -1,5 +1,6 @@
-"""The table of launch configs: tile sizes, warps and stages per kernel and head size. Nothing is
-timed at run time.
+"""Launch configs: tile sizes, warps and stages per kernel and head size, from a table.
+
+Nothing is timed at run time.
 
 launch.json maps architecture → kernel → head size (padded to a power of two) → shortest length →
 [BM, BN, warps, stages]. "any" fits every chip with 99 KiB of shared memory; "any-fp32" is for
@@ -21,10 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-KERNELS = {
-    "forward": ("forward",),
-    "backward": ("dkv", "dq"),
-}  # of the portable implementation, by what calls them
+# of the portable implementation, by the pass that launches them
+KERNELS = {"forward": ("forward",), "backward": ("dkv", "dq")}
 MOST_QUERIES = 128  # of a tile: rows of lse and delta are padded to so many
 Table = dict[str, dict[str, dict[str, list[Any]]]]  # kernel → head size → shortest length → config
 
@@ -38,15 +37,12 @@ class Launch(NamedTuple):
     stages: int
 
 
-on_trial: dict[
-    str, Launch
-] = {}  # by kernel; what `tune` measures at the moment, and nobody else sets
+# by kernel: what `tune` measures at the moment; nothing else sets it
+on_trial: dict[str, Launch] = {}
 
 
 def launch_config(kernel: str, q: Tensor, length: int) -> Launch:
-    """The config of `kernel` ("forward", "dkv" or "dq") for tensors like q (B, T, H, D) and
-    `length` keys.
-    """
+    """The config of `kernel` ("forward", "dkv", "dq") for q (B, T, H, D) and `length` keys."""
     if on_trial and kernel in on_trial:
         return on_trial[kernel]
     rows = rows_of(kernel, q)
@@ -54,7 +50,7 @@ def launch_config(kernel: str, q: Tensor, length: int) -> Launch:
 
 
 def bucket(kernel: str, q: Tensor, length: int) -> int:
-    """The shortest length that has the config which tensors like q and `length` keys have."""
+    """The shortest length that has the same config as `length` keys, for tensors like q."""
     return _start(rows_of(kernel, q), length)
 
 
@@ -62,9 +58,9 @@ def rows_of(kernel: str, q: Tensor) -> dict[str, list[Any]]:
     """The configs of `kernel` for the type, head size and device of q, by shortest length."""
     size = _padded(q.shape[3])
     if q.element_size() == 2 and q.is_cuda:
-        found: dict[str, list[Any]] | None = measured(_name(q.device)).get(kernel, {}).get(size)
-        if found is not None:
-            return found
+        rows: dict[str, list[Any]] | None = measured(_name(q.device)).get(kernel, {}).get(size)
+        if rows is not None:
+            return rows
     return table()[architecture(q.device, q.element_size())][kernel][size]
 
 
@@ -73,13 +69,9 @@ def architecture(device: torch.device, itemsize: int) -> str:
     """The part of the shipped table that serves `device`."""
     if itemsize == 4:
         return "any-fp32"
-    if (
-        device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device)[0] == 9
-    ):
-        return "sm90"
-    return "any"
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    hopper = nvidia and torch.cuda.get_device_capability(device)[0] == 9
+    return "sm90" if hopper else "any"
 
 
 def table_entry(arch: str, kernel: str, head_dim: int, length: int) -> Launch:
@@ -91,27 +83,22 @@ def table_entry(arch: str, kernel: str, head_dim: int, length: int) -> Launch:
 @functools.cache
 def table() -> dict[str, Table]:
     """launch.json, read once."""
-    found: dict[str, Table] = json.loads(Path(__file__).with_name("launch.json").read_text())
-    return found
+    tables: dict[str, Table] = json.loads(Path(__file__).with_name("launch.json").read_text())
+    return tables
 
 
 def measured_file() -> Path | None:
     """Where measured tables are; None where LONGCTX_LAUNCH is set and empty."""
-    said = os.environ.get("LONGCTX_LAUNCH")
-    if said is not None:
-        return Path(said).expanduser() if said else None
-    return (
-        Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
-        / "longctx"
-        / "launch.json"
-    )
+    name = os.environ.get("LONGCTX_LAUNCH")
+    if name is not None:
+        return Path(name).expanduser() if name else None
+    home = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
+    return home / "longctx" / "launch.json"
 
 
 @functools.cache
 def measured(gpu: str) -> Table:
-    """What was measured on GPUs named `gpu`, kernel by kernel; ValueError, one line, for a file
-    that makes no sense.
-    """
+    """What was measured on GPUs named `gpu`, by kernel; ValueError for a file that is no table."""
     path = measured_file()
     if path is None or not path.exists():
         if path is not None and os.environ.get("LONGCTX_LAUNCH"):
@@ -120,35 +107,35 @@ def measured(gpu: str) -> Table:
             )
         return {}
     try:
-        found = dict(json.loads(path.read_text()).get(gpu, {}))
-        found.pop("measured", None)
-        for kernel, sizes in found.items():
+        kernels = dict(json.loads(path.read_text()).get(gpu, {}))
+        kernels.pop("measured", None)
+        for kernel, sizes in kernels.items():
             for size, rows in sizes.items():
-                if "0" not in rows or not all(_makes_sense(kernel, row) for row in rows.values()):
+                if "0" not in rows or not all(_is_config(kernel, row) for row in rows.values()):
                     raise ValueError(f"the entry of {kernel}, head size {size}")
     except (OSError, ValueError, AttributeError, TypeError) as error:
+        reason = " ".join(str(error).split())
         raise ValueError(
-            f"{path}: not a table of launch configs ({' '.join(str(error).split())}); delete it, or run tune again"
+            f"{path}: not a table of launch configs ({reason}); delete it, or run tune again"
         ) from error
-    return found
+    return kernels
 
 
 @functools.cache
 def configure(module: ModuleType, kernel: str, device: torch.device) -> None:
-    """Put what was measured for `kernel` on `device` into the module's CONFIGS (head size →
-    config), once.
-    """
+    """Put what was measured for `kernel` on `device` into the module's CONFIGS, by head size."""
     configs = getattr(module, "CONFIGS", {})
     for size, rows in measured(_name(device)).get(kernel, {}).items():
         try:
             configs[int(size)] = type(configs[int(size)])(*rows["0"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{measured_file()}: its {kernel}, head size {size}, is for another version of longctx; run tune again"
+                f"{measured_file()}: its {kernel}, head size {size}, "
+                "is for another version of longctx; run tune again"
             ) from error
 
 
-def _makes_sense(kernel: str, row: list[Any]) -> bool:
+def _is_config(kernel: str, row: list[Any]) -> bool:
     if kernel not in {name for names in KERNELS.values() for name in names}:
         return isinstance(row, list)  # the Hopper modules know their own fields
     BM, BN, warps, stages = row

@@ -1,8 +1,7 @@
-"""A linear layer of 16-bit inputs with fp32 weights whose weights get, on a GPU, the product's own
-fp32 sums as gradient.
+"""A linear layer of 16-bit inputs and fp32 weights, whose gradient is not rounded on a GPU.
 
-Under autocast a weight is cast to 16 bits and its gradient computed in them, rounded, and cast
-back: one rounding of every sum, and one more pass over it, that nobody needs.
+Autocast would cast the weight to 16 bits, compute its gradient in them and cast that back: one
+rounding of every sum and one more pass over it. Here the product's own fp32 sums are the gradient.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ from torch import Tensor
 
 
 def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """dyᵀ x (O, I) of dy (..., O) and x (..., I), in `dtype`: on a GPU fp32 sums of 16-bit inputs
-    are never rounded.
+    """dyᵀ x (O, I) of dy (..., O) and x (..., I), in `dtype`.
+
+    On a GPU fp32 sums of 16-bit inputs are never rounded.
     """
     dy, x = dy.reshape(-1, dy.shape[-1]).t(), x.reshape(-1, x.shape[-1])
     if dy.is_cuda and dtype == torch.float32 and dy.dtype != dtype:
@@ -37,11 +37,9 @@ class _Linear(torch.autograd.Function):
         x, narrow = ctx.saved_tensors
         dx = dy @ narrow if ctx.needs_input_grad[0] else None
         dweight = weight_gradient(dy, x, ctx.dtypes[0]) if ctx.needs_input_grad[1] else None
-        dbias = (
-            dy.reshape(-1, dy.shape[-1]).sum(0, dtype=ctx.dtypes[1])
-            if ctx.needs_input_grad[2]
-            else None
-        )
+        dbias = None
+        if ctx.needs_input_grad[2]:
+            dbias = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=ctx.dtypes[1])
         return dx, dweight, dbias
 
 

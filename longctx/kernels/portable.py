@@ -1,5 +1,4 @@
-"""FlashAttention forward and backward in portable Triton (Dao, arXiv 2307.08691): tiles, online
-softmax, recomputation.
+"""FlashAttention-2 forward and backward in portable Triton (Dao, arXiv 2307.08691).
 
     s_ij = scale · q_i·k_j  for first_i <= j <= last_i, else -inf
     lse_i = log Σ_j exp(s_ij),   p_ij = exp(s_ij - lse_i),   o_i = Σ_j p_ij v_j
@@ -7,19 +6,19 @@ softmax, recomputation.
     dv_j = Σ_i p_ij do_i,   dk_j = scale · Σ_i ds_ij q_i,   dq_i = scale · Σ_j ds_ij k_j
 
 Exponentials are taken in base 2, with scale·log2(e) folded into one multiply-add. A program of the
-forward and of the dq kernel owns a tile of queries and walks over keys; one of the dk/dv kernel
-owns a tile of keys and walks over the queries of its whole group. Nothing is added atomically, so
-every result is deterministic. Interval masks make each walk three ranges of tiles: a boundary,
-tiles that are visible as a whole and need no mask, and another boundary; tiles outside are never
-touched.
+forward and of the dq kernel owns a tile of queries and loops over keys; one of the dk/dv kernel
+owns a tile of keys and loops over the queries of its whole group. Nothing is added atomically, so
+every result is deterministic. With an interval mask each loop has tiles that need the mask, at both
+ends, and between them tiles that need none; tiles that are not visible are never touched
+(tile_schedule.py).
 
 Legend: B batch, T tokens (Tq queries, Tk keys), H heads, GROUP query heads per key-value head, D
 head size, PAD the power of two that holds it, BM queries and BN keys of a tile. q, o, do (B, Tq,
 Hq, D); k, v (B, Tk, Hkv, D); lse, delta (B, Hq, Tq).
 
-NaN and inf in a key, or in a query's gradient, reach exactly the rows that see it: in boundary
-tiles, where 0 · NaN could leak into rows that do not, such operands are zeroed and the rows that do
-see them are made NaN through their scores.
+NaN and inf in a key, or in a query's gradient, reach exactly the rows that see it. In masked tiles
+0 · NaN could leak into rows that do not: there such operands are zeroed, and the rows that do see
+them are made NaN through their scores.
 """
 
 from __future__ import annotations
@@ -31,27 +30,27 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from longctx.kernels.launch import Launch, launch_config
-from longctx.kernels.walk import batch_stride, boundary, heads_together, place, walk
+from longctx.kernels.tile_schedule import (
+    batch_stride,
+    heads_in_l2,
+    masked_tile,
+    scheduled_tile,
+    visible_tiles,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-ROW = tl.constexpr(
-    128
-)  # lse2 and delta have rows padded to a multiple of it, so that no tile reads past one
-LENGTHS = [
-    "Tq",
-    "Tk",
-    "Hq",
-    "heads",
-    "together",
-    "stride_ib",
-]  # never specialized on: any length reuses the compiled kernel
+# lse2 and delta have rows padded to a multiple of it, so that no tile reads past one
+ROW = tl.constexpr(128)
+# never specialized on: any length reuses the compiled kernel
+LENGTHS = ["Tq", "Tk", "Hq", "heads", "l2_heads", "stride_ib"]
 
 
 @triton.jit
-def _at(x, b, h, T, stride_b, stride_h, TMA: tl.constexpr):
-    """Where head h of row b begins: (base, row, column). A descriptor is (B·T, columns); a pointer
-    is moved there.
+def _head(x, b, h, T, stride_b, stride_h, TMA: tl.constexpr):
+    """Where head h of row b begins: (base, row, column).
+
+    With TMA the base is a descriptor of a (B·T, columns) matrix, otherwise a pointer moved there.
     """
     if TMA:
         return x, b * T, h * stride_h
@@ -61,32 +60,25 @@ def _at(x, b, h, T, stride_b, stride_h, TMA: tl.constexpr):
 
 @triton.jit
 def _load(
-    x,
-    row,
-    column,
-    t,
-    T,
-    stride_t,
-    D: tl.constexpr,
-    PAD: tl.constexpr,
-    ROWS: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """Tokens t .. t+ROWS of one head, (ROWS, PAD). Rows past T are 0, or with TMA finite or not, as
-    memory has it.
+    x, row, column, t, T, stride_t,
+    D: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Tokens t .. t+ROWS of one head, (ROWS, PAD).
+
+    Rows past T are 0. With TMA they are whatever memory holds, finite or not.
     """
     if TMA:
         return x.load([row + t, column])
     else:
         r, d = tl.arange(0, ROWS), tl.arange(0, PAD)
         inside = (t + r < T)[:, None] & (d < D)[None, :]
-        return tl.load(
-            x + (t + r).to(tl.int64)[:, None] * stride_t + d[None, :], mask=inside, other=0.0
-        )
+        at = x + (t + r).to(tl.int64)[:, None] * stride_t + d[None, :]
+        return tl.load(at, mask=inside, other=0.0)
 
 
 @triton.jit
 def _store(x, value, t, T, stride_t, D: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr):
+    """Write tokens t .. t+ROWS of one head; nothing past T and D."""
     r, d = tl.arange(0, ROWS), tl.arange(0, PAD)
     inside = (t + r < T)[:, None] & (d < D)[None, :]
     at = x + (t + r).to(tl.int64)[:, None] * stride_t + d[None, :]
@@ -101,13 +93,15 @@ def _finite(x):
 
 @triton.jit
 def _own_queries(
-    first, last, stride_ib, Tq, Hq, heads, together, BM: tl.constexpr, BN: tl.constexpr
+    first, last, stride_ib, Tq, Hq, heads, l2_heads, BM: tl.constexpr, BN: tl.constexpr
 ):
-    """The BM queries that this program owns: row b, head h, number bh of both, first query m0,
-    intervals, and tiles of keys to walk.
+    """The BM queries that this program owns, and the tiles of keys that they see.
+
+    Row b, head h, number bh of both, first query m0, queries i, their intervals, then as
+    `visible_tiles`.
     """
     tiles = tl.cdiv(Tq, BM)
-    rank, bh = place(tl.program_id(0), tiles, heads, together)
+    rank, bh = scheduled_tile(tl.program_id(0), tiles, heads, l2_heads)
     m0 = (tiles - 1 - rank) * BM
     b, h = bh // Hq, bh % Hq
     i = m0 + tl.arange(0, BM)
@@ -115,16 +109,19 @@ def _own_queries(
     last += b * stride_ib
     first_i = tl.load(first + i, mask=i < Tq, other=0)
     last_i = tl.load(last + i, mask=i < Tq, other=-1)
-    lo, full_lo, full_hi, masked = walk(first, last, m0, tl.minimum(m0 + BM, Tq), BN)
+    lo, full_lo, full_hi, masked = visible_tiles(first, last, m0, tl.minimum(m0 + BM, Tq), BN)
     return b, h, bh, m0, i, first_i, last_i, lo, full_lo, full_hi, masked
 
 
 @triton.jit
-def _attend(
-    q, m, l, acc, k, k_row, k_col, v, v_row, v_col, n, Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
-    D: tl.constexpr, PAD: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+def _forward_tile(
+    q, m, l, acc,
+    k, k_row, k_col, v, v_row, v_col,
+    n, Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
+    D: tl.constexpr, PAD: tl.constexpr, BN: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys for one tile of queries: the online softmax's new m, l, acc."""
+    """Online softmax over one tile of keys, from n on: the new m, l, acc."""
     kj = _load(k, k_row, k_col, n, Tk, stride_kt, D, PAD, BN, TMA)
     s = tl.dot(q, kj.T, input_precision=PRECISION)
     vj = _load(v, v_row, v_col, n, Tk, stride_vt, D, PAD, BN, TMA)
@@ -133,9 +130,8 @@ def _attend(
         good = _finite(vj)
         s += tl.where(tl.sum((good != vj).to(tl.int32), 1) > 0, float("nan"), 0.0)[None, :]
         vj = good
-        s = tl.where(
-            (j[None, :] >= first_i[:, None]) & (j[None, :] <= last_i[:, None]), s, float("-inf")
-        )
+        seen = (j[None, :] >= first_i[:, None]) & (j[None, :] <= last_i[:, None])
+        s = tl.where(seen, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
     shift = m_new
     if MASKED:
@@ -150,35 +146,48 @@ def _attend(
 @triton.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
     q, k, v, out, lse, first, last, scale_log2,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_ib,
-    Tq, Tk, Hq, heads, together,
-    GROUP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    stride_qb, stride_qt, stride_qh,
+    stride_kb, stride_kt, stride_kh,
+    stride_vb, stride_vt, stride_vh,
+    stride_ib,
+    Tq, Tk, Hq, heads, l2_heads,
+    GROUP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out (B, Tq, Hq, D) contiguous and lse, for BM queries of one head."""
     b, h, bh, m0, i, first_i, last_i, lo, full_lo, full_hi, masked = _own_queries(
-        first, last, stride_ib, Tq, Hq, heads, together, BM, BN
+        first, last, stride_ib, Tq, Hq, heads, l2_heads, BM, BN
     )
 
-    q, q_row, q_col = _at(q, b, h, Tq, stride_qb, stride_qh, TMA)
-    k, k_row, k_col = _at(k, b, h // GROUP, Tk, stride_kb, stride_kh, TMA)
-    v, v_row, v_col = _at(v, b, h // GROUP, Tk, stride_vb, stride_vh, TMA)
+    q, q_row, q_col = _head(q, b, h, Tq, stride_qb, stride_qh, TMA)
+    k, k_row, k_col = _head(k, b, h // GROUP, Tk, stride_kb, stride_kh, TMA)
+    v, v_row, v_col = _head(v, b, h // GROUP, Tk, stride_vb, stride_vh, TMA)
     qi = _load(q, q_row, q_col, m0, Tq, stride_qt, D, PAD, BM, TMA)
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, PAD], tl.float32)
+
+    # steady state: tiles that need no mask
     for t in tl.range(full_lo, full_hi, num_stages=STAGES):
-        m, l, acc = _attend(
-            qi, m, l, acc, k, k_row, k_col, v, v_row, v_col, t * BN, Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
+        m, l, acc = _forward_tile(
+            qi, m, l, acc,
+            k, k_row, k_col, v, v_row, v_col,
+            t * BN, Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
             D, PAD, BN, TMA, PRECISION, False,
         )  # fmt: skip
+
+    # masked tiles
     for t in tl.range(0, masked, num_stages=1):
-        n = boundary(t, lo, full_lo, full_hi) * BN
-        m, l, acc = _attend(
-            qi, m, l, acc, k, k_row, k_col, v, v_row, v_col, n, Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
+        n = masked_tile(t, lo, full_lo, full_hi) * BN
+        m, l, acc = _forward_tile(
+            qi, m, l, acc,
+            k, k_row, k_col, v, v_row, v_col,
+            n, Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
             D, PAD, BN, TMA, PRECISION, True,
         )  # fmt: skip
 
+    # epilogue: out and lse
     l = tl.where(l == 0.0, 1.0, l)
     acc = acc / l[:, None]
     tl.store(lse + bh.to(tl.int64) * Tq + i, m * LN2 + tl.log(l), mask=i < Tq)
@@ -188,18 +197,21 @@ def forward_kernel(
 @triton.jit(do_not_specialize=LENGTHS)
 def delta_kernel(
     out, do, lse, dlse, lse2, delta,
-    stride_ob, stride_ot, stride_oh, stride_gb, stride_gt, stride_gh, Tq, Hq,
+    stride_ob, stride_ot, stride_oh,
+    stride_gb, stride_gt, stride_gh,
+    Tq, Hq,
     D: tl.constexpr, PAD: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """delta = Σ do·o - dlse, and the lse in base 2; +inf, so that p is 0, for queries that see
-    nothing and past the end.
+    """delta = Σ do·o - dlse, and the lse in base 2.
+
+    The lse is +inf, so that p is 0, for queries that see nothing and past the end.
     """
     tiles = tl.cdiv(Tq, ROW)
     t, bh = (tl.program_id(0) % tiles) * ROW, tl.program_id(0) // tiles
     b, h = bh // Hq, bh % Hq
     i = t + tl.arange(0, ROW)
-    out, _, _ = _at(out, b, h, Tq, stride_ob, stride_oh, False)
-    do, _, _ = _at(do, b, h, Tq, stride_gb, stride_gh, False)
+    out, _, _ = _head(out, b, h, Tq, stride_ob, stride_oh, False)
+    do, _, _ = _head(do, b, h, Tq, stride_gb, stride_gh, False)
     o_i = _load(out, 0, 0, t, Tq, stride_ot, D, PAD, ROW, False).to(tl.float32)
     do_i = _load(do, 0, 0, t, Tq, stride_gt, D, PAD, ROW, False).to(tl.float32)
     total = tl.sum(o_i * do_i, 1)
@@ -213,12 +225,16 @@ def delta_kernel(
 
 
 @triton.jit
-def _gather(
-    k, v, dk, dv, q, q_row, q_col, do, do_row, do_col, lse2, delta, m0, Tq, stride_qt, stride_gt, qfirst_j, qlast_j, scale_log2,
-    D: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+def _dkv_tile(
+    k, v, dk, dv,
+    q, q_row, q_col, do, do_row, do_col, lse2, delta,
+    m0, Tq, stride_qt, stride_gt, qfirst_j, qlast_j, scale_log2,
+    D: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries for one tile of keys, scores transposed so that p and ds are register
-    operands: the new dk, dv.
+    """The new dk, dv of a tile of keys after one tile of queries, from m0 on.
+
+    Scores are transposed, so that p and ds are register operands.
     """
     i = m0 + tl.arange(0, BM)
     qi = _load(q, q_row, q_col, m0, Tq, stride_qt, D, PAD, BM, TMA)
@@ -243,15 +259,22 @@ def _gather(
 @triton.jit(do_not_specialize=LENGTHS)
 def dkv_kernel(
     q, k, v, do, lse2, delta, dk_out, dv_out, qfirst, qlast, scale, scale_log2,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-    stride_gb, stride_gt, stride_gh, stride_ib, Tq, Tk, Hq, heads, together,
-    GROUP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    stride_qb, stride_qt, stride_qh,
+    stride_kb, stride_kt, stride_kh,
+    stride_vb, stride_vt, stride_vh,
+    stride_gb, stride_gt, stride_gh,
+    stride_ib,
+    Tq, Tk, Hq, heads, l2_heads,
+    GROUP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv (B, Tk, Hkv, D) contiguous, for BN keys of one key-value head, over all query heads
-    of its group.
+    """dk and dv (B, Tk, Hkv, D) contiguous, for BN keys of one key-value head.
+
+    Over all query heads of its group.
     """
-    n_rank, bh = place(tl.program_id(0), tl.cdiv(Tk, BN), heads, together)
+    # the keys, and the tiles of queries that see them
+    n_rank, bh = scheduled_tile(tl.program_id(0), tl.cdiv(Tk, BN), heads, l2_heads)
     n0 = n_rank * BN
     Hkv = Hq // GROUP
     b, hk = bh // Hkv, bh % Hkv
@@ -260,41 +283,54 @@ def dkv_kernel(
     qlast += b * stride_ib
     qfirst_j = tl.load(qfirst + j, mask=j < Tk, other=0)
     qlast_j = tl.load(qlast + j, mask=j < Tk, other=-1)
-    lo, full_lo, full_hi, masked = walk(qfirst, qlast, n0, tl.minimum(n0 + BN, Tk), BM)
+    lo, full_lo, full_hi, masked = visible_tiles(qfirst, qlast, n0, tl.minimum(n0 + BN, Tk), BM)
 
-    k, k_row, k_col = _at(k, b, hk, Tk, stride_kb, stride_kh, TMA)
-    v, v_row, v_col = _at(v, b, hk, Tk, stride_vb, stride_vh, TMA)
+    k, k_row, k_col = _head(k, b, hk, Tk, stride_kb, stride_kh, TMA)
+    v, v_row, v_col = _head(v, b, hk, Tk, stride_vb, stride_vh, TMA)
     kj = _load(k, k_row, k_col, n0, Tk, stride_kt, D, PAD, BN, TMA)
     vj = _load(v, v_row, v_col, n0, Tk, stride_vt, D, PAD, BN, TMA)
     dk = tl.zeros([BN, PAD], tl.float32)
     dv = tl.zeros([BN, PAD], tl.float32)
     for g in range(GROUP):
         h = hk * GROUP + g
-        qh, q_row, q_col = _at(q, b, h, Tq, stride_qb, stride_qh, TMA)
-        doh, do_row, do_col = _at(do, b, h, Tq, stride_gb, stride_gh, TMA)
+        qh, q_row, q_col = _head(q, b, h, Tq, stride_qb, stride_qh, TMA)
+        doh, do_row, do_col = _head(do, b, h, Tq, stride_gb, stride_gh, TMA)
         row = (b * Hq + h).to(tl.int64) * tl.cdiv(Tq, ROW) * ROW
+
+        # steady state: tiles that need no mask
         for t in tl.range(full_lo, full_hi, num_stages=STAGES):
-            dk, dv = _gather(
-                kj, vj, dk, dv, qh, q_row, q_col, doh, do_row, do_col, lse2 + row, delta + row, t * BM, Tq,
-                stride_qt, stride_gt, qfirst_j, qlast_j, scale_log2, D, PAD, BM, TMA, PRECISION, False,
+            dk, dv = _dkv_tile(
+                kj, vj, dk, dv,
+                qh, q_row, q_col, doh, do_row, do_col, lse2 + row, delta + row,
+                t * BM, Tq, stride_qt, stride_gt, qfirst_j, qlast_j, scale_log2,
+                D, PAD, BM, TMA, PRECISION, False,
             )  # fmt: skip
+
+        # masked tiles
         for t in tl.range(0, masked, num_stages=1):
-            dk, dv = _gather(
-                kj, vj, dk, dv, qh, q_row, q_col, doh, do_row, do_col, lse2 + row, delta + row,
-                boundary(t, lo, full_lo, full_hi) * BM, Tq,
-                stride_qt, stride_gt, qfirst_j, qlast_j, scale_log2, D, PAD, BM, TMA, PRECISION, True,
+            dk, dv = _dkv_tile(
+                kj, vj, dk, dv,
+                qh, q_row, q_col, doh, do_row, do_col, lse2 + row, delta + row,
+                masked_tile(t, lo, full_lo, full_hi) * BM,
+                Tq, stride_qt, stride_gt, qfirst_j, qlast_j, scale_log2,
+                D, PAD, BM, TMA, PRECISION, True,
             )  # fmt: skip
+
+    # epilogue
     offset = (b.to(tl.int64) * Tk * Hkv + hk) * D
     _store(dv_out + offset, dv, n0, Tk, Hkv * D, D, PAD, BN)
     _store(dk_out + offset, dk * scale, n0, Tk, Hkv * D, D, PAD, BN)
 
 
 @triton.jit
-def _scatter(
-    q, do, dq, lse_i, delta_i, k, k_row, k_col, v, v_row, v_col, n, Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
-    D: tl.constexpr, PAD: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+def _dq_tile(
+    q, do, dq, lse_i, delta_i,
+    k, k_row, k_col, v, v_row, v_col,
+    n, Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
+    D: tl.constexpr, PAD: tl.constexpr, BN: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys for one tile of queries: the new dq."""
+    """The new dq of a tile of queries after one tile of keys, from n on."""
     kj = _load(k, k_row, k_col, n, Tk, stride_kt, D, PAD, BN, TMA)
     vj = _load(v, v_row, v_col, n, Tk, stride_vt, D, PAD, BN, TMA)
     if MASKED:
@@ -310,35 +346,49 @@ def _scatter(
 @triton.jit(do_not_specialize=LENGTHS)
 def dq_kernel(
     q, k, v, do, lse2, delta, dq_out, first, last, scale, scale_log2,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-    stride_gb, stride_gt, stride_gh, stride_ib, Tq, Tk, Hq, heads, together,
-    GROUP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    stride_qb, stride_qt, stride_qh,
+    stride_kb, stride_kt, stride_kh,
+    stride_vb, stride_vt, stride_vh,
+    stride_gb, stride_gt, stride_gh,
+    stride_ib,
+    Tq, Tk, Hq, heads, l2_heads,
+    GROUP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq (B, Tq, Hq, D) contiguous, for BM queries of one head."""
     b, h, bh, m0, i, first_i, last_i, lo, full_lo, full_hi, masked = _own_queries(
-        first, last, stride_ib, Tq, Hq, heads, together, BM, BN
+        first, last, stride_ib, Tq, Hq, heads, l2_heads, BM, BN
     )
 
-    q, q_row, q_col = _at(q, b, h, Tq, stride_qb, stride_qh, TMA)
-    do, do_row, do_col = _at(do, b, h, Tq, stride_gb, stride_gh, TMA)
-    k, k_row, k_col = _at(k, b, h // GROUP, Tk, stride_kb, stride_kh, TMA)
-    v, v_row, v_col = _at(v, b, h // GROUP, Tk, stride_vb, stride_vh, TMA)
+    q, q_row, q_col = _head(q, b, h, Tq, stride_qb, stride_qh, TMA)
+    do, do_row, do_col = _head(do, b, h, Tq, stride_gb, stride_gh, TMA)
+    k, k_row, k_col = _head(k, b, h // GROUP, Tk, stride_kb, stride_kh, TMA)
+    v, v_row, v_col = _head(v, b, h // GROUP, Tk, stride_vb, stride_vh, TMA)
     qi = _load(q, q_row, q_col, m0, Tq, stride_qt, D, PAD, BM, TMA)
     do_i = _load(do, do_row, do_col, m0, Tq, stride_gt, D, PAD, BM, TMA)
     row = bh.to(tl.int64) * tl.cdiv(Tq, ROW) * ROW
     lse_i = tl.load(lse2 + row + i)
     delta_i = tl.load(delta + row + i)
     dq = tl.zeros([BM, PAD], tl.float32)
+
+    # steady state: tiles that need no mask
     for t in tl.range(full_lo, full_hi, num_stages=STAGES):
-        dq = _scatter(
-            qi, do_i, dq, lse_i, delta_i, k, k_row, k_col, v, v_row, v_col, t * BN, Tk, stride_kt, stride_vt,
-            first_i, last_i, scale_log2, D, PAD, BN, TMA, PRECISION, False,
+        dq = _dq_tile(
+            qi, do_i, dq, lse_i, delta_i,
+            k, k_row, k_col, v, v_row, v_col,
+            t * BN, Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
+            D, PAD, BN, TMA, PRECISION, False,
         )  # fmt: skip
+
+    # masked tiles
     for t in tl.range(0, masked, num_stages=1):
-        dq = _scatter(
-            qi, do_i, dq, lse_i, delta_i, k, k_row, k_col, v, v_row, v_col, boundary(t, lo, full_lo, full_hi) * BN, Tk,
-            stride_kt, stride_vt, first_i, last_i, scale_log2, D, PAD, BN, TMA, PRECISION, True,
+        dq = _dq_tile(
+            qi, do_i, dq, lse_i, delta_i,
+            k, k_row, k_col, v, v_row, v_col,
+            masked_tile(t, lo, full_lo, full_hi) * BN,
+            Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
+            D, PAD, BN, TMA, PRECISION, True,
         )  # fmt: skip
     _store(dq_out + (b.to(tl.int64) * Tq * Hq + h) * D, dq * scale, m0, Tq, Hq * D, D, PAD, BM)
 
@@ -356,9 +406,20 @@ def forward(
     with _device(q):
         forward_kernel[(triton.cdiv(Tq, c.BM) * B * Hq,)](
             *(_operand(x, rows, tma) for x, rows in ((q, c.BM), (k, c.BN), (v, c.BN))),
-            *(out, lse, first, last, scale * LOG2E.value),
-            *(*_strides(q), *_strides(k), *_strides(v), batch_stride(first)),
-            *(Tq, k.shape[1], Hq, B * Hq, heads_together(k, B * Hq, Hq // k.shape[2])),
+            out,
+            lse,
+            first,
+            last,
+            scale * LOG2E.value,
+            *_strides(q),
+            *_strides(k),
+            *_strides(v),
+            batch_stride(first),
+            Tq,
+            k.shape[1],
+            Hq,
+            B * Hq,
+            heads_in_l2(k, B * Hq, Hq // k.shape[2]),
             **_constants(q, k, c, tma),
         )
     return out, lse
@@ -378,80 +439,87 @@ def backward(
     qlast: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, contiguous; intervals (B or 1, Tq) of the queries and (B or 1, Tk) of the keys."""
+    """dq, dk, dv, contiguous; `first`, `last` (B or 1, Tq), `qfirst`, `qlast` (B or 1, Tk)."""
     B, Tq, Hq, _ = q.shape
     Tk, Hkv = k.shape[1:3]
     tma = _use_tma(q)
     q, k, v, do = (_addressable(x, tma) for x in (q, k, v, do))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    lse2, delta = rows_of_backward(do, dlse, out, lse)
-    strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(do))
+    lse2, delta = preprocess(do, dlse, out, lse)
+
+    def launch(kernel, c, tiles, heads, l2_heads, outputs, intervals):
+        operands = (q, c.BM), (k, c.BN), (v, c.BN), (do, c.BM)
+        kernel[(tiles * heads,)](
+            *(_operand(x, rows, tma) for x, rows in operands),
+            lse2,
+            delta,
+            *outputs,
+            *intervals,
+            scale,
+            scale * LOG2E.value,
+            *_strides(q),
+            *_strides(k),
+            *_strides(v),
+            *_strides(do),
+            batch_stride(intervals[0]),
+            Tq,
+            Tk,
+            Hq,
+            heads,
+            l2_heads,
+            **_constants(q, k, c, tma),
+        )
+
     with _device(q):
-        for kernel, name, outputs, intervals in (
-            (dkv_kernel, "dkv", (dk, dv), (qfirst, qlast)),
-            (dq_kernel, "dq", (dq,), (first, last)),
-        ):
-            c = launch_config(name, q, Tk)
-            tiles, heads = (
-                (triton.cdiv(Tk, c.BN), B * Hkv)
-                if name == "dkv"
-                else (triton.cdiv(Tq, c.BM), B * Hq)
-            )
-            together = heads_together(
-                q if name == "dkv" else k, heads, 1 if name == "dkv" else Hq // Hkv
-            )
-            kernel[(tiles * heads,)](
-                *(
-                    _operand(x, rows, tma)
-                    for x, rows in ((q, c.BM), (k, c.BN), (v, c.BN), (do, c.BM))
-                ),
-                *(lse2, delta, *outputs, *intervals, scale, scale * LOG2E.value),
-                *(*strides, batch_stride(intervals[0]), Tq, Tk, Hq, heads, together),
-                **_constants(q, k, c, tma),
-            )
+        c, heads = launch_config("dkv", q, Tk), B * Hkv
+        tiles, l2_heads = triton.cdiv(Tk, c.BN), heads_in_l2(q, heads, 1)
+        launch(dkv_kernel, c, tiles, heads, l2_heads, (dk, dv), (qfirst, qlast))
+
+        c, heads = launch_config("dq", q, Tk), B * Hq
+        tiles, l2_heads = triton.cdiv(Tq, c.BM), heads_in_l2(k, heads, Hq // Hkv)
+        launch(dq_kernel, c, tiles, heads, l2_heads, (dq,), (first, last))
     return dq, dk, dv
 
 
-def rows_of_backward(
-    do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor]:
+def preprocess(do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """lse in base 2 and delta, each (B, Hq, Tq padded to a multiple of ROW) float32."""
     B, Tq, Hq, D = out.shape
     tiles = triton.cdiv(Tq, ROW.value)
-    lse2, delta = (
-        torch.empty(B, Hq, tiles * ROW.value, dtype=torch.float32, device=out.device)
-        for _ in range(2)
-    )
+    shape = B, Hq, tiles * ROW.value
+    lse2, delta = (torch.empty(shape, dtype=torch.float32, device=out.device) for _ in range(2))
     with _device(out):
         delta_kernel[(tiles * B * Hq,)](
-            *(
-                out,
-                do,
-                lse,
-                lse if dlse is None else dlse.contiguous(),
-                lse2,
-                delta,
-                *_strides(out),
-                *_strides(do),
-                Tq,
-                Hq,
-            ),
-            **dict(D=D, PAD=triton.next_power_of_2(D), HAS_DLSE=dlse is not None),
+            out,
+            do,
+            lse,
+            lse if dlse is None else dlse.contiguous(),
+            lse2,
+            delta,
+            *_strides(out),
+            *_strides(do),
+            Tq,
+            Hq,
+            D=D,
+            PAD=triton.next_power_of_2(D),
+            HAS_DLSE=dlse is not None,
         )
     return lse2, delta
 
 
 def _constants(q: Tensor, k: Tensor, c: Launch, tma: bool) -> dict[str, object]:
     D = q.shape[3]
-    sizes = dict(
+    return dict(
         GROUP=q.shape[2] // k.shape[2],
         D=D,
         PAD=triton.next_power_of_2(D),
         BM=c.BM,
         BN=c.BN,
         STAGES=c.stages,
+        TMA=tma,
+        PRECISION="ieee",
+        num_warps=c.warps,
+        num_stages=c.stages,
     )
-    return dict(sizes, TMA=tma, PRECISION="ieee", num_warps=c.warps, num_stages=c.stages)
 
 
 def _device(x: Tensor) -> torch.device | torch.cuda.device:
@@ -459,8 +527,9 @@ def _device(x: Tensor) -> torch.device | torch.cuda.device:
 
 
 def _use_tma(q: Tensor) -> bool:
-    """Tensor-map loads: on Hopper and later, for 16-bit heads that fill their tile (a padded one
-    would read its neighbour).
+    """Whether to load by tensor maps: on Hopper and later, for 16-bit heads that fill their tile.
+
+    A padded head would read its neighbour.
     """
     if not q.is_cuda or torch.version.hip is not None or q.element_size() != 2:
         return False
@@ -480,9 +549,7 @@ def _addressable(x: Tensor, tma: bool) -> Tensor:
 
 
 def _operand(x: Tensor, rows: int, tma: bool) -> Tensor | TensorDescriptor:
-    """What a kernel loads from: the tensor, or a descriptor of it as a (B·T, columns) matrix in
-    tiles of `rows`.
-    """
+    """What a kernel loads from: the tensor, or a tensor map of (B·T, columns) in `rows` rows."""
     if not tma:
         return x
     B, T, H, D = x.shape

@@ -1,15 +1,14 @@
-"""Is a kernel right on this GPU? Inputs whose exact answer is known, once per process before a
-Triton kernel is trusted.
+"""Check that a Triton kernel is right on this GPU, once per process, before it is trusted.
 
 A compiler may break a correct kernel: ptxas 12.8 can overwrite operands of products that are still
-running (triton#9433). With scale = ln 2 and integers in q and k every p is a power of two, so p, ds
-and all their sums with the integers in v, do and out are exact in any order and in every type; what
-a kernel returns may differ from the exact value by the last rounding alone. Rows are long enough
-for several tiles, masked ones and the steady loop, in one interval mask with queries that see
-nothing.
+running (triton#9433). So kernels run on inputs whose exact answer is known.
 
-The backward is a function of lse and out as well: both are chosen here, lse a whole power of two,
-and need no forward.
+With scale = ln 2 and integers in q and k every p is a power of two, so p, ds and all their sums
+with the integers in v, do and out are exact in any order and in every type. What a kernel returns
+may differ from the exact value by the last rounding alone. Rows are long enough for several tiles,
+masked ones and the steady loop, in one interval mask with queries that see nothing. The backward is
+a function of lse and out as well: both are chosen here, lse an integer power of two, and need no
+forward.
 """
 
 from __future__ import annotations
@@ -22,17 +21,16 @@ import torch
 from torch import Tensor
 
 from longctx.kernels import launch
+from longctx.kernels.toolchain import compilers, gpu_name
 
 SCALE = math.log(2)  # exp(SCALE · s) = 2^s
 LSE2 = 2.0  # of the backward, in base 2
-QUERIES, AHEAD, CHANGE = (
-    799,
-    58,
-    400,
-)  # AHEAD more keys than queries; from query CHANGE on, the first 130 keys are out of sight
+QUERIES = 799
+AHEAD = 58  # more keys than queries
+CHANGE = 400  # from this query on, the first 130 keys are out of sight
 BLIND = 3  # queries that see nothing
-# of the problem in one call: more tiles than any GPU has multiprocessors, so that programs take
-# several
+# Copies of the problem in one call: more tiles than any GPU has multiprocessors, so that programs
+# take several.
 COPIES = 48
 
 
@@ -41,8 +39,9 @@ class SelfTestFailed(RuntimeError):
 
 
 class Problem(NamedTuple):
-    """Integer inputs and the exact results, fp32: q, do, out, dq (1, Tq, G, D); k, v, dk, dv (1,
-    Tk, 1, D).
+    """Integer inputs and the exact results, fp32.
+
+    q, do, out, dq are (1, Tq, G, D); k, v, dk, dv (1, Tk, 1, D).
     """
 
     q: Tensor
@@ -64,16 +63,14 @@ _trusted: set[tuple[Any, ...]] = set()
 
 
 def trust(part: str, implementation: str, q: Tensor, k: Tensor, run: Callable[..., Any]) -> None:
-    """Test `run`, the "forward" or "backward" of `implementation`, unless it has passed for tensors
-    like q and k in this process.
+    """Test `run`, the "forward" or "backward" of `implementation`, for tensors like q and k.
 
-    Raises SelfTestFailed, which names the kernel, the machine and the remedy. Inside a CUDA graph
-    capture nothing is tested.
+    Once per process; inside a CUDA graph capture nothing is tested. Raises SelfTestFailed, which
+    names the kernel, the machine and the remedy.
     """
     bucket, group = 0, q.shape[2] // k.shape[2]
-    if (
-        implementation == "triton-portable"
-    ):  # whose configs, and so whose compiled kernels, depend on the length
+    # its configs, and so its compiled kernels, depend on the length
+    if implementation == "triton-portable":
         bucket = max(launch.bucket(name, q, k.shape[1]) for name in launch.KERNELS[part])
     key = (part, implementation, q.device, q.dtype, q.shape[3], group, bucket)
     if key in _trusted or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -96,9 +93,7 @@ def check(
     bucket: int = 0,
     copies: int = 1,
 ) -> str | None:
-    """What is wrong with `run`, or None: forward(q, k, v, first, last, scale) or backward(do, None,
-    q, .., scale) as in flash.py.
-    """
+    """What is wrong with `run`, the `part` of some `Kernels` (see flash_op.py), or None."""
     with torch.device("cpu"):  # whatever the default device is
         x = problem(head_dim, group, bucket)
     inputs = (x.q, x.k, x.v, x.do, x.given_out)
@@ -111,8 +106,8 @@ def check(
         qfirst = torch.searchsorted(x.last, keys, out_int32=True).to(device)
         qlast = (torch.searchsorted(x.first, keys, right=True, out_int32=True) - 1).to(device)
         lse = x.given_lse.to(device).repeat(copies, 1, 1)
-        found = run(do, None, q, k, v, out, lse, first, last, qfirst, qlast, SCALE)
-        results = zip(("dq", "dk", "dv"), found, (x.dq, x.dk, x.dv), strict=True)
+        gradients = run(do, None, q, k, v, out, lse, first, last, qfirst, qlast, SCALE)
+        results = zip(("dq", "dk", "dv"), gradients, (x.dq, x.dk, x.dv), strict=True)
     for name, got, exact in results:
         if not torch.equal(got.nan_to_num(), got[:1].nan_to_num().expand_as(got)):
             return f"{name} is not the same for {copies} copies of one problem"
@@ -135,20 +130,18 @@ def _difference(got: Tensor, exact: Tensor, dtype: torch.dtype) -> str | None:
         return None
     worst = int(torch.where(wrong, error.nan_to_num(nan=math.inf), 0).argmax())
     return (
-        f"has {int(wrong.sum()):,} of {wrong.numel():,} values wrong, such as {got.flatten()[worst]:.6g} "
-        f"for {exact.flatten()[worst]:.6g}"
+        f"has {int(wrong.sum()):,} of {wrong.numel():,} values wrong, "
+        f"such as {got.flatten()[worst]:.6g} for {exact.flatten()[worst]:.6g}"
     )
 
 
 def problem(head_dim: int, group: int, bucket: int) -> Problem:
-    """The inputs and their exact results; `bucket` keys that nobody but the blind walks over come
-    before the others.
-    """
+    """The inputs and their exact results; the first `bucket` keys are seen by no query."""
     Tq, Tk = QUERIES, bucket + QUERIES + AHEAD
     q, do = (_sparse(Tq * group, head_dim, seed).view(1, Tq, group, head_dim) for seed in (1, 2))
-    k = 2.0 * whole((1, Tk, 1, head_dim), 3, 2) - 1
-    v = whole((1, Tk, 1, head_dim), 4, 5) - 2.0
-    given_out = whole((1, Tq, group, head_dim), 5, 3) - 1.0
+    k = 2.0 * integers((1, Tk, 1, head_dim), 3, 2) - 1
+    v = integers((1, Tk, 1, head_dim), 4, 5) - 2.0
+    given_out = integers((1, Tq, group, head_dim), 5, 3) - 1.0
     i = torch.arange(Tq, dtype=torch.int32)
     last = torch.where(i < BLIND, -1, i + Tk - Tq).int()
     first = torch.where(i < BLIND, 0, torch.where(i < CHANGE, bucket, bucket + 130)).int()
@@ -174,9 +167,10 @@ def problem(head_dim: int, group: int, bucket: int) -> Problem:
     return Problem(q, k, v, do, first[None], last[None], given_out, given_lse, out, lse, dq, dk, dv)
 
 
-def whole(shape: Sequence[int], seed: int, below: int) -> Tensor:
-    """Whole numbers 0 .. below-1 as fp32: the same on every machine and with every torch, which
-    torch.randint does not promise.
+def integers(shape: Sequence[int], seed: int, below: int) -> Tensor:
+    """Integers 0 .. below-1 as fp32, the same on every machine and with every torch.
+
+    torch.randint does not promise that.
     """
     x = (torch.arange(math.prod(shape)) + seed * 0x9E3779B1) & 0xFFFFFFFF
     for _ in range(2):
@@ -185,25 +179,21 @@ def whole(shape: Sequence[int], seed: int, below: int) -> Tensor:
 
 
 def _sparse(rows: int, columns: int, seed: int) -> Tensor:
-    """(rows, columns) with up to four 1 or -1 in a row, so that its product with ±1 stays within -4
-    .. 4.
-    """
-    at = whole((rows, 4), seed + 10, columns).long()
-    return torch.zeros(rows, columns).scatter_(1, at, 2 * whole((rows, 4), seed + 20, 2) - 1)
+    """(rows, columns) with up to four ±1 in a row: a product with ±1 stays within -4 .. 4."""
+    at = integers((rows, 4), seed + 10, columns).long()
+    return torch.zeros(rows, columns).scatter_(1, at, 2 * integers((rows, 4), seed + 20, 2) - 1)
 
 
 def _message(part: str, implementation: str, q: Tensor, error: str) -> str:
-    from longctx.kernels.fingerprint import compilers, gpu_name
-
-    remedies = (
-        ["attention.options.kernel=portable"] if implementation.startswith("triton-hopper") else []
-    )
-    remedies += [
+    remedies = [
         "attention=sdpa",
         "TRITON_PTXAS_PATH=FILE with another ptxas (`pip install nvidia-cuda-nvcc`)",
     ]
+    if implementation.startswith("triton-hopper"):
+        remedies.insert(0, "attention.options.kernel=portable")
     tools = ", ".join(f"{name} {version}" for name, version in compilers().items())
     return (
-        f"the {part} kernel {implementation} fails its self-test on {gpu_name(q.device)} ({tools}) for {q.dtype}, head size "
-        f"{q.shape[3]}: {error}. It is not used, its results would be wrong; use {', or '.join(remedies)}"
+        f"the {part} kernel {implementation} fails its self-test on {gpu_name(q.device)} ({tools}) "
+        f"for {q.dtype}, head size {q.shape[3]}: {error}. "
+        f"It is not used, its results would be wrong; use {', or '.join(remedies)}"
     )

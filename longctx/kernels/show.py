@@ -1,6 +1,4 @@
-"""What attention=flash runs here: implementation, launch configs, self-test, and the kernel lock
-that a run would get.
-"""
+"""Show what attention=flash runs here: implementation, launch configs, self-test, kernel lock."""
 
 from __future__ import annotations
 
@@ -13,44 +11,42 @@ import torch
 from torch import Tensor
 
 from longctx.config.command_config import ShowOptions
-from longctx.kernels import fingerprint, flash, launch
+from longctx.kernels import fingerprint, flash_op, launch
 from longctx.kernels.selftest import SelfTestFailed
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def run(options: ShowOptions, command: str) -> None:
-    """Print it as JSON; ValueError for what cannot run here, and for kernels that fail their
-    self-test.
+    """Print it as JSON.
+
+    Raises ValueError for what cannot run here, and for kernels that fail their self-test.
     """
     if options.kernel not in ("auto", "portable", "hopper"):
         raise ValueError(f"kernel={options.kernel}: choose from auto, portable, hopper")
     if options.dtype not in ("auto", *DTYPES):
         raise ValueError(f"dtype={options.dtype}: choose from auto, {', '.join(DTYPES)}")
-    if options.head_size not in flash.HEAD_SIZES:
-        raise ValueError(
-            f"head_size={options.head_size}: from {flash.HEAD_SIZES[0]} to {flash.HEAD_SIZES[-1]}"
-        )
-    device = (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
-    dtype = DTYPES[
-        {"cuda": "bf16", "cpu": "fp32"}[device.type] if options.dtype == "auto" else options.dtype
-    ]
+    if options.head_size not in flash_op.HEAD_SIZES:
+        sizes = f"{flash_op.HEAD_SIZES[0]} to {flash_op.HEAD_SIZES[-1]}"
+        raise ValueError(f"head_size={options.head_size}: from {sizes}")
+    device, dtype = torch.device("cpu"), torch.float32
+    if torch.cuda.is_available():
+        device, dtype = torch.device("cuda", torch.cuda.current_device()), torch.bfloat16
+    if options.dtype != "auto":
+        dtype = DTYPES[options.dtype]
     if options.kernel == "hopper" and device.type == "cpu":
         raise ValueError("kernel=hopper needs a Hopper GPU, and there is no CUDA GPU here")
-    if options.kernel == "hopper" and not flash.runs_hopper(device, dtype, options.head_size):
+    if options.kernel == "hopper" and not flash_op.runs_hopper(device, dtype, options.head_size):
         raise ValueError(
-            "kernel=hopper needs a Hopper GPU, 16 bits and a head size of 64, 72 .. 128; use kernel=portable"
+            "kernel=hopper needs a Hopper GPU, 16 bits and a head size of 64, 72 .. 128; "
+            "use kernel=portable"
         )
     print(json.dumps(described(options, device, dtype), indent=1))
 
 
 def described(options: ShowOptions, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """The lock, with the launch configs and the seconds that self-test and first run took."""
-    implementation = flash.implementation(device, dtype, options.head_size, options.kernel)
+    implementation = flash_op.implementation(device, dtype, options.head_size, options.kernel)
     like = torch.empty(0, 0, 0, options.head_size, dtype=dtype, device=device)
     kernels = [name for names in launch.KERNELS.values() for name in names]
     started, bucket = time.perf_counter(), 0
@@ -66,29 +62,25 @@ def described(options: ShowOptions, device: torch.device, dtype: torch.dtype) ->
         first = torch.searchsorted(ids, ids).int()
         qlast = (torch.searchsorted(ids, ids, right=True) - 1).int()
         intervals = (x.to(device) for x in (first, last, last, qlast))
-        out, _ = flash.flash_forward(q, k, v, *intervals, q.shape[3] ** -0.5, implementation)
-        return out, ("out", "dk", "dv") if implementation == "triton-hopper" else (
-            "out",
-            "dq",
-            "dk",
-            "dv",
-        )
+        out, _ = flash_op.flash_forward(q, k, v, *intervals, q.shape[3] ** -0.5, implementation)
+        if implementation == "triton-hopper":  # dq is added up in any order
+            return out, ("out", "dk", "dv")
+        return out, ("out", "dq", "dk", "dv")
 
     try:
-        printed = fingerprint.fingerprint(attend, device, dtype, options.head_size, 1, bucket)
+        hashes = fingerprint.fingerprint(attend, device, dtype, options.head_size, 1, bucket)
     except SelfTestFailed as error:
         raise ValueError(str(error)) from error
     sources = fingerprint.sources(implementation)
+    tested = implementation.startswith("triton") and device.type != "cpu"
     return {
         "backend": "flash",
         "kernel": implementation,
-        "self_test": "passed"
-        if implementation.startswith("triton") and device.type != "cpu"
-        else "not needed",
+        "self_test": "passed" if tested else "not needed",
         "seconds": round(time.perf_counter() - started, 3),
         "launch": configs,
         "machine": fingerprint.machine(device),
-        "fingerprint": printed,
+        "fingerprint": hashes,
         "sources": sources,
         "compiled": fingerprint.compiled(sources),
     }

@@ -1,12 +1,12 @@
-"""SwiGLU's inner half and its backward (arXiv 2002.05202): one pass over the gate and up
-projections each way.
+"""SwiGLU (arXiv 2002.05202) between its projections: one pass over gate and up each way.
 
-    act = silu(gate) · up,   s = sigmoid(gate),   dup = dact · gate · s,   dgate = dact · up · s (1 + gate (1 - s))
+    act = silu(gate) · up,   s = sigmoid(gate)
+    dup = dact · gate · s,   dgate = dact · up · s (1 + gate (1 - s))
 
 gate and up lie side by side in one tensor (N, 2F), and so do their gradients: every element is read
-once, where the concatenation that torch.compile generates reads it for both halves. Backward makes
-act again beside the gradients, for the gradient of the down projection, so that act (N, F) is not
-kept. Arithmetic is fp32, whatever is stored.
+once, where the concatenation that torch.compile generates reads it for both halves. Backward
+computes act again beside the gradients, for the gradient of the down projection, so that act (N, F)
+is not saved. Arithmetic is fp32, whatever is stored.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from longctx.kernels.linear import weight_gradient
 
 @triton.jit
 def swiglu_kernel(gate_up, act, width, BLOCK: tl.constexpr):
+    """BLOCK columns of one row of act."""
     row, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(gate_up + row * 2 * width + c, mask=c < width, other=0.0).to(tl.float32)
     u = tl.load(gate_up + row * 2 * width + width + c, mask=c < width, other=0.0).to(tl.float32)
-    tl.store(
-        act + row * width + c, (g * tl.sigmoid(g) * u).to(act.dtype.element_ty), mask=c < width
-    )
+    to = act + row * width + c
+    tl.store(to, (g * tl.sigmoid(g) * u).to(act.dtype.element_ty), mask=c < width)
 
 
 @triton.jit
 def swiglu_backward_kernel(gate_up, dact, dgate_up, act, width, BLOCK: tl.constexpr):
+    """BLOCK columns of one row of dgate and dup, and of act."""
     row, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(gate_up + row * 2 * width + c, mask=c < width, other=0.0).to(tl.float32)
     u = tl.load(gate_up + row * 2 * width + width + c, mask=c < width, other=0.0).to(tl.float32)
@@ -60,9 +61,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 @torch.library.custom_op("longctx::swiglu_backward", mutates_args=())
 def swiglu_backward(gate_up: Tensor, dact: Tensor) -> tuple[Tensor, Tensor]:
-    """dgate_up (N, 2F) for the gradient dact (N, F), and act (N, F) once more; both inputs
-    contiguous.
-    """
+    """dgate_up (N, 2F) for the gradient dact (N, F), and act (N, F); both inputs contiguous."""
     N, width = dact.shape
     dgate_up, act = torch.empty_like(gate_up), torch.empty_like(dact)
     grid, block = _grid(N, width)
@@ -89,12 +88,12 @@ def _grid(N: int, width: int) -> tuple[tuple[int, int], int]:
 class _GatedDown(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, gate_up: Tensor, weight: Tensor, bias: Tensor | None, valued: bool
+        ctx: Any, gate_up: Tensor, weight: Tensor, bias: Tensor | None, with_output: bool
     ) -> Tensor:
         narrow = weight.to(gate_up.dtype)
         ctx.save_for_backward(gate_up, narrow)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        if not valued:
+        if not with_output:
             return gate_up.new_zeros(1).expand(len(gate_up), len(weight))
         return F.linear(swiglu(gate_up), narrow, None if bias is None else bias.to(gate_up.dtype))
 
@@ -107,14 +106,15 @@ class _GatedDown(torch.autograd.Function):
         return dgate_up, dweight, dbias, None
 
 
-def gated_down(gate_up: Tensor, weight: Tensor, bias: Tensor | None, valued: bool = True) -> Tensor:
-    """silu(gate) · up through the down projection: gate_up (..., 2F), weight (C, F), bias (C,) →
-    (..., C) of gate_up's dtype.
+def gated_down(
+    gate_up: Tensor, weight: Tensor, bias: Tensor | None, with_output: bool = True
+) -> Tensor:
+    """silu(gate) · up through the down projection, (..., C) of gate_up's dtype.
 
-    Only gate_up is kept for backward. Unless `valued` the result is 0, and only its gradients are
-    right: all that a recomputation in backward wants, without a third of the MLP's products.
+    gate_up is (..., 2F), weight (C, F), bias (C,). Only gate_up is saved for backward. Without
+    `with_output` the result is 0 and only its gradients are right: a recomputation in backward
+    wants no more, and saves a third of the MLP's products.
     """
-    y: Tensor = _GatedDown.apply(
-        gate_up.reshape(-1, gate_up.shape[-1]).contiguous(), weight, bias, valued
-    )
+    rows = gate_up.reshape(-1, gate_up.shape[-1]).contiguous()
+    y: Tensor = _GatedDown.apply(rows, weight, bias, with_output)
     return y.view(*gate_up.shape[:-1], -1)

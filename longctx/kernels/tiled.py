@@ -1,10 +1,9 @@
-"""FlashAttention's algorithm in plain torch, for CPUs: tiles, online softmax, recomputation; never
-a (Tq, Tk) matrix.
+"""FlashAttention's algorithm in plain torch, for CPUs; never a (Tq, Tk) matrix.
 
 Where a row is made of causal documents, or sees everything, each document goes to torch's own fused
-CPU kernel; any other interval mask (windows, Tq ≠ Tk, shards) walks over tiles here. Equations and
-letters are those of portable.py. Shapes: q, o, do (B, Tq, Hq, D); k, v (B, Tk, Hkv, D); lse, delta
-(B, Hq, Tq); intervals (B or 1, T).
+CPU kernel; any other interval mask (windows, Tq ≠ Tk, shards) is computed tile by tile here.
+Equations and letters are those of portable.py. Shapes: q, o, do (B, Tq, Hq, D); k, v
+(B, Tk, Hkv, D); lse, delta (B, Hq, Tq); intervals (B or 1, T).
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-ROWS, COLS = (
-    256,
-    1024,
-)  # queries × keys of a tile: small enough for L2, large enough for the matrix library
+# queries × keys of a tile: small enough for L2, large enough for the matrix library
+ROWS = 256
+COLS = 1024
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """out like q and lse (B, Hq, Tq) float32. The last dimension of q, k and v must be contiguous:
-    torch's kernel assumes it.
+    """out like q and lse (B, Hq, Tq) float32.
+
+    The last dimension of q, k and v must be contiguous: torch's kernel assumes it.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
@@ -57,6 +56,8 @@ def backward(
     lse: Tensor,
     first: Tensor,
     last: Tensor,
+    qfirst: Tensor,
+    qlast: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv for the gradients do of out and dlse of lse."""
@@ -86,30 +87,19 @@ def backward(
             )
             dq[b, rows] = grads[0][0].transpose(0, 1)
             for target, grad in ((dk, grads[1]), (dv, grads[2])):
-                target[b, cols] += (
-                    grad[0]
-                    .unflatten(0, (k.shape[2], -1))
-                    .float()
-                    .sum(1)
-                    .transpose(0, 1)
-                    .to(k.dtype)
-                )
+                of_group = grad[0].unflatten(0, (k.shape[2], -1)).float()
+                target[b, cols] += of_group.sum(1).transpose(0, 1).to(k.dtype)
     return dq, dk, dv
 
 
 def fused_documents(first: Tensor, last: Tensor, Tk: int) -> list[tuple[int, int, bool]] | None:
-    """One row's intervals as (start, end, causal) documents that torch's fused kernel can do, or
-    None.
-    """
+    """One row's intervals as (start, end, causal) documents for torch's fused kernel, or None."""
     Tq = first.shape[0]
     if bool((first == 0).all()) and bool((last == Tk - 1).all()):
         return [(0, Tq, False)]
     starts = torch.nonzero(torch.cat([first.new_ones(1), first.diff()])).flatten()
-    if (
-        Tq != Tk
-        or not torch.equal(last, torch.arange(Tq, dtype=last.dtype))
-        or not torch.equal(first[starts].long(), starts)
-    ):
+    causal = Tq == Tk and torch.equal(last, torch.arange(Tq, dtype=last.dtype))
+    if not causal or not torch.equal(first[starts].long(), starts):
         return None
     bounds = [*starts.tolist(), Tq]
     return [(s, e, True) for s, e in itertools.pairwise(bounds)]
@@ -132,11 +122,8 @@ def _tiles(first: Tensor, last: Tensor) -> Iterator[tuple[slice, slice, Tensor |
         for j in range(int(f[0]), int(la[-1]) + 1, COLS):
             end = min(j + COLS, int(la[-1]) + 1)
             keys = torch.arange(j, end)
-            seen = (
-                None
-                if int(f[-1]) <= j and end - 1 <= int(la[0])
-                else (keys >= f[:, None]) & (keys <= la[:, None])
-            )
+            all_seen = int(f[-1]) <= j and end - 1 <= int(la[0])
+            seen = None if all_seen else (keys >= f[:, None]) & (keys <= la[:, None])
             yield slice(i, i + len(f)), slice(j, end), seen
 
 
@@ -193,16 +180,14 @@ def _backward_tiles(
     qg, dog = (x.unflatten(1, (-1, G)) for x in (q, do))
     lse, delta = (x.unflatten(0, (-1, G)) for x in (lse, delta))
     lse = lse.masked_fill(lse == float("-inf"), float("inf"))
-    sums = [torch.zeros(x.shape, dtype=torch.float32) for x in (qg, k, v)]
+    dq_sum, dk_sum, dv_sum = (torch.zeros(x.shape, dtype=torch.float32) for x in (qg, k, v))
     for i, j, seen in _tiles(first, last):
         p = (_scores(qg[i], k[j], seen, scale) - lse[..., i, None]).exp()
-        sums[2][j] += torch.einsum("hgij,ihgd->jhd", p, dog[i].float())
-        ds = (
-            p
-            * (torch.einsum("ihgd,jhd->hgij", dog[i].float(), v[j].float()) - delta[..., i, None])
-            * scale
-        )
-        sums[1][j] += torch.einsum("hgij,ihgd->jhd", ds, qg[i].float())
-        sums[0][i] += torch.einsum("hgij,jhd->ihgd", ds, k[j].float())
-    for target, total in ((dq, sums[0].flatten(1, 2)), (dk, sums[1]), (dv, sums[2])):
-        target.copy_(total)
+        dv_sum[j] += torch.einsum("hgij,ihgd->jhd", p, dog[i].float())
+        dp = torch.einsum("ihgd,jhd->hgij", dog[i].float(), v[j].float())
+        ds = p * (dp - delta[..., i, None]) * scale
+        dk_sum[j] += torch.einsum("hgij,ihgd->jhd", ds, qg[i].float())
+        dq_sum[i] += torch.einsum("hgij,jhd->ihgd", ds, k[j].float())
+    dq.copy_(dq_sum.flatten(1, 2))
+    dk.copy_(dk_sum)
+    dv.copy_(dv_sum)

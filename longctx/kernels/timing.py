@@ -1,8 +1,8 @@
-"""Times of calls that compete: in turn, round by round, each after an untimed one of its own;
-medians. And times of steps.
+"""Time competing calls, as medians over rounds, and steps.
 
-On a GPU the device is given something to sleep on while a round is handed to it. So it never waits
-for Python, and what the events between the calls measure is the device's own time.
+In a round every call runs once, after an untimed run of its own. On a GPU the device sleeps while a
+round is handed to it: so it never waits for Python, and the events between the calls measure the
+device's own time.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ def medians(
     seconds: float = float("inf"),
     least: int = 3,
 ) -> dict[Key, float]:
-    """Median milliseconds of each call on the current device; `repeats` rounds, fewer, but `least`,
-    where they last `seconds`.
+    """Median milliseconds of each call on the current device.
+
+    There are `repeats` rounds, or fewer if those last longer than `seconds`, but `least`.
     """
     on_gpu = torch.cuda.is_available()
     for call in calls.values():
@@ -43,30 +44,31 @@ def medians(
     one = time.perf_counter() - started
     del marks
     rounds = max(least, int(min(repeats, seconds / max(one, 1e-9))))
-    found: dict[Key, list[Any]] = {key: [] for key in calls}
+    spans: dict[Key, list[Any]] = {key: [] for key in calls}
     order, shuffle = list(calls), random.Random(0).shuffle
     for _ in range(rounds):
         if on_gpu:
             torch.cuda._sleep(int(min(1.5 * issued, LONGEST_SLEEP) * CYCLES))
-        shuffle(
-            order
-        )  # at its power limit a GPU is faster after a call that took less: none may always come after it
+        # At its power limit a GPU is faster after a call that took less: no call may always come
+        # after it.
+        shuffle(order)
         for key, mark in _round(calls, order, on_gpu).items():
-            found[key].append(mark)
+            spans[key].append(mark)
     if on_gpu:
         torch.cuda.synchronize()
         return {
             key: median(start.elapsed_time(end) for start, end in pairs)
-            for key, pairs in found.items()
+            for key, pairs in spans.items()
         }
     return {
-        key: median((end - start) * 1e3 for start, end in pairs) for key, pairs in found.items()
+        key: median((end - start) * 1e3 for start, end in pairs) for key, pairs in spans.items()
     }
 
 
 class Laps:
-    """Milliseconds from each `begin` to its `end`; a GPU's own, for which nothing waits before they
-    are read.
+    """Milliseconds from each `begin` to its `end`, on a GPU by its own clock.
+
+    Nothing waits for the GPU before they are read.
     """
 
     def __init__(self, on_gpu: bool) -> None:
@@ -75,15 +77,15 @@ class Laps:
         self._ended: list[Any] = []
 
     def begin(self) -> None:
-        """A lap begins with what the device is given from now on."""
+        """Begin a lap with what the device is given from now on."""
         self._begun.append(self._mark())
 
     def end(self) -> None:
-        """The lap that began last is over when the device has done what it was given."""
+        """End the lap that began last, once the device has done what it was given."""
         self._ended.append(self._mark())
 
     def ms(self) -> list[float]:
-        """Of all laps that are over; waits for the device."""
+        """Milliseconds of all laps that have ended; waits for the device."""
         laps = zip(self._begun, self._ended, strict=False)
         if not self.on_gpu:
             return [1000 * (end - begun) for begun, end in laps]
@@ -105,7 +107,7 @@ def _round(
     marks: dict[Key, tuple[Any, Any]] = {}
     for key in order:
         if on_gpu:
-            calls[key]()  # what a call finds, its clock and its cache, is its own doing
+            calls[key]()  # untimed: clock and caches are then as this call itself leaves them
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             calls[key]()

@@ -1,5 +1,4 @@
-"""Measure launch configs on the GPU at hand and write the table of the best: `python -m
-longctx.kernels tune`.
+"""Measure launch configs on the GPU at hand and write the table of the best ones.
 
 Candidates must compile, fit, pass the exact self-test, and then win against the config in use by
 GAIN, timed in turn with it. The portable kernels' candidates are tiles, warps and stages; a Hopper
@@ -29,16 +28,14 @@ from torch import Tensor
 
 from longctx import files
 from longctx.config.command_config import TuneOptions
-from longctx.kernels import flash, launch, selftest
+from longctx.kernels import flash_op, launch, selftest
 from longctx.kernels.launch import Launch
 from longctx.kernels.timing import medians
+from longctx.kernels.toolchain import machine
 
-PORTABLE = {
-    "forward": "forward",
-    "dkv": "backward",
-    "dq": "backward",
-}  # kernel → the part of flash that runs it
-HOPPER = {"hopper_forward": "forward", "hopper_backward": "backward"}  # module → the part
+# kernel → the pass that runs it
+PORTABLE = {"forward": "forward", "dkv": "backward", "dq": "backward"}
+HOPPER = {"hopper_forward": "forward", "hopper_backward": "backward"}  # module → the pass
 GAIN = 1.02
 FINALISTS = 4
 HANGS = 180  # seconds after which a candidate is taken for one that never ends
@@ -52,19 +49,20 @@ def run(options: TuneOptions, command: str) -> None:
     ):
         if unknown := [x for x in values if x not in known]:
             raise ValueError(f"{name}={unknown[0]}: choose from {', '.join(known)}")
-    if wrong := [d for d in options.head_sizes if d not in flash.HEAD_SIZES]:
-        raise ValueError(
-            f"head_sizes={wrong[0]}: from {flash.HEAD_SIZES[0]} to {flash.HEAD_SIZES[-1]}"
-        )
+    if wrong := [d for d in options.head_sizes if d not in flash_op.HEAD_SIZES]:
+        sizes = f"{flash_op.HEAD_SIZES[0]} to {flash_op.HEAD_SIZES[-1]}"
+        raise ValueError(f"head_sizes={wrong[0]}: from {sizes}")
     if len({_padded(d) for d in options.head_sizes}) < len(options.head_sizes):
         sizes = ",".join(map(str, options.head_sizes))
         raise ValueError(
-            f"head_sizes={sizes}: sizes up to one power of two share an entry of the table; give one of them"
+            f"head_sizes={sizes}: sizes up to one power of two share an entry of the table; "
+            "give one of them"
         )
     out = Path(options.out) if options.out else launch.measured_file()
     if out is None:
         raise ValueError(
-            "out=: LONGCTX_LAUNCH is set and empty, so training looks nowhere; name a file, such as out=launch.json"
+            "out=: LONGCTX_LAUNCH is set and empty, so training looks nowhere; "
+            "name a file, such as out=launch.json"
         )
     if not torch.cuda.is_available():
         raise ValueError("tune measures GPU kernels and there is no CUDA GPU here")
@@ -74,41 +72,33 @@ def run(options: TuneOptions, command: str) -> None:
         raise ValueError(f"out={out}: no permission to write in {out.parent}; choose another place")
     before, looked_up = read(out), out == launch.measured_file()
     if looked_up and not out.exists():
-        os.environ["LONGCTX_LAUNCH"] = ""  # a file that this run is to make has nothing to say yet
-    found: dict[str, Any] = {}
+        os.environ["LONGCTX_LAUNCH"] = (
+            ""  # else the lookup would refuse a file that is still to come
+        )
+    best: dict[str, Any] = {}
     for head_dim, length in itertools.product(options.head_sizes, sorted(options.lengths)):
         tensors = inputs(options, head_dim, length, device)
         if "portable" in options.kernels:
             for kernel in PORTABLE:
-                best = best_portable(kernel, tensors)
-                add(found, kernel, head_dim, length, sorted(options.lengths), list(best))
-        if (
-            "hopper" in options.kernels
-            and flash.runs_hopper(device, tensors["q"].dtype, head_dim)
-            and length == max(options.lengths)
-        ):
+                config = best_portable(kernel, tensors)
+                add(best, kernel, head_dim, length, sorted(options.lengths), list(config))
+        hopper = "hopper" in options.kernels and length == max(options.lengths)
+        if hopper and flash_op.runs_hopper(device, tensors["q"].dtype, head_dim):
             for kernel in HOPPER:
                 if (chosen := best_hopper(kernel, tensors)) is not None:
-                    found.setdefault(kernel, {})[str(max(64, int(_padded(head_dim))))] = {
-                        "0": list(chosen)
-                    }
+                    size = str(max(64, int(_padded(head_dim))))
+                    best.setdefault(kernel, {})[size] = {"0": list(chosen)}
     gpu = torch.cuda.get_device_name(device)
-    from longctx.kernels.fingerprint import machine
-
     about = {"date": date.today().isoformat(), "command": command} | machine(device)
-    write(out, before, gpu, found, about)
-    print(
-        f"wrote {out}; training on this GPU uses it"
-        + ("" if looked_up else f" with LONGCTX_LAUNCH={out}")
-    )
+    write(out, before, gpu, best, about)
+    how = "" if looked_up else f" with LONGCTX_LAUNCH={out}"
+    print(f"wrote {out}; training on this GPU uses it{how}")
 
 
 def inputs(
     options: TuneOptions, head_dim: int, length: int, device: torch.device
 ) -> dict[str, Any]:
-    """Arguments of `flash.run_forward` and `run_backward` for causal rows of `length` tokens, by
-    name.
-    """
+    """Arguments of both passes for causal rows of `length` tokens, by name."""
     B, H = max(1, options.row_tokens // length), max(1, options.channels // head_dim)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype]
     q, k, v, do = (
@@ -121,22 +111,21 @@ def inputs(
         "qfirst": i,
         "qlast": torch.full_like(i, length - 1),
     }
-    found = {"q": q, "k": k, "v": v, "do": do, **intervals}
-    found["out"], found["lse"] = flash.run_forward(
-        "triton-portable", q, k, v, intervals["first"], i, head_dim**-0.5
-    )
-    return found
+    forward = flash_op.kernels("triton-portable", device).forward
+    out, lse = forward(q, k, v, intervals["first"], i, head_dim**-0.5)
+    return {"q": q, "k": k, "v": v, "do": do, "out": out, "lse": lse, **intervals}
 
 
 def call(part: str, implementation: str, x: dict[str, Any]) -> Callable[[], Any]:
     """The forward or backward of `implementation` on what `inputs` made."""
     scale = x["q"].shape[3] ** -0.5
-    names: tuple[str, ...] = ("q", "k", "v", "first", "last")
-    kernel: Callable[..., Any] = functools.partial(flash.run_forward, implementation)
-    if part == "backward":
-        names = ("q", "k", "v", "out", "lse", "first", "last", "qfirst", "qlast")
-        kernel = functools.partial(flash.run_backward, implementation, x["do"], None)
-    return functools.partial(kernel, *(x[name] for name in names), scale)
+    kernels = flash_op.kernels(implementation, x["q"].device)
+    if part == "forward":
+        names = ["q", "k", "v", "first", "last"]
+        return functools.partial(kernels.forward, *(x[name] for name in names), scale)
+    names = ["q", "k", "v", "out", "lse", "first", "last", "qfirst", "qlast"]
+    given = (x[name] for name in names)
+    return functools.partial(kernels.backward, x["do"], None, *given, scale)
 
 
 def best_portable(kernel: str, x: dict[str, Any]) -> Launch:
@@ -165,19 +154,17 @@ def best_portable(kernel: str, x: dict[str, Any]) -> Launch:
 
 
 def portable_candidates(kernel: str) -> list[Launch]:
-    """Tiles that tile, with as many warps as their products can feed."""
-    found = []
+    """Tiles of the sizes that pay, with as many warps as their products can feed."""
+    candidates = []
     for BM, BN, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3)):
         own = BN if kernel == "dkv" else BM  # rows of the accumulators
         if own // warps >= 8 and not (BM * BN >= 128 * 128 and warps == 4):
-            found.append(Launch(BM, BN, warps, stages))
-    return found
+            candidates.append(Launch(BM, BN, warps, stages))
+    return candidates
 
 
 def best_hopper(kernel: str, x: dict[str, Any]) -> Any:
-    """The fastest config of a Hopper module for the head size of x; None where it has nothing to
-    choose.
-    """
+    """The fastest config of a Hopper module for the head size of x; None if it has no choice."""
     module = importlib.import_module(f"longctx.kernels.{kernel}")
     size = max(64, int(_padded(x["q"].shape[3])))
     configs: dict[int, Any] = getattr(module, "CONFIGS", {})
@@ -192,12 +179,12 @@ def best_hopper(kernel: str, x: dict[str, Any]) -> Any:
 
     @contextmanager
     def using(config: Any) -> Iterator[None]:
-        kept = configs[size]
+        before = configs[size]
         configs[size] = config
         try:
             yield
         finally:
-            configs[size] = kept
+            configs[size] = before
 
     return race(
         f"{kernel}, head size {x['q'].shape[3]}, {x['q'].shape[1]:,} tokens",
@@ -211,17 +198,15 @@ def best_hopper(kernel: str, x: dict[str, Any]) -> Any:
 
 
 def variations(config: Any) -> Iterator[Any]:
-    """A named tuple with its switches in all positions and its stages one fewer, as they are, and
-    one more.
-    """
+    """A config with each switch on and off, and each number of stages one less, as is, one more."""
     fields = config._asdict()
     switches = [name for name, value in fields.items() if isinstance(value, bool)]
     rings = [name for name in fields if "stages" in name]
-    for turned in itertools.product((False, True), repeat=len(switches)):
+    for values in itertools.product((False, True), repeat=len(switches)):
         for change in itertools.product((-1, 0, 1), repeat=len(rings)):
             sizes = {name: fields[name] + more for name, more in zip(rings, change, strict=True)}
             if all(n >= 2 for n in sizes.values()):
-                yield config._replace(**dict(zip(switches, turned, strict=True)), **sizes)
+                yield config._replace(**dict(zip(switches, values, strict=True)), **sizes)
 
 
 def race(
@@ -233,9 +218,7 @@ def race(
     implementation: str,
     x: dict[str, Any],
 ) -> Any:
-    """The fastest of `candidates` and `now`, which stays where none beats it by GAIN; says what it
-    finds.
-    """
+    """The fastest of `candidates` and `now`, which stays unless one beats it by GAIN; prints it."""
     timed: dict[Any, float] = {}
     tried = [now, *(config for config in dict.fromkeys(candidates) if config != now)]
     for config in tried:
@@ -256,30 +239,26 @@ def race(
 
         return one
 
-    final = medians(
-        {config: within(config) for config in dict.fromkeys([now, *finalists])}, 40, 3.0
-    )
+    calls = {config: within(config) for config in dict.fromkeys([now, *finalists])}
+    final = medians(calls, 40, 3.0)
     best = min(final, key=final.__getitem__)
     chosen = best if final[best] * GAIN <= final[now] else now
-    gain = (
-        f"{final[now] / final[chosen]:.2f}× as fast as {describe(now)}"
-        if chosen != now
-        else "no other is faster"
-    )
+    gain = "no other is faster"
+    if chosen != now:
+        gain = f"{final[now] / final[chosen]:.2f}× as fast as {describe(now)}"
     print(
-        f"{title}: {describe(chosen)}, {final[chosen]:.3f} ms for the {part}, {gain} ({len(timed)} of {len(tried)} run)"
+        f"{title}: {describe(chosen)}, {final[chosen]:.3f} ms for the {part}, {gain} "
+        f"({len(timed)} of {len(tried)} run)"
     )
     return chosen
 
 
 def refuses(part: str, implementation: str, q: Tensor) -> str | None:
-    """Why the config on trial is out of the question: it does not compile or fit, or is wrong."""
-    kernel = functools.partial(
-        flash.run_forward if part == "forward" else flash.run_backward, implementation
-    )
+    """Why the config on trial cannot be used: it does not compile or fit, or is wrong; or None."""
     try:
+        kernel = getattr(flash_op.kernels(implementation, q.device), part)
         return selftest.check(part, kernel, q.device, q.dtype, q.shape[3], copies=selftest.COPIES)
-    except Exception as error:  # Triton has many for what does not fit
+    except Exception as error:  # Triton has many kinds for what does not fit
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
@@ -301,20 +280,20 @@ def watched(what: str) -> Iterator[None]:
 
 
 def describe(config: Any) -> str:
-    """A named tuple in the words of its fields."""
+    """A named tuple as name=value."""
     return " ".join(f"{name}={value}" for name, value in config._asdict().items())
 
 
 def add(
-    found: dict[str, Any],
+    table: dict[str, Any],
     kernel: str,
     head_dim: int,
     length: int,
     lengths: list[int],
     config: list[int],
 ) -> None:
-    """Enter a config into a table: it serves from halfway to the length below, the shortest from 0."""
-    rows = found.setdefault(kernel, {}).setdefault(_padded(head_dim), {})
+    """Enter a config: it serves from halfway to the length below, that of the shortest from 0."""
+    rows = table.setdefault(kernel, {}).setdefault(_padded(head_dim), {})
     below = lengths.index(length)
     start = 0 if not rows else round(math.sqrt(lengths[below - 1] * length))
     if not rows or list(rows.values())[-1] != config:
@@ -328,26 +307,26 @@ def _padded(head_dim: int) -> str:
 def read(path: Path) -> dict[str, Any]:
     """The tables of a file, by GPU; ValueError where it is something else."""
     try:
-        found = json.loads(path.read_text()) if path.exists() else {}
+        tables = json.loads(path.read_text()) if path.exists() else {}
     except (OSError, ValueError) as error:
         raise ValueError(
             f"out={path}: cannot be read as JSON ({error}); choose another file"
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(tables, dict):
         raise ValueError(f"out={path}: not a table of launch configs; choose another file")
-    return found
+    return tables
 
 
 def write(
-    path: Path, before: dict[str, Any], gpu: str, found: dict[str, Any], about: dict[str, str]
+    path: Path, before: dict[str, Any], gpu: str, best: dict[str, Any], about: dict[str, str]
 ) -> None:
-    """Put what was found for `gpu` into the file, whole or not at all; other GPUs, kernels and head
-    sizes in it stay.
+    """Add the best configs for `gpu` to the file, atomically.
+
+    Other GPUs, kernels and head sizes in it stay.
     """
-    table = {
-        kernel: dict(sizes) for kernel, sizes in before.get(gpu, {}).items() if kernel != "measured"
-    }
-    for kernel, sizes in found.items():
+    table = {kernel: dict(sizes) for kernel, sizes in before.get(gpu, {}).items()}
+    table.pop("measured", None)
+    for kernel, sizes in best.items():
         table[kernel] = table.get(kernel, {}) | sizes
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_text(path, json.dumps(before | {gpu: {"measured": about} | table}, indent=1) + "\n")

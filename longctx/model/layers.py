@@ -23,7 +23,7 @@ from longctx.kernels.linear import linear
 from longctx.model.rope import rotate
 
 if HAS_TRITON:
-    from longctx.kernels import rms_norm, rope, swiglu
+    from longctx.kernels import rms_norm, rotary, swiglu
 
 
 def fused(x: Tensor) -> bool:
@@ -106,7 +106,7 @@ class SelfAttention(nn.Module):
         """q (B, T, H, D), k and v (B, T, Hkv, D) of x (B, T, C); q and k rotated if `rotary`."""
         qkv = self.qkv(x)
         if self.rotary and isinstance(self.q_norm, nn.Identity) and fused(qkv):
-            return rope.turned(qkv, cos, sin, self.heads, self.kv_heads)
+            return rotary.rotated(qkv, cos, sin, self.heads, self.kv_heads)
         heads = self.heads, self.kv_heads, self.kv_heads
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(heads, dim=2)
         q, k = self.q_norm(q), self.k_norm(k)

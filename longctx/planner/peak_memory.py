@@ -31,7 +31,7 @@ CUBLAS = (
     65 * 2**20
 )  # its workspaces on Hopper, of forward's thread and of backward's, allocated through torch
 FP32 = 4
-HOPPER_HEAD_SIZES = range(64, 129, 8)  # see longctx.kernels.flash, which needs torch
+HOPPER_HEAD_SIZES = range(64, 129, 8)  # see longctx.kernels.flash_op, which needs torch
 
 
 @dataclass(frozen=True)

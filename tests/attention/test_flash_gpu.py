@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longctx.attention import Mask, attention, kernels_run
-from longctx.kernels import flash, portable
+from longctx.kernels import flash_op, portable
 from tests.attention.rule import ON_GPU, Case, check, inputs, run
 
 pytestmark = pytest.mark.gpu
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(params=["portable", "hopper"], autouse=True)
 def kernel(request, monkeypatch):
     if request.param == "portable":
-        monkeypatch.setattr(flash, "runs_hopper", lambda *_: False)
+        monkeypatch.setattr(flash_op, "runs_hopper", lambda *_: False)
     elif not ON_GPU or torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
     yield request.param

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from longctx.attention import Mask, attention, check, kernels_run
-from longctx.kernels import flash
+from longctx.kernels import flash_op
 from tests.attention import rule
 from tests.attention.rule import DEVICE, FREE, GRID, ON_GPU, Case
 
@@ -37,9 +37,8 @@ def test_scores_far_from_the_first_maximum(mask, head_dim, dtype):
         2, 1024, 1024, Hq=4, Hkv=2, D=head_dim, mask="causal" if window else mask, window=window
     )
     q, k, v, do = rule.inputs(case, dtype)
-    if (
-        mask == "intervals"
-    ):  # most rows see none of the tile on the boundary, then tiles as a whole, of small scores alone
+    if mask == "intervals":
+        # most rows see none of the masked tile, then full tiles, of small scores alone
         case.build_mask = lambda: Mask.intervals(
             torch.arange(1024)[None].clamp(max=400), torch.full((1, 1024), 1023)
         )
@@ -161,16 +160,16 @@ def test_auto_is_hopper_in_order_where_determinism_is_asked_for():
 def test_what_auto_is_elsewhere(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     cpu, half = torch.device("cpu"), torch.float16
-    assert flash.implementation(cpu, half, 128) == "torch-tiled"
-    monkeypatch.setattr(flash, "runs_hopper", lambda device, dtype, head_dim: head_dim == 128)
+    assert flash_op.implementation(cpu, half, 128) == "torch-tiled"
+    monkeypatch.setattr(flash_op, "runs_hopper", lambda device, dtype, head_dim: head_dim == 128)
     gpu = torch.device("cuda")
-    assert flash.implementation(gpu, half, 128) == "triton-hopper"
-    assert flash.implementation(gpu, half, 256) == "triton-portable"
-    assert flash.implementation(gpu, half, 128, "portable") == "triton-portable"
+    assert flash_op.implementation(gpu, half, 128) == "triton-hopper"
+    assert flash_op.implementation(gpu, half, 256) == "triton-portable"
+    assert flash_op.implementation(gpu, half, 128, "portable") == "triton-portable"
     torch.use_deterministic_algorithms(True)
     try:
-        assert flash.implementation(gpu, half, 128) == "triton-hopper-ordered"
-        assert flash.implementation(gpu, half, 256) == "triton-portable"
+        assert flash_op.implementation(gpu, half, 128) == "triton-hopper-ordered"
+        assert flash_op.implementation(gpu, half, 256) == "triton-portable"
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -1,5 +1,6 @@
-"""Compile the kernels between the matmuls for sm_90a and sm_80, and print the bytes that each
-spills as JSON.
+"""Compile the kernels between the matmuls, and print the bytes that each spills as JSON.
+
+compile_elementwise.py CAPABILITY ...     such as 80 90
 """
 
 import json
@@ -9,20 +10,13 @@ import sys
 from compile_report import build
 from triton.compiler import ASTSource
 
-from longctx.kernels import adamw, cross_entropy, rms_norm, rope, swiglu
+from longctx.kernels import adamw, cross_entropy, rms_norm, rotary, swiglu
 
-KINDS = {
-    "target": "*i64",
-    "loss": "*fp32",
-    "scale": "*fp32",
-    "p": "*fp32",
-    "grad": "*fp32",
-    "factor": "*fp32",
-}
-KINDS |= dict.fromkeys(("shrink", "rate", "root", "beta1", "beta2", "eps"), "fp32")
-KINDS |= dict.fromkeys(("V", "N", "C", "H", "G", "width", "stride_z"), "i32") | dict.fromkeys(
-    ("weight", "r", "dw", "by", "cos", "sin"), "*fp32"
-)
+POINTERS = ["loss", "scale", "p", "grad", "factor", "weight", "r", "dw", "by", "cos", "sin"]
+FLOATS = ["shrink", "rate", "root", "beta1", "beta2", "eps"]
+INTS = ["V", "N", "C", "H", "G", "width", "stride_z"]
+KINDS = {"target": "*i64", **dict.fromkeys(POINTERS, "*fp32")}
+KINDS |= dict.fromkeys(FLOATS, "fp32") | dict.fromkeys(INTS, "i32")
 
 
 def compiled(kernel, capability, warps, dtype, **constants):
@@ -33,25 +27,22 @@ def compiled(kernel, capability, warps, dtype, **constants):
 
     signature = {name: kind(name) for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constants)
-    _, said = build(source, capability, num_warps=warps)
-    return sum(int(n) for n in re.findall(r"(\d+) bytes spill", said))
+    _, log = build(source, capability, num_warps=warps)
+    return sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
 
 
 if __name__ == "__main__":
     spilled = {}
-    for capability in (80, 90):
+    for capability in map(int, sys.argv[1:]):
         for dtype in ("bf16", "fp32"):
             for V in (300, 50304, 128256):
                 block, warps = cross_entropy.launch(V)
-                made = compiled(
+                kernel, tile = (
                     cross_entropy.cross_entropy_kernel,
-                    capability,
-                    warps,
-                    dtype,
-                    GRADIENT=True,
-                    BLOCK=block,
+                    {"GRADIENT": True, "BLOCK": block},
                 )
-                spilled[f"cross entropy {capability} {dtype} {V}"] = made
+                key = f"cross entropy {capability} {dtype} {V}"
+                spilled[key] = compiled(kernel, capability, warps, dtype, **tile)
         for kernel in (swiglu.swiglu_kernel, swiglu.swiglu_backward_kernel):
             for width in (384, 8192):
                 (_, _), block = swiglu._grid(1, width)
@@ -64,14 +55,14 @@ if __name__ == "__main__":
             spilled[f"rms norm {capability} {C}"] = compiled(
                 rms_norm.rms_norm_kernel, capability, warps, "bf16", ADD=True, **tile
             )
-            tile |= {"PAST": True, "STAGES": rms_norm.stages(block)}
+            tile |= {"ADD": True, "STAGES": rms_norm.stages(block)}
             spilled[f"rms norm backward {capability} {C}"] = compiled(
                 rms_norm.rms_norm_backward_kernel, capability, warps, "bf16", **tile
             )
         for D in (64, 128, 256):
-            tokens, heads, block, warps = rope.launch(32, 8, D)
+            tokens, heads, block, warps = rotary.launch(32, 8, D)
             tile = {"HALF": D // 2, "TOKENS": tokens, "HEADS": heads, "BLOCK": block}
-            for kernel in (rope.rope_kernel, rope.rope_backward_kernel):
+            for kernel in (rotary.rope_kernel, rotary.rope_backward_kernel):
                 spilled[f"{kernel.__name__} {capability} {D}"] = compiled(
                     kernel, capability, warps, "bf16", **tile
                 )

@@ -1,5 +1,6 @@
-"""Compile the kernels for GPUs that need not be there, and print what the compiler says of them as
-JSON.
+"""Compile kernels for GPUs that need not be there, and print what the compiler says as JSON.
+
+    compile_report.py NAME ...     names of HOPPER, or architectures of launch.json
 
 A script of its own: it needs Triton's compiler, and the other tests of a machine without a GPU run
 in Triton's interpreter.
@@ -20,9 +21,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from longctx.kernels import hopper_backward, hopper_forward, portable
 from longctx.kernels.launch import table
 
-triton.knobs.compilation.always_compile = (
-    True  # a cached kernel comes without what ptxas said of it
-)
+# a cached kernel comes without what ptxas said of it
+triton.knobs.compilation.always_compile = True
 triton.knobs.nvidia.dump_ptxas_log = True
 layout = gl.NVMMASharedLayout.get_default_for
 SCALARS = {
@@ -31,9 +31,9 @@ SCALARS = {
     "last": "*i32",
     "qfirst": "*i32",
     "qlast": "*i32",
-    "turns": "*i32",
+    "semaphores": "*i32",
     "counter": "*i32",
-    "again": "*i32",
+    "retry": "*i32",
 }
 
 
@@ -68,16 +68,16 @@ def ptxas(kernel, constants, descriptors):
         if signature[x].startswith("*")
     }
     source = GluonASTSource(kernel, signature, constants, aligned)
-    compiled, said = build(source, 90, num_warps=4)
-    spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", said))
+    compiled, log = build(source, 90, num_warps=4)
+    spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
     return {
         "spilled": spilled,
         "shared": compiled.metadata.shared,
-        "warnings": re.findall(r"C7\d+", said),
+        "warnings": re.findall(r"C7\d+", log),
     }
 
 
-def forward(head_dim, again=False):
+def forward(head_dim, retry=False):
     c = hopper_forward.CONFIGS[head_dim]
     constants = dict(
         shared=layout([64, head_dim], gl.bfloat16),
@@ -90,7 +90,8 @@ def forward(head_dim, again=False):
             CONSUMERS=c.consumers,
             REGISTERS=c.registers,
         ),
-        **dict(TURNS=c.turns, OVERLAP=c.overlap, PEELED=c.peeled, KEEP=not again, AGAIN=again),
+        **dict(PINGPONG=c.pingpong, OVERLAP=c.overlap, MASKED_LOOP=c.masked_loop),
+        **dict(FIXED_MAX=not retry, RETRY=retry),
     )
     rows = {"q": 64, "k": c.BN, "v": c.BN, "out": 64}
     return ptxas(
@@ -111,7 +112,8 @@ def backward(head_dim, ordered=False, group=1):
         },
         **dict(ds_shared=layout([c.BN, c.BM], bf16), row_shared=row),
         **dict(GROUP=group, D=head_dim, BM=c.BM, BN=c.BN, FENCE_LAST=c.fence_last, ORDERED=ordered),
-        **dict(WAYS=hopper_backward.ways(head_dim, group, ordered), REGISTERS=c.registers),
+        DIRECTIONS=hopper_backward.directions(head_dim, group, ordered),
+        REGISTERS=c.registers,
     )
     rows = {"q": c.BM, "do": c.BM, "k": c.BN, "v": 64, "dk": 64, "dv": 64}
     descriptors = {name: box(n, head_dim) for name, n in rows.items()}
@@ -124,7 +126,7 @@ def shipped(arch, capability, tma):
     """Shared memory of the portable kernels with every launch config of `arch` for the usual head
     sizes.
     """
-    found = {}
+    sizes = {}
     kernels = {
         "forward": portable.forward_kernel,
         "dkv": portable.dkv_kernel,
@@ -164,23 +166,31 @@ def shipped(arch, capability, tma):
                 }
                 source = ASTSource(kernel, signature, constants, aligned)
                 compiled, _ = build(source, capability, num_warps=warps, num_stages=stages)
-                found[f"{arch} {name} {head_dim} {[BM, BN, warps, stages]}"] = (
-                    compiled.metadata.shared
-                )
-    return found
+                key = f"{arch} {name} {head_dim} {[BM, BN, warps, stages]}"
+                sizes[key] = compiled.metadata.shared
+    return sizes
 
+
+HOPPER = {
+    f"{name} {head_dim}": (function, head_dim, options)
+    for head_dim in (64, 128)
+    for name, function, options in (
+        ("forward", forward, {}),
+        ("forward retry", forward, {"retry": True}),
+        ("backward", backward, {}),
+        ("ordered backward", backward, {"ordered": True}),
+        ("backward of groups", backward, {"group": 4}),
+        ("ordered backward of groups", backward, {"ordered": True, "group": 4}),
+    )
+}
+SHIPPED = {"any": (86, False), "sm90": (90, True)}  # architecture → capability, tensor maps
 
 if __name__ == "__main__":
-    hopper = {f"forward {d}": forward(d) for d in hopper_forward.CONFIGS}
-    hopper |= {f"forward again {d}": forward(d, again=True) for d in hopper_forward.CONFIGS}
-    hopper |= {f"backward {d}": backward(d) for d in hopper_backward.CONFIGS}
-    hopper |= {f"ordered backward {d}": backward(d, ordered=True) for d in hopper_backward.CONFIGS}
-    hopper |= {f"backward of groups {d}": backward(d, group=4) for d in hopper_backward.CONFIGS}
-    hopper |= {
-        f"ordered backward of groups {d}": backward(d, ordered=True, group=4)
-        for d in hopper_backward.CONFIGS
-    }
-    json.dump(
-        {"hopper": hopper, "any": shipped("any", 86, False), "sm90": shipped("sm90", 90, True)},
-        sys.stdout,
-    )
+    report = {}
+    for name in sys.argv[1:]:
+        if name in SHIPPED:
+            report[name] = shipped(name, *SHIPPED[name])
+        else:
+            function, head_dim, options = HOPPER[name]
+            report[name] = function(head_dim, **options)
+    json.dump(report, sys.stdout)

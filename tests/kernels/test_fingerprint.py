@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from longctx.attention import Mask, attention
-from longctx.kernels import fingerprint, tiled
+from longctx.kernels import fingerprint, tiled, toolchain
 
 CPU = torch.device("cpu")
 ALL = ("out", "dq", "dk", "dv")
@@ -56,8 +56,8 @@ def test_one_bit_changes_a_fingerprint(monkeypatch):
 
 def test_sources_are_the_files():
     found = fingerprint.sources("triton-hopper")
-    hopper = {"hopper_common.py", "hopper_forward.py", "hopper_backward.py"}
-    assert {"portable.py", "walk.py", "gluon.py"} | hopper <= found.keys()
+    hopper = {"hopper_primitives.py", "hopper_forward.py", "hopper_backward.py"}
+    assert {"portable.py", "tile_schedule.py", "gluon.py"} | hopper <= found.keys()
     path = Path(fingerprint.__file__).with_name("tiled.py")
     assert fingerprint.sources("torch-tiled") == {
         "tiled.py": hashlib.sha256(path.read_bytes()).hexdigest()
@@ -91,11 +91,11 @@ def test_differences_name_field_before_and_now():
 
 
 def test_ptxas_says_its_version():
-    assert [len(fingerprint.ptxas(arch).split(".")) for arch in (90, 100)] == [3, 3]
+    assert [len(toolchain.ptxas(arch).split(".")) for arch in (90, 100)] == [3, 3]
 
 
 def test_machine_of_a_cpu():
-    assert fingerprint.machine(CPU) == {"torch": torch.__version__, "device": "cpu"}
+    assert toolchain.machine(CPU) == {"torch": torch.__version__, "device": "cpu"}
 
 
 SCRIPT = """
@@ -169,7 +169,7 @@ def test_lock_of_a_gpu(kernel):
         for bucket in (0, 0, 8192)
     ]
     assert found[0] == found[1] != found[2]
-    machine = fingerprint.machine(device)
+    machine = toolchain.machine(device)
     assert machine["ptxas"][0].isdigit()
     assert machine["triton"].startswith("3.")
     assert machine["driver"][0].isdigit()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from longctx.kernels.flash import HEAD_SIZES
+from longctx.kernels.flash_op import HEAD_SIZES
 from longctx.kernels.launch import table, table_entry
 from longctx.kernels.portable import ROW
 

@@ -19,7 +19,7 @@ def inputs(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_it_is_the_formula(dtype: torch.dtype, bias: bool) -> None:
+def test_linear_is_the_formula(dtype: torch.dtype, bias: bool) -> None:
     x, weight, b = inputs(2, 9, 13).to(dtype), inputs(7, 13, seed=1), inputs(7, seed=2)
     leaves = [t.requires_grad_() for t in (x, weight, b)[: 3 if bias else 2]]
     exact = [
@@ -43,7 +43,7 @@ def test_it_is_the_formula(dtype: torch.dtype, bias: bool) -> None:
         torch.testing.assert_close(a.double(), b, **close)
 
 
-def test_nothing_is_computed_for_what_rests() -> None:
+def test_frozen_weight_has_no_gradient() -> None:
     layer = Linear(5, 3).to(DEVICE)
     layer.weight.requires_grad_(False)
     x = inputs(4, 5).bfloat16().requires_grad_()

@@ -55,9 +55,9 @@ def test_forward_and_backward(N: int, C: int, dtype: torch.dtype, past: bool) ->
     torch.testing.assert_close(dw.double(), dw_want, rtol=1e-4, atol=1e-4 * N**0.5)
 
 
-@pytest.mark.parametrize("used", ["both", "stream", "norm"])
+@pytest.mark.parametrize("used", ["both", "residual", "norm"])
 @pytest.mark.parametrize("branch", [False, True])
-def test_gradients_of_what_goes_on_and_of_the_norm_meet(branch: bool, used: str) -> None:
+def test_gradients_of_residual_and_norm_meet(branch: bool, used: str) -> None:
     leaves = [inputs(2, 9, 24), inputs(24, seed=1), inputs(2, 9, 24, seed=2)][: 3 if branch else 2]
     leaves = [x.requires_grad_() for x in leaves]
     exact = [x.detach().double().requires_grad_() for x in leaves]
@@ -66,7 +66,7 @@ def test_gradients_of_what_goes_on_and_of_the_norm_meet(branch: bool, used: str)
     pairs = list(zip((x, y), (total, norm(total, exact[1])), strict=True))
     for got, want in pairs:
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
-    pairs = {"both": pairs, "stream": pairs[:1], "norm": pairs[1:]}[used]
+    pairs = {"both": pairs, "residual": pairs[:1], "norm": pairs[1:]}[used]
     douts = [inputs(2, 9, 24, seed=5 + n) for n in range(len(pairs))]
     found = torch.autograd.grad([p[0] for p in pairs], leaves, douts, allow_unused=True)
     wanted = torch.autograd.grad(
@@ -78,7 +78,7 @@ def test_gradients_of_what_goes_on_and_of_the_norm_meet(branch: bool, used: str)
             torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
 
 
-def test_the_stream_in_16_bits_is_rounded_once() -> None:
+def test_residual_in_16_bits_is_rounded_once() -> None:
     a, b, weight = inputs(5, 33).half(), inputs(5, 33, seed=1).half(), inputs(33, seed=2)
     x, y = add_and_norm(a, b, weight, EPS)
     assert torch.equal(x, a + b)
@@ -86,7 +86,7 @@ def test_the_stream_in_16_bits_is_rounded_once() -> None:
     torch.testing.assert_close(y.double(), want, rtol=2**-10, atol=1e-6)
 
 
-def test_a_frozen_weight_and_a_frozen_stream() -> None:
+def test_frozen_weight_and_frozen_residual() -> None:
     x, weight = inputs(4, 20), inputs(20, seed=1)
     y = add_and_norm(x.requires_grad_(), None, weight, EPS)[1]
     y.sum().backward()
@@ -111,7 +111,7 @@ def test_more_elements_than_an_int32_counts() -> None:
     assert torch.equal(dx[-5:], dx_want)
 
 
-@pytest.mark.parametrize("policy", ["fast", "balanced"])
+@pytest.mark.parametrize("policy", ["fast", pytest.param("balanced", marks=pytest.mark.slow)])
 def test_a_compiled_block_has_the_gradients_of_the_formula(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +137,7 @@ def test_a_compiled_block_has_the_gradients_of_the_formula(
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("half", ["before", "after"])
+@pytest.mark.parametrize("half", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_one_graph_serves_rows_of_any_length(half: str) -> None:
     config = GPTConfig(layers=1, channels=24, heads=3, kv_heads=1, ffn=40)
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16

@@ -2,33 +2,36 @@
 and it runs once.
 """
 
-import functools
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from longctx.attention import Mask, attention
-from longctx.kernels import flash, portable, selftest
+from longctx.kernels import flash_op, selftest, tiled
 from longctx.kernels.selftest import SelfTestFailed, check, trust
 
 CPU = torch.device("cpu")
-PARTS = {"forward": flash.run_forward, "backward": flash.run_backward}
+PARTS = ("forward", "backward")
 
 
-def run(part, implementation="torch-tiled"):
-    return functools.partial(PARTS[part], implementation)
+def run(part, implementation="torch-tiled", device=CPU):
+    return getattr(flash_op.kernels(implementation, device), part)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("part", list(PARTS))
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16],
+    ids=str,
+)
+@pytest.mark.parametrize("part", PARTS)
 def test_right_kernels_pass(part, dtype):
     for head_dim, group, bucket in ((64, 1, 0), (80, 3, 0), (128, 1, 2048)):
         assert check(part, run(part), CPU, dtype, head_dim, group, bucket, copies=2) is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for Triton's interpreter")
-@pytest.mark.parametrize("part", list(PARTS))
+@pytest.mark.parametrize("part", PARTS)
 def test_the_interpreted_kernels_pass(part, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert check(part, run(part, "triton-portable"), CPU, torch.float16, 32) is None
@@ -100,11 +103,11 @@ def compiled(monkeypatch):
 
     def forward(q, k, v, first, last, scale):
         state.tests += q.shape[1] == selftest.QUERIES
-        out, lse = run("forward")(q, k, v, first, last, scale)
+        out, lse = tiled.forward(q, k, v, first, last, scale)
         return (out + 1 if state.wrong else out), lse
 
-    monkeypatch.setattr(portable, "forward", forward)
-    monkeypatch.setattr(flash, "_needs_trust", lambda *_: True)
+    monkeypatch.setattr(flash_op, "kernels", lambda *_: flash_op.Kernels(forward, None))
+    monkeypatch.setattr(flash_op, "_needs_trust", lambda *_: True)
     monkeypatch.setattr(selftest, "_trusted", set())
     monkeypatch.setattr(selftest, "COPIES", 2)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -141,7 +144,7 @@ def test_failure_names_kernel_machine_and_remedy_and_comes_again(compiled):
     with pytest.raises(
         SelfTestFailed, match=r"use attention.options.kernel=portable, or attention=sdpa"
     ):
-        trust("forward", "triton-hopper", q, q, portable.forward)
+        trust("forward", "triton-hopper", q, q, flash_op.kernels("", CPU).forward)
 
 
 def test_inside_a_compiled_region(compiled):
@@ -153,15 +156,15 @@ def test_inside_a_compiled_region(compiled):
     assert compiled.tests == 1
 
 
-def test_whole_numbers_are_the_same_everywhere():
+def test_integers_are_the_same_everywhere():
     def one(x):
         x = (x + 3 * 0x9E3779B1) % 2**32
         for _ in range(2):
             x = (x ^ (x >> 16)) * 0x45D9F3B % 2**32
         return (x ^ (x >> 16)) % 100
 
-    assert selftest.whole((4, 5), 3, 100).flatten().tolist() == [one(x) for x in range(20)]
-    counts = selftest.whole((100_000,), 1, 5).long().bincount(minlength=5)
+    assert selftest.integers((4, 5), 3, 100).flatten().tolist() == [one(x) for x in range(20)]
+    counts = selftest.integers((100_000,), 1, 5).long().bincount(minlength=5)
     assert counts.min() > 19_000
 
 
@@ -190,15 +193,14 @@ def test_another_default_device_does_not_matter():
 )
 def test_the_gpus_kernels_pass(kernel, dtype, head_dim, group):
     device = torch.device("cuda", 0)
-    if kernel == "hopper" and not flash.runs_hopper(device, dtype, head_dim):
+    if kernel == "hopper" and not flash_op.runs_hopper(device, dtype, head_dim):
         pytest.skip("needs a Hopper GPU")
     for part in PARTS:
         implementation = f"triton-{kernel}"
         for bucket, copies in ((0, 48), (8192, 4)):
-            said = check(
-                part, run(part, implementation), device, dtype, head_dim, group, bucket, copies
-            )
-            assert said is None, (implementation, part, bucket)
+            kernel = run(part, implementation, device)
+            wrong = check(part, kernel, device, dtype, head_dim, group, bucket, copies)
+            assert wrong is None, (implementation, part, bucket)
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ import pytest
 
 from longctx import cli as command_line
 from longctx.config.memory_config import MemoryConfig
-from longctx.kernels import flash
+from longctx.kernels import flash_op
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import (
@@ -166,7 +166,7 @@ def test_the_sum_of_dq_is_counted_where_the_hopper_kernels_may_run() -> None:
         workspace("model.head_dim=48", "model.heads=16", "model.kv_heads=16")
         < without + 4 * 768 * 262144
     )
-    assert list(HOPPER_HEAD_SIZES) == list(flash.HOPPER_HEAD_SIZES)
+    assert list(HOPPER_HEAD_SIZES) == list(flash_op.HOPPER_HEAD_SIZES)
 
 
 def test_the_portable_kernel_and_other_gpus_are_slower() -> None:

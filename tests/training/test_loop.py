@@ -327,7 +327,7 @@ def test_running_out_of_memory_says_what_to_change(
     def explode(*args: object, **kwargs: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
 
-    monkeypatch.setattr("longctx.training.module.clip_gradients", explode)
+    monkeypatch.setattr("longctx.training.optimizers.clip_gradients", explode)
     assert train.main(words(attention="naive")) == 1
     assert "attention=flash" in capsys.readouterr().err
     assert train.main(words(batch_size=4)) == 1
@@ -544,7 +544,7 @@ def test_loop_and_stock_trainer_give_the_same_losses(words: Words, tmp_path: Pat
     """The module trains under a stock lightning.Trainer as it does in our loop."""
     overrides = words(name="ours", max_steps=20, accumulate=1, clip=0.3, lr=0.01, val_every=100)
     assert train.main(overrides) == 0
-    request = Request(*cli.compose("train", cli.read_words("train", overrides).overrides))
+    request = Request(*cli.compose("train", cli.read("train", overrides).overrides))
     request = request._replace(config=replace(request.config, name="stock"))
     run = resolve.resolve(request, Machine(0, None, False, 0.0))
     assert run.data is not None

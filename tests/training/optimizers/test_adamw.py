@@ -153,7 +153,9 @@ def test_it_continues_from_the_state_of_torchs_own(device: str, stored: str) -> 
         layers.append(torch.nn.Linear(70, 30).to(device))
         groups = [{"params": [p]} for p in layers[-1].parameters()]
         optimizers.append(
-            torch.optim.AdamW(groups, lr=1e-2, betas=settings.betas, weight_decay=0.0, fused=True)
+            torch.optim.AdamW(
+                groups, lr=1e-2, betas=settings.config.betas, weight_decay=0.0, fused=True
+            )
         )
         steps(optimizers[-1], layers[-1], range(3))
     resumed = build(layers[1], settings)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longctx.config.model_config import AttentionConfig, GPTConfig
-from longctx.kernels.rope import rope, rope_backward, turned
+from longctx.kernels.rotary import rope, rope_backward, rotated
 from longctx.model.layers import SelfAttention
 from longctx.model.rope import Rope, rotate
 
@@ -44,7 +44,7 @@ def test_forward_and_backward(
     exact = qkv.detach().double().requires_grad_()
     q, k, v = exact.unflatten(-1, (-1, D)).split((H, G, G), dim=2)
     want = rotate(q, cos.double(), sin.double()), rotate(k, cos.double(), sin.double()), v
-    got = turned(qkv, cos, sin, H, G)
+    got = rotated(qkv, cos, sin, H, G)
     close = (
         {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2**-9, "atol": 2e-3}
     )
@@ -74,7 +74,7 @@ def test_more_elements_than_an_int32_counts() -> None:
 
 
 @pytest.mark.parametrize("unlike", ["", "qk_norm", "nope"])
-def test_the_layer_takes_it_only_where_heads_are_turned_as_they_are(
+def test_layer_takes_it_only_where_heads_are_rotated_as_they_are(
     unlike: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(GPTConfig(channels=24, heads=3, kv_heads=1), qk_norm=unlike == "qk_norm")
@@ -83,7 +83,7 @@ def test_the_layer_takes_it_only_where_heads_are_turned_as_they_are(
     x, (cos, sin) = inputs(2, 7, 24).to(dtype), angles(2, 7, 8)
     taken: list[int] = []
     monkeypatch.setattr(
-        "longctx.kernels.rope.turned", lambda *args: taken.append(1) or turned(*args)
+        "longctx.kernels.rotary.rotated", lambda *args: taken.append(1) or rotated(*args)
     )  # type: ignore[func-returns-value]
     got = layer.project(x, cos, sin)
     monkeypatch.setattr("longctx.model.layers.fused", lambda x: False)

@@ -1,11 +1,10 @@
-"""Rotary position embedding (arXiv 2104.09864) between the qkv projection and attention: one pass
-over both, each way.
+"""Rotary position embedding (arXiv 2104.09864) of q and k, one pass each way.
 
     (q1, q2) → (q1 cos - q2 sin, q2 cos + q1 sin),   k alike,   v as it is
 
-Forward reads the heads of q and k where the projection wrote them; v stays there. Backward turns dq
-and dk back and writes them and dv to where the projection's gradient is wanted, side by side.
-Arithmetic is fp32, whatever is stored.
+Forward reads the heads of q and k where the qkv projection wrote them; v stays there. Backward
+rotates dq and dk back and writes them and dv side by side, as the projection's gradient. Arithmetic
+is fp32, whatever is stored.
 
 Shapes: N tokens, H query and G key-value heads of D channels, cos and sin (N, D/2).
 """
@@ -20,40 +19,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 1024  # channels of half heads that a program turns
+TILE = 1024  # channels of half heads that a program rotates
 
 
 @triton.jit
-def place(PARTS, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """A program's tokens, its heads, HEADS at a time of q's, then k's, then v's, and the channels
-    of a half.
+def _program_tile(PARTS, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """A program's first head, its tokens n, heads h and channels c of a half.
+
+    Heads are counted over q's, then k's, then v's; a program has HEADS of one of them.
     """
     part, row = tl.program_id(0) % PARTS, tl.arange(0, TOKENS * HEADS)
     n = (tl.program_id(0) // PARTS).to(tl.int64) * TOKENS + row // HEADS
-    return (
-        part * HEADS,
-        n[:, None],
-        (part * HEADS + row % HEADS)[:, None],
-        tl.arange(0, BLOCK)[None, :],
-    )
+    first, h = part * HEADS, part * HEADS + row % HEADS
+    return first, n[:, None], h[:, None], tl.arange(0, BLOCK)[None, :]
 
 
 @triton.jit
 def rope_kernel(
-    qkv,
-    q,
-    k,
-    cos,
-    sin,
-    N,
-    H,
-    G,
-    HALF: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    first, n, h, c = place((H + G) // HEADS, TOKENS, HEADS, BLOCK)
+    qkv, q, k, cos, sin, N, H, G,
+    HALF: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """q and k, rotated, of qkv."""
+    first, n, h, c = _program_tile((H + G) // HEADS, TOKENS, HEADS, BLOCK)
     inside = (n < N) & (c < HALF)
     at = (n * (H + 2 * G) + h) * (2 * HALF) + c
     x1 = tl.load(qkv + at, mask=inside, other=0.0).to(tl.float32)
@@ -70,21 +57,11 @@ def rope_kernel(
 
 @triton.jit
 def rope_backward_kernel(
-    dq,
-    dk,
-    dv,
-    dqkv,
-    cos,
-    sin,
-    N,
-    H,
-    G,
-    HALF: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    first, n, h, c = place((H + 2 * G) // HEADS, TOKENS, HEADS, BLOCK)
+    dq, dk, dv, dqkv, cos, sin, N, H, G,
+    HALF: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dqkv: dq and dk rotated back, and dv."""
+    first, n, h, c = _program_tile((H + 2 * G) // HEADS, TOKENS, HEADS, BLOCK)
     inside = (n < N) & (c < HALF)
     if first < H:
         at = dq + (n * H + h) * (2 * HALF) + c
@@ -114,7 +91,7 @@ def launch(H: int, G: int, D: int) -> tuple[int, int, int, int]:
 
 @torch.library.custom_op("longctx::rope", mutates_args=())
 def rope(qkv: Tensor, cos: Tensor, sin: Tensor, H: int, G: int) -> tuple[Tensor, Tensor]:
-    """q (N, H, D) and k (N, G, D), turned, of qkv (N, (H + 2 G) D); all contiguous."""
+    """q (N, H, D) and k (N, G, D), rotated, of qkv (N, (H + 2 G) D); all contiguous."""
     N, D = qkv.shape[0], qkv.shape[1] // (H + 2 * G)
     q, k = qkv.new_empty(N, H, D), qkv.new_empty(N, G, D)
     tokens, heads, block, warps = launch(H, G, D)
@@ -127,9 +104,7 @@ def rope(qkv: Tensor, cos: Tensor, sin: Tensor, H: int, G: int) -> tuple[Tensor,
 
 @torch.library.custom_op("longctx::rope_backward", mutates_args=())
 def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient (N, (H + 2 G) D) of qkv for those of q (N, H, D), of k and of v (N, G, D); all
-    contiguous.
-    """
+    """dqkv (N, (H + 2 G) D) for dq (N, H, D), dk and dv (N, G, D); all contiguous."""
     (N, H, D), G = dq.shape, dk.shape[1]
     dqkv = dq.new_empty(N, (H + 2 * G) * D)
     tokens, heads, block, warps = launch(H, G, D)
@@ -151,7 +126,7 @@ def _(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return dq.new_empty(dq.shape[0], (dq.shape[1] + 2 * dk.shape[1]) * dq.shape[2])
 
 
-class _Turned(torch.autograd.Function):
+class _Rotated(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, H: int, G: int
@@ -162,20 +137,16 @@ class _Turned(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        return (
-            rope_backward(dq.contiguous(), dk.contiguous(), dv.contiguous(), *ctx.saved_tensors),
-            None,
-            None,
-            None,
-            None,
-        )
+        gradients = (x.contiguous() for x in (dq, dk, dv))
+        return rope_backward(*gradients, *ctx.saved_tensors), None, None, None, None
 
 
-def turned(qkv: Tensor, cos: Tensor, sin: Tensor, H: int, G: int) -> tuple[Tensor, Tensor, Tensor]:
-    """qkv (B, T, (H + 2 G) D), cos and sin (B, T, 1, D/2) fp32 → q (B, T, H, D), k and v (B, T, G,
-    D).
+def rotated(qkv: Tensor, cos: Tensor, sin: Tensor, H: int, G: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q (B, T, H, D) and k (B, T, G, D), rotated by their positions, and v (B, T, G, D).
+
+    qkv is (B, T, (H + 2 G) D), cos and sin (B, T, 1, D/2) fp32.
     """
     rows = qkv.shape[:2]
     angles = (t.reshape(-1, t.shape[-1]).contiguous() for t in (cos, sin))
-    q, k, v = _Turned.apply(qkv.reshape(-1, qkv.shape[-1]).contiguous(), *angles, H, G)
+    q, k, v = _Rotated.apply(qkv.reshape(-1, qkv.shape[-1]).contiguous(), *angles, H, G)
     return q.view(*rows, *q.shape[1:]), k.view(*rows, *k.shape[1:]), v.unflatten(0, rows)

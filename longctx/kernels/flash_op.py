@@ -1,5 +1,6 @@
-"""The flash operator: registered with torch, so that autograd, torch.compile and CUDA graphs see
-one opaque call.
+"""The flash operator, registered with torch.
+
+Autograd, torch.compile and CUDA graphs see one opaque call.
 
 Implementations: "triton-portable" (any GPU, and a CPU under TRITON_INTERPRET=1), "triton-hopper"
 (Hopper's own instructions), "triton-hopper-ordered" (the same, with a backward that sums dq in one
@@ -9,8 +10,10 @@ order) and "torch-tiled" (a CPU). All but triton-hopper give the same bits every
 from __future__ import annotations
 
 import functools
+import importlib
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,10 +28,10 @@ HOPPER_HEAD_SIZES = range(64, 129, 8)
 def implementation(
     device: torch.device, dtype: torch.dtype, head_dim: int, kernel: str = "auto"
 ) -> str:
-    """What serves such tensors where `kernel` is wanted on a GPU.
+    """The implementation that serves such tensors; `kernel` says which on a GPU.
 
-    "portable" and "hopper" are taken at their word, "auto" is hopper where it runs; hopper is
-    ordered where torch is told to use deterministic algorithms.
+    "auto" is hopper where that runs, and portable elsewhere. Hopper is ordered where torch uses
+    deterministic algorithms.
     """
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "torch-tiled"
@@ -40,13 +43,42 @@ def implementation(
 
 def runs_hopper(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether the Hopper kernels run on `device`, with such tensors."""
-    if (
-        device.type != "cuda"
-        or torch.version.hip is not None
-        or dtype not in (torch.bfloat16, torch.float16)
-    ):
+    if device.type != "cuda" or torch.version.hip is not None:
         return False
-    return head_dim in HOPPER_HEAD_SIZES and torch.cuda.get_device_properties(device).major == 9
+    if dtype not in (torch.bfloat16, torch.float16) or head_dim not in HOPPER_HEAD_SIZES:
+        return False
+    return torch.cuda.get_device_properties(device).major == 9
+
+
+class Kernels(NamedTuple):
+    """Both passes of an implementation.
+
+    forward(q, k, v, first, last, scale) → out, lse; backward(do, dlse, q, k, v, out, lse, first,
+    last, qfirst, qlast, scale) → dq, dk, dv.
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def kernels(implementation: str, device: torch.device) -> Kernels:
+    """The kernels of `implementation`, imported and configured for `device`."""
+    if implementation == "torch-tiled":
+        tiled = _module("tiled")
+        return Kernels(tiled.forward, tiled.backward)
+    if implementation == "triton-portable":
+        portable = _module("portable")
+        return Kernels(portable.forward, portable.backward)
+    hopper_forward, hopper_backward = _module("hopper_forward"), _module("hopper_backward")
+    configure(hopper_forward, "hopper_forward", device)
+    configure(hopper_backward, "hopper_backward", device)
+    ordered = implementation == "triton-hopper-ordered"
+    backward = functools.partial(hopper_backward.backward, ordered=ordered)
+    return Kernels(hopper_forward.forward, backward)
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"longctx.kernels.{name}")  # Triton's is imported on first use
 
 
 @torch.library.custom_op("longctx::flash_forward", mutates_args=())
@@ -61,12 +93,14 @@ def flash_forward(
     scale: float,
     implementation: str,
 ) -> tuple[Tensor, Tensor]:
-    """out (B, Tq, Hq, D) and lse (B, Hq, Tq) float32 of q (B, Tq, Hq, D), k and v (B, Tk, Hkv, D)
-    under an interval mask.
+    """out (B, Tq, Hq, D) and lse (B, Hq, Tq) float32 under an interval mask.
+
+    q is (B, Tq, Hq, D), k and v (B, Tk, Hkv, D).
     """
+    forward = kernels(implementation, q.device).forward
     if _needs_trust(q, implementation):
-        trust("forward", implementation, q, k, functools.partial(run_forward, implementation))
-    return run_forward(implementation, q, k, v, first, last, scale)
+        trust("forward", implementation, q, k, forward)
+    return forward(q, k, v, first, last, scale)
 
 
 @torch.library.custom_op("longctx::flash_backward", mutates_args=())
@@ -85,69 +119,18 @@ def flash_backward(
     scale: float,
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv for the gradient `do` of out and `dlse` (or None) of lse. It has no derivative of
-    its own.
+    """dq, dk, dv for the gradient `do` of out and `dlse` (or None) of lse.
+
+    It has no derivative of its own.
     """
+    backward = kernels(implementation, q.device).backward
     if _needs_trust(q, implementation):
-        trust("backward", implementation, q, k, functools.partial(run_backward, implementation))
-    return run_backward(
-        implementation, do, dlse, q, k, v, out, lse, first, last, qfirst, qlast, scale
-    )
-
-
-def run_forward(
-    implementation: str, q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """`flash_forward` itself, by the implementation named."""
-    if implementation == "torch-tiled":
-        from longctx.kernels import tiled
-
-        return tiled.forward(q, k, v, first, last, scale)
-    if implementation.startswith("triton-hopper"):
-        from longctx.kernels import hopper_forward
-
-        configure(hopper_forward, "hopper_forward", q.device)
-        return hopper_forward.forward(q, k, v, first, last, scale)
-    from longctx.kernels import portable
-
-    return portable.forward(q, k, v, first, last, scale)
-
-
-def run_backward(
-    implementation: str,
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    first: Tensor,
-    last: Tensor,
-    qfirst: Tensor,
-    qlast: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`flash_backward` itself, by the implementation named."""
-    if implementation == "torch-tiled":
-        from longctx.kernels import tiled
-
-        return tiled.backward(do, dlse, q, k, v, out, lse, first, last, scale)
-    if implementation.startswith("triton-hopper"):
-        from longctx.kernels import hopper_backward
-
-        configure(hopper_backward, "hopper_backward", q.device)
-        ordered = implementation.endswith("-ordered")
-        return hopper_backward.backward(do, dlse, q, k, v, out, lse, qfirst, qlast, scale, ordered)
-    from longctx.kernels import portable
-
-    return portable.backward(do, dlse, q, k, v, out, lse, first, last, qfirst, qlast, scale)
+        trust("backward", implementation, q, k, backward)
+    return backward(do, dlse, q, k, v, out, lse, first, last, qfirst, qlast, scale)
 
 
 def _needs_trust(q: Tensor, implementation: str) -> bool:
-    """Whether kernels are compiled for q's device, and a compiler could have broken them; the CPU
-    runs torch or an interpreter.
-    """
+    """Whether a compiler could have broken the kernels; a CPU runs torch or an interpreter."""
     return q.device.type != "cpu" and implementation.startswith("triton")
 
 
