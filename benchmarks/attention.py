@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from longctx.config.fields import key
+
 MASKS = ("causal", "full", "documents", "window")
 PARTS = {
     "forward": 1.0,
@@ -44,30 +46,20 @@ BYTES_PER_TOKEN = 4  # of the embedded corpus, about
 class Options:
     """What to measure; `row_tokens` is batch × length up to that length, one row above it."""
 
-    lengths: tuple[int, ...] = field(
-        default=(1024, 4096, 16384, 65536), metadata={"help": "tokens in a row"}
+    lengths: tuple[int, ...] = key((1024, 4096, 16384, 65536), "tokens in a row")
+    head_sizes: tuple[int, ...] = key((64, 128), "head sizes")
+    masks: tuple[str, ...] = key(
+        MASKS, " | ".join(MASKS) + ": rows packed with documents as long as those of data=embedded"
     )
-    head_sizes: tuple[int, ...] = field(default=(64, 128), metadata={"help": "head sizes"})
-    masks: tuple[str, ...] = field(
-        default=MASKS,
-        metadata={
-            "help": " | ".join(MASKS)
-            + ": rows packed with documents as long as those of data=embedded"
-        },
-    )
-    backends: tuple[str, ...] = field(
-        default=tuple(PEERS), metadata={"help": "those that can run here"}
-    )
-    reference: str = field(
-        default="sdpa-flash", metadata={"help": "ratios say how many times as fast as this one"}
-    )
-    channels: int = field(default=2048, metadata={"help": "query heads × head size"})
-    group: int = field(default=1, metadata={"help": "query heads per key-value head"})
-    row_tokens: int = field(default=16384, metadata={"help": "batch × length, up to that length"})
-    window: int = field(default=1024, metadata={"help": "keys of masks=window"})
-    repeats: int = field(default=30, metadata={"help": "rounds at most; at least 3"})
-    seconds: int = field(default=170, metadata={"help": "for everything, about"})
-    out: str = field(default="results/attention", metadata={"help": "writes .json and .png"})
+    backends: tuple[str, ...] = key(tuple(PEERS), "those that can run here")
+    reference: str = key("sdpa-flash", "ratios say how many times as fast as this one")
+    channels: int = key(2048, "query heads × head size")
+    group: int = key(1, "query heads per key-value head")
+    row_tokens: int = key(16384, "batch × length, up to that length")
+    window: int = key(1024, "keys of masks=window")
+    repeats: int = key(30, "rounds at most; at least 3")
+    seconds: int = key(170, "for everything, about")
+    out: str = key("results/attention", "writes .json and .png")
 
 
 @dataclass
@@ -110,7 +102,7 @@ def run(options: Options, command: str) -> None:
     rows: list[dict[str, Any]] = []
     cases = list(itertools.product(options.masks, options.head_sizes, options.lengths))
     for number, (mask, head_dim, length) in enumerate(cases):
-        found = measure(
+        measured = measure(
             options,
             mask,
             head_dim,
@@ -120,11 +112,10 @@ def run(options: Options, command: str) -> None:
             "cuda",
             ceiling,
         )
-        rows += found
-        write_json(
-            Path(f"{options.out}.json"), about | {"rows": rows}
-        )  # what is known so far outlives an interruption
-        if shown := [row for row in found if "skipped" not in row]:
+        rows += measured
+        # What is known so far outlives an interruption.
+        write_json(Path(f"{options.out}.json"), about | {"rows": rows})
+        if shown := [row for row in measured if "skipped" not in row]:
             lines = [readable(row) for row in shown]
             grid(
                 f"{mask}, head size {head_dim}, {length:,} tokens; × {options.reference}",
@@ -147,9 +138,8 @@ def run(options: Options, command: str) -> None:
         plot(about | {"rows": rows}, Path(f"{options.out}.png"))
     for reason, names in left_out(rows).items():
         print(f"left out   {', '.join(names)}: {reason}")
-    print(
-        f"wrote {options.out}.json and {options.out}.png, after {options.seconds - clock.left():.0f} s"
-    )
+    taken = options.seconds - clock.left()
+    print(f"wrote {options.out}.json and {options.out}.png, after {taken:.0f} s")
 
 
 def check(options: Options) -> None:
@@ -162,7 +152,8 @@ def check(options: Options) -> None:
         if options.channels % (size * options.group):
             heads = options.channels / size
             raise ValueError(
-                f"channels={options.channels}: {heads:g} heads of size {size} are no multiple of group={options.group}"
+                f"channels={options.channels}: {heads:g} heads of size {size} are no multiple of "
+                f"group={options.group}"
             )
 
 
@@ -212,9 +203,8 @@ def measure(
     started, ran = time.perf_counter(), ""
     for name, row in rows.items():
         if clock.too_slow(name):
-            row["skipped"] = (
-                f"compiling it took {clock.preparing[name]:.0f} of {options.seconds} s; give more seconds="
-            )
+            took = f"compiling it took {clock.preparing[name]:.0f} of {options.seconds} s"
+            row["skipped"] = f"{took}; give more seconds="
             continue
         begun = time.perf_counter()
         try:
@@ -294,7 +284,7 @@ def against(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     """A row per case that `name` was measured in: its speed over each peer's, forward / backward /
     both.
     """
-    found = []
+    lines = []
     for own in (row for row in rows if row["backend"] == name and "skipped" not in row):
         case = {key: own[key] for key in ("mask", "head_size", "tokens")}
         line = dict(case)
@@ -303,8 +293,8 @@ def against(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
                 line[peer["backend"]] = " / ".join(
                     f"{peer[f'{part}_ms'] / own[f'{part}_ms']:.2f}" for part in PARTS
                 )
-        found.append(line)
-    return found
+        lines.append(line)
+    return lines
 
 
 def readable(row: dict[str, Any]) -> dict[str, str]:
@@ -325,14 +315,14 @@ def left_out(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
         name: sum(row["backend"] == name for row in rows)
         for name in dict.fromkeys(row["backend"] for row in rows)
     }
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for reason in dict.fromkeys(row["skipped"] for row in rows if "skipped" in row):
         for name, all_cases in cases.items():
             if n := sum(row["backend"] == name and row.get("skipped") == reason for row in rows):
-                found.setdefault(reason, []).append(
+                names.setdefault(reason, []).append(
                     name if n == all_cases else f"{name} in {n} of {all_cases} cases"
                 )
-    return found
+    return names
 
 
 def build_mask(options: Options, name: str, B: int, length: int) -> Any:
@@ -380,7 +370,7 @@ def matmul_tflops(n: int = 8192) -> float:
     return 2 * n**3 / medians({"matmul": lambda: a @ b}, 40)["matmul"] / 1e9
 
 
-def plot(found: dict[str, Any], path: Path) -> None:
+def plot(result: dict[str, Any], path: Path) -> None:
     """TFLOP/s over length: a panel per mask, head size and direction, a line per backend, the
     matmul rate drawn in.
     """
@@ -391,7 +381,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
 
     from benchmarks.report import save_figure
 
-    rows = [row for row in found["rows"] if "skipped" not in row]
+    rows = [row for row in result["rows"] if "skipped" not in row]
     masks, sizes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("mask", "head_size"))
     down, across = (sizes, masks) if len(masks) > 1 else (masks, sizes)
     lines = list(itertools.product(down, ("forward", "backward")))
@@ -414,7 +404,11 @@ def plot(found: dict[str, Any], path: Path) -> None:
             points = [r["tokens"] for r in own], [r[f"{part}_tflops"] for r in own]
             axis.plot(*points, marker="o", markersize=4, color=f"C{number}", label=backend, **style)
         axis.axhline(
-            found["matmul_tflops"], color="0.4", linestyle="--", linewidth=1, label="matrix product"
+            result["matmul_tflops"],
+            color="0.4",
+            linestyle="--",
+            linewidth=1,
+            label="matrix product",
         )
         axis.set_title(f"{part}, {mask}, head size {head_size}", fontsize=10)
         axis.set_xscale("log", base=2)
@@ -431,9 +425,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
     figure.legend(
         *axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=9
     )
-    about = (
-        f"Attention on one {found['gpu']}, bf16, torch {found['torch']}, triton {found['triton']}"
-    )
+    about = f"Attention on one {result['gpu']}, bf16, torch {result['torch']}, triton {result['triton']}"
     figure.suptitle(about, fontsize=11)
     figure.tight_layout(rect=(0, 0.5 / shape[1], 1, 1))
     save_figure(figure, path)

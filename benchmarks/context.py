@@ -11,16 +11,21 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.report import grid, machine, save_figure, write_json
-from benchmarks.words import check_backends, check_unused, training_config
-from longctx.config.train_config import CompleteConfig, WandbConfig
+from benchmarks.words import check_backends, check_unused, decided, training_run
+from longctx.config.fields import key
 from longctx.planner import fitting
-from longctx.planner.hardware import GIB, host_memory
+from longctx.planner.hardware import GIB, Chip
 from longctx.planner.peak_memory import predict
+from longctx.planner.workload import Workload
+
+if TYPE_CHECKING:
+    from longctx.training.child import DryRun
+    from longctx.training.run import Run
 
 TAKES_TRAINING_KEYS = True
 TAKEN = {"seq_len": "use shortest= and longest=", "attention": "use backends="} | dict.fromkeys(
@@ -44,63 +49,54 @@ SHOWN = (
 class Options:
     """What to measure; keys of train.py may follow, such as model=1b."""
 
-    backends: tuple[str, ...] = field(
-        default=("naive", "sdpa", "flash"), metadata={"help": "attention backends"}
+    backends: tuple[str, ...] = key(("naive", "sdpa", "flash"), "attention backends")
+    shortest: int = key(4096, "tokens; lengths double from there to the longest")
+    longest: str = key(
+        "auto",
+        "tokens of the longest rows; auto: what fits, by probes; plan: what is predicted to fit",
     )
-    shortest: int = field(
-        default=4096, metadata={"help": "tokens; lengths double from there to the longest"}
-    )
-    longest: str = field(
-        default="auto",
-        metadata={
-            "help": "tokens of the longest rows; auto: what fits, by probes; plan: what is predicted to fit"
-        },
-    )
-    steps: int = field(
-        default=2, metadata={"help": "of a point: the last one counts, the first one compiles"}
-    )
-    minutes: float = field(
-        default=60.0, metadata={"help": "points that would end after that are left out"}
-    )
-    out: str = field(default="results/context", metadata={"help": "writes .json and .png"})
+    steps: int = key(2, "of a point: the last one counts, the first one compiles")
+    minutes: float = key(60.0, "points that would end after that are left out")
+    out: str = key("results/context", "writes .json and .png")
 
 
-def run(options: Options, command: str, words: list[str]) -> None:
-    """Find, measure, print, write `out`.json and `out`.png, and log each point as a run of wandb."""
+def run(options: Options, command: str, overrides: list[str]) -> None:
+    """Find, measure, print, write `out`.json and `out`.png; log each point as a run of wandb."""
     import torch
 
     check_backends(options.backends)
-    check_unused(words, TAKEN)
+    check_unused(overrides, TAKEN)
     if not torch.cuda.is_available():
         raise ValueError("bench context measures what fits a GPU and there is no CUDA GPU here")
-    from longctx.training.fit import check_attention
+    from longctx.training.resolve import check_attention
 
     end = time.monotonic() + 60 * options.minutes
-    asked = {
-        b: training_config([*words, f"attention={b}", "batch_size=1", "accumulate=1"], "cuda")
-        for b in options.backends
+    one_row = ["batch_size=1", "accumulate=1"]
+    runs = {
+        backend: training_run([*overrides, f"attention={backend}", *one_row], "cuda")
+        for backend in options.backends
     }
-    for config in asked.values():
-        check_attention(config, "cuda")
-    longest = {backend: find_longest(config, options, end) for backend, config in asked.items()}
+    for one in runs.values():
+        check_attention(one.config, one.workload.model, "cuda")
+    longest = {backend: find_longest(one, options, end) for backend, one in runs.items()}
     rows: list[dict[str, Any]] = []
-    found = {
+    result = {
         "command": command,
         **machine(),
         "options": asdict(options),
-        "parameters": next(iter(asked.values())).model.parameters(),
-        "gpu_memory_gib": gpu_memory() / GIB,
+        "parameters": next(iter(runs.values())).workload.model.parameters(),
+        "gpu_memory_gib": gpu().memory / GIB,
         "longest": longest,
         "rows": rows,
     }
-    write_json(Path(f"{options.out}.json"), found)  # what is known so far outlives an interruption
-    points = [(n, b) for b in asked for n in ladder(options.shortest, longest[b]["tokens"])]
+    write_json(Path(f"{options.out}.json"), result)  # an interruption loses no point
+    points = [(n, b) for b in runs for n in ladder(options.shortest, longest[b]["tokens"])]
     for tokens, backend in sorted(points):  # the short ones first: they are cheap
         print(f"{backend} {tokens:,} tokens:", end=" ", flush=True)
-        rows.append(measure(replace(asked[backend], seq_len=tokens), options.steps, end))
-        print(said(rows[-1]), flush=True)
-        write_json(Path(f"{options.out}.json"), found)
-        report(rows[-1], asked[backend])
+        rows.append(measure(with_length(runs[backend], tokens), options.steps, end))
+        print(outcome(rows[-1]), flush=True)
+        write_json(Path(f"{options.out}.json"), result)
+        report(rows[-1], runs[backend])
     grid(
         "Memory and speed over length",
         SHOWN,
@@ -108,42 +104,45 @@ def run(options: Options, command: str, words: list[str]) -> None:
     )
     for backend, best in longest.items():
         print(f"{backend}: {best['tokens']:,} tokens, {best['how']}")
-    plot(found, Path(f"{options.out}.png"))
+    plot(result, Path(f"{options.out}.png"))
     print(f"wrote {options.out}.json and {options.out}.png")
 
 
-def find_longest(config: CompleteConfig, options: Options, end: float) -> dict[str, Any]:
-    """Tokens of the longest rows of `config`, and how that is known: probed, predicted, or given."""
-    from longctx.training.fit import gpu
-    from longctx.training.probe import Measured, in_child
+def find_longest(run: Run, options: Options, end: float) -> dict[str, Any]:
+    """Tokens of the longest rows of `run`, and how that is known: probed, predicted, or given."""
+    from longctx.training.child import dry_run_in_child
+    from longctx.training.longest import MULTIPLE, find
+    from longctx.training.resolve import this_machine
 
-    from longctx.training.longest import find
+    at, host = fitting.one_row(run.workload), this_machine().host_memory
+
+    def predicted() -> int:
+        longest = fitting.longest(at, gpu().usable, host, MULTIPLE)
+        return longest.seq_len if longest else 0
+
+    def probe(work: Workload) -> DryRun:
+        left = max(1.0, end - time.monotonic())
+        tried = replace(run, workload=work)
+        return dry_run_in_child(tried, options.steps, options.shortest, False, left)
 
     if options.longest == "plan":
-        longest = fitting.longest(fitting.one_row(config), gpu().usable, host_memory(), 512)
-        return {"tokens": longest.seq_len if longest else 0, "how": "predicted"}
+        return {"tokens": predicted(), "how": "predicted"}
     if options.longest != "auto":
         if not options.longest.isdigit() or int(options.longest) < 2:
             raise ValueError(f"longest={options.longest}: a number of tokens, auto or plan")
         return {"tokens": int(options.longest), "how": "given"}
-    said: list[str] = []
-
-    def probe(chosen: CompleteConfig) -> Measured:
-        return in_child(
-            chosen, "cuda", options.steps, options.shortest, False, max(1.0, end - time.monotonic())
-        )
-
+    probes: list[str] = []
     try:
-        tokens = find(config, gpu(), said.append, probe)
+        tokens = find(at, probe, gpu(), host, probes.append)
     except ValueError as error:
-        expected = fitting.longest(fitting.one_row(config), gpu().usable, host_memory(), 512)
-        tokens = expected.seq_len if expected else 0
-        return {"tokens": tokens, "how": f"predicted; {error}", "probes": said}
-    return {
-        "tokens": tokens,
-        "how": f"confirmed by {len(said)} probe{'s' if len(said) > 1 else ''}",
-        "probes": said,
-    }
+        return {"tokens": predicted(), "how": f"predicted; {error}", "probes": probes}
+    how = f"confirmed by {len(probes)} probe{'s' if len(probes) > 1 else ''}"
+    return {"tokens": tokens, "how": how, "probes": probes}
+
+
+def with_length(run: Run, tokens: int) -> Run:
+    """`run` with rows of `tokens` tokens."""
+    return replace(run, workload=replace(run.workload, seq_len=tokens))
 
 
 def ladder(shortest: int, longest: int) -> list[int]:
@@ -155,75 +154,78 @@ def ladder(shortest: int, longest: int) -> list[int]:
     return [*lengths, longest] if longest else lengths
 
 
-def measure(asked: CompleteConfig, steps: int, end: float) -> dict[str, Any]:
-    """One point: whole steps of `asked` in a child process; `note` says why there is no speed where
-    there is none.
-    """
-    from longctx.training.fit import decide_memory, gpu
-    from longctx.training.probe import in_child
+def measure(run: Run, steps: int, end: float) -> dict[str, Any]:
+    """Measure one point: whole steps of `run` in a child process.
 
-    config = decide_memory(asked, asked, "cuda")
-    expected = fitting.seconds(config, gpu())
+    Where there is no speed, `note` says why.
+    """
+    from longctx.training.child import dry_run_in_child
+
+    run = decided(run)
+    work = run.workload
+    expected = fitting.seconds(work, gpu())
     row: dict[str, Any] = {
-        "backend": config.attention.backend,
-        "tokens": config.seq_len,
-        "memory": config.memory.policy,
-        "predicted_gib": predict(config).peak / GIB,
+        "backend": work.attention.backend,
+        "tokens": work.seq_len,
+        "memory": work.memory.policy,
+        "predicted_gib": predict(work).peak / GIB,
         "predicted_seconds": expected.total if expected else None,
     }
     left = end - time.monotonic()
     if expected is not None and START + steps * expected.total > left:
-        return row | {
-            "note": f"left out: steps={steps} of about {expected.total:,.0f} s are more than the minutes left"
-        }
-    measured = in_child(config, "cuda", steps, None, False, max(1.0, left))
+        steps_of = f"steps={steps} of about {expected.total:,.0f} s"
+        return row | {"note": f"left out: {steps_of} are more than the minutes left"}
+    measured = dry_run_in_child(run, steps, None, False, max(1.0, left))
     if measured.failed is not None:
         return row | {"note": measured.failed} | {k: v for k, v in measured.memory.items() if v}
     seconds = measured.ms[-1] / 1000
     row |= measured.memory | {"seconds": seconds, "tokens_per_second": measured.tokens / seconds}
-    row["kernel"] = measured.kernels[config.attention.backend]
+    row["kernel"] = measured.kernels[work.attention.backend]
     peak = gpu().flops
     if peak is not None:
-        work = measured.tokens * config.model.flops_per_token(measured.pairs / measured.tokens)
-        row["mfu"] = work / seconds / peak
+        flops = measured.tokens * work.model.flops_per_token(measured.pairs / measured.tokens)
+        row["mfu"] = flops / seconds / peak
     return row
 
 
-def report(row: dict[str, Any], config: CompleteConfig) -> None:
-    """One point as a run of wandb, in runs/context-BACKEND-TOKENS, or the next free name."""
+def report(row: dict[str, Any], run: Run) -> None:
+    """Log one point as a run of wandb, in runs/context-BACKEND-TOKENS, or the next free name."""
     from longctx.runs import run_folder
     from longctx.runs.tracking import Tracker
 
     if "tokens_per_second" not in row:
         return
-    folder = run_folder.create(Path(config.runs), None, f"context-{row['backend']}-{row['tokens']}")
-    wanted: WandbConfig = replace(config.wandb, group=config.wandb.group or "context")
-    tracker = Tracker(folder, wanted)
+    folder = run_folder.create(
+        Path(run.config.runs), None, f"context-{row['backend']}-{row['tokens']}"
+    )
+    wandb = run.config.wandb
+    tracker = Tracker(folder, replace(wandb, group=wandb.group or "context"))
     tracker.log(
         {"step": 1, "tokens_seen": row["tokens"]}
         | {k: v for k, v in row.items() if isinstance(v, int | float)}
     )
-    facts = run_folder.plain(config) | {
-        key: row[key] for key in ("backend", "tokens", "kernel", "memory")
-    }
+    facts = run.settings() | {key: row[key] for key in ("backend", "tokens", "kernel", "memory")}
     if problem := tracker.start_wandb(facts | {"memory_policy": row["memory"]}):
         print(problem)
     tracker.finish(0)
 
 
-def gpu_memory() -> float:
-    """Bytes of this GPU."""
-    from longctx.training.fit import gpu
+def gpu() -> Chip:
+    """This machine's GPU, which `run` has checked to be there."""
+    from longctx.training.resolve import this_machine
 
-    return gpu().memory
+    chip = this_machine().gpu
+    assert chip is not None
+    return chip
 
 
-def said(row: dict[str, Any]) -> str:
+def outcome(row: dict[str, Any]) -> str:
     """Policy, speed and memory of a point, or why there is none."""
-    found = row.get("note")
+    text = row.get("note")
     if "tokens_per_second" in row:
-        found = f"{row['tokens_per_second']:,.0f} tokens/s, MFU {percent(row.get('mfu'))}, {row['memory_peak_gib']:.1f} GiB"
-    return f"memory={row['memory']}, {found}"
+        speed = f"{row['tokens_per_second']:,.0f} tokens/s, MFU {percent(row.get('mfu'))}"
+        text = f"{speed}, {row['memory_peak_gib']:.1f} GiB"
+    return f"memory={row['memory']}, {text}"
 
 
 def percent(share: float | None) -> str:
@@ -231,7 +233,7 @@ def percent(share: float | None) -> str:
     return "" if share is None else f"{share:.1%}"
 
 
-def plot(found: dict[str, Any], path: Path) -> None:
+def plot(result: dict[str, Any], path: Path) -> None:
     """Memory and tokens/s over length, a line per backend, the card's limit drawn in; hollow and
     dashed where predicted.
 
@@ -244,11 +246,10 @@ def plot(found: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (memory, speed) = plt.subplots(1, 2, figsize=(12, 4.6))
-    for color, (backend, best) in zip(
-        plt.get_cmap("tab10").colors, found["longest"].items(), strict=False
-    ):  # type: ignore[attr-defined]
+    for number, (backend, best) in enumerate(result["longest"].items()):
+        color = f"C{number}"
         rows = sorted(
-            (row for row in found["rows"] if row["backend"] == backend),
+            (row for row in result["rows"] if row["backend"] == backend),
             key=lambda row: int(row["tokens"]),
         )
         width = 2.4 if backend == "flash" else 1.5
@@ -289,13 +290,17 @@ def plot(found: dict[str, Any], path: Path) -> None:
                     ha="right",
                 )
     memory.axhline(
-        found["gpu_memory_gib"], color="0.3", linestyle="--", linewidth=1, label="the card's memory"
+        result["gpu_memory_gib"],
+        color="0.3",
+        linestyle="--",
+        linewidth=1,
+        label="the card's memory",
     )
     memory.set_ylabel("peak GiB")
     speed.set_ylabel("tokens/s")
     speed.set_yscale("log")
     ticks = sorted(
-        {row["tokens"] for row in found["rows"] if row["tokens"] & (row["tokens"] - 1) == 0}
+        {row["tokens"] for row in result["rows"] if row["tokens"] & (row["tokens"] - 1) == 0}
     )
     for axis in (memory, speed):
         axis.set_xscale("log", base=2)
@@ -304,11 +309,11 @@ def plot(found: dict[str, Any], path: Path) -> None:
         axis.grid(alpha=0.3)
     speed.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     speed.yaxis.set_minor_formatter(lambda value, _: "")
-    memory.set_ylim(0, 1.42 * found["gpu_memory_gib"])
+    memory.set_ylim(0, 1.42 * result["gpu_memory_gib"])
     memory.legend(fontsize=8, loc="upper left")
     figure.suptitle(
-        f"Training {found['parameters'] / 1e6:,.0f} million parameters on one {found['gpu']}: exact causal attention, "
-        "one document a row; hollow: predicted",
+        f"Training {result['parameters'] / 1e6:,.0f} million parameters on one {result['gpu']}: "
+        "exact causal attention, one document a row; hollow: predicted",
         fontsize=11,
     )
     figure.tight_layout()

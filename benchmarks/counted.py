@@ -92,7 +92,7 @@ def counted(
 def shared() -> list[dict[str, Any]]:
     """Shared memory of every kernel of ours that was compiled in this process."""
     package = importlib.import_module("longctx.kernels")
-    found = {}
+    kernels_by_key = {}
     for name in [module.name for module in pkgutil.iter_modules(package.__path__)]:
         module = sys.modules.get(f"longctx.kernels.{name}")
         for function in vars(module).values() if module else ():
@@ -100,8 +100,10 @@ def shared() -> list[dict[str, Any]]:
                 for compiled in cache[0].values():
                     meta = compiled.metadata
                     key = f"{name}: {meta.name}", meta.shared / 1024, meta.num_warps
-                    found[key] = dict(zip(("kernel", "shared_kib", "warps"), key, strict=True))
-    return list(found.values())
+                    kernels_by_key[key] = dict(
+                        zip(("kernel", "shared_kib", "warps"), key, strict=True)
+                    )
+    return list(kernels_by_key.values())
 
 
 if __name__ == "__main__":

@@ -18,13 +18,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from benchmarks.report import machine, save_figure, write_json
 from longctx import cli
+from longctx.config.fields import key
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -33,32 +34,21 @@ ROOT = Path(__file__).resolve().parents[1]
 class Options:
     """What `python -m benchmarks extension` takes."""
 
-    short: int = field(
-        default=2048, metadata={"help": "tokens that the small GPT is pretrained at"}
-    )
-    long: int = field(default=16384, metadata={"help": "tokens that it is extended to"})
-    layers: int = field(default=8, metadata={"help": "of the small GPT"})
-    channels: int = field(default=512, metadata={"help": "of the small GPT, with heads of 64"})
-    vocab: int = field(
-        default=16384, metadata={"help": "tokens of the vocabulary trained on the documents"}
-    )
-    steps: int = field(default=2500, metadata={"help": "of pretraining"})
-    tune_steps: int = field(default=1500, metadata={"help": "of fine-tuning"})
-    tokens: int = field(default=32768, metadata={"help": "of a step"})
-    documents: int = field(
-        default=12000,
-        metadata={"help": "generated documents of the short length; of the long, an eighth"},
-    )
-    samples: int = field(default=20, metadata={"help": "texts for each length, depth and kind"})
-    path: str = field(default="", metadata={"help": "text files instead of the embedded documents"})
-    device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
-    kernel: str = field(
-        default="auto", metadata={"help": "attention.options.kernel of the flash backend"}
-    )
-    seed: int = field(default=1, metadata={"help": "of weights and order"})
-    out: str = field(
-        default="extension", metadata={"help": "a new folder for runs, models and the result"}
-    )
+    short: int = key(2048, "tokens that the small GPT is pretrained at")
+    long: int = key(16384, "tokens that it is extended to")
+    layers: int = key(8, "of the small GPT")
+    channels: int = key(512, "of the small GPT, with heads of 64")
+    vocab: int = key(16384, "tokens of the vocabulary trained on the documents")
+    steps: int = key(2500, "of pretraining")
+    tune_steps: int = key(1500, "of fine-tuning")
+    tokens: int = key(32768, "of a step")
+    documents: int = key(12000, "generated documents of the short length; of the long, an eighth")
+    samples: int = key(20, "texts for each length, depth and kind")
+    path: str = key("", "text files instead of the embedded documents")
+    device: str = key("auto", "auto, cpu or cuda")
+    kernel: str = key("auto", "attention.options.kernel of the flash backend")
+    seed: int = key(1, "of weights and order")
+    out: str = key("extension", "a new folder for runs, models and the result")
 
 
 def run(options: Options, command: str) -> dict[str, Any]:
@@ -74,25 +64,24 @@ def run(options: Options, command: str) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     seconds: dict[str, float] = {}
-    for what, words in commands(options, out):
+    for what, arguments in commands(options, out):
         began = time.perf_counter()
-        print(f"\n$ python {' '.join(words)}", flush=True)
-        if subprocess.run([sys.executable, *words], cwd=ROOT, env=_environment()).returncode:
+        print(f"\n$ python {' '.join(arguments)}", flush=True)
+        if subprocess.run([sys.executable, *arguments], cwd=ROOT, env=_environment()).returncode:
             raise ValueError(f"{what} failed: see above")
         seconds[what] = seconds.get(what, 0.0) + time.perf_counter() - began
     began = time.perf_counter()
     measured = measure(options, out)
     seconds["measuring"] = time.perf_counter() - began
-    found = {"command": command, "versions": machine(), "options": vars(options)} | measured
-    found |= {"seconds": {key: round(x, 1) for key, x in seconds.items()}}
-    found["seconds"]["all"] = round(time.perf_counter() - started, 1)
-    write_json(out / "extension.json", found)
-    draw(found, out / "extension.png")
-    _print(found)
-    print(
-        f"\n{out / 'extension.png'}, {out / 'extension.json'}: {found['seconds']['all']:.0f} s in all"
-    )
-    return found
+    result = {"command": command, "versions": machine(), "options": vars(options)} | measured
+    result |= {"seconds": {key: round(x, 1) for key, x in seconds.items()}}
+    result["seconds"]["all"] = round(time.perf_counter() - started, 1)
+    write_json(out / "extension.json", result)
+    draw(result, out / "extension.png")
+    _print(result)
+    files = f"{out / 'extension.png'}, {out / 'extension.json'}"
+    print(f"\n{files}: {result['seconds']['all']:.0f} s in all")
+    return result
 
 
 def check(options: Options, out: Path) -> None:
@@ -101,12 +90,12 @@ def check(options: Options, out: Path) -> None:
         raise ValueError(f"long={options.long}: a multiple of short={options.short}")
     if options.path and not Path(options.path).exists():
         raise ValueError(f"path={options.path}: no such file or folder")
-    _, (_, *words) = next(commands(options, out))
-    cli.compose("train", cli.read("train", words).overrides)
+    _, (_, *overrides) = next(commands(options, out))
+    cli.compose("train", cli.read("train", overrides).overrides)
 
 
 def commands(options: Options, out: Path) -> Iterator[tuple[str, list[str]]]:
-    """What is run, each with its name, as words after `python`."""
+    """Name what is run, each with its arguments after `python`."""
     out, path = out.resolve(), Path(options.path).resolve()
     text = [f"data.mix.code.path={path}"] if options.path else ["data.mix.code.source=embedded"]
     filler = [f"data.mix.recall.path={path}"] if options.path else []
@@ -230,7 +219,7 @@ def _models(options: Options, out: Path, device: str) -> Iterator[tuple[str, Any
     yield "YaRN, fine-tuned", pretrained(out / "long", attention, device)
 
 
-def draw(found: dict[str, Any], path: Path) -> None:
+def draw(result: dict[str, Any], path: Path) -> None:
     """Write the picture: pass keys by length and depth before and after, and loss by position of
     all three.
     """
@@ -238,7 +227,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
     from longctx.evaluation.heatmap import panel
 
-    models = found["models"]
+    models = result["models"]
     names = list(models)
     figure = Figure(figsize=(13, 4), layout="constrained")
     for number, name in enumerate((names[0], names[2]), start=1):
@@ -259,7 +248,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
             label=name,
         )
     axes.axvline(
-        found["options"]["short"], color="grey", linestyle=":", label="length of pretraining"
+        result["options"]["short"], color="grey", linestyle=":", label="length of pretraining"
     )
     axes.set_xscale("log", base=2)
     lowest = min(row["loss"] for model in models.values() for row in model["by_position"])
@@ -272,17 +261,17 @@ def draw(found: dict[str, Any], path: Path) -> None:
     save_figure(figure, path)
 
 
-def _print(found: dict[str, Any]) -> None:
+def _print(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     view = Table(title="right answers over all depths (the worst depth)", title_justify="left")
     view.add_column("model")
-    first = next(iter(found["models"].values()))["recall"]
+    first = next(iter(result["models"].values()))["recall"]
     for kind, grid in first.items():
         for length in grid["lengths"]:
             view.add_column(f"{kind} {length:,}", justify="right")
-    for name, model in found["models"].items():
+    for name, model in result["models"].items():
         cells = [
             f"{sum(row) / len(row):.0%} ({min(row):.0%})"
             for grid in model["recall"].values()

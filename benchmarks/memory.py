@@ -2,7 +2,7 @@
 plan can be trusted.
 
 Every point is two steps, on packed documents, and a validation batch in a child process
-(`longctx.training.probe`), as many at a time as are predicted to fit beside one another: memory,
+(`longctx.training.dry_run`), as many at a time as are predicted to fit beside one another: memory,
 unlike time, is the same in company. The models are the presets with fewer layers. Most of a point
 is starting Python and compiling.
 """
@@ -16,15 +16,18 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.report import grid, machine, write_json
-from benchmarks.words import check_unused, training_config
-from longctx.config.train_config import CompleteConfig
+from benchmarks.words import check_unused, training_run
+from longctx.config.fields import key
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import predict
+
+if TYPE_CHECKING:
+    from longctx.training.run import Run
 
 TAKES_TRAINING_KEYS = True
 TAKEN = {
@@ -45,43 +48,36 @@ CONTEXT = 1.5 * GIB  # that a process takes besides its tensors
 class Options:
     """Every combination of these, then LoRA's; keys of train.py may follow and hold for all."""
 
-    models: tuple[str, ...] = field(default=("124m", "1b"), metadata={"help": "presets"})
-    layers: int = field(default=3, metadata={"help": "of each model"})
-    policies: tuple[str, ...] = field(
-        default=("fast", "balanced", "long"), metadata={"help": "memory="}
+    models: tuple[str, ...] = key(("124m", "1b"), "presets")
+    layers: int = key(3, "of each model")
+    policies: tuple[str, ...] = key(("fast", "balanced", "long"), "memory=")
+    backends: tuple[str, ...] = key(
+        ("flash", "flash:portable", "sdpa", "naive"),
+        "attention backends; BACKEND:KERNEL picks its kernel option",
     )
-    backends: tuple[str, ...] = field(
-        default=("flash", "flash:portable", "sdpa", "naive"),
-        metadata={"help": "attention backends; BACKEND:KERNEL picks its kernel option"},
+    lengths: tuple[int, ...] = key((8192, 65536), "tokens in a row")
+    long_lengths: tuple[int, ...] = key((16384, 262144), "those of memory=long")
+    naive_lengths: tuple[int, ...] = key((2048, 4096), "those of naive attention")
+    lora_models: tuple[str, ...] = key(
+        ("1b", "8b"), "presets trained by lora.rank=16 too, with the first backend"
     )
-    lengths: tuple[int, ...] = field(default=(8192, 65536), metadata={"help": "tokens in a row"})
-    long_lengths: tuple[int, ...] = field(
-        default=(16384, 262144), metadata={"help": "those of memory=long"}
-    )
-    naive_lengths: tuple[int, ...] = field(
-        default=(2048, 4096), metadata={"help": "those of naive attention"}
-    )
-    lora_models: tuple[str, ...] = field(
-        default=("1b", "8b"),
-        metadata={"help": "presets trained by lora.rank=16 too, with the first backend"},
-    )
-    accumulate: tuple[int, ...] = field(default=(2,), metadata={"help": "micro-batches of a step"})
-    parallel: int = field(default=8, metadata={"help": "processes at a time"})
-    minutes: float = field(default=10.0, metadata={"help": "points not begun by then are left out"})
-    out: str = field(default="results/memory", metadata={"help": "writes .json"})
+    accumulate: tuple[int, ...] = key((2,), "micro-batches of a step")
+    parallel: int = key(8, "processes at a time")
+    minutes: float = key(10.0, "points not begun by then are left out")
+    out: str = key("results/memory", "writes .json")
 
 
-def run(options: Options, command: str, words: list[str]) -> None:
+def run(options: Options, command: str, overrides: list[str]) -> None:
     """Measure, print predicted and measured of every point, write `out`.json."""
     import torch
 
-    check_unused(words, TAKEN)
+    check_unused(overrides, TAKEN)
     if not torch.cuda.is_available():
         raise ValueError("bench memory measures a GPU's memory and there is no CUDA GPU here")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")  # of each process
-    configs = list(combinations(options, words))
+    points = list(combinations(options, overrides))
     rows: list[dict[str, Any]] = []
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "command": command,
         **machine(),
         "options": asdict(options),
@@ -90,11 +86,9 @@ def run(options: Options, command: str, words: list[str]) -> None:
     with ThreadPoolExecutor(options.parallel) as pool:
         end = time.monotonic() + 60 * options.minutes
         room = Room(0.95 * float(torch.cuda.mem_get_info()[0]))
-        for row in pool.map(lambda config: point(config, end, room), configs):
+        for row in pool.map(lambda one: point(one[0], one[1], end, room), points):
             rows += [row] if row else []
-            write_json(
-                Path(f"{options.out}.json"), found
-            )  # what is known so far outlives an interruption
+            write_json(Path(f"{options.out}.json"), result)  # an interruption loses no row
     errors = sorted(abs(row["error"]) for row in rows if row["error"] is not None)
     shown = (
         "model",
@@ -116,19 +110,19 @@ def run(options: Options, command: str, words: list[str]) -> None:
     )
     within = sum(error <= 0.03 for error in errors)
     print(f"{within} of {len(errors)} within 3%, the worst {max(errors, default=0.0):.1%}")
-    write_json(Path(f"{options.out}.json"), found | {"within_3_percent": within})
+    write_json(Path(f"{options.out}.json"), result | {"within_3_percent": within})
     print(f"wrote {options.out}.json")
 
 
-def combinations(options: Options, words: list[str]) -> list[tuple[str, CompleteConfig]]:
-    """Name and configuration of every point."""
-    found = []
-    kinds = [(model, word, "") for model in options.models for word in options.backends]
+def combinations(options: Options, overrides: list[str]) -> list[tuple[str, Run]]:
+    """Model preset and run of every point."""
+    points = []
+    kinds = [(model, backend, "") for model in options.models for backend in options.backends]
     kinds += [(model, options.backends[0], "lora.rank=16") for model in options.lora_models]
-    for (model, word, lora), policy, accumulate in itertools.product(
+    for (model, backend_and_kernel, lora), policy, accumulate in itertools.product(
         kinds, options.policies, options.accumulate
     ):
-        backend, _, kernel = word.partition(":")
+        backend, _, kernel = backend_and_kernel.partition(":")
         chosen = [
             f"model={model}",
             f"model.layers={options.layers}",
@@ -139,12 +133,10 @@ def combinations(options: Options, words: list[str]) -> list[tuple[str, Complete
         chosen += [lora] if lora else []
         lengths = options.long_lengths if policy == "long" else options.lengths
         for length in options.naive_lengths if backend == "naive" else lengths:
-            config = training_config(
-                [*chosen, f"seq_len={length}", "batch_size=1", f"accumulate={accumulate}", *words],
-                "cuda",
-            )
-            found.append((model, replace(config, val_rows=1)))
-    return found
+            rows = [f"seq_len={length}", "batch_size=1", f"accumulate={accumulate}"]
+            run = training_run([*chosen, *rows, *overrides], "cuda")
+            points.append((model, replace(run, val_rows=1)))
+    return points
 
 
 class Room:
@@ -168,30 +160,30 @@ class Room:
                 self.changed.notify_all()
 
 
-def point(named: tuple[str, CompleteConfig], end: float, room: Room) -> dict[str, Any] | None:
+def point(model: str, run: Run, end: float, room: Room) -> dict[str, Any] | None:
     """One row: the prediction, the measurement, and how far apart they are; None where the clock is
     past `end`.
     """
-    from longctx.training.probe import in_child
+    from longctx.training.child import dry_run_in_child
 
-    model, config = named
-    predicted = predict(config)
+    work = run.workload
+    predicted = predict(work)
     with room.taken(1.05 * predicted.peak + CONTEXT):
         if time.monotonic() > end:
             return None
-        measured = in_child(config, "cuda", 2, DOCUMENT, True, SECONDS)
+        measured = dry_run_in_child(run, 2, DOCUMENT, True, SECONDS)
     peak = measured.memory.get("memory_peak_gib")
-    kernel = config.attention.options.get("kernel", "auto")
+    kernel = work.attention.options.get("kernel", "auto")
     error = None if measured.failed or not peak else predicted.peak / GIB / peak - 1
     row = {
         "model": model,
-        "layers": config.model.layers,
-        "lora": config.lora.rank,
-        "memory": config.memory.policy,
-        "backend": config.attention.backend + ("" if kernel == "auto" else f":{kernel}"),
-        "kernel": measured.kernels.get(config.attention.backend),
-        "tokens": config.seq_len,
-        "accumulate": config.accumulate,
+        "layers": work.model.layers,
+        "lora": work.lora.rank,
+        "memory": work.memory.policy,
+        "backend": work.attention.backend + ("" if kernel == "auto" else f":{kernel}"),
+        "kernel": measured.kernels.get(work.attention.backend),
+        "tokens": work.seq_len,
+        "accumulate": work.accumulate,
         "predicted_gib": predicted.peak / GIB,
         "measured_gib": peak,
         "moment": predicted.moment,
@@ -200,11 +192,9 @@ def point(named: tuple[str, CompleteConfig], end: float, room: Room) -> dict[str
         "failed": measured.failed,
         "error": error,
     }
-    lora = " lora" if config.lora.rank else ""
-    print(
-        f"{model}{lora} {row['memory']} {row['backend']} {config.seq_len}: {off(error) or measured.failed}",
-        flush=True,
-    )
+    lora = " lora" if work.lora.rank else ""
+    name = f"{model}{lora} {row['memory']} {row['backend']} {work.seq_len}"
+    print(f"{name}: {off(error) or measured.failed}", flush=True)
     return row
 
 

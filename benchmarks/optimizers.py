@@ -11,19 +11,20 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.report import grid, machine, save_figure, write_json
 from benchmarks.words import check_unused
 from longctx import cli
+from longctx.config.fields import key
 from longctx.runs import run_folder
 
 TAKES_TRAINING_KEYS = True
 ROOT = Path(__file__).resolve().parents[1]
 TAKEN = {"optimizer": "use optimizers=", "lr": "use rates=", "max_steps": "use steps="} | {
-    key: "it is one of the benchmark's own" for key in ("max_tokens", "name", "resume")
+    name: "it is one of the benchmark's own" for name in ("max_tokens", "name", "resume")
 }
 COLUMNS = (
     "optimizer",
@@ -40,33 +41,26 @@ COLUMNS = (
 class Options:
     """Which runs; every key of train.py may follow, such as model=124m seq_len=4096."""
 
-    optimizers: tuple[str, ...] = field(
-        default=("adamw", "muon"), metadata={"help": "names that optimizer= may have"}
-    )
-    rates: tuple[float, ...] = field(
-        default=(0.001, 0.002, 0.004), metadata={"help": "peak learning rates of each"}
-    )
-    steps: int = field(default=600, metadata={"help": "of each run"})
-    val_every: int = field(default=20, metadata={"help": "steps between validations"})
-    runs: str = field(default="runs/optimizers", metadata={"help": "folder of the runs"})
-    out: str = field(
-        default="results/optimizers.json", metadata={"help": "file of the result; the .png beside"}
-    )
+    optimizers: tuple[str, ...] = key(("adamw", "muon"), "names that optimizer= may have")
+    rates: tuple[float, ...] = key((0.001, 0.002, 0.004), "peak learning rates of each")
+    steps: int = key(600, "of each run")
+    val_every: int = key(20, "steps between validations")
+    runs: str = key("runs/optimizers", "folder of the runs")
+    out: str = key("results/optimizers.json", "file of the result; the .png beside")
 
 
-def run(options: Options, command: str, words: list[str]) -> None:
+def run(options: Options, command: str, overrides: list[str]) -> None:
     """Train every pair, print the table and write it; ValueError where no run of one ends well."""
-    check_unused(words, TAKEN)
+    check_unused(overrides, TAKEN)
     for name in options.optimizers:
-        if name not in cli.presets("optimizer"):
-            known = ", ".join(sorted(cli.presets("optimizer")))
+        if name not in cli.names("optimizer"):
+            known = ", ".join(sorted(cli.names("optimizer")))
             raise ValueError(f"optimizers={name}: choose from {known}")
     pairs = [(name, rate) for name in options.optimizers for rate in options.rates]
     for name, rate in pairs:
-        cli.compose(
-            "train", cli.read_words("train", overrides(options, name, rate, words)).overrides
-        )
-    rows = [trained(options, name, rate, words) for name, rate in pairs]
+        arguments = cli.read("train", of_run(options, name, rate, overrides))
+        cli.compose("train", arguments.overrides)
+    rows = [trained(options, name, rate, overrides) for name, rate in pairs]
     target = shared_target(rows)
     for row in rows:
         row["tokens_to_target"] = tokens_to(row["validations"], target)
@@ -85,19 +79,19 @@ def run(options: Options, command: str, words: list[str]) -> None:
     print(f"{out}, {out.with_suffix('.png')}")
 
 
-def overrides(options: Options, name: str, rate: float, words: list[str]) -> list[str]:
+def of_run(options: Options, name: str, rate: float, overrides: list[str]) -> list[str]:
     """The overrides of train.py for one run."""
     own = [f"optimizer={name}", f"lr={rate}", f"name={name}-lr{rate}", f"runs={options.runs}"]
     own += [f"max_steps={options.steps}", f"val_every={options.val_every}", "wandb.mode=disabled"]
-    return [*words, *own]
+    return [*overrides, *own]
 
 
-def trained(options: Options, name: str, rate: float, words: list[str]) -> dict[str, Any]:
+def trained(options: Options, name: str, rate: float, overrides: list[str]) -> dict[str, Any]:
     """What one run measured, trained in a child process unless it is there already."""
     folder = Path(options.runs) / f"{name}-lr{rate}"
     row: dict[str, Any] = {"optimizer": name, "lr": rate}
     if not validations(folder, options.steps):
-        command = [sys.executable, str(ROOT / "train.py"), *overrides(options, name, rate, words)]
+        command = [sys.executable, str(ROOT / "train.py"), *of_run(options, name, rate, overrides)]
         print(f"\n$ python train.py {' '.join(command[2:])}", flush=True)
         code = subprocess.run(command).returncode
         if code in (2, 130):  # a mistake, which the child has told; Ctrl-C
@@ -109,9 +103,10 @@ def trained(options: Options, name: str, rate: float, words: list[str]) -> dict[
     measured = run_folder.read_metrics(folder)
     row["validations"] = validations(folder, options.steps)
     row["last_loss"] = row["validations"][-1][1] if row["validations"] else None
-    for key in ("ms_per_step", "optimizer_ms"):
-        values = [x[key] for x in measured[len(measured) // 4 :] if x.get(key) is not None]
-        row[key] = statistics.median(values) if values else None
+    for column in ("ms_per_step", "optimizer_ms"):
+        later = measured[len(measured) // 4 :]
+        values = [x[column] for x in later if x.get(column) is not None]
+        row[column] = statistics.median(values) if values else None
     return row
 
 

@@ -11,17 +11,21 @@ memory is a row of the table. Rows are one document each.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.report import grid, machine, save_figure, write_json
 from benchmarks.step import short
-from benchmarks.words import check_unused, training_config
-from longctx.config.train_config import CompleteConfig
+from benchmarks.words import check_unused, decided, training_run
+from longctx.config.fields import key
 from longctx.planner import fitting
+
+if TYPE_CHECKING:
+    from longctx.planner.hardware import Chip
+    from longctx.training.run import Run
 
 TAKES_TRAINING_KEYS = True
 PEERS = ("longctx", "longctx-bare", "longctx-sdpa", "nanogpt", "transformers", "transformers-liger")
@@ -31,9 +35,8 @@ PINNED = [
 ]  # longctx-sdpa: torch's FlashAttention-2
 TAKEN = {"seq_len": "use lengths=", "batch_size": "use step_tokens=", "devices": "one is compared"}
 WARM = 3
-TIMED_SECONDS = (
-    15.0  # as many steps are timed as longctx is predicted to do in this time, `steps` at most
-)
+# As many steps are timed as longctx is predicted to do in this time, `steps` at most.
+TIMED_SECONDS = 15.0
 SMALL = 500e6  # parameters; below, a step has 65,536 tokens, else 16,384
 SHOWN = (
     "tokens",
@@ -52,65 +55,49 @@ SHOWN = (
 class Options:
     """Whom to measure, and where; keys of train.py may follow, such as model=1b or lora.rank=16."""
 
-    peers: tuple[str, ...] = field(
-        default=PEERS, metadata={"help": "in this order at every length"}
+    peers: tuple[str, ...] = key(PEERS, "in this order at every length")
+    lengths: tuple[int, ...] = key((4096, 16384, 65536), "tokens in a row")
+    step_tokens: str = key(
+        "auto", "tokens in a step, one row at least; auto: 65536, 16384 for large models"
     )
-    lengths: tuple[int, ...] = field(
-        default=(4096, 16384, 65536), metadata={"help": "tokens in a row"}
+    nanogpt: str = key("", "folder of nanoGPT's model.py, which is run as it is")
+    checkpointing: str = key(
+        "auto", "transformers: always|never|auto: only where memory runs out without"
     )
-    step_tokens: str = field(
-        default="auto",
-        metadata={
-            "help": "tokens in a step, one row at least; auto: 65536, 16384 for large models"
-        },
-    )
-    nanogpt: str = field(
-        default="", metadata={"help": "folder of nanoGPT's model.py, which is run as it is"}
-    )
-    checkpointing: str = field(
-        default="auto",
-        metadata={"help": "transformers: always|never|auto: only where memory runs out without"},
-    )
-    steps: int = field(
-        default=5,
-        metadata={"help": "timed steps, after 3 warm ones; fewer where they take seconds"},
-    )
-    seconds: float = field(default=300.0, metadata={"help": "a point is ended after that"})
-    minutes: float = field(default=60.0, metadata={"help": "points not begun by then are left out"})
-    out: str = field(default="results/peers", metadata={"help": "writes .json and .png"})
+    steps: int = key(5, "timed steps, after 3 warm ones; fewer where they take seconds")
+    seconds: float = key(300.0, "a point is ended after that")
+    minutes: float = key(60.0, "points not begun by then are left out")
+    out: str = key("results/peers", "writes .json and .png")
 
 
-def run(options: Options, command: str, words: list[str]) -> None:
+def run(options: Options, command: str, overrides: list[str]) -> None:
     """Measure every peer at every length, print, write `out`.json and `out`.png."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    check(options, words)
-    configs = {n: shaped(options, words, n, device) for n in options.lengths}
+    check(options, overrides)
+    runs = {n: shaped(options, overrides, n, device) for n in options.lengths}
     end = time.monotonic() + 60 * options.minutes
     rows: list[dict[str, Any]] = []
-    first = next(iter(configs.values()))
-    found = {
+    first = next(iter(runs.values()))
+    result = {
         "command": command,
         **machine(),
         "options": asdict(options),
-        "parameters": first.model.parameters(),
-        "precision": first.precision,
-        "clip": first.clip,
+        "parameters": first.workload.model.parameters(),
+        "precision": first.workload.precision,
+        "clip": first.config.clip,
         "rows": rows,
     }
     for tokens in options.lengths:
         here: list[dict[str, Any]] = []
         for peer in options.peers:
-            print(
-                f"{configs[tokens].rows_per_step} × {tokens:,} tokens, {peer}:", end=" ", flush=True
-            )
-            here.append(point(peer, configs[tokens], options, words, rows, end, device))
+            count = runs[tokens].workload.rows_per_step
+            print(f"{count} × {tokens:,} tokens, {peer}:", end=" ", flush=True)
+            here.append(point(peer, runs[tokens], options, overrides, rows, end))
             rows.append(here[-1])
-            print(said(rows[-1]), flush=True)
-            write_json(
-                Path(f"{options.out}.json"), found
-            )  # what is known so far outlives an interruption
+            print(outcome(rows[-1]), flush=True)
+            write_json(Path(f"{options.out}.json"), result)  # an interruption loses no point
         ours = next(
             (r["tokens_per_second"] for r in here if r["peer"] == "longctx" and "ms" in r), None
         )
@@ -122,16 +109,17 @@ def run(options: Options, command: str, words: list[str]) -> None:
         for r in rows
     ]
     grid(
-        "Whole training steps; mfu: visible pairs; mfu 6n: (6 parameters + 6 layers × channels × tokens in a row) a token",
+        "Whole training steps; mfu: visible pairs; "
+        "mfu 6n: (6 parameters + 6 layers × channels × tokens in a row) a token",
         SHOWN,
         percents,
     )
-    write_json(Path(f"{options.out}.json"), found)
-    plot(found, Path(f"{options.out}.png"))
+    write_json(Path(f"{options.out}.json"), result)
+    plot(result, Path(f"{options.out}.png"))
     print(f"wrote {options.out}.json and {options.out}.png")
 
 
-def check(options: Options, words: list[str]) -> None:
+def check(options: Options, overrides: list[str]) -> None:
     """Raise ValueError for what no point could be measured with."""
     for peer in options.peers:
         if peer not in PEERS:
@@ -146,70 +134,73 @@ def check(options: Options, words: list[str]) -> None:
         raise ValueError(
             f"nanogpt={options.nanogpt}: no model.py there; give the folder of nanoGPT's source"
         )
-    check_unused(words, TAKEN)
+    check_unused(overrides, TAKEN)
 
 
-def shaped(options: Options, words: list[str], tokens: int, device: str) -> CompleteConfig:
-    """longctx's configuration for rows of `tokens`; ValueError where the rows of a step are no
+def shaped(options: Options, overrides: list[str], tokens: int, device: str) -> Run:
+    """longctx's run with rows of `tokens`; ValueError where the rows of a step are no
     whole micro-batches.
     """
-    config = training_config([*words, f"seq_len={tokens}", "batch_size=1"], device)
-    if config.model.window is not None:
+    run = training_run([*overrides, f"seq_len={tokens}", "batch_size=1"], device)
+    model = run.workload.model
+    if model.window is not None:
         raise ValueError(
-            f"model.window={config.model.window}: bench peers compares whole causal attention; leave it out"
+            f"model.window={model.window}: bench peers compares whole causal attention; "
+            "leave it out"
         )
-    said = any(word.partition("=")[0] == "accumulate" for word in words)
-    small = config.model.parameters() < SMALL
+    small = model.parameters() < SMALL
     wanted = (
         (65536 if small else 16384) if options.step_tokens == "auto" else int(options.step_tokens)
     )
-    rows, micro = max(1, wanted // tokens), config.accumulate if said else 1
+    rows, micro = max(1, wanted // tokens), run.config.accumulate or 1
     if rows % micro:
         raise ValueError(
             f"accumulate={micro}: does not divide the {rows} rows of {tokens:,} tokens in a step"
         )
-    return replace(config, batch_size=rows // micro, accumulate=micro)
+    workload = replace(run.workload, batch_size=rows // micro, accumulate=micro)
+    return replace(run, workload=workload)
 
 
 def point(
     peer: str,
-    config: CompleteConfig,
+    run: Run,
     options: Options,
-    words: list[str],
+    overrides: list[str],
     before: list[dict[str, Any]],
     end: float,
-    device: str,
 ) -> dict[str, Any]:
     """One row; where there is no speed, `how` says why."""
-    row: dict[str, Any] = {"peer": peer, "tokens": config.seq_len, "rows": config.rows_per_step}
+    work = run.workload
+    row: dict[str, Any] = {"peer": peer, "tokens": work.seq_len, "rows": work.rows_per_step}
     if time.monotonic() >= end:
         return row | {"how": f"skipped: {options.minutes:g} minutes were over"}
-    if reason := missing(peer, config, options, device):
+    if reason := missing(peer, run, options):
         return row | {"how": f"skipped: {reason}"}
     limit = min(options.seconds, end - time.monotonic())
     try:
         if peer in ("longctx", "longctx-sdpa"):
-            found = of_longctx(peer, config, options, words, limit, device)
+            measured = of_longctx(peer, run, options, overrides, limit)
         else:
             full = [r for r in before if r["peer"] == peer and r.get("full_without")]
-            found = of_other(peer, config, options, full, limit, device)
+            measured = of_other(peer, run, options, full, limit)
     # such as a backend that cannot run here, a model that transformers has no class for
     except ValueError as error:
         return row | {"how": f"skipped: {error}"}
-    row |= found
+    row |= measured
     if "ms" not in row:
         return row
-    seconds, step = median(row["ms"]) / 1000, config.rows_per_step * config.seq_len
-    row |= {"tokens_per_second": step / seconds}
-    return row | utilization(config, row["tokens_per_second"], row["parameters"], device)
+    seconds = median(row["ms"]) / 1000
+    row |= {"tokens_per_second": work.tokens_per_step / seconds}
+    return row | utilization(run, row["tokens_per_second"], row["parameters"])
 
 
-def missing(peer: str, config: CompleteConfig, options: Options, device: str) -> str | None:
+def missing(peer: str, run: Run, options: Options) -> str | None:
     """Why `peer` cannot be measured, or None: a package, a folder, or a kind of model that it has
     not.
     """
-    model, lora = config.model, config.lora.rank is not None
-    if peer == "longctx-bare" and config.accumulate > 1:
+    work = run.workload
+    model, lora = work.model, work.lora.rank is not None
+    if peer == "longctx-bare" and work.accumulate > 1:
         return "a bare step is one micro-batch; leave accumulate out"
     if peer == "nanogpt":
         own = 12 * model.layers * model.channels**2 + (model.vocab_size or 0) * model.channels
@@ -222,13 +213,16 @@ def missing(peer: str, config: CompleteConfig, options: Options, device: str) ->
             or not model.tied
             or abs(own / model.matmul_parameters() - 1) > 0.02
         ):
-            return "nanoGPT has no model of this shape: as many kv_heads as heads, tied, ffn = 8/3 channels"
+            return (
+                "nanoGPT has no model of this shape: as many kv_heads as heads, tied, "
+                "ffn = 8/3 channels"
+            )
     needed = []
     if peer.startswith("transformers"):
         needed = ["transformers"] + (["peft"] if lora else [])
     if peer == "transformers-liger":
         needed.append("liger-kernel")
-        if device != "cuda":
+        if work.device != "cuda":
             return "Liger's kernels need a GPU"
         if model.qk_norm or model.qkv_bias or model.nope_layers:
             return (
@@ -243,28 +237,34 @@ def missing(peer: str, config: CompleteConfig, options: Options, device: str) ->
 
 
 def of_longctx(
-    peer: str, asked: CompleteConfig, options: Options, words: list[str], limit: float, device: str
+    peer: str, run: Run, options: Options, overrides: list[str], limit: float
 ) -> dict[str, Any]:
-    """Steps of longctx, its memory policy the one that a run would choose."""
-    from longctx.training.fit import check_attention, decide_memory
-    from longctx.training.probe import in_child
+    """Measure steps of longctx, its memory policy the one that a run would choose."""
+    from longctx.training.child import dry_run_in_child
+    from longctx.training.resolve import check_attention
 
     if peer == "longctx-sdpa":
-        others = [word for word in words if not word.startswith("attention")]
-        pinned = training_config([*others, *PINNED, f"seq_len={asked.seq_len}"], device)
-        asked = replace(asked, attention=pinned.attention)
-    check_attention(asked, device)
-    config = decide_memory(asked, asked, device)
-    warm, timed = steps_of(config, options, device)
-    measured = in_child(config, device, warm + timed, None, False, limit)
-    how = f"memory={config.memory.policy}"
+        others = [one for one in overrides if not one.startswith("attention")]
+        seq_len = f"seq_len={run.workload.seq_len}"
+        chosen = training_run([*others, *PINNED, seq_len], run.workload.device).workload.attention
+        run = replace(
+            run,
+            config=replace(run.config, attention=chosen),
+            workload=replace(run.workload, attention=chosen),
+        )
+    check_attention(run.config, run.workload.model, run.workload.device)
+    run = decided(run)
+    work = run.workload
+    warm, timed = steps_of(run, options)
+    measured = dry_run_in_child(run, warm + timed, None, False, limit)
+    how = f"memory={work.memory.policy}"
     if measured.failed is not None:
         return measured.memory | {"how": f"{measured.failed} ({how})"}
-    kernel = measured.kernels[config.attention.backend]
-    added = config.lora.parameters(config.model)
+    kernel = measured.kernels[work.attention.backend]
+    added = work.lora.parameters(work.model)
     return measured.memory | {
         "ms": measured.ms[warm:],
-        "parameters": config.model.parameters() + added,
+        "parameters": work.model.parameters() + added,
         "attention": kernel,
         "how": f"{kernel}, {how}",
     }
@@ -272,112 +272,109 @@ def of_longctx(
 
 def of_other(
     peer: str,
-    config: CompleteConfig,
+    run: Run,
     options: Options,
     full: list[dict[str, Any]],
     limit: float,
-    device: str,
 ) -> dict[str, Any]:
-    """Steps of another trainer; transformers' without gradient checkpointing first unless `full`,
-    rows so far, tell that memory ran out with no more tokens.
-    """
-    from longctx.training.fit import decide_memory
-    from longctx.training.probe import OUT_OF_MEMORY, child
+    """Measure steps of another trainer, transformers' first without gradient checkpointing.
 
+    That is left out where `full`, rows so far, tell that memory ran out with no more tokens.
+    """
     from benchmarks.trainers import Job
     from longctx.model.export import architecture
-    from longctx.runs import run_folder
+    from longctx.training.child import OUT_OF_MEMORY, in_child
     from longctx.training.learning_rate import learning_rate
 
     bare = peer == "longctx-bare"
-    config = decide_memory(config, config, device) if bare else config
-    warm, timed = steps_of(config, options, device)
-    config = replace(config, max_steps=warm + timed)
+    run = decided(run) if bare else run
+    warm, timed = steps_of(run, options)
+    run = replace(run, max_steps=warm + timed)
+    work, config = run.workload, run.config
     job = Job(
         trainer=peer,
-        model=asdict(config.model),
-        lora=asdict(config.lora),
-        rows=config.rows_per_step,
-        tokens=config.seq_len,
+        model=asdict(work.model),
+        lora=asdict(work.lora),
+        rows=work.rows_per_step,
+        tokens=work.seq_len,
         warm=warm,
         timed=timed,
-        device=device,
-        bf16=config.precision == "bf16",
-        lrs=[learning_rate(n, config) for n in range(warm + timed)],
+        device=work.device,
+        bf16=work.precision == "bf16",
+        lrs=[learning_rate(n, run) for n in range(warm + timed)],
         betas=config.betas,
         weight_decay=config.weight_decay,
         clip=config.clip,
         folder=options.nanogpt,
-        config=run_folder.plain(config) if bare else {},
+        settings=run.settings() if bare else {},
     )
     ways = {"always": [True], "never": [False], "auto": [False, True]}[options.checkpointing]
     if bare or peer == "nanogpt":
         ways = [False]
     else:
-        architecture(
-            config.model, config.seq_len
-        )  # ValueError where transformers has no such model
+        architecture(work.model, work.seq_len)  # ValueError where transformers has no such model
         if any(r["rows"] * r["tokens"] <= job.rows * job.tokens for r in full):
             ways = [way for way in ways if way] or ways
-    found: dict[str, Any] = {}
-    kept: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
+    ran_out: dict[str, Any] = {}  # that memory did without gradient checkpointing
     start = time.monotonic()
     for checkpointing in ways:
         left = max(1.0, limit - (time.monotonic() - start))
-        answer = child(
-            "benchmarks.trainers", asdict(replace(job, checkpointing=checkpointing)), left
-        )
-        found = {"failed": answer} if isinstance(answer, str) else answer
-        with_it = ", gradient checkpointing" if checkpointing else ""
-        if found["failed"] is None:
+        request = asdict(replace(job, checkpointing=checkpointing))
+        answer = in_child("benchmarks.trainers", request, left)
+        measured = {"failed": answer} if isinstance(answer, str) else answer
+        if measured["failed"] is None:
             break
-        kept = (
-            {"full_without": True}
-            if not checkpointing and found["failed"].startswith(OUT_OF_MEMORY)
-            else kept
-        )
-        if not kept:
+        if not checkpointing and measured["failed"].startswith(OUT_OF_MEMORY):
+            ran_out = {"full_without": True}
+        if not ran_out:
             break
-    failed = found.pop("failed")
+    failed = measured.pop("failed")
     if failed is not None:
-        found.pop("ms", None)
-        return found | kept | {"how": f"{failed}{with_it and ' with gradient checkpointing'}"}
-    return found | kept | {"how": f"{found['attention']}{with_it}"}
+        measured.pop("ms", None)
+        with_it = " with gradient checkpointing" if checkpointing else ""
+        return measured | ran_out | {"how": f"{failed}{with_it}"}
+    with_it = ", gradient checkpointing" if checkpointing else ""
+    return measured | ran_out | {"how": f"{measured['attention']}{with_it}"}
 
 
-def steps_of(config: CompleteConfig, options: Options, device: str) -> tuple[int, int]:
-    """Steps before the timed ones, and those; where steps are long, one before is enough to
-    compile, and few are timed.
+def steps_of(run: Run, options: Options) -> tuple[int, int]:
+    """Count the steps before the timed ones, and those.
+
+    Where steps are long, one before is enough to compile, and few are timed.
     """
-    from longctx.training.fit import gpu
-
-    typical = fitting.with_policy(config, "balanced") if config.memory.policy == "auto" else config
-    expected = fitting.seconds(typical, gpu()) if device == "cuda" else None
+    work, chip = run.workload, gpu_of(run)
+    typical = fitting.with_policy(work, "balanced") if work.memory.policy == "auto" else work
+    expected = fitting.seconds(typical, chip) if chip is not None else None
     each = expected.total if expected else 0.0
     timed = max(1, min(options.steps, int(TIMED_SECONDS / each))) if each else options.steps
     return (WARM if timed > 2 else 1), timed
 
 
-def utilization(
-    config: CompleteConfig, tokens_per_second: float, parameters: int, device: str
-) -> dict[str, Any]:
-    """`mfu` with visible pairs and without weights that rest, and the usual `mfu_6n` where all
-    weights are trained.
-    """
-    from longctx.training.fit import gpu
+def gpu_of(run: Run) -> Chip | None:
+    """The GPU that `run` is on; None on a CPU."""
+    from longctx.training.resolve import this_machine
 
-    peak = gpu().flops if device == "cuda" else None
+    return this_machine().gpu if run.workload.device == "cuda" else None
+
+
+def utilization(run: Run, tokens_per_second: float, parameters: int) -> dict[str, Any]:
+    """`mfu` with visible pairs and without frozen weights.
+
+    Where all weights are trained the usual `mfu_6n` too.
+    """
+    chip, work = gpu_of(run), run.workload
+    peak = chip.flops if chip is not None else None
     if peak is None:
         return {}
-    model, added = config.model, config.lora.parameters(config.model)
-    found = {
-        "mfu": model.flops_per_token((config.seq_len + 1) / 2, added) * tokens_per_second / peak
-    }
-    usual = 6 * parameters + 6 * model.layers * model.channels * config.seq_len
-    return found if added else found | {"mfu_6n": usual * tokens_per_second / peak}
+    model, added = work.model, work.lora.parameters(work.model)
+    per_token = model.flops_per_token((work.seq_len + 1) / 2, added)
+    shares = {"mfu": per_token * tokens_per_second / peak}
+    usual = 6 * parameters + 6 * model.layers * model.channels * work.seq_len
+    return shares if added else shares | {"mfu_6n": usual * tokens_per_second / peak}
 
 
-def said(row: dict[str, Any]) -> str:
+def outcome(row: dict[str, Any]) -> str:
     """The speed of a row, or why there is none."""
     return (
         f"{row['tokens_per_second']:,.0f} tokens/s ({row['how']})"
@@ -386,7 +383,7 @@ def said(row: dict[str, Any]) -> str:
     )
 
 
-def plot(found: dict[str, Any], path: Path) -> None:
+def plot(result: dict[str, Any], path: Path) -> None:
     """Tokens/s and peak memory, a bar per peer in a group per length; over each bar how many times
     as fast longctx is.
     """
@@ -396,26 +393,26 @@ def plot(found: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.6))
-    rows, lengths = found["rows"], list(found["options"]["lengths"])
+    rows, lengths = result["rows"], list(result["options"]["lengths"])
     peers = [
         peer
-        for peer in found["options"]["peers"]
+        for peer in result["options"]["peers"]
         if any(r["peer"] == peer and "ms" in r for r in rows)
     ]
-    for axis, key, label in (
+    for axis, column, label in (
         (axes[0], "tokens_per_second", "tokens/s"),
         (axes[1], "memory_peak_gib", "peak GiB"),
     ):
         for n, peer in enumerate(peers):
-            shown = [r for r in rows if r["peer"] == peer and "ms" in r and key in r]
+            shown = [r for r in rows if r["peer"] == peer and "ms" in r and column in r]
             places = [
                 lengths.index(r["tokens"]) + 0.8 * ((n + 0.5) / len(peers) - 0.5) for r in shown
             ]
-            bars = axis.bar(places, [r[key] for r in shown], width=0.75 / len(peers), label=peer)
+            bars = axis.bar(places, [r[column] for r in shown], width=0.75 / len(peers), label=peer)
             ratios = [
                 f"{r['longctx_over_it']:.2f}×" if "longctx_over_it" in r else "" for r in shown
             ]
-            if key == "tokens_per_second":
+            if column == "tokens_per_second":
                 axis.bar_label(bars, ratios, fontsize=7)
         axis.set_xticks(range(len(lengths)), [short(tokens) for tokens in lengths])
         axis.set_xlabel("tokens in a row")
@@ -423,9 +420,10 @@ def plot(found: dict[str, Any], path: Path) -> None:
         axis.grid(alpha=0.3, axis="y")
     if peers:
         axes[0].legend(fontsize=8)
-    where = found["gpu"] if found["gpu"] != "none" else "a CPU"
+    where = result["gpu"] if result["gpu"] != "none" else "a CPU"
     figure.suptitle(
-        f"Training {found['parameters'] / 1e6:,.0f} million parameters on {where}; over a bar: longctx's speed over it",
+        f"Training {result['parameters'] / 1e6:,.0f} million parameters on {where}; "
+        "over a bar: longctx's speed over it",
         fontsize=11,
     )
     figure.tight_layout()

@@ -49,10 +49,10 @@ def table(rows: list[dict[str, Any]], title: str) -> None:
     Console(width=150).print(shown)
 
 
-def write_json(path: Path, found: dict[str, Any]) -> None:
-    """Write `found` whole or not at all."""
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_text(path, json.dumps(found, indent=1) + "\n")
+    files.write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def save_figure(figure: Any, path: Path) -> None:

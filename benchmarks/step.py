@@ -14,14 +14,18 @@ import itertools
 import json
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.report import grid, machine, save_figure, write_json
 from benchmarks.trace import ATTENTION, IDLE, MATRICES, OTHER, PARTS, marked, time_by_part
-from benchmarks.words import check_backends, check_unused, request, training_config
+from benchmarks.words import check_backends, check_unused, decided, training_run
+from longctx.config.fields import key
+
+if TYPE_CHECKING:
+    from longctx.training.run import Run
 
 TAKES_TRAINING_KEYS = True
 WARM, TIMED = 2, 4  # steps without the profiler: not counted, counted
@@ -31,98 +35,92 @@ WARM, TIMED = 2, 4  # steps without the profiler: not counted, counted
 class Options:
     """What to profile; every key of train.py may follow, such as model=124m."""
 
-    lengths: tuple[int, ...] = field(
-        default=(512, 1024, 2048, 4096, 8192, 16384), metadata={"help": "tokens in a row"}
-    )
-    backends: tuple[str, ...] = field(
-        default=("naive", "sdpa", "flash"), metadata={"help": "attention backends"}
-    )
-    steps: int = field(default=2, metadata={"help": "profiled steps"})
-    minutes: float = field(default=60.0, metadata={"help": "points not begun by then are left out"})
-    out: str = field(default="results/step", metadata={"help": "writes .json and .png"})
+    lengths: tuple[int, ...] = key((512, 1024, 2048, 4096, 8192, 16384), "tokens in a row")
+    backends: tuple[str, ...] = key(("naive", "sdpa", "flash"), "attention backends")
+    steps: int = key(2, "profiled steps")
+    minutes: float = key(60.0, "points not begun by then are left out")
+    out: str = key("results/step", "writes .json and .png")
 
 
-def run(options: Options, command: str, words: list[str]) -> None:
+def run(options: Options, command: str, overrides: list[str]) -> None:
     """Measure every length with every backend, print tables, write `out`.json and `out`.png."""
     import torch
-    from longctx.training.fit import decide_memory
 
     check_backends(options.backends)
-    check_unused(words, {"seq_len": "use lengths=", "attention": "use backends="})
+    check_unused(overrides, {"seq_len": "use lengths=", "attention": "use backends="})
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    points = {
-        (n, backend): [*words, f"seq_len={n}", f"attention={backend}"]
+    runs = {
+        (n, name): training_run([*overrides, f"seq_len={n}", f"attention={name}"], device)
         for n in options.lengths
-        for backend in options.backends
+        for name in options.backends
     }
-    configs = {point: training_config(said, device) for point, said in points.items()}
     rows: list[dict[str, Any]] = []
     end = time.monotonic() + 60 * options.minutes
-    for (length, backend), asked in configs.items():
+    for (length, backend), run_at_length in runs.items():
         if time.monotonic() > end:
             break
-        print(f"{len(rows) + 1}/{len(configs)}  {length:,} tokens, {backend}:", end=" ", flush=True)
-        config = decide_memory(asked, request(points[length, backend], device), device)
-        rows.append(
-            {"tokens": length, "backend": backend} | profiled(config, device, options.steps)
-        )
+        print(f"{len(rows) + 1}/{len(runs)}  {length:,} tokens, {backend}:", end=" ", flush=True)
+        measured = profiled(decided(run_at_length), options.steps)
+        rows.append({"tokens": length, "backend": backend} | measured)
         print_row(rows[-1])
-    config = next(iter(configs.values()))
-    found = {
+    model = next(iter(runs.values())).workload.model
+    result = {
         "command": command,
         **machine(),
         "options": asdict(options),
-        "parameters": config.model.parameters(),
+        "parameters": model.parameters(),
         "turns": {backend: turning_length(of(rows, backend)) for backend in options.backends},
-        "turns_by_flops": config.model.matmul_parameters()
-        / (config.model.heads * config.model.head_size * config.model.layers),
+        "turns_by_flops": model.matmul_parameters()
+        / (model.heads * model.head_size * model.layers),
         "gains": gains(rows),
         "rows": rows,
     }
-    show(found)
-    write_json(Path(f"{options.out}.json"), found)
-    plot(found, Path(f"{options.out}.png"))
+    show(result)
+    write_json(Path(f"{options.out}.json"), result)
+    plot(result, Path(f"{options.out}.png"))
     print(f"wrote {options.out}.json and {options.out}.png")
 
 
-def profiled(config: Any, device: str, steps: int) -> dict[str, Any]:
+def profiled(run: Run, steps: int) -> dict[str, Any]:
     """Milliseconds of a step, of its parts, and their shares; `failed` where memory ran out."""
     import torch
-    from longctx.training.probe import rehearse
     from torch.profiler import ProfilerActivity, profile
 
+    from longctx.training.dry_run import dry_run
+
+    device = run.workload.device
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
-    seen = profile(activities=activities)
+    profiler = profile(activities=activities)
 
     def after(step: int) -> None:
         if step not in (WARM + TIMED, WARM + TIMED + steps):
             return
         if device == "cuda":
             torch.cuda.synchronize()
-        (seen.start if step == WARM + TIMED else seen.stop)()
+        (profiler.start if step == WARM + TIMED else profiler.stop)()
 
     torch._dynamo.reset()
-    with marked(compiled=config.compile == "true"):
-        measured = rehearse(config, device, WARM + TIMED + steps, after=after)
+    with marked(compiled=run.workload.compile):
+        measured = dry_run(run, WARM + TIMED + steps, after=after)
     row: dict[str, Any] = {"memory": measured.memory, "failed": measured.failed}
     if measured.failed is not None:
         return row
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "trace.json")
-        seen.export_chrome_trace(str(path))
-        spent = time_by_part(json.loads(path.read_text())["traceEvents"])
-    ms = {part: spent.get(part, 0.0) / 1000 / steps for part in PARTS}
+        profiler.export_chrome_trace(str(path))
+        microseconds = time_by_part(json.loads(path.read_text())["traceEvents"])
+    ms = {part: microseconds.get(part, 0.0) / 1000 / steps for part in PARTS}
     # Profiling slows a CPU's operators as it slows the step, and a GPU's kernels not at all.
     timed = measured.ms[WARM + TIMED :] if device == "cpu" else measured.ms[WARM : WARM + TIMED]
-    whole = max(median(timed), sum(ms.values()))
-    ms[IDLE] = whole - sum(ms.values())
+    step_ms = max(median(timed), sum(ms.values()))
+    ms[IDLE] = step_ms - sum(ms.values())
     return row | {
-        "kernel": measured.kernels[config.attention.backend],
-        "ms_per_step": whole,
+        "kernel": measured.kernels[run.workload.attention.backend],
+        "ms_per_step": step_ms,
         "tokens_per_step": measured.tokens,
-        "tokens_per_second": 1000 * measured.tokens / whole,
+        "tokens_per_second": 1000 * measured.tokens / step_ms,
         "ms": ms,
-        "shares": {part: ms[part] / whole for part in PARTS},
+        "shares": {part: ms[part] / step_ms for part in PARTS},
     }
 
 
@@ -159,7 +157,7 @@ def gains(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Per length: how much faster flash's step is than each other backend's, and than itself with
     attention for free.
     """
-    found = []
+    gains = []
     for row in of(rows, "flash"):
         gain: dict[str, Any] = {"tokens": row["tokens"]}
         for other in rows:
@@ -173,8 +171,8 @@ def gains(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     other["failed"] if ratio is None else round(ratio, 3)
                 )
         gain["left in attention"] = round(1 / max(1 - row["shares"][ATTENTION], 1e-9), 3)
-        found.append(gain)
-    return found
+        gains.append(gain)
+    return gains
 
 
 def print_row(row: dict[str, Any]) -> None:
@@ -186,52 +184,53 @@ def print_row(row: dict[str, Any]) -> None:
     )
 
 
-def show(found: dict[str, Any]) -> None:
+def show(result: dict[str, Any]) -> None:
     """Shares, gains and turning lengths."""
     rows = [
         {"tokens": r["tokens"], "backend": r["backend"], "ms/step": r["failed"] or r["ms_per_step"]}
         | {part: f"{share:.1%}" for part, share in r.get("shares", {}).items()}
-        for r in found["rows"]
+        for r in result["rows"]
     ]
     grid("Where a step's time goes", ("tokens", "backend", "ms/step", *PARTS), rows)
-    if found["gains"]:
+    if result["gains"]:
         grid(
             "What flash gains in the whole step, and what attention for free would",
-            tuple(found["gains"][0]),
-            found["gains"],
+            tuple(result["gains"][0]),
+            result["gains"],
         )
-    for backend, turn in found["turns"].items():
+    for backend, turn in result["turns"].items():
         if turn is None:
             print(f"{backend}: attention does not overtake projections and MLP")
         else:
             how = "" if turn["measured"] else " (extrapolated: not among the lengths measured)"
             print(
-                f"{backend}: attention takes longer than projections and MLP from {turn['tokens']:,} tokens on{how}"
+                f"{backend}: attention takes longer than projections and MLP "
+                f"from {turn['tokens']:,} tokens on{how}"
             )
-    print(f"by FLOPs alone: {found['turns_by_flops']:,.0f} tokens")
+    print(f"by FLOPs alone: {result['turns_by_flops']:,.0f} tokens")
 
 
-def plot(found: dict[str, Any], path: Path) -> None:
+def plot(result: dict[str, Any], path: Path) -> None:
     """A panel per backend: the shares of a step, stacked, over length; and one of flash's gain."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    backends = [b for b in found["options"]["backends"] if of(found["rows"], b)]
+    backends = [b for b in result["options"]["backends"] if of(result["rows"], b)]
     figure, axes = plt.subplots(
         1, len(backends) + 1, figsize=(4.2 * (len(backends) + 1), 4.2), squeeze=False
     )
     colors = dict(zip(PARTS, plt.get_cmap("tab10").colors, strict=False))  # type: ignore[attr-defined]
     for axis, backend in zip(axes[0], backends, strict=False):
-        rows = of(found["rows"], backend)
+        rows = of(result["rows"], backend)
         places, bottom = list(range(len(rows))), [0.0] * len(rows)
         for part in PARTS:
             heights = [100 * row["shares"][part] for row in rows]
             axis.bar(places, heights, bottom=bottom, label=part, color=colors[part], width=0.8)
             bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
         axis.set_xticks(places, [short(row["tokens"]) for row in rows])
-        turn = found["turns"][backend]
+        turn = result["turns"][backend]
         where = f", attention-bound from {short(turn['tokens'])}" if turn else ""
         axis.set_title(f"{backend}{where}", fontsize=10)
         axis.set_ylim(0, 100)
@@ -239,17 +238,17 @@ def plot(found: dict[str, Any], path: Path) -> None:
     axes[0][0].set_ylabel("% of a step")
     axes[0][0].legend(fontsize=7, loc="lower left")
     axis = axes[0][-1]
-    for key in [key for key in (found["gains"][0] if found["gains"] else {}) if key != "tokens"]:
-        points = [(g["tokens"], g[key]) for g in found["gains"] if isinstance(g.get(key), float)]
-        axis.plot(*zip(*points, strict=True), marker="o", label=key) if points else None
+    for name in [name for gain in result["gains"][:1] for name in gain if name != "tokens"]:
+        points = [(g["tokens"], g[name]) for g in result["gains"] if isinstance(g.get(name), float)]
+        axis.plot(*zip(*points, strict=True), marker="o", label=name) if points else None
     axis.set_xscale("log", base=2)
     axis.set_title("tokens/s of flash as a multiple", fontsize=10)
     axis.set_xlabel("tokens in a row")
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
-    where = found["gpu"] if found["gpu"] != "none" else "a CPU"
+    where = result["gpu"] if result["gpu"] != "none" else "a CPU"
     figure.suptitle(
-        f"A training step of {found['parameters'] / 1e6:,.0f} million parameters on {where}",
+        f"A training step of {result['parameters'] / 1e6:,.0f} million parameters on {where}",
         fontsize=11,
     )
     figure.tight_layout()

@@ -17,11 +17,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.report import grid, machine, write_json
+from longctx.config.fields import key
 
 BYTES = 2  # of a 16-bit element
 TILE = 128  # queries, and keys, of the literature's tile
@@ -37,18 +38,15 @@ MOST_SCORES = (
 class Options:
     """What to count."""
 
-    lengths: tuple[int, ...] = field(default=(4096, 16384), metadata={"help": "tokens in a row"})
-    backends: tuple[str, ...] = field(
-        default=("naive", "sdpa", "flash"),
-        metadata={"help": "attention backends; BACKEND:KERNEL picks its kernel option"},
+    lengths: tuple[int, ...] = key((4096, 16384), "tokens in a row")
+    backends: tuple[str, ...] = key(
+        ("naive", "sdpa", "flash"), "attention backends; BACKEND:KERNEL picks its kernel option"
     )
-    heads: int = field(
-        default=32, metadata={"help": "query heads; fewer where naive attention would not fit"}
-    )
-    head_size: int = field(default=128, metadata={"help": "channels of a head"})
-    mask: str = field(default="causal", metadata={"help": "causal | full"})
-    ncu: str = field(default="ncu", metadata={"help": "Nsight Compute's command"})
-    out: str = field(default="results/traffic", metadata={"help": "writes .json"})
+    heads: int = key(32, "query heads; fewer where naive attention would not fit")
+    head_size: int = key(128, "channels of a head")
+    mask: str = key("causal", "causal | full")
+    ncu: str = key("ncu", "Nsight Compute's command")
+    out: str = key("results/traffic", "writes .json")
 
 
 def closed_forms(length: int, head_size: int, heads: int) -> dict[str, float]:
@@ -86,7 +84,8 @@ def run(options: Options, command: str) -> None:
     ncu = shutil.which(options.ncu)
     if ncu is None:
         raise ValueError(
-            f"ncu={options.ncu}: not found; the bytes really moved are read by NVIDIA Nsight Compute, give its path by ncu="
+            f"ncu={options.ncu}: not found; the bytes really moved are read by NVIDIA Nsight "
+            "Compute, give its path by ncu="
         )
     check(options)
     counted = count(options, ncu)
@@ -104,7 +103,7 @@ def run(options: Options, command: str) -> None:
     )
     grid("HBM bytes really moved (ratio: to the least of this length and direction)", shown, rows)
     grid("Shared memory of our kernels", ("kernel", "shared_kib", "warps"), counted["shared"])
-    found = {
+    result = {
         "command": command,
         **machine(),
         "options": asdict(options),
@@ -113,7 +112,7 @@ def run(options: Options, command: str) -> None:
         "rows": rows,
         "shared": counted["shared"],
     }
-    write_json(Path(f"{options.out}.json"), found)
+    write_json(Path(f"{options.out}.json"), result)
     print(f"wrote {options.out}.json")
 
 
@@ -129,9 +128,8 @@ def show_forms(options: Options, forms: list[dict[str, Any]]) -> None:
     )
     grid(f"Closed forms, {options.heads} heads of {options.head_size}, 16 bits", columns, forms)
     shared = shared_memory(options.head_size) / 1024
-    print(
-        f"shared memory of a {TILE} × {TILE} tile at head size {options.head_size}: {shared:.0f} KiB\n"
-    )
+    tile = f"a {TILE} × {TILE} tile at head size {options.head_size}"
+    print(f"shared memory of {tile}: {shared:.0f} KiB\n")
 
 
 def check(options: Options) -> None:
@@ -170,13 +168,13 @@ def count(options: Options, ncu: str) -> dict[str, Any]:
     where ncu could not.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        said, log = Path(scratch, "said.json"), Path(scratch, "ncu.csv")
+        answer, log = Path(scratch, "answer.json"), Path(scratch, "ncu.csv")
         child = [
             sys.executable,
             "-m",
             "benchmarks.counted",
             json.dumps(cases(options)),
-            str(said),
+            str(answer),
         ]
         flags = [
             "--clock-control",
@@ -191,25 +189,25 @@ def count(options: Options, ncu: str) -> dict[str, Any]:
             [ncu, *flags, "--metrics", ",".join(METRICS), *child], capture_output=True, text=True
         )
         text = log.read_text() if log.exists() else ""
-        if done.returncode or not said.exists():
+        if done.returncode or not answer.exists():
             raise ValueError(problem("\n".join((text, done.stdout, done.stderr))))
-        story = json.loads(said.read_text())
+        counted = json.loads(answer.read_text())
     windows = list(split(kernels(text)))
-    if len(windows) != len(story["windows"]) or not windows:
+    if len(windows) != len(counted["windows"]) or not windows:
         raise ValueError(
-            f"ncu reported {len(windows)} of {len(story['windows'])} cases: {problem(text)}"
+            f"ncu reported {len(windows)} of {len(counted['windows'])} cases: {problem(text)}"
         )
-    return {"rows": list(rows_of(windows, story["windows"])), "shared": story["shared"]}
+    return {"rows": list(rows_of(windows, counted["windows"])), "shared": counted["shared"]}
 
 
-def problem(said: str) -> str:
+def problem(output: str) -> str:
     """Why ncu, or the child under it, failed, from everything that was printed."""
-    if "ERR_NVGPUCTRPERM" in said:
+    if "ERR_NVGPUCTRPERM" in output:
         return (
-            "the driver lets only administrators read the hardware counters (ERR_NVGPUCTRPERM): run as root, or load the "
-            "driver with NVreg_RestrictProfilingToAdminUsers=0"
+            "the driver lets only administrators read the hardware counters (ERR_NVGPUCTRPERM): "
+            "run as root, or load the driver with NVreg_RestrictProfilingToAdminUsers=0"
         )
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if "error" in line.lower()] or lines or ["ncu printed nothing"]
     return f"the bytes could not be counted: {errors[-1]}"
 
@@ -233,10 +231,10 @@ def kernels(text: str) -> Iterable[tuple[str, float, float]]:
         yield row[name], read, written
 
 
-def split(found: Iterable[tuple[str, float, float]]) -> Iterable[list[tuple[str, float, float]]]:
+def split(measured: Iterable[tuple[str, float, float]]) -> Iterable[list[tuple[str, float, float]]]:
     """The kernels of each case, the flush that ends it among them."""
     window: list[tuple[str, float, float]] = []
-    for kernel in found:
+    for kernel in measured:
         window.append(kernel)
         if FLUSH in kernel[0]:
             yield window

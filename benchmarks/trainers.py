@@ -8,7 +8,9 @@ backward, clipping of the gradients, AdamW (fused on a GPU), zero_grad; its lear
 the same step of train.py, so that all compute with numbers alike. Each runs in a child process, in
 which memory may run out without harm:
 
-    python -m benchmarks.trainers REQUEST OUT        both files of JSON: a `Job`, and what `measure` returns
+    python -m benchmarks.trainers REQUEST OUT
+
+Both are files of JSON: a `Job`, and what `measure` returns.
 """
 
 from __future__ import annotations
@@ -25,9 +27,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
+from longctx.attention import kernels_run
 from longctx.config.model_config import GPTConfig, LoraConfig
+from longctx.kernels.timing import Laps
 from longctx.model.export import architecture
+from longctx.training.child import OUT_OF_MEMORY
+from longctx.training.module import TrainingModule
+from longctx.training.optimizers import build, clip_gradients
+from longctx.training.out_of_memory import is_out_of_memory, within_memory
+from longctx.training.run import run_of
+from longctx.training.throughput import memory
 
 Built = tuple[
     nn.Module, torch.optim.Optimizer, Callable[[Tensor], Tensor]
@@ -61,7 +72,7 @@ class Job:
     clip: float | None
     checkpointing: bool = False  # gradient checkpointing, of transformers
     folder: str = ""  # of nanoGPT's model.py
-    config: dict[str, Any] = field(default_factory=dict)  # longctx's configuration, of longctx-bare
+    settings: dict[str, Any] = field(default_factory=dict)  # of longctx-bare: `Run.settings`
 
 
 def transformers(job: Job, liger: bool = False) -> Built:
@@ -109,8 +120,8 @@ def with_peft(model: Any, lora: LoraConfig) -> nn.Module:
     config = peft.LoraConfig(
         r=rank, lora_alpha=alpha, target_modules=layers, lora_dropout=0.0, task_type="CAUSAL_LM"
     )
-    made: nn.Module = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
-    return made
+    adapted: nn.Module = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    return adapted
 
 
 def transformers_liger(job: Job) -> Built:
@@ -119,7 +130,7 @@ def transformers_liger(job: Job) -> Built:
 
 
 def nanogpt(job: Job) -> Built:
-    """GPT and its own optimizer from the model.py in `job.folder`, set up as its train.py does it."""
+    """GPT and its optimizer from the model.py in `job.folder`, set up as its train.py does it."""
     spec = importlib.util.spec_from_file_location("nanogpt_model", Path(job.folder, "model.py"))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -144,8 +155,8 @@ def nanogpt(job: Job) -> Built:
 
     def loss(tokens: Tensor) -> Tensor:
         with autocast:
-            found: Tensor = compiled(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())[1]
-        return found
+            mean: Tensor = compiled(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())[1]
+        return mean
 
     return model, optimizer, loss
 
@@ -154,13 +165,8 @@ def longctx_bare(job: Job) -> Built:
     """The model that train.py would train, built, compiled and optimized as there; a step is one
     micro-batch.
     """
-    from longctx.training.probe import config_of
-
-    from longctx.training.module import TrainingModule
-    from longctx.training.optimizers import build
-
-    config = config_of(job.config)
-    module = TrainingModule(config)
+    run = run_of(job.settings, job.device)
+    module = TrainingModule(run)
     with torch.device(job.device):
         module.configure_model()
     model, autocast = (
@@ -170,10 +176,10 @@ def longctx_bare(job: Job) -> Built:
 
     def loss(tokens: Tensor) -> Tensor:
         with autocast:
-            found: Tensor = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-        return found
+            mean: Tensor = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        return mean
 
-    return model, build(model, config), loss
+    return model, build(model, run), loss
 
 
 TRAINERS: dict[str, Callable[[Job], Built]] = {
@@ -192,28 +198,23 @@ def measure(job: Job) -> dict[str, Any]:
     """Milliseconds of each timed step, peak memory, parameters (nanoGPT's positions left out),
     attention's operator.
     """
-    from longctx.training.fit import is_out_of_memory, within_memory
-    from longctx.training.probe import OUT_OF_MEMORY
-
-    from longctx.training.throughput import memory
-
     torch.manual_seed(1)
-    found: dict[str, Any] = {"ms": [], "failed": None}
+    result: dict[str, Any] = {"ms": [], "failed": None}
     try:
         with within_memory(job.device):
             model, optimizer, loss = TRAINERS[job.trainer](job)
             positions = sum(
                 p.numel() for name, p in model.named_parameters() if name.endswith("wpe.weight")
             )
-            found["parameters"] = sum(p.numel() for p in model.parameters()) - positions
-            found |= timed_steps(job, model, optimizer, loss)
+            result["parameters"] = sum(p.numel() for p in model.parameters()) - positions
+            result |= timed_steps(job, model, optimizer, loss)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        found["failed"] = OUT_OF_MEMORY
+        result["failed"] = OUT_OF_MEMORY
     peft = ("peft",) if job.lora["rank"] is not None else ()
-    found["versions"] = {name: version(name) for name in (*PACKAGES.get(job.trainer, ()), *peft)}
-    return found | memory(torch.device(job.device))
+    result["versions"] = {name: version(name) for name in (*PACKAGES.get(job.trainer, ()), *peft)}
+    return result | memory(torch.device(job.device))
 
 
 def timed_steps(
@@ -222,16 +223,11 @@ def timed_steps(
     """The steps, between which nothing waits for the device. The last warm step tells which
     attention ran.
     """
-    from torch.profiler import ProfilerActivity, profile
-
-    from longctx.attention import kernels_run
-    from longctx.kernels.timing import Laps
-    from longctx.training.optimizers import clip_gradients
 
     def step(tokens: Tensor) -> Tensor:
         value = loss(tokens)
         value.backward()
-        if job.config:  # ours clips on the way
+        if job.settings:  # ours clips on the way
             clip_gradients(optimizer, job.clip)
         elif job.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip)
@@ -248,9 +244,9 @@ def timed_steps(
             group["lr"] = job.lrs[n]
         laps.begin()
         if n == job.warm - 1:
-            with profile(activities=[ProfilerActivity.CPU]) as seen:
+            with profile(activities=[ProfilerActivity.CPU]) as profiler:
                 last = step(tokens)
-            operators = {event.key for event in seen.key_averages()}
+            operators = {event.key for event in profiler.key_averages()}
         else:
             last = step(tokens)
         laps.end()
@@ -259,15 +255,15 @@ def timed_steps(
         name.removeprefix("aten::_") for name in operators if name.startswith("aten::_scaled_dot")
     )
     attention = [name for name in attention if not name.endswith("backward")]
-    if job.config:  # ours say themselves what ran
-        attention = [kernels_run()[job.config["attention"]["backend"]]]
+    if job.settings:  # ours say themselves what ran
+        attention = [kernels_run()[job.settings["attention"]["backend"]]]
     return {"ms": ms[job.warm :], "loss": float(last), "attention": " and ".join(attention)}
 
 
 def main(argv: list[str]) -> None:
     """The child's side."""
-    asked = json.loads(Path(argv[0]).read_text())
-    Path(argv[1]).write_text(json.dumps(measure(Job(**asked))))
+    job = Job(**json.loads(Path(argv[0]).read_text()))
+    Path(argv[1]).write_text(json.dumps(measure(job)))
 
 
 if __name__ == "__main__":

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from benchmarks import context
-from benchmarks.words import main, training_config
+from benchmarks.words import main, training_run
 from longctx.planner import hardware
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import predict
-from longctx.training import fit, probe
+from longctx.training import child, resolve
+from longctx.training.child import OUT_OF_MEMORY, DryRun
 
 
 def test_lengths_double_up_to_the_longest() -> None:
@@ -29,44 +30,44 @@ def card(monkeypatch: pytest.MonkeyPatch) -> hardware.Chip:
     """A GPU that is not there, on which a step takes what is predicted; naive attention runs out of
     memory.
     """
-    made = hardware.chip("NVIDIA H200", 139.8 * GIB)
+    chip = hardware.chip("NVIDIA H200", 139.8 * GIB)
+    machine = hardware.Machine(1, chip, True, 2048 * GIB)
 
-    def run(config, device, steps, document, validate, seconds):
-        if config.attention.backend == "naive":
-            return probe.Measured([], failed=probe.OUT_OF_MEMORY)
-        memory = {"memory_peak_gib": predict(config).peak / GIB}
-        tokens = config.seq_len
-        return probe.Measured(
-            [9e3, 500.0], tokens, tokens**2 / 2, memory, {config.attention.backend: "made up"}
-        )
+    def in_child(run, steps, document, validate, seconds):
+        work = run.workload
+        if work.attention.backend == "naive":
+            return DryRun([], failed=OUT_OF_MEMORY)
+        memory = {"memory_peak_gib": predict(work).peak / GIB}
+        kernels = {work.attention.backend: "made up"}
+        return DryRun([9e3, 500.0], work.seq_len, work.seq_len**2 / 2, memory, kernels)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(fit, "gpu", lambda: made)
-    monkeypatch.setattr(fit, "check_attention", lambda config, device: None)
-    monkeypatch.setattr(probe, "in_child", run)
+    monkeypatch.setattr(resolve, "this_machine", lambda: machine)
+    monkeypatch.setattr(resolve, "check_attention", lambda config, model, device: None)
+    monkeypatch.setattr(child, "dry_run_in_child", in_child)
     monkeypatch.setattr(context, "machine", lambda: {"gpu": "made up"})
-    return made
+    return chip
 
 
 def test_every_point_is_measured_or_says_why_not(card: hardware.Chip, tmp_path, capsys) -> None:
-    words = ["model=124m", "memory=balanced", f"runs={tmp_path}/runs", "wandb.mode=disabled"]
+    overrides = ["model=124m", "memory=balanced", f"runs={tmp_path}/runs", "wandb.mode=disabled"]
     argv = [
         "context",
         "backends=naive,flash",
         "shortest=65536",
         "longest=300000",
         f"out={tmp_path}/c",
-        *words,
+        *overrides,
     ]
     assert main(argv) == 0
-    found = json.loads((tmp_path / "c.json").read_text())
-    rows = {(row["backend"], row["tokens"]): row for row in found["rows"]}
+    result = json.loads((tmp_path / "c.json").read_text())
+    rows = {(row["backend"], row["tokens"]): row for row in result["rows"]}
     assert [n for b, n in rows if b == "flash"] == [65536, 131072, 262144, 300000]
     flash = rows["flash", 131072]
     assert flash["tokens_per_second"] == 131072 / 0.5
-    model = training_config(["model=124m"], "cuda").model
+    model = training_run(["model=124m"], "cuda").workload.model
     assert flash["mfu"] == pytest.approx(131072 / 0.5 * model.flops_per_token(131072 / 2) / 989e12)
-    assert rows["naive", 131072]["note"] == probe.OUT_OF_MEMORY
+    assert rows["naive", 131072]["note"] == OUT_OF_MEMORY
     assert matplotlib.image.imread(tmp_path / "c.png").std() > 0.01
     assert (
         sorted(path.name for path in (tmp_path / "runs").iterdir())[0] == "context-flash-131072-001"
@@ -75,23 +76,21 @@ def test_every_point_is_measured_or_says_why_not(card: hardware.Chip, tmp_path, 
 
 
 def test_the_longest_is_found_by_probes(card: hardware.Chip) -> None:
-    config = training_config(
-        ["model=1b", "attention=flash", "memory=balanced", "batch_size=1"], "cuda"
-    )
-    best = context.find_longest(config, context.Options(), end=1e12)
+    run = training_run(["model=1b", "attention=flash", "memory=balanced", "batch_size=1"], "cuda")
+    best = context.find_longest(run, context.Options(), end=1e12)
     assert best["how"] == "confirmed by 1 probe"
     assert 300_000 < best["tokens"] < 2_000_000
-    naive = training_config(["model=1b", "attention=naive", "memory=balanced"], "cuda")
+    naive = training_run(["model=1b", "attention=naive", "memory=balanced"], "cuda")
     assert context.find_longest(naive, context.Options(), end=1e12)["how"].startswith(
         "predicted; seq_len=max: no length"
     )
 
 
 def test_a_point_that_takes_too_long_is_left_out(card: hardware.Chip) -> None:
-    config = training_config(
+    run = training_run(
         ["model=1b", "memory=long", "seq_len=1048576", "batch_size=1", "accumulate=1"], "cuda"
     )
-    row = context.measure(config, 2, end=time.monotonic() + 60)
+    row = context.measure(run, 2, end=time.monotonic() + 60)
     assert row["note"].startswith("left out: steps=2 of about")
 
 

@@ -13,11 +13,12 @@ from longctx.planner.peak_memory import predict
 def test_by_default_forty_points_and_more_of_every_kind() -> None:
     points = memory.combinations(memory.Options(), [])
     assert len(points) >= 40
-    made = [(name, str(config)) for name, config in points]
-    assert len(set(made)) == len(made)
+    described = [(name, str(run.settings())) for name, run in points]
+    assert len(set(described)) == len(described)
+    work = [run.workload for _, run in points]
     kinds = {
         (c.attention.backend, c.attention.options.get("kernel"), c.lora.rank, c.memory.policy)
-        for _, c in points
+        for c in work
     }
     for policy in ("fast", "balanced", "long"):
         assert {("flash", "auto", None, policy), ("flash", "portable", None, policy)} <= kinds
@@ -26,7 +27,7 @@ def test_by_default_forty_points_and_more_of_every_kind() -> None:
             ("naive", None, None, policy),
             ("flash", "auto", 16, policy),
         } <= kinds
-    assert max(predict(fitting.with_policy(c, c.memory.policy)).peak for _, c in points) < 40 * GIB
+    assert max(predict(fitting.with_policy(c, c.memory.policy)).peak for c in work) < 40 * GIB
 
 
 def test_points_under_way_fit_together() -> None:

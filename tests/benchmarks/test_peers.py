@@ -12,13 +12,15 @@ from typing import Any
 import matplotlib.image
 import pytest
 import torch
-from longctx.training.lr_schedule import learning_rate
 
 from benchmarks import peers, trainers
-from benchmarks.words import main, training_config
+from benchmarks.words import main, training_run
 from longctx.planner import hardware
 from longctx.planner.hardware import GIB
-from longctx.training import fit, probe
+from longctx.training import child, resolve
+from longctx.training.child import OUT_OF_MEMORY, DryRun
+from longctx.training.learning_rate import learning_rate
+from longctx.training.run import Run
 
 TINY = [
     *("model=tiny", "model.layers=2", "model.channels=96", "model.kv_heads=4", "model.ffn=256"),
@@ -50,19 +52,22 @@ class GPT(nn.Module):
         x = self.wte(idx) + self.wpe(torch.arange(idx.shape[1], device=idx.device))
         x = nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
         logits = x @ self.wte.weight.T
-        return logits, nn.functional.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+        loss = nn.functional.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+        return logits, loss
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
-        return torch.optim.AdamW(self.parameters(), lr=learning_rate, betas=betas, weight_decay=weight_decay)
+        return torch.optim.AdamW(
+            self.parameters(), lr=learning_rate, betas=betas, weight_decay=weight_decay
+        )
 """
 
 
-def job(words: list[str], **changes: Any) -> trainers.Job:
-    config = training_config([*TINY, *words], "cpu")
-    made = trainers.Job(
+def job(overrides: list[str], **changes: Any) -> trainers.Job:
+    work = training_run([*TINY, *overrides], "cpu").workload
+    job = trainers.Job(
         trainer="transformers",
-        model=dataclasses.asdict(config.model),
-        lora=dataclasses.asdict(config.lora),
+        model=dataclasses.asdict(work.model),
+        lora=dataclasses.asdict(work.lora),
         rows=2,
         tokens=33,
         warm=1,
@@ -74,7 +79,7 @@ def job(words: list[str], **changes: Any) -> trainers.Job:
         weight_decay=0.1,
         clip=1.0,
     )
-    return dataclasses.replace(made, **changes)
+    return dataclasses.replace(job, **changes)
 
 
 def test_every_peer_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,8 +93,8 @@ def test_every_peer_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         *TINY,
     ]
     assert main(["peers", *argv]) == 0
-    found = json.loads((tmp_path / "p.json").read_text())
-    rows = {row["peer"]: row for row in found["rows"]}
+    result = json.loads((tmp_path / "p.json").read_text())
+    rows = {row["peer"]: row for row in result["rows"]}
     assert tuple(rows) == peers.PEERS
     for name in ("longctx", "longctx-bare", "longctx-sdpa", "nanogpt", "transformers"):
         row = rows[name]
@@ -99,7 +104,7 @@ def test_every_peer_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert row["longctx_over_it"] == pytest.approx(rows["longctx"]["tokens_per_second"] / speed)
         assert row["attention"]
     assert (
-        rows["transformers"]["parameters"] == rows["longctx"]["parameters"] == found["parameters"]
+        rows["transformers"]["parameters"] == rows["longctx"]["parameters"] == result["parameters"]
     )
     assert rows["nanogpt"]["parameters"] == 512 * 96  # without its positions
     for key in ("parameters", "attention"):
@@ -128,11 +133,11 @@ def test_a_bare_step_is_one_micro_batch(tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_transformers_learns_nothing_from_random_tokens(checkpointing: bool) -> None:
-    found = trainers.measure(job([], checkpointing=checkpointing))
-    assert found["failed"] is None
-    assert found["loss"] == pytest.approx(math.log(512), rel=0.1)
-    assert found["attention"].startswith("scaled_dot_product_flash")
-    assert set(found["versions"]) == {"transformers"}
+    result = trainers.measure(job([], checkpointing=checkpointing))
+    assert result["failed"] is None
+    assert result["loss"] == pytest.approx(math.log(512), rel=0.1)
+    assert result["attention"].startswith("scaled_dot_product_flash")
+    assert set(result["versions"]) == {"transformers"}
 
 
 def test_every_step_has_the_learning_rate_that_train_py_gives_it() -> None:
@@ -142,29 +147,32 @@ def test_every_step_has_the_learning_rate_that_train_py_gives_it() -> None:
         def step(self, closure: Any = None) -> None:
             seen.append(self.param_groups[0]["lr"])
 
-    made = torch.nn.ParameterList([weight]), Seeing([weight], lr=9.0), lambda tokens: weight.sum()
-    trainers.timed_steps(job([], lrs=[0.1, 0.2, 0.3]), *made)
+    model = torch.nn.ParameterList([weight])
+    one = job([], lrs=[0.1, 0.2, 0.3])
+    trainers.timed_steps(one, model, Seeing([weight], lr=9.0), lambda tokens: weight.sum())
     assert seen == [0.1, 0.2, 0.3]
 
 
 def test_other_trainers_are_asked_for_the_learning_rates_of_train_py(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(
-        "longctx.training.probe.child", lambda _, request, seconds: asked.append(request) or "ended"
-    )  # type: ignore[func-returns-value]
-    config = training_config([*TINY, "seq_len=33", "batch_size=2", "warmup_steps=3"], "cpu")
-    peers.of_other("transformers", config, peers.Options(steps=4), [], 9.0, "cpu")
-    run = dataclasses.replace(config, max_steps=7)  # three warm steps and four
-    assert asked[0]["lrs"] == [learning_rate(n, run) for n in range(7)]
-    assert len(set(asked[0]["lrs"])) > 3
+    requests: list[dict[str, Any]] = []
+
+    def in_child(module: str, request: dict[str, Any], seconds: float) -> str:
+        requests.append(request)
+        return "ended"
+
+    monkeypatch.setattr(child, "in_child", in_child)
+    run = training_run([*TINY, "seq_len=33", "batch_size=2", "warmup_steps=3"], "cpu")
+    peers.of_other("transformers", run, peers.Options(steps=4), [], 9.0)
+    run = dataclasses.replace(run, max_steps=7)  # three warm steps and four
+    assert requests[0]["lrs"] == [learning_rate(n, run) for n in range(7)]
+    assert len(set(requests[0]["lrs"])) > 3
 
 
 def test_peft_trains_what_our_lora_trains() -> None:
-    words = ["lora.rank=4", "lora.targets=[qkv,down]"]
-    asked = job(words, checkpointing=True)
-    model, optimizer, loss = trainers.transformers(asked)
+    with_lora = job(["lora.rank=4", "lora.targets=[qkv,down]"], checkpointing=True)
+    model, optimizer, loss = trainers.transformers(with_lora)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert {name.split(".")[-4] for name in trained} == {"q_proj", "k_proj", "v_proj", "down_proj"}
     assert all("lora_" in name for name in trained)
@@ -177,17 +185,18 @@ def test_peft_trains_what_our_lora_trains() -> None:
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """An H200 that is not there, on which transformers needs checkpointing from 16,384 tokens on;
-    what it was asked.
-    """
-    asked: list[dict[str, Any]] = []
+    """An H200 that is not there, on which transformers needs checkpointing from 16,384 tokens on.
 
-    def child(module: str, request: dict[str, Any], seconds: float) -> dict[str, Any] | str:
-        asked.append(request)
+    Returns the requests that children got.
+    """
+    requests: list[dict[str, Any]] = []
+
+    def in_child(module: str, request: dict[str, Any], seconds: float) -> dict[str, Any] | str:
+        requests.append(request)
         if request["tokens"] >= 131072:
             return "RuntimeError: it broke"
         if request["tokens"] >= 16384 and not request["checkpointing"]:
-            return {"ms": [], "failed": probe.OUT_OF_MEMORY, "memory_peak_gib": 139.0}
+            return {"ms": [], "failed": OUT_OF_MEMORY, "memory_peak_gib": 139.0}
         return {
             "ms": [100.0] * request["timed"],
             "failed": None,
@@ -195,22 +204,22 @@ def card(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             "attention": "made up",
         }
 
-    made = hardware.chip("NVIDIA H200", 139.8 * GIB)
-    monkeypatch.setattr(fit, "gpu", lambda: made)
-    monkeypatch.setattr(probe, "child", child)
+    machine = hardware.Machine(1, hardware.chip("NVIDIA H200", 139.8 * GIB), True, 2048 * GIB)
+    monkeypatch.setattr(resolve, "this_machine", lambda: machine)
+    monkeypatch.setattr(child, "in_child", in_child)
     monkeypatch.setattr(peers, "version", lambda package: "1.0")
-    return asked
+    return requests
 
 
 def points(
-    peer: str, lengths: tuple[int, ...], words: list[str], **options: Any
+    peer: str, lengths: tuple[int, ...], overrides: list[str], **options: Any
 ) -> list[dict[str, Any]]:
     """`peer` at each of `lengths`, one after another, on that GPU."""
     chosen = peers.Options(lengths=lengths, **options)
     rows: list[dict[str, Any]] = []
     for tokens in lengths:
-        config = peers.shaped(chosen, words, tokens, "cuda")
-        rows.append(peers.point(peer, config, chosen, words, rows, 1e12, "cuda"))
+        run = peers.shaped(chosen, overrides, tokens, "cuda")
+        rows.append(peers.point(peer, run, chosen, overrides, rows, 1e12))
     return rows
 
 
@@ -251,21 +260,21 @@ def test_longctx_runs_as_asked_and_pinned_beside(
 ) -> None:
     ran = []
 
-    def in_child(config: Any, device: str, steps: int, *rest: Any) -> probe.Measured:
-        ran.append(config)
-        kernels = {config.attention.backend: "a kernel"}
-        return probe.Measured(
+    def dry_run_in_child(run: Run, steps: int, *rest: Any) -> DryRun:
+        ran.append(run.workload)
+        assert run.settings()["attention"] == dataclasses.asdict(run.workload.attention)
+        kernels = {run.workload.attention.backend: "a kernel"}
+        return DryRun(
             [9e3] * 3 + [500.0] * (steps - 3), memory={"memory_peak_gib": 7.0}, kernels=kernels
         )
 
-    monkeypatch.setattr(fit, "check_attention", lambda config, device: None)
-    monkeypatch.setattr(probe, "in_child", in_child)
-    words = ["model=124m", "attention.options.kernel=hopper", "accumulate=2"]
+    monkeypatch.setattr(resolve, "check_attention", lambda config, model, device: None)
+    monkeypatch.setattr(child, "dry_run_in_child", dry_run_in_child)
+    overrides = ["model=124m", "attention.options.kernel=hopper", "accumulate=2"]
     chosen = peers.Options()
-    config = peers.shaped(chosen, words, 16384, "cuda")
+    run = peers.shaped(chosen, overrides, 16384, "cuda")
     rows = [
-        peers.point(name, config, chosen, words, [], 1e12, "cuda")
-        for name in ("longctx", "longctx-sdpa")
+        peers.point(name, run, chosen, overrides, [], 1e12) for name in ("longctx", "longctx-sdpa")
     ]
     assert [(c.attention.backend, c.attention.options) for c in ran] == [
         ("flash", {"kernel": "hopper"}),
@@ -276,20 +285,20 @@ def test_longctx_runs_as_asked_and_pinned_beside(
         assert (row["rows"], row["tokens_per_second"], row["memory_peak_gib"]) == (4, 131072, 7.0)
         assert row["how"] == "a kernel, memory=fast"
     monkeypatch.setattr(
-        probe, "in_child", lambda *asked: probe.Measured([], failed=probe.OUT_OF_MEMORY)
+        child, "dry_run_in_child", lambda *request: DryRun([], failed=OUT_OF_MEMORY)
     )
-    row = peers.point("longctx", config, chosen, words, [], 1e12, "cuda")
+    row = peers.point("longctx", run, chosen, overrides, [], 1e12)
     assert row["how"] == "out of memory (memory=fast)" and "ms" not in row
 
 
 def test_utilization_is_that_of_others(card: list[dict[str, Any]]) -> None:
-    config = training_config(["model=124m", "seq_len=4096"], "cuda")
-    found = peers.utilization(config, 431_049, 123_550_464, "cuda")
-    assert found["mfu_6n"] == pytest.approx(0.422, abs=5e-4)
-    assert found["mfu"] == pytest.approx(0.422, abs=2e-3)
-    lora = training_config(["model=8b", "lora.rank=16"], "cuda")
-    assert set(peers.utilization(lora, 1000, 8_000_000_000, "cuda")) == {"mfu"}
-    assert peers.utilization(config, 431_049, 123_550_464, "cpu") == {}
+    overrides = ["model=124m", "seq_len=4096"]
+    result = peers.utilization(training_run(overrides, "cuda"), 431_049, 123_550_464)
+    assert result["mfu_6n"] == pytest.approx(0.422, abs=5e-4)
+    assert result["mfu"] == pytest.approx(0.422, abs=2e-3)
+    lora = training_run(["model=8b", "lora.rank=16"], "cuda")
+    assert set(peers.utilization(lora, 1000, 8_000_000_000)) == {"mfu"}
+    assert peers.utilization(training_run(overrides, "cpu"), 431_049, 123_550_464) == {}
 
 
 def test_what_cannot_be_measured_says_why(
@@ -318,10 +327,9 @@ def test_what_cannot_be_measured_says_why(
         == "skipped: transformers is not installed (pip install transformers)"
     )
     late = peers.Options(minutes=2.0)
-    config = peers.shaped(late, ["model=1b"], 4096, "cuda")
+    run = peers.shaped(late, ["model=1b"], 4096, "cuda")
     assert (
-        peers.point("transformers", config, late, [], [], 0.0, "cuda")["how"]
-        == "skipped: 2 minutes were over"
+        peers.point("transformers", run, late, [], [], 0.0)["how"] == "skipped: 2 minutes were over"
     )
 
 
@@ -352,7 +360,7 @@ def test_an_interruption_leaves_the_points_that_were_done(
         return {"peer": peer, "tokens": 32, "rows": 1, "how": "made up"}
 
     monkeypatch.setattr(peers, "point", interrupted)
-    words = ["peers", *TINY, "peers=longctx,nanogpt", "lengths=32", f"out={tmp_path / 'found'}"]
+    words = ["peers", *TINY, "peers=longctx,nanogpt", "lengths=32", f"out={tmp_path / 'result'}"]
     assert main(words) != 0
-    kept = json.loads((tmp_path / "found.json").read_text())
+    kept = json.loads((tmp_path / "result.json").read_text())
     assert [row["peer"] for row in kept["rows"]] == ["longctx"]
