@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from longctx.model.__main__ import newest
 
+from longctx.model.export_checkpoint import newest
 from longctx.runs import run_folder
 
 ROOT = Path(__file__).resolve().parents[2]

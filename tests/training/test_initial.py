@@ -14,7 +14,6 @@ from types import ModuleType
 import pytest
 import torch
 import yaml
-from longctx.model.__main__ import main as export
 from peft import PeftModel
 from transformers import (
     AutoConfig,
@@ -26,6 +25,7 @@ from transformers import (
 
 import eval as evaluate
 import train
+from longctx.cli import main as export
 from longctx.config.model_config import LoraConfig
 from longctx.config.train_config import TrainConfig
 from longctx.data import tokenizer as bpe
