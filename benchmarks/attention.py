@@ -425,7 +425,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure.legend(
         *axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=9
     )
-    about = f"Attention on one {result['gpu']}, bf16, torch {result['torch']}, triton {result['triton']}"
+    about = f"Attention on one {result['gpu']}, bf16"
+    about += f", torch {result['torch']}, triton {result['triton']}"
     figure.suptitle(about, fontsize=11)
     figure.tight_layout(rect=(0, 0.5 / shape[1], 1, 1))
     save_figure(figure, path)

@@ -1,4 +1,4 @@
-"""The dependencies between the parts point one way, and each outside library is used in one place."""
+"""Dependencies between the parts point one way; each outside library is used in one place."""
 
 import ast
 from pathlib import Path

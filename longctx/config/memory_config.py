@@ -1,7 +1,8 @@
-"""What a model keeps for backward, and where: the keys of memory=. Free of torch, so that the command line answers at once.
+"""What a model keeps for backward, and where: the keys of memory=. Free of torch, so that the
+command line answers at once.
 
-A policy is a set of values for the keys below it; a key that is given stands, one that is null is the policy's. They
-change speed and memory, never the gradients beyond the order of sums.
+A policy is a set of values for the keys below it; a key that is given stands, one that is null is
+the policy's. They change speed and memory, never the gradients beyond the order of sums.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class MemoryConfig:
         self.policies()
 
     def __str__(self) -> str:
-        """The policy, and where it is not plain fast its parts: what a run says at its beginning."""
+        """The policy and its values other than those of fast, as a run's first lines show them."""
         plain = POLICIES["fast"] | {"loss_chunk": None}
         values = vars(self if self.policy == "auto" else self.filled(self.policy))
         parts = [
@@ -94,7 +95,8 @@ class MemoryConfig:
         return ", ".join([self.policy, *parts])
 
     def policies(self) -> list[str]:
-        """The policies that this may stand for, the fastest first: its own, or if it is auto all that go with what is given.
+        """The policies that this may stand for, the fastest first: its own, or if it is auto all
+        that go with what is given.
 
         ValueError where none does.
         """
@@ -105,7 +107,7 @@ class MemoryConfig:
         return found
 
     def _contradiction(self, policy: str) -> str:
-        """What does not go together where nulls are filled in as `policy` says; empty if all does."""
+        """Which keys contradict each other under `policy`; empty if none do."""
         whole = self.filled(policy)
         if whole.recompute != "block" and (whole.keep_every != 1 or whole.offload):
             given = (
@@ -119,10 +121,13 @@ class MemoryConfig:
         return ""
 
     def filled(self, policy: str) -> MemoryConfig:
-        """Every null but `loss_chunk` filled in as `policy`, fast, balanced or long, says; what is given stands."""
+        """Every null but `loss_chunk` filled in as `policy`, fast, balanced or long, says; what is
+        given stands.
+        """
         if policy not in POLICIES:
             raise ValueError(
-                f"memory.policy={policy}: a run decides that; a model takes one of {', '.join(POLICIES)}"
+                f"memory.policy={policy}: a run decides that; a model takes one of "
+                f"{', '.join(POLICIES)}"
             )
         values = {
             name: value for name, value in POLICIES[policy].items() if getattr(self, name) is None
@@ -130,7 +135,9 @@ class MemoryConfig:
         return replace(self, policy=policy, **values)
 
     def chunk(self, vocab_size: int, device: str) -> int:
-        """Tokens whose logits exist at one time: `loss_chunk`, or as many as the policy allows on "cuda" or "cpu"."""
+        """Tokens whose logits exist at one time: `loss_chunk`, or as many as the policy allows on
+        "cuda" or "cpu".
+        """
         if self.loss_chunk is not None:
             return self.loss_chunk
         return (

@@ -45,7 +45,8 @@ class LoraConfig:
         for name in ("scaling", "targets"):
             if self.rank is None and getattr(self, name) != getattr(LoraConfig(), name):
                 raise ValueError(
-                    f"lora.{name}={getattr(self, name)}: does nothing without lora.rank, such as lora.rank=16"
+                    f"lora.{name}={getattr(self, name)}: does nothing without lora.rank; "
+                    "give one, such as lora.rank=16"
                 )
 
     def parameters(self, model: GPTConfig) -> int:
@@ -102,7 +103,9 @@ class GPTConfig:
 
     @classmethod
     def of_saved(cls, saved: dict[str, Any]) -> GPTConfig:
-        """From the `model` part of a run's configuration; older runs have keys in it that now stand under memory."""
+        """From the `model` part of a run's configuration; older runs have keys in it that now stand
+        under memory.
+        """
         return cls(
             **{
                 name: value
@@ -146,7 +149,8 @@ class GPTConfig:
         if self.head_size < 2 or self.head_size % 2:
             name = "model.head_dim" if self.head_dim is not None else "model.channels / model.heads"
             raise ValueError(
-                f"{name}={self.head_size} must be an even number of at least 2: rotary embedding turns pairs"
+                f"{name}={self.head_size} must be an even number of at least 2: rotary embedding "
+                "rotates pairs of channels"
             )
         check_scaling("model.rope_scaling", self.rope_scaling, self.head_size, self.context)
 
@@ -157,17 +161,22 @@ class GPTConfig:
             layers = getattr(self, name) or []
             if list(layers) != sorted(set(layers)) or any(not 0 <= n < self.layers for n in layers):
                 raise ValueError(
-                    f"model.{name}={list(layers)}: layers from 0 to {self.layers - 1}, each once, in order"
+                    f"model.{name}={list(layers)}: layers from 0 to {self.layers - 1}, "
+                    "each once, in order"
                 )
 
     def matmul_parameters(self) -> int:
-        """Weights that every token is multiplied with: all linear layers and the output head, also where it is tied."""
+        """Weights that every token is multiplied with: all linear layers and the output head, also
+        where it is tied.
+        """
         return (
             self.layers * self._block_matmul_parameters() + self._known_vocab_size() * self.channels
         )
 
     def parameters(self) -> int:
-        """Trainable parameters, a tied embedding counted once; raises ValueError while `vocab_size` is None."""
+        """Trainable parameters, a tied embedding counted once; raises ValueError while `vocab_size`
+        is None.
+        """
         V, C, D = self._known_vocab_size(), self.channels, self.head_size
         block = self._block_matmul_parameters() + 2 * C
         block += (self.heads + 2 * self.kv_heads) * D if self.qkv_bias else 0
@@ -177,12 +186,12 @@ class GPTConfig:
         return V * C * (1 if self.tied else 2) + self.layers * block + C
 
     def flops_per_token(self, pairs_per_token: float, adapters: int = 0) -> float:
-        """FLOPs of forward and backward for one token that sees `pairs_per_token` keys on average (forward alone: a
-        third).
+        """FLOPs of forward and backward for one token that sees `pairs_per_token` keys on average
+        (forward alone: a third).
 
-        6 per matmul weight (PaLM, arXiv 2204.02311, appendix B) and 12 per visible pair, head and channel: pairs that a
-        mask hides are not work, nor is recomputation. With `adapters` weights of LoRA, 6 per one of them, and 4 per other
-        weight, which is not trained.
+        6 per matmul weight (PaLM, arXiv 2204.02311, appendix B) and 12 per visible pair, head and
+        channel: pairs that a mask hides are not work, nor is recomputation. With `adapters` weights
+        of LoRA, 6 per one of them, and 4 per other weight, which is not trained.
         """
         weights = (4 if adapters else 6) * self.matmul_parameters() + 6 * adapters
         return weights + 12 * pairs_per_token * self.heads * self.head_size * self.layers

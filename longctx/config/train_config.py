@@ -171,16 +171,19 @@ class TrainConfig:
     wandb: WandbConfig = group(WandbConfig)
 
     def validate(self) -> None:
-        """Raise ValueError naming the first key whose value makes no sense on any machine, with any data."""
+        """Raise ValueError naming the first key whose value makes no sense on any machine, with any
+        data.
+        """
         check(self)
         self._validate_schedule()
         if self.max_tokens is not None and self.max_steps is not None:
             raise ValueError(
-                f"max_steps={self.max_steps} and max_tokens={self.max_tokens} both end the run; give one"
+                f"max_steps={self.max_steps} and max_tokens={self.max_tokens} both end the run; "
+                "give one"
             )
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise ValueError(
-                f"betas={list(self.betas)}: two numbers from 0 up to, not including, 1, such as [0.9,0.95]"
+                f"betas={list(self.betas)}: two numbers from 0 to below 1, such as [0.9,0.95]"
             )
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip={self.clip}: a norm above 0, or null for no clipping")
@@ -193,7 +196,8 @@ class TrainConfig:
             check_name(self.name)
         if self.init == "":
             raise ValueError(
-                "init= names no folder; give a Hugging Face folder, or leave it out for random weights"
+                "init= names no folder; give a Hugging Face folder, or leave it out for "
+                "random weights"
             )
         if self.resume == "":
             raise ValueError(
@@ -217,7 +221,8 @@ class TrainConfig:
         self.passkey.validate()
         if self.rope.type != "keep" and self.init is None:
             raise ValueError(
-                f"rope={self.rope.type}: stretches trained weights, and init= names none; leave rope out"
+                f"rope={self.rope.type}: stretches trained weights, and init= names none; "
+                "leave rope out"
             )
         self.lora.validate()
         self.data.validate()
@@ -232,7 +237,8 @@ class TrainConfig:
                 )
             if isinstance(self.seq_len, str):
                 raise ValueError(
-                    f"{said}: its lengths divide seq_len, which seq_len=max leaves open; give a number"
+                    f"{said}: its lengths divide seq_len, which seq_len=max leaves open; "
+                    "give a number"
                 )
             if not before < stage[0] < self.seq_len or self.seq_len % stage[0]:
                 raise ValueError(
@@ -245,7 +251,8 @@ def check_name(name: str) -> None:
     """Raise ValueError unless `name` is safe as the name of one folder."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         raise ValueError(
-            f"name={name!r}: names a folder: up to 100 letters, digits, '.', '_', '-', the first a letter or digit"
+            f"name={name!r}: names a folder: up to 100 letters, digits, '.', '_', '-', "
+            "the first a letter or digit"
         )
 
 

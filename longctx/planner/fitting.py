@@ -36,8 +36,8 @@ STREAM = 0.8  # share of the bandwidth that elementwise kernels reach
 
 
 def with_policy(workload: Workload, policy: str) -> Workload:
-    """`workload` with memory=`policy`; keys of memory that were given stay. ValueError where they do
-    not go with it.
+    """`workload` with memory=`policy`; keys of memory that were given stay. ValueError where they
+    do not go with it.
     """
     chosen = replace(workload, memory=workload.memory.filled(policy))
     chosen.memory.validate()
@@ -45,8 +45,8 @@ def with_policy(workload: Workload, policy: str) -> Workload:
 
 
 def policies(workload: Workload) -> list[Workload]:
-    """`workload` with each policy that memory= may stand for, the fastest first: its own, or where it
-    is auto all that the optimizer can keep its state as.
+    """`workload` with each policy that memory= may stand for, the fastest first: its own, or where
+    it is auto all that the optimizer can keep its state as.
     """
     each = [with_policy(workload, name) for name in workload.memory.policies()]
     states = workload.optimizer.traits.states
@@ -54,7 +54,7 @@ def policies(workload: Workload) -> list[Workload]:
 
 
 def fits(workload: Workload, gpu: float, host: float) -> bool:
-    """Whether `workload`, of a decided policy, stays within so many bytes of GPU and host memory."""
+    """Whether `workload`, its policy decided, fits so many bytes of GPU and host memory."""
     taken = on_host(workload)
     return predict(workload).peak <= gpu and (not taken or taken <= host - HOST_LEFT)
 
@@ -72,8 +72,8 @@ def first_that_fits(workload: Workload, gpu: float, host: float) -> Workload | N
 
 
 def decide(workload: Workload, chip: Chip, host: float, merge: bool = False) -> Workload:
-    """`workload` with memory=auto decided: the fastest policy that fits, or the one that takes least
-    where none does.
+    """`workload` with memory=auto decided: the fastest policy that fits, or the one that takes
+    least where none does.
 
     With `merge` a step is first made of as few micro-batches as fit with the fastest policy, since
     a GPU waits for the host between small kernels; where no more than those of `workload` fit, they

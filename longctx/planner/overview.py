@@ -62,8 +62,8 @@ def run(options: PlanOptions, requests: Mapping[str, TrainConfig]) -> None:
 
 
 def each_policy(request: TrainConfig, chip: Chip, host: float) -> list[Workload]:
-    """The step of `request` on a GPU with the memory policy that it names, or with each where that is
-    auto.
+    """The step of `request` on a GPU with the memory policy that it names, or with each where that
+    is auto.
     """
     merge = request.batch_size is None and request.accumulate is None
     return [

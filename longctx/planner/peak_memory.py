@@ -258,9 +258,9 @@ class _Step:
         weights = self.copy * self.after_weights + (
             down if self.fused else down - self.copy * C * F
         )
-        if (
-            n < N
-        ):  # attention's output has its gradient for all tokens, the last tile's is there too; weights, a sum
+        # Attention's output has its gradient for all tokens, the last tile's is there too;
+        # gradients of weights are sums.
+        if n < N:
             work += e * self.q * N + e * (C + self.q) * n
             weights += self.gradient * self.after_weights
         return {MLP: incoming + work + weights, KEPT: self.again(layer)}

@@ -17,7 +17,7 @@ PRECISION = {"cuda": "bf16", "cpu": "fp32"}
 
 @dataclass(frozen=True)
 class Workload:
-    """One optimizer step of one run. Sizes are per process; the same on every process of the run."""
+    """One optimizer step of one run. Sizes are per process, and equal on all of them."""
 
     device: str  # cuda | cpu
     devices: int  # processes of the run, each with a device of its own

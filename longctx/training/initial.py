@@ -35,8 +35,8 @@ def model_of_folder(
     for name in (key.removeprefix("model.") for key in overrides if key.startswith("model.")):
         if name not in OPEN_KEYS:
             raise ValueError(
-                f"model.{name}={overrides[f'model.{name}']}: the weights of init={init} decide that; "
-                f"only {', '.join(f'model.{key}' for key in OPEN_KEYS)} can be given"
+                f"model.{name}={overrides[f'model.{name}']}: the weights of init={init} decide "
+                f"that; only {', '.join(f'model.{key}' for key in OPEN_KEYS)} can be given"
             )
     if "data.vocab_size" in overrides:
         raise ValueError(

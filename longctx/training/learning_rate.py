@@ -25,7 +25,7 @@ def learning_rate(step: int, run: Run) -> float:
 
 
 class LearningRate(LRScheduler):
-    """Sets `learning_rate` in every group of the optimizer, from the step on that the run goes on."""
+    """Sets `learning_rate` in every parameter group, from the run's next step on."""
 
     def __init__(self, optimizer: Optimizer, run: Run) -> None:
         self.run = run

@@ -1,7 +1,9 @@
-"""seq_len=max: the longest rows that fit the GPU, predicted by the planner and confirmed by dry runs.
+"""seq_len=max: the longest rows that fit the GPU, predicted by the planner and confirmed by dry
+runs.
 
 A probe is two steps in a child process on packed documents of 4,096 tokens: memory goes by the row,
-so it is that of the run, while attention costs little. Memory that runs out in a child harms nobody.
+so it is that of the run, while attention costs little. Memory that runs out in a child harms
+nobody.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def find(
     host_memory: float,
     say: Callable[[str], None],
 ) -> int:
-    """Tokens per row: the longest for which `probe` of the step at(tokens) fits; ValueError if none.
+    """Tokens per row: the longest for which `probe` of the step at(tokens) fits; ValueError if
+    none.
 
     A length is tried where the planner predicts the limit, corrected by what the last probe took.
     """

@@ -231,7 +231,7 @@ def save(
 
 
 def require_finite(name: str, value: float, step: int, run: Run) -> None:
-    """Raise FloatingPointError otherwise, so that no checkpoint holds weights that are no numbers."""
+    """Raise FloatingPointError unless `value` is finite: weights that are not are never saved."""
     if math.isfinite(value):
         return
     advice = f"try a smaller lr or longer warm-up (lr={run.lr} warmup_steps={run.warmup_steps})"
@@ -261,7 +261,8 @@ def freeze_garbage() -> None:
 
 
 class StopSignal:
-    """SIGTERM and Ctrl-C end the run after the step at hand, with a checkpoint; a second one at once.
+    """SIGTERM and Ctrl-C end the run after the step at hand, with a checkpoint; a second one at
+    once.
 
     On several devices after the next logged step, when the ranks agree.
     """
@@ -295,7 +296,7 @@ class StopSignal:
 
 
 def train_safely(run: Run, parallel: Parallel) -> int:
-    """`loop` with its beginning and its end: what the run says, and the exit code of each outcome."""
+    """Run `loop`; print how the run begins and ends; return the exit code of each outcome."""
     work, stop = run.workload, StopSignal()
     log = RunLog(run, parallel)
     state_of_gc = gc.get_freeze_count()
@@ -317,7 +318,8 @@ def train_safely(run: Run, parallel: Parallel) -> int:
             problem = out_of_memory.explain(work, log.steps_done)
         elif parallel.is_lost_connection(error):
             first = str(error).splitlines()[0].partition(". ")[0]
-            problem = f"a process of the run is gone ({first}); python train.py resume={run.folder} goes on"
+            problem = f"a process of the run is gone ({first}); "
+            problem += f"python train.py resume={run.folder} goes on"
         else:
             parallel.kill_others()
             raise

@@ -40,7 +40,7 @@ def machine_memory() -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, on a GPU or on the CPU (for which torch has no exception of its own)."""
+    """Whether memory ran out, on a GPU or the CPU, for which torch has no exception."""
     return isinstance(
         error, torch.OutOfMemoryError | MemoryError
     ) or "can't allocate memory" in str(error)

@@ -84,7 +84,7 @@ class Parallel:
         return device
 
     def launch(self, folder: str) -> None:
-        """Start the other processes of the run in `folder`, or join those that a launcher started."""
+        """Start the other processes of the run in `folder`, or join those of a launcher."""
         quiet_lightning()
         os.environ[RUN_VARIABLE] = folder
         if self.deterministic:
@@ -126,7 +126,9 @@ class Parallel:
         self.fabric.backward(loss)
 
     def accumulates(self, module: Any, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of a micro-batch: gradients stay on their rank until the last."""
+        """Around forward and backward of a micro-batch: gradients stay on their rank until the
+        last.
+        """
         if last or self.strategy == "none":
             return nullcontext()
         context: AbstractContextManager[None] = self.fabric.no_backward_sync(module)

@@ -1,8 +1,8 @@
 """From what is asked for to what is done: every decision of a training run, made once, in order.
 
-`resolve` reads top to bottom: device, model, attention, length, vocabulary, memory policy, schedule,
-kernel lock, folder. Everything that can be wrong is found before the folder is made, so a mistake
-leaves nothing behind. What follows reads the frozen `Run` (run.py).
+`resolve` reads top to bottom: device, model, attention, length, vocabulary, memory policy,
+schedule, kernel lock, folder. Everything that can be wrong is found before the folder is made, so a
+mistake leaves nothing behind. What follows reads the frozen `Run` (run.py).
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def choose_device(config: TrainConfig, machine: Machine) -> str:
 
 
 def choose_model(request: Request, device: str) -> tuple[TrainConfig, GPTConfig, str]:
-    """The configuration with what the model decides, the model, and where it comes from in words."""
+    """The configuration with what the model decides, the model, and where that is from."""
     config, preset = request.config, request.choices.get("model", "")
     if config.lora.rank is not None and config.init is None:
         raise ValueError(
@@ -248,7 +248,7 @@ def check_schedule(run: Run) -> None:
 
 
 def continued(run: Run) -> Run:
-    """`run` from the newest checkpoint of its folder, after checking that data, model, kernels fit."""
+    """`run` from its newest checkpoint, after checking that data, model and kernels fit."""
     config, folder = run.config, Path(run.config.resume or "")
     assert run.data is not None
     path = run_folder.checkpoints(folder)[-1]
@@ -262,7 +262,8 @@ def continued(run: Run) -> Run:
         )
     if done >= run.max_steps:
         raise ValueError(
-            f"resume={folder}: the run has done its {done:,} steps; to go on, give a larger max_steps="
+            f"resume={folder}: the run has done its {done:,} steps; to go on, give a larger "
+            "max_steps="
         )
     run_folder.check_unedited(folder, about["config"], run.settings())
     mapped_model(path, checkpoint, run.workload.model, config.attention, config.lora)

@@ -36,7 +36,7 @@ class Run:
     data: Data | Mixture | None = field(default=None, compare=False, repr=False)
 
     def logs(self, step: int) -> bool:
-        """Whether a row is logged after `step`: the first, every few, before validations, the last."""
+        """Whether a row is logged after `step`: first, last, every few, before validating."""
         every = step % self.config.log_every and step % self.val_every
         return step in (1, self.max_steps) or not every
 

@@ -110,7 +110,7 @@ class Meter:
         return tokens * per_token
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds so that rows go on as in a run without a stop; all ranks call it."""
+        """What a checkpoint holds so that rows go on as without a stop; all ranks call it."""
         loss, *counts = self._over_ranks()
         now = time.perf_counter()
         return {

@@ -5,7 +5,6 @@ answers hang together.
 import json
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -259,10 +258,9 @@ def test_seconds_add_up_and_follow_the_work() -> None:
 
 
 def test_planning_needs_no_torch() -> None:
-    code = "import sys, longctx.planner.fitting, longctx.planner.overview; sys.exit('torch' in sys.modules)"
-    start = time.perf_counter()
+    modules = "longctx.planner.fitting, longctx.planner.overview"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
-    assert time.perf_counter() - start < 10
 
 
 def test_a_gpu_is_known_by_its_name() -> None:

@@ -1,5 +1,5 @@
-"""Dry runs: steps as training takes them, in this process or a child, whose end is an answer whatever
-it is.
+"""Dry runs: steps as training takes them, in this process or a child, whose end is an answer
+whatever it is.
 """
 
 import dataclasses

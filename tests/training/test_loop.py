@@ -370,7 +370,8 @@ def test_a_sweep_survives_a_job_that_fails(
 
 
 def test_wandb_is_not_imported_when_disabled(words: Words) -> None:
-    code = f"import sys, train; assert train.main({words(max_steps=1)!r}) == 0; assert 'wandb' not in sys.modules"
+    code = f"import sys, train; assert train.main({words(max_steps=1)!r}) == 0; "
+    code += "assert 'wandb' not in sys.modules"
     root = Path(train.__file__).parent
     assert (
         subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True).returncode == 0
