@@ -419,14 +419,11 @@ def plot(result: dict[str, Any], path: Path) -> None:
             axis.set_xlabel("tokens in a row")
         if column == 0:
             axis.set_ylabel("TFLOP/s of visible pairs")
-    axes[0][0].set_ylim(
-        bottom=0
-    )  # of all, which share it: once, since no later line would stretch it
+    axes[0][0].set_ylim(bottom=0)  # shared by all panels, and set last: lines no longer stretch it
     figure.legend(
         *axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=9
     )
-    about = f"Attention on one {result['gpu']}, bf16"
-    about += f", torch {result['torch']}, triton {result['triton']}"
-    figure.suptitle(about, fontsize=11)
+    versions = f"torch {result['torch']}, triton {result['triton']}"
+    figure.suptitle(f"Attention on one {result['gpu']}, bf16, {versions}", fontsize=11)
     figure.tight_layout(rect=(0, 0.5 / shape[1], 1, 1))
     save_figure(figure, path)

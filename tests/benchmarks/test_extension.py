@@ -12,6 +12,7 @@ from benchmarks.extension import Options, check, draw
 from benchmarks.words import main
 
 
+@pytest.mark.slow
 def test_the_whole_story_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
     texts = tmp_path / "texts"

@@ -82,6 +82,7 @@ def job(overrides: list[str], **changes: Any) -> trainers.Job:
     return dataclasses.replace(job, **changes)
 
 
+@pytest.mark.slow
 def test_every_peer_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model.py").write_text(NANOGPT)
     argv = [

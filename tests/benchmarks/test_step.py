@@ -10,6 +10,7 @@ import pytest
 from benchmarks.step import gains, of, turning_length
 from benchmarks.trace import ATTENTION, IDLE, MATRICES, OTHER, PARTS
 from benchmarks.words import main
+from longctx import cli
 
 
 def row(tokens, attention, matrices, backend="flash", failed=None):
@@ -95,7 +96,7 @@ def test_a_profiled_step_sums_to_the_step(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("argv", "message"),
     [
         (["step", "modell=tiny"], "did you mean model"),
         (["step", "seq_len=64"], "seq_len=64: is set for each point; use lengths="),
@@ -103,8 +104,16 @@ def test_a_profiled_step_sums_to_the_step(tmp_path, capsys):
         (["memory", "model=8b"], "model=8b: is set for each point; use models="),
     ],
 )
-def test_a_training_key_that_is_wrong_or_would_do_nothing_is_one_line(words, said, capsys):
-    assert main(words) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
+def test_a_training_key_that_is_wrong_or_would_do_nothing_is_one_line(argv, message, refused):
+    refused(main(argv), message)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["device=cpu"], "device=cpu: is set for each point; it is a GPU"),
+        (["attention=sdpa", "backends=naive"], "attention=sdpa: backends=naive is given too"),
+    ],
+)
+def test_plan_refuses_keys_that_it_sets_itself(overrides, message, refused):
+    refused(cli.main(["plan", *overrides]), message)
