@@ -207,7 +207,7 @@ def _models(options: Options, out: Path, device: str) -> Iterator[tuple[str, Any
     from longctx.config.model_config import AttentionConfig
     from longctx.config.rope_config import RopeConfig
     from longctx.model import GPT
-    from longctx.model.extension import extended
+    from longctx.model.context_extension import extended
     from longctx.model.huggingface import load_weights, pretrained, read_config
 
     attention = AttentionConfig("flash", {"kernel": options.kernel})

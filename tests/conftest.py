@@ -10,7 +10,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    import longctx.kernels.adamw
+    import longctx.kernels.adamw_update
     import longctx.kernels.cross_entropy
     import longctx.kernels.portable
     import longctx.kernels.rms_norm

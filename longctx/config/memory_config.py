@@ -101,23 +101,25 @@ class MemoryConfig:
         ValueError where none does.
         """
         names = list(POLICIES) if self.policy == "auto" else [self.policy]
-        found = [name for name in names if not self._contradiction(name)]
-        if not found:
+        possible = [name for name in names if not self._contradiction(name)]
+        if not possible:
             raise ValueError(self._contradiction(names[0]))
-        return found
+        return possible
 
     def _contradiction(self, policy: str) -> str:
         """Which keys contradict each other under `policy`; empty if none do."""
-        whole = self.filled(policy)
-        if whole.recompute != "block" and (whole.keep_every != 1 or whole.offload):
+        filled = self.filled(policy)
+        if filled.recompute != "block" and (filled.keep_every != 1 or filled.offload):
             given = (
-                f"keep_every={whole.keep_every}"
-                if whole.keep_every != 1
-                else f"offload={whole.offload}"
+                f"keep_every={filled.keep_every}"
+                if filled.keep_every != 1
+                else f"offload={filled.offload}"
             )
-            return f"memory.{given} needs memory.recompute=block, not {whole.recompute}"
-        if whole.recompute == "none" and whole.mlp_tile:
-            return f"memory.mlp_tile={whole.mlp_tile} needs memory.recompute=mlp or block, not none"
+            return f"memory.{given} needs memory.recompute=block, not {filled.recompute}"
+        if filled.recompute == "none" and filled.mlp_tile:
+            return (
+                f"memory.mlp_tile={filled.mlp_tile} needs memory.recompute=mlp or block, not none"
+            )
         return ""
 
     def filled(self, policy: str) -> MemoryConfig:

@@ -23,10 +23,10 @@ from lm_eval.tasks import TaskManager
 from torch import Tensor
 
 from longctx.data import Tokenizer
+from longctx.evaluation.result_tables import show_tasks
 from longctx.evaluation.results import Result
 from longctx.evaluation.scoring import losses
 from longctx.evaluation.setup import Setup
-from longctx.evaluation.tables import show_tasks
 from longctx.evaluation.windows import sliding, stride_of
 from longctx.model import GPT
 from longctx.runs import evaluations

@@ -16,7 +16,7 @@ import torch
 
 from longctx.attention import kernels_run
 from longctx.config.eval_config import SHORTEST, doubling
-from longctx.evaluation import heatmap, plots, processes, tables
+from longctx.evaluation import heatmap, plots, processes, result_tables
 from longctx.evaluation.passkey import DEPTHS, filler_of, recall
 from longctx.evaluation.perplexity import Perplexity, merged, perplexity, to_plain
 from longctx.evaluation.results import Result, decisive, perplexity_content
@@ -78,8 +78,8 @@ def measure_perplexity(setup: Setup) -> Result | None:
     }
 
     def show(content: dict[str, Any]) -> None:
-        tables.show(result, decode)
-        print(tables.speed(content))
+        result_tables.show(result, decode)
+        print(result_tables.speed(content))
 
     return Result(stem, content, show, plots.draw)
 

@@ -12,8 +12,8 @@ from rich.console import Console
 from longctx.files import printable
 from longctx.report import page
 from longctx.report.locks import lock_differences
+from longctx.report.run_tables import rendered, tables
 from longctx.report.run_view import Run, read
-from longctx.report.tables import rendered, tables
 from longctx.runs.metrics import Shown, shown
 from longctx.runs.run_folder import NotARun
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from longctx.files import write_text
+from longctx.report.run_tables import Table
 from longctx.report.run_view import Run
-from longctx.report.tables import Table
 from longctx.runs import metrics
 from longctx.runs.metrics import STEP_PARTS, Shown, finite
 

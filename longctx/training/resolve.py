@@ -22,7 +22,7 @@ from longctx.config.model_config import GPTConfig
 from longctx.config.request import Request
 from longctx.config.train_config import TrainConfig
 from longctx.data import load, sources
-from longctx.model.extension import extended
+from longctx.model.context_extension import extended
 from longctx.model.restore import mapped_model
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import Machine

@@ -13,8 +13,8 @@ from longctx.evaluation.contexts import Contexts, Gain
 from longctx.evaluation.perplexity import Perplexity, Score
 from longctx.evaluation.plots import draw
 from longctx.evaluation.positions import Positions
+from longctx.evaluation.result_tables import table, tables
 from longctx.evaluation.results import decisive, perplexity_content
-from longctx.evaluation.tables import table, tables
 from longctx.runs.evaluations import write
 
 

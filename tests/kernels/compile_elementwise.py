@@ -10,7 +10,7 @@ import sys
 from compile_report import build
 from triton.compiler import ASTSource
 
-from longctx.kernels import adamw, cross_entropy, rms_norm, rotary, swiglu
+from longctx.kernels import adamw_update, cross_entropy, rms_norm, rotary, swiglu
 
 POINTERS = ["loss", "scale", "p", "grad", "factor", "weight", "r", "dw", "by", "cos", "sin"]
 FLOATS = ["shrink", "rate", "root", "beta1", "beta2", "eps"]
@@ -71,6 +71,11 @@ if __name__ == "__main__":
         )
         for dtype in ("bf16", "fp32"):
             spilled[f"adamw {capability} {dtype}"] = compiled(
-                adamw.adamw_kernel, capability, adamw.WARPS, dtype, CLIPPED=True, BLOCK=adamw.BLOCK
+                adamw_update.adamw_kernel,
+                capability,
+                adamw_update.WARPS,
+                dtype,
+                CLIPPED=True,
+                BLOCK=adamw_update.BLOCK,
             )
     json.dump(spilled, sys.stdout)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longctx.kernels.adamw import adamw_
+from longctx.kernels.adamw_update import adamw_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

@@ -8,7 +8,7 @@ import torch
 
 from longctx.config.rope_config import ORIGINAL, RopeConfig
 from longctx.model import GPT, GPTConfig
-from longctx.model.extension import extended
+from longctx.model.context_extension import extended
 
 PLAIN = GPTConfig(
     vocab_size=61, layers=2, channels=32, heads=4, kv_heads=2, ffn=40, rope_theta=1e4, context=2048

@@ -14,8 +14,8 @@ import pytest
 
 from longctx.report import compare as compare_module
 from longctx.report.compare import compare
+from longctx.report.run_tables import differing
 from longctx.report.run_view import read, reduced
-from longctx.report.tables import differing
 from longctx.runs import run_folder
 from tests.report.run_files import make, step
 

@@ -2,7 +2,7 @@
 
 Weight decay acts on every matrix, the embedding among them (tied, it is also the lm_head), never
 on norms and biases. Its two averages, 8 bytes a weight, can be kept in bf16 or on the host. On a
-GPU one kernel of ours updates a tensor (longctx.kernels.adamw) and clips its gradient on the way.
+GPU one kernel of ours updates a tensor (longctx.kernels.adamw_update) and clips its gradient on the way.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class AdamW(torch.optim.AdamW):
         lr, eps, weight_decay = group["lr"], group["eps"], group["weight_decay"]
         beta1, beta2 = group["betas"]
         if by_kernel(p):
-            from longctx.kernels.adamw import adamw_  # needs Triton
+            from longctx.kernels.adamw_update import adamw_  # needs Triton
 
             adamw_(p, grad, m, v, self.factor, step, lr, (beta1, beta2), eps, weight_decay)
             return
