@@ -2,7 +2,8 @@
 
 Weight decay acts on every matrix, the embedding among them (tied, it is also the lm_head), never
 on norms and biases. Its two averages, 8 bytes a weight, can be kept in bf16 or on the host. On a
-GPU one kernel of ours updates a tensor (longctx.kernels.adamw_update) and clips its gradient on the way.
+GPU one kernel of ours (longctx.kernels.adamw_update) updates a tensor and clips its gradient on
+the way.
 """
 
 from __future__ import annotations
