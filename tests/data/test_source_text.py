@@ -152,7 +152,7 @@ def test_blank_lines_of_jsonl_are_nothing(tmp_path) -> None:
         ("a.jsonl", b"[" * 100_000, "a.jsonl:1: .*JSON"),
         ("a.jsonl", b'{"text": "x", "n": ' + b"1" * 9999 + b"}", "a.jsonl:1: .*JSON"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl:1: .*data.errors=replace"),
-        ("a.txt.gz", gzip.compress(b"hello" * 99)[:-9], "complete .gz"),
+        ("a.txt.gz", gzip.compress(b"hello" * 99, mtime=0)[:-9], "complete .gz"),
         ("a.txt.gz", b"never compressed", "complete .gz"),
         ("a.txt.xz", b"never compressed", "complete .xz"),
         ("a.txt.bz2", b"never compressed", "complete .bz2"),
