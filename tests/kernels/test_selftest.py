@@ -198,8 +198,8 @@ def test_the_gpus_kernels_pass(kernel, dtype, head_dim, group):
     for part in PARTS:
         implementation = f"triton-{kernel}"
         for bucket, copies in ((0, 48), (8192, 4)):
-            kernel = run(part, implementation, device)
-            wrong = check(part, kernel, device, dtype, head_dim, group, bucket, copies)
+            function = run(part, implementation, device)
+            wrong = check(part, function, device, dtype, head_dim, group, bucket, copies)
             assert wrong is None, (implementation, part, bucket)
 
 
