@@ -29,6 +29,7 @@ BENCHMARKS = {
     "context": "the longest context of every backend, with memory and speed up to it",
     "peers": "whole training steps beside nanoGPT, transformers, Liger and peft",
     "memory": "predicted peak memory beside the measured, over many configurations",
+    "picture": "the picture of the README, drawn from results/",
     "optimizers": "tokens to the same validation loss with each optimizer, each tuned alike",
 }
 

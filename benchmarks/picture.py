@@ -1,0 +1,68 @@
+"""The README's picture, drawn from results/: whole training steps beside their baselines."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from benchmarks.report import save_figure
+from longctx.config.fields import key
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+PANELS = {
+    "1b": ("peers-1b.json", "transformers-liger", "transformers + Liger"),
+    "124m": ("peers-124m.json", "nanogpt", "nanoGPT"),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where to draw."""
+
+    out: str = key("results/steps.png", "the picture")
+
+
+def run(options: Options, command: str) -> None:
+    """Draw tokens per second over the length of a row, ours beside the baseline's."""
+    figure, axes = plt.subplots(1, len(PANELS), figsize=(11, 4))
+    for axis, (model, (file, baseline, label)) in zip(axes, PANELS.items(), strict=True):
+        ours, theirs = speeds(file, "longctx"), speeds(file, baseline)
+        lengths = sorted(ours.keys() & theirs.keys())
+        axis.plot(lengths, [ours[n] for n in lengths], "o-", linewidth=2.4, label="longctx")
+        axis.plot(lengths, [theirs[n] for n in lengths], "s-", linewidth=1.5, label=label)
+        for n in lengths:
+            ratio, above = f"{ours[n] / theirs[n]:.2f} ×", (0, 9)
+            axis.annotate(
+                ratio, (n, ours[n]), xytext=above, textcoords="offset points", ha="center"
+            )
+        axis.set_xscale("log", base=2)
+        axis.margins(x=0.12)
+        axis.set_xticks(lengths, [f"{n // 1024}K" for n in lengths])
+        axis.set_ylim(0, 1.18 * max(ours.values()))
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axis.set_title(f"{model}: tokens/s of whole training steps on one H200", fontsize=11)
+        axis.set_xlabel("tokens in a row")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.tight_layout()
+    save_figure(figure, Path(options.out))
+    print(f"wrote {options.out}")
+
+
+def speeds(file: str, trainer: str) -> dict[int, float]:
+    """Length of a row → tokens/s of `trainer`, of its fastest run at that length."""
+    content: dict[str, Any] = json.loads((RESULTS / file).read_text())
+    fastest: dict[int, float] = {}
+    for measured in content["runs"]:
+        for row in measured["rows"]:
+            if row["peer"] == trainer and row.get("tokens_per_second"):
+                length = int(row["tokens"])
+                fastest[length] = max(fastest.get(length, 0.0), float(row["tokens_per_second"]))
+    return fastest
