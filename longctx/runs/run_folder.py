@@ -234,9 +234,11 @@ def checkpoints(folder: Path) -> list[Path]:
     )
 
 
-def write_config(folder: Path, settings: dict[str, Any]) -> None:
+def write_config(folder: Path, settings: Any) -> None:
     """Write the resolved configuration to config.yaml."""
-    files.write_text(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, width=120))
+    files.write_text(
+        folder / "config.yaml", yaml.safe_dump(plain(settings), sort_keys=False, width=120)
+    )
 
 
 def plain(config: Any) -> dict[str, Any]:

@@ -47,6 +47,7 @@ def test_rule(case, implementation):
     check(case, "flash")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "case", GRID + FREE if ON_GPU else [Case(2, 65, 65, Hq=4, Hkv=2, mask="documents")], ids=str
@@ -83,6 +84,7 @@ def test_shipped_tiles(monkeypatch):
     check(Case(1, 200, 200, mask="documents"), "flash", torch.float16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_tensor_map_loads(dtype, implementation, monkeypatch):
     """The path that Hopper takes, also in the interpreter."""
@@ -173,6 +175,7 @@ def test_poison_in_keys_and_values_alone(monkeypatch):
         assert out[:, 50:].isnan().any(-1).all(), "every query that sees it"
 
 
+@pytest.mark.slow
 def test_rows_that_see_nothing(implementation):
     """Output 0, lse -inf, zero gradients."""
     mask = Mask.intervals(torch.tensor([[0, 0, 0, 5, 9, 9]]), torch.tensor([[-1, -1, 3, 3, 8, 9]]))
@@ -238,6 +241,7 @@ def test_gradient_of_the_lse(implementation):
     assert torch.autograd.grad(only.sum(), q)[0].abs().sum() > 0, "the lse alone"
 
 
+@pytest.mark.slow
 def test_second_derivatives_are_refused(implementation):
     q = torch.randn(1, 8, 2, 16, device=DEVICE, requires_grad=True)
     (first,) = torch.autograd.grad(attention(q, q, q).sum(), q, create_graph=True)

@@ -1,4 +1,5 @@
-"""The memory benchmark: which points it measures, and that those under way fit the GPU together."""
+"" @ pytest.mark.slow
+"The memory benchmark: which points it measures, and that those under way fit the GPU together."
 
 import threading
 import time

@@ -44,6 +44,7 @@ def test_a_model_turns_where_the_lines_cross():
     assert turning_length([]) is None
 
 
+@pytest.mark.slow
 def test_gains_are_ratios_of_whole_steps():
     rows = [
         row(512, 2.0, 8.0),

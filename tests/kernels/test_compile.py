@@ -46,6 +46,7 @@ def each(hopper):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", each(hopper=True))
 def test_products_stay_asynchronous_and_fit(kernel):
     assert report(kernel)["warnings"] == [], "C7512: ptxas serializes the products"

@@ -123,6 +123,7 @@ def double(x, N: tl.constexpr):
 """
 
 
+@pytest.mark.slow
 def test_machine_code_is_hashed_without_the_folder_it_was_compiled_in(tmp_path, monkeypatch):
     """The same kernel in two folders: other line tables, the same code; with another constant,
     other code.

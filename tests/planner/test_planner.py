@@ -54,6 +54,7 @@ def test_what_a_policy_keeps_per_layer_grows_as_stated() -> None:
     assert per_token["balanced"] == pytest.approx(16 * (2 * 2048 + 2 * 2048 + 4 * 32), rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_policy_long_keeps_the_rest_on_the_host() -> None:
     memory = predict(one_b("memory=long", "seq_len=262144"))
     assert memory.host[OPTIMIZER] == 8 * one_b().model.parameters()

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 import eval as evaluation
 import train
@@ -30,6 +31,13 @@ def old_run(tmp_path: Path) -> Path:
     for word, place in places.items():
         config = config.replace(word, json.dumps(str(place)))
     (folder / "config.yaml").write_text(config)
+    for path in run_folder.checkpoints(folder):
+        checkpoint = torch.load(path, weights_only=True)
+        checkpoint["longctx"]["config"]["data"] |= {
+            "path": str(places["CORPUS"]),
+            "cache": str(places["CACHE"]),
+        }
+        torch.save(checkpoint, path)
     return folder
 
 

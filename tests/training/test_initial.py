@@ -182,7 +182,7 @@ def test_lora_from_start_to_export(
         "keep_checkpoints": 9,
     }
     assert train.main(start(name="r", seq_len=192, rope="yarn", **tuned)) == 0
-    assert "which rest; LoRA of rank 4 trains" in capsys.readouterr().out
+    assert "frozen; LoRA of rank 4 trains" in capsys.readouterr().out
     run, out = tmp_path / "runs" / "r", tmp_path / "out"
     saved = torch.load(run_folder.checkpoints(run)[-1], weights_only=True)
     theirs = LlamaForCausalLM.from_pretrained(folder)
@@ -221,7 +221,7 @@ def test_lora_from_start_to_export(
     assert (adapted(tokens).logits - expected).abs().max() < 1e-4 * expected.abs().max()
     assert evaluate.main([f"checkpoint={tmp_path / 'adapter'}"]) == 2
     assert "an adapter, which lacks the weights it adds to" in capsys.readouterr().err
-    assert export(["export", str(run), str(tmp_path / "no"), "adapter=yes"]) == 2
+    assert export(["export", str(run), str(tmp_path / "no"), "adapter=maybe"]) == 2
     assert train.main(start(name="full", max_steps=1)) == 0
     assert (
         export(["export", str(tmp_path / "runs" / "full"), str(tmp_path / "no"), "adapter=true"])

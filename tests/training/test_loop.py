@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
+from torch.utils.data import DataLoader
 
 import train
 from longctx import cli
@@ -334,6 +335,7 @@ def test_running_out_of_memory_says_what_to_change(
     assert "batch_size=2 accumulate=4" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_memory_that_a_machine_does_not_have_is_refused_and_not_a_kill(
     words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -351,6 +353,7 @@ def test_memory_that_a_machine_does_not_have_is_refused_and_not_a_kill(
     assert train.main(words(attention="flash", seq_len=2048, max_steps=1)) == 0
 
 
+@pytest.mark.slow
 def test_a_sweep_survives_a_job_that_fails(
     words: Words, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -572,7 +575,7 @@ def test_loop_and_stock_trainer_give_the_same_losses(words: Words, tmp_path: Pat
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(TrainingModule(run), micro)
+    trainer.fit(TrainingModule(run), DataLoader(micro, batch_size=None))
     ours = [row["loss"] for row in steps(tmp_path / "runs" / "ours")]
     assert seen.losses == pytest.approx(ours, rel=1e-6)
     assert len(ours) == 20 and ours[-1] < ours[0]

@@ -53,6 +53,7 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> No
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def losses(folder: Path) -> dict[int, tuple[Any, ...]]:
     rows = [row for row in run_folder.read_metrics(folder) if "loss" in row]
     assert len({row["step"] for row in rows}) == len(rows)
@@ -148,6 +149,7 @@ def test_what_a_kill_left_of_a_checkpoint_goes_with_the_next(tmp_path: Path) -> 
     }
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(words: Words, tmp_path: Path) -> None:
     shape: dict[str, Any] = {
         "max_steps": 4,
@@ -191,6 +193,7 @@ def test_two_processes_equal_one(words: Words, tmp_path: Path) -> None:
     assert losses(folders[1]) == before
 
 
+@pytest.mark.slow
 def test_two_processes_that_keep_little_equal_one_that_keeps_all(
     words: Words, tmp_path: Path
 ) -> None:
@@ -231,6 +234,7 @@ def test_two_processes_stop_together(words: Words, tmp_path: Path) -> None:
     assert torch.load(run_folder.checkpoints(folder)[-1], weights_only=True)["steps_done"] == done
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_told_to_end_has_its_job_save_first(words: Words, tmp_path: Path) -> None:
     process = start(["-m", *words(max_steps="100000,100001", workers=0)], tmp_path)
     deadline = time.monotonic() + 120
