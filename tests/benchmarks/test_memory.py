@@ -1,9 +1,10 @@
-"" @ pytest.mark.slow
-"The memory benchmark: which points it measures, and that those under way fit the GPU together."
+"""The memory benchmark: which points it measures, and that those under way fit the GPU together."""
 
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+
+import pytest
 
 from benchmarks import memory
 from longctx.planner import fitting
@@ -11,6 +12,7 @@ from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import predict
 
 
+@pytest.mark.slow
 def test_by_default_forty_points_and_more_of_every_kind() -> None:
     points = memory.combinations(memory.Options(), [])
     assert len(points) >= 40
