@@ -279,3 +279,24 @@ def test_a_process_that_is_lost_ends_the_run_with_a_line(words: Words, tmp_path:
             "a process of the run is gone" in line or f"PID {other} terminated with code -9" in line
         )
         assert f"python train.py resume={folder} goes on" in line
+
+
+@pytest.mark.slow
+def test_torchrun_gives_the_losses_of_two_processes_that_train_starts(
+    words: Words, tmp_path: Path
+) -> None:
+    shape: dict[str, Any] = {"max_steps": 3, "batch_size": 1, "accumulate": 1}
+    own = start(words(name="own", devices=2, **shape), tmp_path)
+    _, err = own.communicate(timeout=240)
+    assert own.returncode == 0, err
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPT)]
+    launched = subprocess.run(
+        [*command, *words(name="launched", **shape)],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert launched.returncode == 0, launched.stderr
+    assert losses(tmp_path / "runs" / "launched") == losses(tmp_path / "runs" / "own")
