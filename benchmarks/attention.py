@@ -24,11 +24,12 @@ import numpy as np
 from longctx.config.fields import key
 
 MASKS = ("causal", "full", "documents", "window")
+# → matrix products, in units of the forward's
 PARTS = {
     "forward": 1.0,
     "backward": 2.5,
     "both": 3.5,
-}  # → matrix products, in units of the forward's
+}
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "flash": ("flash", {}),
     "flash-deterministic": ("flash", {}),
@@ -354,9 +355,8 @@ def packed_rows(B: int, length: int) -> np.ndarray:
     pieces = np.split(packing.length, packing.row_starts[1:-1])
     pieces.sort(key=lambda row: int((row * (row + 1)).sum()))
     chosen = [pieces[int((i + 0.5) * len(pieces) / B)] for i in range(B)]
-    rows = [
-        np.repeat(np.arange(len(row) + 1), [*row, length - row.sum()]) for row in chosen
-    ]  # what is left is padding
+    # What is left is padding
+    rows = [np.repeat(np.arange(len(row) + 1), [*row, length - row.sum()]) for row in chosen]
     return np.stack(rows)
 
 

@@ -151,9 +151,8 @@ def commands(options: Options, out: Path) -> Iterator[tuple[str, list[str]]]:
 
 def _rows(options: Options, length: int, documents: int) -> list[str]:
     rows = max(1, options.tokens // length)  # in a micro-batch, of which a step has one
-    per_token = (
-        0.4 * math.log2(options.vocab) - 1.25
-    )  # bytes: the longest documents just fill a row
+    # Bytes: the longest documents just fill a row
+    per_token = 0.4 * math.log2(options.vocab) - 1.25
     return [
         *(f"seq_len={length}", f"batch_size={rows}", "accumulate=1"),
         *(

@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 
 TAKES_TRAINING_KEYS = True
 PEERS = ("longctx", "longctx-bare", "longctx-sdpa", "nanogpt", "transformers", "transformers-liger")
+# Longctx-sdpa: torch's FlashAttention-2
 PINNED = [
     "attention=sdpa",
     "attention.options.kernel=flash",
-]  # longctx-sdpa: torch's FlashAttention-2
+]
 TAKEN = {"seq_len": "use lengths=", "batch_size": "use step_tokens=", "devices": "one is compared"}
 WARM = 3
 # As many steps are timed as longctx is predicted to do in this time, `steps` at most.

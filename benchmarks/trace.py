@@ -56,10 +56,11 @@ KERNELS = (
     ),
     (re.compile(r"silu|sigmoid|gemm|nvjet|cutlass|splitK"), MATRICES),
     (re.compile(r"multi_tensor|fused_adam", re.IGNORECASE), OPTIMIZER),
+    # A weight cast for its product
     (
         re.compile(r"triton_\w*fused__to_copy(_t|_view|_permute|_\d+)*$"),
         MATRICES,
-    ),  # a weight cast for its product
+    ),
     (re.compile(r"^triton_"), SMALL),
 )
 ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}

@@ -29,9 +29,8 @@ TILE = 128  # queries, and keys, of the literature's tile
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
 FLUSH = "flush_l2"  # the kernel that ends every case, see benchmarks.counted
-MOST_SCORES = (
-    2**31
-)  # heads are left out of a long row until its scores are no more, so that naive attention fits
+# Heads are left out of a long row until its scores are no more, so that naive attention fits
+MOST_SCORES = 2**31
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,8 @@ KEPT, ATTENTION, MLP, LOSS, BATCH = (
 )
 TERMS = (PARAMETERS, GRADIENTS, OPTIMIZER, KEPT, ATTENTION, MLP, LOSS, BATCH)
 Terms = dict[str, float]
-CUBLAS = (
-    65 * 2**20
-)  # its workspaces on Hopper, of forward's thread and of backward's, allocated through torch
+# Its workspaces on Hopper, of forward's thread and of backward's, allocated through torch
+CUBLAS = 65 * 2**20
 FP32 = 4
 HOPPER_HEAD_SIZES = range(64, 129, 8)  # see longctx.kernels.flash_op, which needs torch
 
@@ -84,25 +83,23 @@ class _Step:
         self.B, self.T = workload.batch_size, workload.seq_len
         self.N = self.B * self.T
         self.C, self.F, self.L, self.V = m.channels, m.ffn, m.layers, int(m.vocab_size or 0)
+        # Q, kv: channels
         self.H, self.q, self.kv = (
             m.heads,
             m.heads * m.head_size,
             m.kv_heads * m.head_size,
-        )  # q, kv: channels
+        )
         self.e = 2 if workload.precision == "bf16" else FP32
         self.compiled = workload.compile
         self.backend = workload.attention.backend
-        self.before_weights = self.C * (
-            self.q + 2 * self.kv
-        )  # of a block's products, before and after attention
+        # Of a block's products, before and after attention
+        self.before_weights = self.C * (self.q + 2 * self.kv)
         self.after_weights = self.q * self.C + 3 * self.C * self.F
-        self.added = workload.lora.parameters(
-            m
-        )  # LoRA: these are trained, in fp32, and the model's own weights rest
+        # LoRA: these are trained, in fp32, and the model's own weights are frozen
+        self.added = workload.lora.parameters(m)
         self.trained = self.added or m.parameters()
-        self.gradient = (
-            0 if self.added else FP32
-        )  # bytes of the gradient of one of the model's own weights
+        # Bytes of the gradient of one of the model's own weights
+        self.gradient = 0 if self.added else FP32
         self.copy = self.e if self.e < FP32 and not self.added else 0  # and of its copy in 16 bits
         # One kernel makes the product of gate and up again in backward, see longctx.kernels.swiglu.
         targets = workload.lora.targets if self.added else []
@@ -149,9 +146,8 @@ class _Step:
             ):
                 yield f"backward of block {layer}, {name}", _sum(held, work)
         last = (gradients if full else gradients - embedding) + (embedding if tied else 0.0)
-        sparse = (
-            tied and self.device == "cuda" and not self.workload.deterministic
-        )  # added to the head's in place
+        # Added to the head's in place
+        sparse = tied and self.device == "cuda" and not self.workload.deterministic
         last += 0.0 if sparse else embedding
         tokens = {GRADIENTS: last, KEPT: (FP32 + self.e) * self.C * self.N}
         yield "backward of the embedding", _sum(always, tokens)
@@ -195,9 +191,8 @@ class _Step:
         N, C, F, e = self.N, self.C, self.F, self.e
         if self.memory.recompute == "block":
             x = float(e * C * N) if layer % (self.memory.keep_every or 1) == 0 else 0.0
-            lse = (
-                FP32 * self.H * N if self.backend == "flash" else 0
-            )  # the others run forward again
+            # The others run forward again
+            lse = FP32 * self.H * N if self.backend == "flash" else 0
             return x + e * self.q * N + lse  # with attention's output
         attention: float = e * self.q * N + FP32 * self.H * N  # its output and lse
         attention += e * (self.q + self.kv) * N  # q and k, turned
@@ -271,9 +266,8 @@ class _Step:
         """
         if self.memory.recompute != "block":
             return 0.0
-        missing = (layer - 1) % (
-            self.memory.keep_every or 1
-        )  # blocks to go back to the last input that was kept
+        # Blocks to go back to the last input that was kept
+        missing = (layer - 1) % (self.memory.keep_every or 1)
         needed = range(layer - 1 - max(1, missing), layer)
         brought = sum(self.kept_by(i) for i in needed if 0 <= i < self.away())
         return brought + min(missing, 2) * self.e * self.C * self.N
@@ -281,9 +275,8 @@ class _Step:
     def attention_backward(self, layer: int) -> Terms:
         """Backward of attention, with what comes before it computed again where it was not kept."""
         N, C, e, q, kv = self.N, self.C, self.e, self.q, self.kv
-        work = (
-            e * C * N + e * (2 * q + 2 * kv) * N + self.kernel_workspace()
-        )  # residual; do, dq, dk, dv
+        # Residual; do, dq, dk, dv
+        work = e * C * N + e * (2 * q + 2 * kv) * N + self.kernel_workspace()
         if self.memory.recompute == "none":
             gone = e * ((2 if self.fused else 3) * self.F + C) * N + self.copy * (
                 self.after_weights - q * C
@@ -293,9 +286,8 @@ class _Step:
         if self.memory.recompute == "mlp":
             return {ATTENTION: work + sums}
         whole = self.tile == N
-        qkv = e * (q + 2 * kv) * N + (
-            e * (C + q + kv) * N if whole else 0
-        )  # whole: norm and q, k before rope too
+        # With one tile the norm, and q and k before rotation too
+        qkv = e * (q + 2 * kv) * N + (e * (C + q + kv) * N if whole else 0)
         return {ATTENTION: work + qkv + sums, KEPT: self.again(layer)}
 
     def kernel_workspace(self) -> float:
@@ -314,9 +306,8 @@ class _Step:
             sums = FP32 * self.H * padded * N  # of dq
             return rows + (sums if self.device == "cuda" and for_hopper(self.workload) else 0)
         again = e * q * N if self.memory.recompute == "block" else 0
-        repeated = (
-            2 * e * q * N if q != kv else 0
-        )  # dk and dv of every query head, before they are summed
+        # Dk and dv of every query head, before they are summed
+        repeated = 2 * e * q * N if q != kv else 0
         return rows + FP32 * q * N + repeated + again
 
     def validation(self) -> Terms:

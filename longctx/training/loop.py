@@ -111,12 +111,10 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal) -> None:
             log.record(row)
             require_finite("loss", row.get("loss", 0.0), step, run)
 
-        # Validate
+        # Validate; wandb starts after the first step, before which it has nothing to show
         last = step == run.max_steps
         with meter.set_aside():
-            log.start_wandb(
-                kernels_run()
-            )  # after the first step: until then it has nothing to show
+            log.start_wandb(kernels_run())
             if last or step % run.val_every == 0:
                 validated(step)
 

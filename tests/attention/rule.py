@@ -44,9 +44,8 @@ class Case:
                 torch.randint(0, 5, (self.B, self.Tq), generator=g).sort(1).values, self.window
             )
         first = torch.randint(0, self.Tk + 1, (self.B, self.Tq), generator=g).sort(1).values
-        length = torch.randint(
-            -1, self.Tk // 2 + 2, (self.B, self.Tq), generator=g
-        )  # -1 and 0: sees nothing
+        # -1 and 0: sees nothing
+        length = torch.randint(-1, self.Tk // 2 + 2, (self.B, self.Tq), generator=g)
         return Mask.intervals(first, (first + length - 1).clamp(max=self.Tk - 1).cummax(1).values)
 
 

@@ -50,9 +50,8 @@ def test_ctrl_c_is_130_also_where_a_compiled_module_makes_another_error_of_it() 
             raise ImportError("initialization failed") from None
         return 0
 
-    before = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # ignored in what a shell runs in the background
+    # Ignored in what a shell runs in the background
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         assert answer([], str, imports) == 130
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

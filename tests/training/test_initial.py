@@ -329,9 +329,8 @@ def test_evaluation_of_a_folder_that_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(
-        os, "access", lambda path, mode: mode != os.W_OK
-    )  # chmod does not keep root out
+    # Chmod does not keep root out
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
     assert (
         evaluation.main([f"checkpoint={folder}", "data=text", f"data.path={corpus}", "device=cpu"])
         == 2
