@@ -6,6 +6,10 @@ import os
 from collections.abc import Callable
 
 import pytest
+
+# Two workers share two cores: more threads than that only wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 if not torch.cuda.is_available():
