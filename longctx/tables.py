@@ -17,7 +17,7 @@ def grid(title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> 
         shown.add_row(*(cell(row.get(column)) for column in columns))
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 160
+        console.width = 200
     console.print(shown)
 
 

@@ -277,8 +277,8 @@ def _at_fault(error: BaseException, cause: BaseException, overrides: Sequence[st
     if len(overrides) == 1:
         return overrides[0]
     full_key = str(getattr(cause, "full_key", None) or "").partition("[")[0]
-    named = [one for one in overrides if one in str(error)]
-    named += [one for one in overrides if f"{full_key}.".startswith(key_and_value(one)[0] + ".")]
+    named = [one for one in overrides if f"{full_key}.".startswith(key_and_value(one)[0] + ".")]
+    named += [one for one in overrides if one in str(error)]
     return named[0] if named else None
 
 

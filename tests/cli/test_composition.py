@@ -410,3 +410,8 @@ def test_composing_imports_no_torch() -> None:
         "assert not torch & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_the_override_at_fault_is_named_beside_one_that_is_part_of_its_text() -> None:
+    with pytest.raises(ValueError, match=r"^min_lr=null: not allowed"):
+        compose("lr=null", "min_lr=null")
