@@ -24,11 +24,23 @@ if not torch.cuda.is_available():
     del os.environ["TRITON_INTERPRET"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def lacking() -> dict[str, str]:
+    """Marker → what tests with it need, for the markers whose need this machine does not meet."""
     if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        return {"gpu": "runs compiled kernels, for which this machine has no CUDA GPU"}
+    major = torch.cuda.get_device_capability()[0]
+    if major != 9:
+        reason = f"runs kernels for Hopper GPUs (compute capability 9); this GPU has {major}"
+        return {"hopper": reason}
+    return {}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reasons = lacking()
+    for item in items:
+        for name, reason in reasons.items():
+            if item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture

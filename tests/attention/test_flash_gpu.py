@@ -9,17 +9,15 @@ import torch
 
 from longctx.attention import Mask, attention, kernels_run
 from longctx.kernels import flash_op, portable
-from tests.attention.rule import ON_GPU, Case, check, inputs, run
+from tests.attention.rule import Case, check, inputs, run
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(params=["portable", "hopper"], autouse=True)
+@pytest.fixture(params=["portable", pytest.param("hopper", marks=pytest.mark.hopper)], autouse=True)
 def kernel(request, monkeypatch):
     if request.param == "portable":
         monkeypatch.setattr(flash_op, "runs_hopper", lambda *_: False)
-    elif not ON_GPU or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU")
     yield request.param
     assert kernels_run()["flash"] == f"triton-{request.param}"
 

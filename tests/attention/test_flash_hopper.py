@@ -8,12 +8,9 @@ from longctx.kernels import flash_op
 from tests.attention import rule
 from tests.attention.rule import DEVICE, FREE, GRID, ON_GPU, Case
 
-HOPPER = ON_GPU and torch.cuda.get_device_capability()[0] == 9
-needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
-
-@needs_hopper
 @pytest.mark.gpu
+@pytest.mark.hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("case", GRID + FREE, ids=str)
@@ -23,8 +20,8 @@ def test_rule(case, head_dim, dtype):
     assert kernels_run()["flash"] == "triton-hopper"
 
 
-@needs_hopper
 @pytest.mark.gpu
+@pytest.mark.hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("mask", ["causal", "full", "window", "intervals"])
@@ -49,8 +46,8 @@ def test_scores_far_from_the_first_maximum(mask, head_dim, dtype):
     rule.check(case, "flash", dtype, tensors=[q, k, v, do], kernel="hopper")
 
 
-@needs_hopper
 @pytest.mark.gpu
+@pytest.mark.hopper
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("mask", ["causal", "documents"])
 def test_more_tiles_than_processors(mask, head_dim):
@@ -75,8 +72,8 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-@needs_hopper
 @pytest.mark.gpu
+@pytest.mark.hopper
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("case", GRID + FREE, ids=str)
 def test_rule_ordered(case, head_dim, deterministic):
@@ -85,8 +82,8 @@ def test_rule_ordered(case, head_dim, deterministic):
     assert kernels_run()["flash"] == "triton-hopper-ordered"
 
 
-@needs_hopper
 @pytest.mark.gpu
+@pytest.mark.hopper
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("mask", ["causal", "full", "documents", "window"])
 def test_ordered_gives_the_same_bits(mask, head_dim, deterministic):
@@ -106,8 +103,8 @@ def test_ordered_gives_the_same_bits(mask, head_dim, deterministic):
             assert torch.equal(x, y), name
 
 
-@needs_hopper
 @pytest.mark.gpu
+@pytest.mark.hopper
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_ordered_rows_of_one_and_of_several_documents(head_dim, deterministic):
     """Their tiles of keys add to dq in opposite directions."""
@@ -126,8 +123,8 @@ def test_ordered_rows_of_one_and_of_several_documents(head_dim, deterministic):
             assert torch.equal(x, y), name
 
 
-@needs_hopper
 @pytest.mark.gpu
+@pytest.mark.hopper
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_order_of_dq_is_all_that_varies(head_dim):
     case = Case(2, 1000, 1000, Hq=8, Hkv=2, D=head_dim, mask="documents")
@@ -139,8 +136,8 @@ def test_the_order_of_dq_is_all_that_varies(head_dim):
             assert torch.equal(x, y) if name != "dq" else torch.allclose(x, y, atol=1e-2), name
 
 
-@needs_hopper
 @pytest.mark.gpu
+@pytest.mark.hopper
 def test_auto_is_hopper_in_order_where_determinism_is_asked_for():
     q = torch.randn(1, 100, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     attend = torch.compile(attention, fullgraph=True)
@@ -174,8 +171,8 @@ def test_what_auto_is_elsewhere(monkeypatch):
         torch.use_deterministic_algorithms(False)
 
 
-@needs_hopper
 @pytest.mark.gpu
+@pytest.mark.hopper
 def test_any_strides():
     q, k, v, do = rule.inputs(Case(2, 300, 300, Hq=4, Hkv=2, D=128), torch.bfloat16)
     fused = torch.cat([q, k, v], dim=2)
@@ -198,19 +195,15 @@ def test_any_strides():
             {"device": "cpu", "dtype": torch.float16, "head_dim": 128},
             "needs a Hopper GPU; use attention.options.kernel=portable",
         ),
-        *(
-            [
-                (
-                    {"device": DEVICE, "dtype": torch.float32, "head_dim": 128},
-                    "takes bf16 and fp16",
-                ),
-                (
-                    {"device": DEVICE, "dtype": torch.float16, "head_dim": 256},
-                    "head sizes 64, 72 .. 128",
-                ),
-            ]
-            if HOPPER
-            else []
+        pytest.param(
+            {"device": DEVICE, "dtype": torch.float32, "head_dim": 128},
+            "takes bf16 and fp16",
+            marks=(pytest.mark.gpu, pytest.mark.hopper),
+        ),
+        pytest.param(
+            {"device": DEVICE, "dtype": torch.float16, "head_dim": 256},
+            "head sizes 64, 72 .. 128",
+            marks=(pytest.mark.gpu, pytest.mark.hopper),
         ),
     ],
 )

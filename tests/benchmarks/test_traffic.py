@@ -3,6 +3,7 @@ its failures are said.
 """
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -114,9 +115,11 @@ def test_without_gpu_that_is_said(tmp_path, capsys):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(
+    not shutil.which("ncu"),
+    reason="counts bytes by ncu (NVIDIA Nsight Compute), which is not on PATH here",
+)
 def test_counted_bytes_are_at_least_those_that_must_move(tmp_path):
-    if not traffic.shutil.which("ncu"):
-        pytest.skip("needs ncu, NVIDIA Nsight Compute")
     assert (
         main(["traffic", "lengths=2048", "heads=8", "backends=naive,flash", f"out={tmp_path}/t"])
         == 0
