@@ -94,8 +94,6 @@ def check_override(
         raise ValueError(f"{override}: not an option; keys are given as key=value, {advice}")
     if name.lstrip("~").split(".")[0].split("/")[0] == "hydra":
         raise ValueError(f"{override}: settings of Hydra cannot be changed here")
-    if "_target_" in override:
-        raise ValueError(f"{override}: _target_ is not used here; presets are chosen by name")
     if "${" in value:
         raise ValueError(f"{override}: ${{...}} is not filled in here; give the value itself")
     if name.startswith("~") or not equals or not name:
@@ -143,16 +141,16 @@ def split_positional(schema: type, argv: list[str]) -> tuple[list[str], dict[str
             raise ValueError(f"{argument}: give it without {argument.partition('=')[0]}=")
     overrides = [check_override(argument, schema) for argument in overrides]
     values: dict[str, Any] = {}
-    given = list(paths)
+    left = list(paths)
     for name in fields:
-        values[name] = given if known[name].is_list() else given[:1]
+        values[name] = left if known[name].is_list() else left[:1]
         if not values[name]:
             raise ValueError(f"{name.upper()} is missing: {known[name].metadata['help']}")
-        given = given[len(values[name]) :]
+        left = left[len(values[name]) :]
         values[name] = values[name] if known[name].is_list() else values[name][0]
-    if given:
+    if left:
         needed = " ".join(name.upper() for name in fields)
-        raise ValueError(f"{given[0]}: one too many; give {needed}, and nothing else without =")
+        raise ValueError(f"{left[0]}: one too many; give {needed}, and nothing else without =")
     return overrides, values
 
 
