@@ -14,7 +14,9 @@ def main(argv: list[str]) -> int:
     """Return the exit code: 0 done, 1 the run failed, 2 a mistake (one line on stderr), 130 or 143
     stopped by a signal.
     """
-    return cli.run("train", argv, lambda asked: (sweep if asked.sweep else train)(asked.overrides))
+    return cli.run(
+        "train", argv, lambda request: (sweep if request.sweep else train)(request.overrides)
+    )
 
 
 def train(overrides: list[str]) -> int:

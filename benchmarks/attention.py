@@ -139,14 +139,14 @@ def run(options: Options, command: str) -> None:
         plot(about | {"rows": rows}, Path(f"{options.out}.png"))
     for reason, names in left_out(rows).items():
         print(f"left out   {', '.join(names)}: {reason}")
-    taken = options.seconds - clock.left()
-    print(f"wrote {options.out}.json and {options.out}.png, after {taken:.0f} s")
+    seconds = options.seconds - clock.left()
+    print(f"wrote {options.out}.json and {options.out}.png, after {seconds:.0f} s")
 
 
 def check(options: Options) -> None:
     """Raise ValueError for a name that there is not and for head counts that do not work out."""
-    given = (("masks", options.masks, MASKS), ("backends", options.backends, PEERS))
-    for name, values, known in (*given, ("reference", (options.reference,), PEERS)):
+    choices = (("masks", options.masks, MASKS), ("backends", options.backends, PEERS))
+    for name, values, known in (*choices, ("reference", (options.reference,), PEERS)):
         if unknown := [x for x in values if x not in known]:
             raise ValueError(f"{name}={unknown[0]}: choose from {', '.join(known)}")
     for size in options.head_sizes:

@@ -261,7 +261,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         memory.plot([], [], color=color, linewidth=width, marker="o", label=label)
         for policy in dict.fromkeys(row["memory"] for row in rows):
             points = [point for row in rows if row["memory"] == policy and (point := drawn(row))]
-            done, hollow = [p for p in points if p[3]], [p for p in points if not p[3]]
+            measured, hollow = [p for p in points if p[3]], [p for p in points if not p[3]]
             for axis, column in ((memory, 1), (speed, 2)):
                 for p, after in itertools.pairwise(points):
                     style = ("-", width) if p[3] and after[3] else ("--", 1)
@@ -272,7 +272,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
                         color=color,
                         linewidth=style[1],
                     )
-                axis.plot([p[0] for p in done], [p[column] for p in done], "o", color=color)
+                axis.plot([p[0] for p in measured], [p[column] for p in measured], "o", color=color)
                 axis.plot(
                     [p[0] for p in hollow],
                     [p[column] for p in hollow],

@@ -223,10 +223,10 @@ def tree(
         last = Node("", float("inf"), float("inf"), None)
         for node, launch in [*sorted(members, key=lambda m: (m[0].start, -m[0].end)), (last, None)]:
             while open_ and open_[-1].end <= node.start + ROUNDING:
-                done = open_.pop()
-                if done.end > clock:
-                    segments.append((done, clock, done.end))
-                    clock = done.end
+                event = open_.pop()
+                if event.end > clock:
+                    segments.append((event, clock, event.end))
+                    clock = event.end
             if node is last:
                 break
             if open_ and node.start > clock:

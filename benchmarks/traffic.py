@@ -184,12 +184,12 @@ def count(options: Options, ncu: str) -> dict[str, Any]:
             "off",
         ]
         flags += ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
-        done = subprocess.run(
+        process = subprocess.run(
             [ncu, *flags, "--metrics", ",".join(METRICS), *child], capture_output=True, text=True
         )
         text = log.read_text() if log.exists() else ""
-        if done.returncode or not answer.exists():
-            raise ValueError(problem("\n".join((text, done.stdout, done.stderr))))
+        if process.returncode or not answer.exists():
+            raise ValueError(problem("\n".join((text, process.stdout, process.stderr))))
         counted = json.loads(answer.read_text())
     windows = list(split(kernels(text)))
     if len(windows) != len(counted["windows"]) or not windows:

@@ -19,7 +19,7 @@ def atomic(path: Path) -> Iterator[Path]:
     If the block raises, what it wrote is removed and `path` stays as it was. An OSError that names
     no file, such as that of a full disk, then names `path`. A folder replaces only an empty one.
     """
-    given, path = path, path.absolute()
+    as_given, path = path, path.absolute()
     partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     _remove(partial)  # of a process that was killed, whose number came again
     try:
@@ -27,7 +27,7 @@ def atomic(path: Path) -> Iterator[Path]:
         os.replace(partial, path)
     except OSError as error:
         if error.errno:  # one without it has only its text, which a file name would hide
-            error.filename = error.filename or str(given)
+            error.filename = error.filename or str(as_given)
         raise
     finally:
         _remove(partial)

@@ -168,10 +168,10 @@ def _cpu_tile(
         lse = q.new_full(lse_shape, float("-inf"), dtype=torch.float32)
         return F.pad(q[:, rows] * 0, (0, 0)), lse
     tile = Mask("intervals", first=first[None, rows] - lo, last=last[None, rows] - lo)
-    seen = visible(tile, hi - lo)[0, 0]
-    bias = torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, float("-inf"))
+    visible_keys = visible(tile, hi - lo)[0, 0]
+    bias = torch.zeros(visible_keys.shape, dtype=q.dtype).masked_fill(~visible_keys, float("-inf"))
     out, lse = _cpu_fused(q[:, rows], k[:, lo:hi], v[:, lo:hi], False, bias, scale)
-    sees = seen.any(-1)
+    sees = visible_keys.any(-1)
     return torch.where(sees[:, None, None], out, 0), lse.masked_fill(~sees, float("-inf"))
 
 

@@ -109,8 +109,8 @@ def check_backends(names: Iterable[str]) -> None:
 def with_backend(composed: Composed, backend: str) -> TrainConfig:
     """The request with another attention backend; overrides of attention.options stay."""
     prefix, attention = "attention.options.", AttentionConfig(**presets.read("attention", backend))
-    given = [key.removeprefix(prefix) for key in composed.changed if key.startswith(prefix)]
-    attention.options |= {key: composed.config.attention.options[key] for key in given}
+    overridden = [key.removeprefix(prefix) for key in composed.changed if key.startswith(prefix)]
+    attention.options |= {key: composed.config.attention.options[key] for key in overridden}
     request: TrainConfig = dataclasses.replace(composed.config, attention=attention)
     return request
 

@@ -85,8 +85,8 @@ def asks_help(argv: list[str]) -> bool:
 
 def check_given_once(argv: list[str]) -> None:
     """Raise ValueError where a key is given two values, one of which would be ignored."""
-    given: dict[str, str] = {}
+    values: dict[str, str] = {}
     for argument in argv:
         key, equals, value = argument.lstrip("+").partition("=")
-        if equals and "/" not in key and given.setdefault(key, value) != value:
-            raise ValueError(f"{argument}: {key}={given[key]} is given too; leave one of them out")
+        if equals and "/" not in key and values.setdefault(key, value) != value:
+            raise ValueError(f"{argument}: {key}={values[key]} is given too; leave one of them out")

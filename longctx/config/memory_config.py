@@ -110,12 +110,12 @@ class MemoryConfig:
         """Which keys contradict each other under `policy`; empty if none do."""
         filled = self.filled(policy)
         if filled.recompute != "block" and (filled.keep_every != 1 or filled.offload):
-            given = (
+            needing = (
                 f"keep_every={filled.keep_every}"
                 if filled.keep_every != 1
                 else f"offload={filled.offload}"
             )
-            return f"memory.{given} needs memory.recompute=block, not {filled.recompute}"
+            return f"memory.{needing} needs memory.recompute=block, not {filled.recompute}"
         if filled.recompute == "none" and filled.mlp_tile:
             return (
                 f"memory.mlp_tile={filled.mlp_tile} needs memory.recompute=mlp or block, not none"

@@ -30,8 +30,8 @@ def auto_model(composed: GPTConfig, overrides: Mapping[str, str], device: str) -
 
     Keys in `overrides` (model.KEY) keep the value that they have in `composed`.
     """
-    given = {key.removeprefix("model.") for key in overrides if key.startswith("model.")}
+    overridden = {key.removeprefix("model.") for key in overrides if key.startswith("model.")}
     values = read("model", AUTO_MODEL[device])
-    model = GPTConfig(**values | {key: getattr(composed, key) for key in given})
+    model = GPTConfig(**values | {key: getattr(composed, key) for key in overridden})
     model.validate()
     return model

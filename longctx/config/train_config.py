@@ -230,19 +230,20 @@ class TrainConfig:
     def _validate_schedule(self) -> None:
         before = 1
         for stage in self.seq_len_schedule or []:
-            given = f"seq_len_schedule={self.seq_len_schedule}"
+            setting = f"seq_len_schedule={self.seq_len_schedule}"
             if len(stage) != 2 or stage[1] < 1:
                 raise ValueError(
-                    f"{given}: pairs of row length and steps, such as [[2048,100],[8192,50]]"
+                    f"{setting}: pairs of row length and steps, such as [[2048,100],[8192,50]]"
                 )
             if isinstance(self.seq_len, str):
                 raise ValueError(
-                    f"{given}: its lengths divide seq_len, which seq_len=max leaves open; "
+                    f"{setting}: its lengths divide seq_len, which seq_len=max leaves open; "
                     "give a number"
                 )
             if not before < stage[0] < self.seq_len or self.seq_len % stage[0]:
                 raise ValueError(
-                    f"{given}: growing lengths that divide seq_len={self.seq_len}, which comes last"
+                    f"{setting}: growing lengths that divide seq_len={self.seq_len}, which comes "
+                    "last"
                 )
             before = stage[0]
 

@@ -59,9 +59,9 @@ class Progress:
     ) -> None:
         self._bar.stop()
         if kind is None:
-            done = f"{self._state()} in " if self._documents else ""
+            count = f"{self._state()} in " if self._documents else ""
             seconds = time.monotonic() - self._began
-            print(f"data: {self._task_name}: {done}{seconds:.1f} s", file=sys.stderr)
+            print(f"data: {self._task_name}: {count}{seconds:.1f} s", file=sys.stderr)
 
     def _state(self) -> str:
         return f"{self._documents:,} documents, {self._tokens / 1e6:,.1f} M tokens"

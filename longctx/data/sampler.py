@@ -105,13 +105,13 @@ class MixStream(Sampler[int]):
         return np.searchsorted(self.bounds, keys, side="left")
 
     def __iter__(self) -> Iterator[int]:
-        seen = self._before(self.consumed)
+        used = self._before(self.consumed)
         orders: list[tuple[int, np.ndarray]] = [(-1, np.zeros(0, np.int64)) for _ in self.rows]
         first = self.consumed
         while True:
             for offset, source in enumerate(self.sources(first, _AHEAD).tolist()):
-                epoch, position = divmod(seen[source], self.rows[source])
-                seen[source] += 1
+                epoch, position = divmod(used[source], self.rows[source])
+                used[source] += 1
                 if (first + offset - self.consumed) % self.world_size != self.rank:
                     continue
                 if orders[source][0] != epoch:

@@ -137,13 +137,13 @@ def text(
     The fact of `hidden` stands after `depth` of the filler, and its other facts after `others`.
     """
     question = tokenizer.encode(hidden.question)
-    answered = tokenizer.encode(hidden.question + hidden.answer)
-    pairs = zip(question, answered, strict=False)
+    question_answer = tokenizer.encode(hidden.question + hidden.answer)
+    pairs = zip(question, question_answer, strict=False)
     same = next((n for n, (a, b) in enumerate(pairs) if a != b), len(question))
     tokens = map(tokenizer.encode, (hidden.fact, *hidden.others))
     facts = sorted(zip((depth, *others), tokens, strict=True))
     head = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    room = length - len(head) - len(answered) - sum(len(fact) for _, fact in facts)
+    room = length - len(head) - len(question_answer) - sum(len(fact) for _, fact in facts)
     if room < 0:
         raise ValueError(
             f"passkey.lengths=[{length}]: too short for a fact and its question; use more tokens"
@@ -154,8 +154,8 @@ def text(
         end = round(place * room)
         body += [*filler[at:end].tolist(), *fact]
         at = end
-    body += [*filler[at:room].tolist(), *answered]
-    return np.asarray(body, dtype=np.int64), len(answered) - same
+    body += [*filler[at:room].tolist(), *question_answer]
+    return np.asarray(body, dtype=np.int64), len(question_answer) - same
 
 
 def _texts(

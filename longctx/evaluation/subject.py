@@ -67,15 +67,15 @@ def open_subject(request: EvalRequest, device: torch.device) -> Subject:
     config = request.config
     if not config.checkpoint:
         raise ValueError("checkpoint=: names nothing; give a run, such as checkpoint=runs/NAME")
-    given = Path(config.checkpoint)
-    if not huggingface.is_folder(given):
-        model, tokenizer, run = load_model(given, device, config.attention)
-        file = run_folder.checkpoints(given)[-1] if given.is_dir() else given.resolve()
-        folder = given if given.is_dir() else file.parent.parent
+    path = Path(config.checkpoint)
+    if not huggingface.is_folder(path):
+        model, tokenizer, run = load_model(path, device, config.attention)
+        file = run_folder.checkpoints(path)[-1] if path.is_dir() else path.resolve()
+        folder = path if path.is_dir() else file.parent.parent
         return Subject(model, tokenizer, folder, file, run["seq_len"], run)
     if not request.other_data and not config.passkey.enabled and not config.tasks:
         raise ValueError(
-            f"checkpoint={given}: a Hugging Face folder has no documents of its own; "
+            f"checkpoint={path}: a Hugging Face folder has no documents of its own; "
             "add data=text data.path=..."
         )
     if "split" in request.changed:
@@ -83,9 +83,9 @@ def open_subject(request: EvalRequest, device: torch.device) -> Subject:
             f"split={config.split}: a Hugging Face folder has no documents of its own to split; "
             "leave it out"
         )
-    tokenizer = Tokenizer.load(given)
-    model = huggingface.pretrained(given, config.attention, device, torch.float32).eval()
-    return Subject(model, tokenizer, given, given.resolve(), model.config.context or 1, None)
+    tokenizer = Tokenizer.load(path)
+    model = huggingface.pretrained(path, config.attention, device, torch.float32).eval()
+    return Subject(model, tokenizer, path, path.resolve(), model.config.context or 1, None)
 
 
 def load_model(

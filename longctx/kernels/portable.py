@@ -130,8 +130,8 @@ def _forward_tile(
         good = _finite(vj)
         s += tl.where(tl.sum((good != vj).to(tl.int32), 1) > 0, float("nan"), 0.0)[None, :]
         vj = good
-        seen = (j[None, :] >= first_i[:, None]) & (j[None, :] <= last_i[:, None])
-        s = tl.where(seen, s, float("-inf"))
+        visible = (j[None, :] >= first_i[:, None]) & (j[None, :] <= last_i[:, None])
+        s = tl.where(visible, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
     shift = m_new
     if MASKED:
@@ -246,12 +246,12 @@ def _dkv_tile(
     do_i = _load(do, do_row, do_col, m0, Tq, stride_gt, D, PAD, BM, TMA)
     if MASKED:
         do_i = _finite(do_i)
-        seen = (i[None, :] >= qfirst_j[:, None]) & (i[None, :] <= qlast_j[:, None])
-        p = tl.where(seen, p + 0.0 * delta_i[None, :], 0.0)
+        visible = (i[None, :] >= qfirst_j[:, None]) & (i[None, :] <= qlast_j[:, None])
+        p = tl.where(visible, p + 0.0 * delta_i[None, :], 0.0)
     dv = tl.dot(p.to(do_i.dtype), do_i, dv, input_precision=PRECISION)
     ds = p * (tl.dot(v, do_i.T, input_precision=PRECISION) - delta_i[None, :])
     if MASKED:
-        ds = tl.where(seen, ds, 0.0)
+        ds = tl.where(visible, ds, 0.0)
     dk = tl.dot(ds.to(qi.dtype), qi, dk, input_precision=PRECISION)
     return dk, dv
 

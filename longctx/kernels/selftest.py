@@ -108,30 +108,30 @@ def check(
         lse = x.given_lse.to(device).repeat(copies, 1, 1)
         gradients = run(do, None, q, k, v, out, lse, first, last, qfirst, qlast, SCALE)
         results = zip(("dq", "dk", "dv"), gradients, (x.dq, x.dk, x.dv), strict=True)
-    for name, got, exact in results:
-        if not torch.equal(got.nan_to_num(), got[:1].nan_to_num().expand_as(got)):
+    for name, actual, exact in results:
+        if not torch.equal(actual.nan_to_num(), actual[:1].nan_to_num().expand_as(actual)):
             return f"{name} is not the same for {copies} copies of one problem"
-        got = got[:1]
-        if wrong := _difference(got.cpu().double(), exact.double(), got.dtype):
+        actual = actual[:1]
+        if wrong := _difference(actual.cpu().double(), exact.double(), actual.dtype):
             return f"{name} {wrong}"
     return None
 
 
-def _difference(got: Tensor, exact: Tensor, dtype: torch.dtype) -> str | None:
-    """How `got` differs from `exact` by more than one rounding to `dtype` and a few of fp32."""
+def _difference(actual: Tensor, exact: Tensor, dtype: torch.dtype) -> str | None:
+    """How `actual` differs from `exact` by more than one rounding to `dtype` and a few of fp32."""
     empty = exact == float("-inf")
-    if not torch.equal(got == float("-inf"), empty):
+    if not torch.equal(actual == float("-inf"), empty):
         return "is -inf in the wrong places"
-    got, exact = got.masked_fill(empty, 0), exact.masked_fill(empty, 0)
+    actual, exact = actual.masked_fill(empty, 0), exact.masked_fill(empty, 0)
     allowed = exact.abs() * (torch.finfo(dtype).eps / 2) + exact.abs().max() * 1e-5
-    error = (got - exact).abs()
+    error = (actual - exact).abs()
     wrong = ~(error <= allowed)  # also where it is NaN
     if not wrong.any():
         return None
     worst = int(torch.where(wrong, error.nan_to_num(nan=math.inf), 0).argmax())
     return (
         f"has {int(wrong.sum()):,} of {wrong.numel():,} values wrong, "
-        f"such as {got.flatten()[worst]:.6g} for {exact.flatten()[worst]:.6g}"
+        f"such as {actual.flatten()[worst]:.6g} for {exact.flatten()[worst]:.6g}"
     )
 
 
@@ -148,14 +148,14 @@ def problem(head_dim: int, group: int, bucket: int) -> Problem:
     given_lse = torch.where(i < BLIND, -math.inf, LSE2 * SCALE).expand(1, group, Tq).contiguous()
 
     j = torch.arange(bucket, Tk)
-    seen = (j >= first[:, None]) & (j <= last[:, None])
+    visible = (j >= first[:, None]) & (j <= last[:, None])
     out, dq = torch.zeros_like(q, dtype=torch.float64), torch.zeros_like(q, dtype=torch.float64)
     dk, dv = torch.zeros_like(k, dtype=torch.float64), torch.zeros_like(v, dtype=torch.float64)
     lse = torch.full((1, group, Tq), -math.inf, dtype=torch.float64)
     kj, vj = k[0, bucket:, 0], v[0, bucket:, 0]
     for h in range(group):
         qi, doi = q[0, :, h], do[0, :, h]
-        p = torch.where(seen, torch.ldexp(torch.ones(()), qi @ kj.T), 0.0)
+        p = torch.where(visible, torch.ldexp(torch.ones(()), qi @ kj.T), 0.0)
         total = p.sum(1).double()
         out[0, :, h] = (p @ vj).double() / total.clamp(min=1e-9)[:, None]
         lse[0, h] = total.log()

@@ -123,14 +123,14 @@ def _tiles(first: Tensor, last: Tensor) -> Iterator[tuple[slice, slice, Tensor |
             end = min(j + COLS, int(la[-1]) + 1)
             keys = torch.arange(j, end)
             all_seen = int(f[-1]) <= j and end - 1 <= int(la[0])
-            seen = None if all_seen else (keys >= f[:, None]) & (keys <= la[:, None])
-            yield slice(i, i + len(f)), slice(j, end), seen
+            visible = None if all_seen else (keys >= f[:, None]) & (keys <= la[:, None])
+            yield slice(i, i + len(f)), slice(j, end), visible
 
 
-def _scores(q: Tensor, k: Tensor, seen: Tensor | None, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, visible: Tensor | None, scale: float) -> Tensor:
     """(Hkv, G, rows, keys) float32, -inf where not seen; q (rows, Hkv, G, D), k (keys, Hkv, D)."""
     s = torch.einsum("ihgd,jhd->hgij", q.float(), k.float()) * scale
-    return s if seen is None else s.masked_fill(~seen, float("-inf"))
+    return s if visible is None else s.masked_fill(~visible, float("-inf"))
 
 
 def _forward_tiles(
@@ -148,8 +148,8 @@ def _forward_tiles(
     m = torch.full((k.shape[1], G, q.shape[0]), float("-inf"))
     l = torch.zeros_like(m)
     acc = torch.zeros(k.shape[1], G, *q.shape[::2])
-    for i, j, seen in _tiles(first, last):
-        s = _scores(qg[i], k[j], seen, scale)
+    for i, j, visible in _tiles(first, last):
+        s = _scores(qg[i], k[j], visible, scale)
         m_new = torch.maximum(m[..., i], s.amax(-1))
         shift = m_new.masked_fill(m_new == float("-inf"), 0.0)
         p, alpha = (s - shift[..., None]).exp(), (m[..., i] - shift).exp()
@@ -181,8 +181,8 @@ def _backward_tiles(
     lse, delta = (x.unflatten(0, (-1, G)) for x in (lse, delta))
     lse = lse.masked_fill(lse == float("-inf"), float("inf"))
     dq_sum, dk_sum, dv_sum = (torch.zeros(x.shape, dtype=torch.float32) for x in (qg, k, v))
-    for i, j, seen in _tiles(first, last):
-        p = (_scores(qg[i], k[j], seen, scale) - lse[..., i, None]).exp()
+    for i, j, visible in _tiles(first, last):
+        p = (_scores(qg[i], k[j], visible, scale) - lse[..., i, None]).exp()
         dv_sum[j] += torch.einsum("hgij,ihgd->jhd", p, dog[i].float())
         dp = torch.einsum("ihgd,jhd->hgij", dog[i].float(), v[j].float())
         ds = p * (dp - delta[..., i, None]) * scale

@@ -124,8 +124,8 @@ def call(part: str, implementation: str, x: dict[str, Any]) -> Callable[[], Any]
         names = ["q", "k", "v", "first", "last"]
         return functools.partial(kernels.forward, *(x[name] for name in names), scale)
     names = ["q", "k", "v", "out", "lse", "first", "last", "qfirst", "qlast"]
-    given = (x[name] for name in names)
-    return functools.partial(kernels.backward, x["do"], None, *given, scale)
+    tensors = (x[name] for name in names)
+    return functools.partial(kernels.backward, x["do"], None, *tensors, scale)
 
 
 def best_portable(kernel: str, x: dict[str, Any]) -> Launch:

@@ -100,10 +100,10 @@ def _dynamic_base(
 ) -> Any:
     """The base, which grows with the input beyond the `context` that the model was made for."""
     assert context is not None
-    seen: Any = context
+    positions: Any = context
     if length is not None and length > context:
-        seen = torch.tensor(length, device="cpu")  # in fp32 from here on, as in transformers
-    return theta * ((factor * seen / context) - (factor - 1)) ** (head_dim / (head_dim - 2))
+        positions = torch.tensor(length, device="cpu")  # in fp32 from here on, as in transformers
+    return theta * ((factor * positions / context) - (factor - 1)) ** (head_dim / (head_dim - 2))
 
 
 def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
@@ -123,8 +123,8 @@ def _yarn(
     """Frequencies with many rotations in the original length as they are, those with few divided by
     the factor.
     """
-    old, given = scaling["original_max_position_embeddings"], scaling.get("factor")
-    factor: float = (context or old) / old if given is None else given
+    old, stated = scaling["original_max_position_embeddings"], scaling.get("factor")
+    factor: float = (context or old) / old if stated is None else stated
     dim, half = 2 * len(periods), len(periods)
 
     def channel(rotations: float) -> float:

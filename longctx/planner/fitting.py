@@ -55,8 +55,8 @@ def policies(workload: Workload) -> list[Workload]:
 
 def fits(workload: Workload, gpu: float, host: float) -> bool:
     """Whether `workload`, its policy decided, fits so many bytes of GPU and host memory."""
-    taken = on_host(workload)
-    return predict(workload).peak <= gpu and (not taken or taken <= host - HOST_LEFT)
+    host_bytes = on_host(workload)
+    return predict(workload).peak <= gpu and (not host_bytes or host_bytes <= host - HOST_LEFT)
 
 
 def on_host(workload: Workload) -> float:
@@ -80,8 +80,8 @@ def decide(workload: Workload, chip: Chip, host: float, merge: bool = False) -> 
     stay. A twentieth of the GPU is left free, since nobody probes this choice.
     """
     room = 0.95 * chip.usable
-    for whole in merged(workload) if merge else []:
-        fastest = policies(whole)[0]
+    for one_batch in merged(workload) if merge else []:
+        fastest = policies(one_batch)[0]
         if fits(fastest, room, host):
             return fastest
     return first_that_fits(workload, room, host) or min(

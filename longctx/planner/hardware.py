@@ -80,8 +80,8 @@ def known(name: str) -> tuple[float, float] | None:
 
 def peak_flops(name: str) -> float | None:
     """Dense bf16 FLOP/s of the GPU that torch calls `name`; None where it is not known."""
-    found = known(name)
-    return found[0] if found else None
+    match = known(name)
+    return match[0] if match else None
 
 
 def here() -> Chip | None:

@@ -57,7 +57,7 @@ class Memory:
 def predict(workload: Workload) -> Memory:
     """Peak memory of a step on one of its devices; ValueError where memory=auto is undecided."""
     step = _Step(workload)
-    moment, gpu = max(step.moments(), key=lambda found: sum(found[1].values()))
+    moment, gpu = max(step.moments(), key=lambda moment: sum(moment[1].values()))
     return Memory(moment, {term: gpu.get(term, 0.0) for term in TERMS}, step.host())
 
 
@@ -285,9 +285,9 @@ class _Step:
         sums = self.gradient * self.after_weights
         if self.memory.recompute == "mlp":
             return {ATTENTION: work + sums}
-        whole = self.tile == N
+        untiled = self.tile == N
         # With one tile the norm, and q and k before rotation too
-        qkv = e * (q + 2 * kv) * N + (e * (C + q + kv) * N if whole else 0)
+        qkv = e * (q + 2 * kv) * N + (e * (C + q + kv) * N if untiled else 0)
         return {ATTENTION: work + qkv + sums, KEPT: self.again(layer)}
 
     def kernel_workspace(self) -> float:

@@ -49,15 +49,15 @@ def tasks_stem(tasks: list[str], checkpoint: str, context: int) -> str:
     return f"tasks-{'-'.join(tasks)[:LONGEST_TASKS]}-{checkpoint}-{context}"
 
 
-def place(folder: Path, stem: str, asked: Content) -> Path:
-    """The JSON in `folder` for the answer to `asked`, the keys that decide what is measured.
+def place(folder: Path, stem: str, keys: Content) -> Path:
+    """The JSON in `folder` for the answer to `keys`, the keys that decide what is measured.
 
     The file of that stem, or a numbered one beside it where the file answers something else.
     """
-    asked = json.loads(json.dumps(asked))
+    keys = json.loads(json.dumps(keys))
     path = folder / f"{stem}.json"
     number = 1
-    while path.exists() and _asked(path) != asked:
+    while path.exists() and _asked(path) != keys:
         number += 1
         path = folder / f"{stem}-{number}.json"
     return path

@@ -54,13 +54,15 @@ def in_child(module: str, request: dict[str, Any], seconds: float) -> dict[str, 
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         env = os.environ | {"PYTHONPATH": path}
         try:
-            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds)
+            process = subprocess.run(
+                command, env=env, capture_output=True, text=True, timeout=seconds
+            )
         except subprocess.TimeoutExpired:
             return f"took longer than {seconds:.0f} s"
         if out.exists():
             answer: dict[str, Any] = json.loads(out.read_text())
             return answer
-    if done.returncode == -9:
+    if process.returncode == -9:
         return f"{OUT_OF_MEMORY}: the process was killed"
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    return lines[-1] if lines else f"exit code {done.returncode}"
+    lines = [line for line in process.stderr.splitlines() if line.strip()]
+    return lines[-1] if lines else f"exit code {process.returncode}"

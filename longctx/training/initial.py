@@ -47,9 +47,9 @@ def model_of_folder(
         raise FileNotFoundError(
             f"init={init}: no such folder; give a Hugging Face folder on this machine"
         )
-    given = {key: getattr(config.model, key) for key in OPEN_KEYS if f"model.{key}" in overrides}
-    given = {key: value for key, value in given.items() if value is not None}
-    model = replace(huggingface.read_config(folder), **given)
+    opened = {key: getattr(config.model, key) for key in OPEN_KEYS if f"model.{key}" in overrides}
+    opened = {key: value for key, value in opened.items() if value is not None}
+    model = replace(huggingface.read_config(folder), **opened)
     huggingface.check_weights(model, folder)
     tokenizer = str(folder) if config.data.tokenizer is None else config.data.tokenizer
     data = replace(config.data, tokenizer=tokenizer)

@@ -254,26 +254,26 @@ def continued(run: Run) -> Run:
     path = run_folder.checkpoints(folder)[-1]
     checkpoints.verify(path)
     checkpoint = checkpoints.read(path, checkpoints.TO_RESUME)
-    about, done = checkpoint["longctx"], int(checkpoint["steps_done"])
+    about, steps_done = checkpoint["longctx"], int(checkpoint["steps_done"])
     if about["data"] != run.data.fingerprint:
         raise ValueError(
             f"resume={folder}: the documents or the tokenizer are no longer those that the run "
             "began with"
         )
-    if done >= run.max_steps:
+    if steps_done >= run.max_steps:
         raise ValueError(
-            f"resume={folder}: the run has done its {done:,} steps; to go on, give a larger "
+            f"resume={folder}: the run has done its {steps_done:,} steps; to go on, give a larger "
             "max_steps="
         )
     run_folder.check_unedited(folder, about["config"], run.settings())
     mapped_model(path, checkpoint, run.workload.model, config.attention, config.lora)
     now = kernel_lock.of_workload(run.workload) if config.kernel.lock != "off" else None
-    lock, note = kernel_lock.held(config, now, about.get("kernel_lock"), done)
+    lock, note = kernel_lock.held(config, now, about.get("kernel_lock"), steps_done)
     return replace(
         run,
         folder=folder,
         checkpoint=path,
-        steps_done=done,
+        steps_done=steps_done,
         model_source="",
         kernel_lock=lock,
         lock_note=note or "",

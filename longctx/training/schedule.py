@@ -49,19 +49,19 @@ class Schedule:
             data[0].train if len(data) == 1 else Joined([part.train for part in data])
         )
 
-    def order(self, rank: int, done: int) -> Sampler[list[int]]:
-        """The row numbers of each step from step `done` on."""
-        return _Steps(self, rank, done)
+    def order(self, rank: int, steps_done: int) -> Sampler[list[int]]:
+        """The row numbers of each step from step `steps_done` on."""
+        return _Steps(self, rank, steps_done)
 
     def epoch(self, step: int) -> float:
         """How often the data has been seen after `step` steps."""
-        taken = (
+        stages = (
             (min(step, stage.last) - stage.first, stage, data)
             for stage, data in zip(self.stages, self.data, strict=True)
         )
         return sum(
             max(0, steps) * self.rows_per_step(stage) / len(data.train)
-            for steps, stage, data in taken
+            for steps, stage, data in stages
         )
 
     def rows_per_step(self, stage: Stage) -> int:
@@ -70,20 +70,20 @@ class Schedule:
 
 
 class _Steps(Sampler[list[int]]):
-    def __init__(self, schedule: Schedule, rank: int, done: int) -> None:
-        self.schedule, self.rank, self.done = schedule, rank, done
+    def __init__(self, schedule: Schedule, rank: int, steps_done: int) -> None:
+        self.schedule, self.rank, self.steps_done = schedule, rank, steps_done
 
     def __iter__(self) -> Iterator[list[int]]:
         run, work, offset = self.schedule.run, self.schedule.run.workload, 0
         for stage, data in zip(self.schedule.stages, self.schedule.data, strict=True):
             last = stage is self.schedule.stages[-1]
-            if last or self.done < stage.last:
-                steps = max(0, self.done - stage.first)
+            if last or self.steps_done < stage.last:
+                steps = max(0, self.steps_done - stage.first)
                 consumed = steps * self.schedule.rows_per_step(stage)
                 stream = iter(data.order(run.config.seed, self.rank, work.devices, consumed))
                 size = stage.batch_size * work.accumulate
                 rows = (list(islice(stream, size)) for _ in count())
                 # The last stage goes on as long as it is asked.
-                left = None if last else stage.last - max(self.done, stage.first)
+                left = None if last else stage.last - max(self.steps_done, stage.first)
                 yield from ([offset + row for row in step] for step in islice(rows, left))
             offset += len(data.train)

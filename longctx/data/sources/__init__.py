@@ -63,20 +63,20 @@ def check_overrides(config: DataConfig, overrides: Mapping[str, str]) -> None:
             f"data.vocab_size={overrides['data.vocab_size']}: "
             f"data.tokenizer={config.tokenizer} has its own; leave one out"
         )
-    given = {
+    overridden = {
         name.removeprefix("data."): value
         for name, value in overrides.items()
         if name.startswith("data.")
     }
-    _check_effect("data", config, given)
+    _check_effect("data", config, overridden)
     if config.mix:
         for name, (_, member) in mix.members(config).items():
             _check_effect(f"data.mix.{name}", member, config.mix[name])
 
 
-def _check_effect(place: str, config: DataConfig, given: Mapping[str, Any]) -> None:
+def _check_effect(place: str, config: DataConfig, overridden: Mapping[str, Any]) -> None:
     reasons = source_of(config).without_effect(config)
-    for name, value in given.items():
+    for name, value in overridden.items():
         check_used(config, name, value, place)
         if name in reasons:
             raise ValueError(

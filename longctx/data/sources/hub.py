@@ -142,8 +142,8 @@ def _revision(path: str, config: DataConfig) -> str | None:
     try:
         sha: str | None = api.dataset_info(path, revision=config.revision, timeout=10).sha
     except Exception as error:  # transports differ between versions of the library
-        answered = getattr(getattr(error, "response", None), "status_code", None) is not None
-        if answered or not record.exists():
+        has_response = getattr(getattr(error, "response", None), "status_code", None) is not None
+        if has_response or not record.exists():
             raise _failure(path, error) from error
         sha = json.loads(record.read_text())
         print(

@@ -69,11 +69,11 @@ def members(config: DataConfig) -> dict[str, Member]:
         place = f"data.mix.{name}"
         if not isinstance(keys, Mapping):
             raise ValueError(f"{place}={keys}: has no keys; give some, such as {place}.path=docs/")
-        given = _typed_keys(place, keys)
-        weight = given.pop("weight", 1.0)
+        own = _typed_keys(place, keys)
+        weight = own.pop("weight", 1.0)
         if not isinstance(weight, int | float) or not 0 < weight < float("inf"):
             raise ValueError(f"{place}.weight={weight}: not a share; give a number above 0")
-        members[name] = Member(float(weight), _member(place, config, given))
+        members[name] = Member(float(weight), _member(place, config, own))
     return members
 
 
@@ -104,9 +104,9 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
     )
 
 
-def _member(place: str, config: DataConfig, given: Mapping[str, Any]) -> DataConfig:
-    """The configuration of a member: the keys `given` to it, else those of the mix that it uses."""
-    name = given.get("source") or ("text" if given.get("path") else "embedded")
+def _member(place: str, config: DataConfig, own: Mapping[str, Any]) -> DataConfig:
+    """The configuration of a member: the `own` keys of it, else those of the mix that it uses."""
+    name = own.get("source") or ("text" if own.get("path") else "embedded")
     try:
         if name == "mix":
             raise ValueError("data.source=mix: a mix cannot be a member of a mix; name its sources")
@@ -114,11 +114,11 @@ def _member(place: str, config: DataConfig, given: Mapping[str, Any]) -> DataCon
         # Conversations are scored differently: a member that has none must say chat=false.
         others = {key for other in SOURCES.values() for key in other.keys} - source.keys - {"chat"}
         unused = {key: getattr(DataConfig(), key) for key in others}
-        member = replace(config, **(unused | dict(given) | {"source": name}))
+        member = replace(config, **(unused | dict(own) | {"source": name}))
         member.validate()
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
-    for key, value in given.items():
+    for key, value in own.items():
         check_used(member, key, value, place)
     try:
         if member.chat:
