@@ -34,13 +34,13 @@ def test_a_plan_for_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_micro_batches_are_those_that_a_run_would_take(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "gpu=H100", "gpu_memory=80", "model=124m", "memory=fast", "attention=flash"]
-    for given, rows in (([], "16 × 1"), (["accumulate=4"], "4 × 4"), (["batch_size=2"], "2 × 8")):
-        assert main([*words, *given]) == 0
+    for sizes, rows in (([], "16 × 1"), (["accumulate=4"], "4 × 4"), (["batch_size=2"], "2 × 8")):
+        assert main([*words, *sizes]) == 0
         assert rows in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("override", "message"),
     [
         ("gpu=Voodoo", "gpu=Voodoo: not a known GPU"),
         ("gpu=H100", "say how much memory it has"),
@@ -54,8 +54,10 @@ def test_micro_batches_are_those_that_a_run_would_take(capsys: pytest.CaptureFix
         ("backends=flahs", "backends=flahs: choose from flash"),
     ],
 )
-def test_mistakes_are_one_line(word: str, said: str, refused: Callable[[int, str], str]) -> None:
-    refused(main(["plan", word]), said)
+def test_mistakes_are_one_line(
+    override: str, message: str, refused: Callable[[int, str], str]
+) -> None:
+    refused(main(["plan", override]), message)
 
 
 def test_backends_and_attention_together_are_a_mistake(

@@ -2,16 +2,20 @@
 answers hang together.
 """
 
+import functools
 import json
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from longctx import cli as command_line
 from longctx.config.memory_config import MemoryConfig
+from longctx.config.model_config import AttentionConfig
+from longctx.config.train_config import TrainConfig
 from longctx.kernels import flash_op
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB
@@ -31,32 +35,40 @@ H200 = hardware.chip("NVIDIA H200", 139.8 * GIB)
 ROOT = Path(__file__).parents[2]
 
 
-def made(*words: str) -> Workload:
-    config = command_line.compose("train", [*words]).config
+@functools.cache
+def composed(*overrides: str) -> TrainConfig:
+    """What Hydra makes of a command line, in a quarter of a second each."""
+    config: TrainConfig = command_line.compose("train", [*overrides]).config
+    return config
+
+
+def workload(*overrides: str, **changes: Any) -> Workload:
+    """The step of a command line on a GPU; keyword arguments replace fields of its config."""
+    config = replace(composed(*overrides), **changes)
+    assert isinstance(config.seq_len, int)
     return workload_of(config, "cuda", config.seq_len)
 
 
-def one_b(*words: str) -> Workload:
-    return made("model=1b", *words)
+def one_b(*overrides: str, **changes: Any) -> Workload:
+    return workload("model=1b", *overrides, **changes)
 
 
 def test_what_a_policy_keeps_per_layer_grows_as_stated() -> None:
     per_token = {}
     for policy in ("fast", "balanced", "long"):
-        kept = [
-            predict(one_b(f"memory={policy}", f"seq_len={n}", "batch_size=1"))
+        short, long = (
+            predict(one_b(f"memory={policy}", seq_len=n, batch_size=1)).gpu[KEPT]
             for n in (65536, 131072)
-        ]
-        per_token[policy] = (sum(k.gpu[KEPT] for k in kept[1:]) - kept[0].gpu[KEPT]) / 65536
+        )
+        per_token[policy] = (long - short) / 65536
     # x, norm, projection of 2,048 channels, q k v before and after rope, gate and up: far more than
     # x and attention's output
     assert per_token["fast"] > 6 * per_token["balanced"] > 6 * per_token["long"]
     assert per_token["balanced"] == pytest.approx(16 * (2 * 2048 + 2 * 2048 + 4 * 32), rel=0.05)
 
 
-@pytest.mark.slow
 def test_the_policy_long_keeps_the_rest_on_the_host() -> None:
-    memory = predict(one_b("memory=long", "seq_len=262144"))
+    memory = predict(one_b("memory=long", seq_len=262144))
     assert memory.host[OPTIMIZER] == 8 * one_b().model.parameters()
     assert memory.host[KEPT] > 262144 * 9 * (2 * 2048 + 4 * 32)
     assert set(memory.gpu) == set(TERMS)
@@ -70,22 +82,21 @@ def test_peaks_measured_on_a_gpu_are_within_three_percent() -> None:
     off = {}
     for row in points:
         backend, _, kernel = row["backend"].partition(":")
-        words = [
+        preset = composed(f"model={row['model']}")
+        attention = composed(f"model={row['model']}", f"attention={backend}").attention
+        work = workload(
             f"model={row['model']}",
-            f"model.layers={row['layers']}",
-            f"memory={row['memory']}",
-        ]
-        words += [
-            f"attention={backend}",
-            f"seq_len={row['tokens']}",
-            "batch_size=1",
-            f"accumulate={row['accumulate']}",
-        ]
-        words += [f"++attention.options.kernel={kernel}"] if kernel else []
-        words += [f"lora.rank={row['lora']}"] if row.get("lora") else []
-        error = predict(made(*words)).peak / GIB / row["measured_gib"] - 1
+            model=replace(preset.model, layers=row["layers"]),
+            memory=MemoryConfig(row["memory"]),
+            attention=replace(attention, options={"kernel": kernel}) if kernel else attention,
+            seq_len=row["tokens"],
+            batch_size=1,
+            accumulate=row["accumulate"],
+            lora=replace(preset.lora, rank=row.get("lora")),
+        )
+        error = predict(work).peak / GIB / row["measured_gib"] - 1
         if abs(error) > 0.03:
-            off[tuple(words)] = error
+            off[tuple(row[key] for key in ("model", "memory", "backend", "tokens"))] = error
     assert off == {}
 
 
@@ -114,14 +125,14 @@ WHOLE = [
 def test_whole_models_take_the_memory_and_time_measured(
     model: str, policy: str, rows: int, tokens: int, gib: float, speed: float, kernel: str
 ) -> None:
-    words = [
+    config = workload(
         *f"model={model} memory={policy}".split(),
-        f"batch_size={rows}",
-        f"seq_len={tokens}",
-        "accumulate=1",
-    ]
-    work = made(*words, "attention=flash", f"++attention.options.kernel={kernel}")
-    config = replace(work, validates=False)
+        attention=AttentionConfig("flash", {"kernel": kernel}),
+        batch_size=rows,
+        seq_len=tokens,
+        accumulate=1,
+    )
+    config = replace(config, validates=False)
     assert predict(config).peak / GIB == pytest.approx(gib, rel=0.03)
     time = fitting.seconds(config, H200)
     assert time is not None
@@ -130,7 +141,7 @@ def test_whole_models_take_the_memory_and_time_measured(
 
 def test_longer_rows_more_rows_and_more_layers_take_more() -> None:
     for policy in ("fast", "balanced", "long"):
-        base = one_b(f"memory={policy}", "seq_len=8192", "batch_size=2", "accumulate=1")
+        base = one_b(f"memory={policy}", seq_len=8192, batch_size=2, accumulate=1)
         more = [replace(base, seq_len=16384), replace(base, batch_size=4)]
         more.append(replace(base, model=replace(base.model, layers=17)))
         more.append(replace(base, precision="fp32"))
@@ -139,23 +150,23 @@ def test_longer_rows_more_rows_and_more_layers_take_more() -> None:
 
 def test_naive_attention_grows_with_the_square() -> None:
     peaks = [
-        predict(one_b("attention=naive", "memory=fast", f"seq_len={n}", "batch_size=1")).peak
+        predict(one_b("attention=naive", "memory=fast", seq_len=n, batch_size=1)).peak
         for n in (8192, 16384)
     ]
     assert peaks[1] > 3 * peaks[0]
 
 
 def test_lora_needs_no_gradients_and_averages_of_resting_weights() -> None:
-    full = one_b("memory=fast", "seq_len=4096")
+    full = one_b("memory=fast", seq_len=4096)
     thin = replace(full, lora=replace(full.lora, rank=8))
     assert predict(thin).gpu[OPTIMIZER] == 8 * thin.lora.parameters(thin.model)
     assert predict(full).peak - predict(thin).peak > 12 * full.model.parameters()
 
 
 def test_the_sum_of_dq_is_counted_where_the_hopper_kernels_may_run() -> None:
-    def workspace(*words: str) -> float:
-        base = ("model=124m", "model.layers=3", "memory=long", "seq_len=262144", "batch_size=1")
-        predicted = predict(made(*base, *words))
+    def workspace(*overrides: str) -> float:
+        base = ("model=124m", "model.layers=3", "memory=long")
+        predicted = predict(workload(*base, *overrides, seq_len=262144, batch_size=1))
         assert predicted.moment.endswith("attention")
         return predicted.gpu[ATTENTION]
 
@@ -170,7 +181,7 @@ def test_the_sum_of_dq_is_counted_where_the_hopper_kernels_may_run() -> None:
 
 
 def test_the_portable_kernel_and_other_gpus_are_slower() -> None:
-    config = fitting.with_policy(one_b("seq_len=65536", "batch_size=1", "accumulate=1"), "fast")
+    config = fitting.with_policy(one_b(seq_len=65536, batch_size=1, accumulate=1), "fast")
     portable = replace(config, attention=replace(config.attention, options={"kernel": "portable"}))
     slow = fitting.attention_seconds(portable, H200)
     assert fitting.attention_seconds(config, H200) < 0.9 * slow
@@ -186,22 +197,19 @@ def test_the_portable_kernel_and_other_gpus_are_slower() -> None:
 
 def test_auto_takes_the_first_policy_that_fits() -> None:
     def decided(seq_len: int) -> str:
-        return fitting.decide(
-            one_b(f"seq_len={seq_len}", "batch_size=1"), H200, 128 * GIB
-        ).memory.policy
+        return fitting.decide(one_b(seq_len=seq_len, batch_size=1), H200, 128 * GIB).memory.policy
 
     assert [decided(n) for n in (16384, 131072, 786432)] == ["fast", "balanced", "long"]
     assert decided(2**24) == "long"  # nothing fits: what takes least
-    given = one_b("seq_len=16384", "memory.optimizer_state=bf16")
-    assert fitting.decide(given, H200, 128 * GIB).memory.optimizer_state == "bf16"
+    narrow = one_b("memory.optimizer_state=bf16", seq_len=16384)
+    assert fitting.decide(narrow, H200, 128 * GIB).memory.optimizer_state == "bf16"
 
 
 def test_a_step_has_as_few_micro_batches_as_fit_with_the_fastest_policy() -> None:
-    def decided(gib: float, *words: str) -> tuple[int, int, str]:
-        found = fitting.decide(
-            made(*words), hardware.chip("NVIDIA H200", gib * GIB), 128 * GIB, merge=True
-        )
-        return found.batch_size, found.accumulate, found.memory.policy
+    def decided(gib: float, *overrides: str, **changes: Any) -> tuple[int, int, str]:
+        chip = hardware.chip("NVIDIA H200", gib * GIB)
+        work = fitting.decide(workload(*overrides, **changes), chip, 128 * GIB, merge=True)
+        return work.batch_size, work.accumulate, work.memory.policy
 
     small = ("model=124m", "model.vocab_size=50304")
     assert decided(139.8, *small) == (16, 1, "fast")
@@ -211,44 +219,44 @@ def test_a_step_has_as_few_micro_batches_as_fit_with_the_fastest_policy() -> Non
         (4, 4, "balanced"),
     ]
     assert decided(139.8, *small, "memory=balanced") == (16, 1, "balanced")
-    assert decided(139.8, *small, "seq_len=12288") == (5, 1, "fast")  # 61,440 tokens, as without it
-    assert decided(139.8, "model=1b", "seq_len=131072") == (1, 1, "balanced")
+    assert decided(139.8, *small, seq_len=12288) == (5, 1, "fast")  # 61,440 tokens, as without it
+    assert decided(139.8, "model=1b", seq_len=131072) == (1, 1, "balanced")
     assert decided(1, "model=1b", "memory=fast") == (4, 4, "fast")  # nothing fits
-    assert fitting.decide(made(*small), H200, 128 * GIB).accumulate == 4
+    assert fitting.decide(workload(*small), H200, 128 * GIB).accumulate == 4
     for devices in (2, 3, 8):
-        asked = replace(made(*small, "seq_len=3000"), devices=devices)
-        assert {chosen.rows_per_step for chosen in fitting.merged(asked)} == {asked.rows_per_step}
+        work = replace(workload(*small, seq_len=3000), devices=devices)
+        assert {chosen.rows_per_step for chosen in fitting.merged(work)} == {work.rows_per_step}
 
 
 def test_the_longest_row_fits_and_the_next_does_not() -> None:
     for backend in ("naive", "flash"):
         config = one_b(f"attention={backend}")
-        found = fitting.longest(fitting.one_row(config), H200.usable, 128 * GIB)
-        assert found is not None
-        assert fitting.fits(found, H200.usable, 128 * GIB)
-        longer = fitting.one_row(config)(found.seq_len + 128)
+        longest = fitting.longest(fitting.one_row(config), H200.usable, 128 * GIB)
+        assert longest is not None
+        assert fitting.fits(longest, H200.usable, 128 * GIB)
+        longer = fitting.one_row(config)(longest.seq_len + 128)
         assert fitting.first_that_fits(longer, H200.usable, 128 * GIB) is None
     assert fitting.longest(fitting.one_row(config), GIB, GIB) is None
 
 
 def test_the_smallest_change_fits() -> None:
-    config = fitting.with_policy(one_b("seq_len=65536", "batch_size=4", "accumulate=1"), "fast")
+    config = fitting.with_policy(one_b(seq_len=65536, batch_size=4, accumulate=1), "fast")
     assert (
         fitting.smallest_change(config, H200.usable, 128 * GIB)
         == "batch_size=1 accumulate=4, the same step in pieces"
     )
     one = replace(config, batch_size=1, seq_len=131072)
     assert fitting.smallest_change(one, H200.usable, 128 * GIB) == "memory=balanced"
-    last = fitting.with_policy(one_b("seq_len=8000000", "batch_size=1"), "long")
-    words = fitting.smallest_change(last, H200.usable, 128 * GIB)
-    assert words.startswith("seq_len=")
+    last = fitting.with_policy(one_b(seq_len=8000000, batch_size=1), "long")
+    change = fitting.smallest_change(last, H200.usable, 128 * GIB)
+    assert change.startswith("seq_len=")
     assert "attention=flash" in fitting.smallest_change(
         replace(config, attention=one_b("attention=naive").attention), GIB, GIB
     )
 
 
 def test_seconds_add_up_and_follow_the_work() -> None:
-    config = fitting.with_policy(one_b("seq_len=65536", "batch_size=1", "accumulate=1"), "balanced")
+    config = fitting.with_policy(one_b(seq_len=65536, batch_size=1, accumulate=1), "balanced")
     short, long = (fitting.seconds(replace(config, seq_len=n), H200) for n in (65536, 131072))
     assert short is not None
     assert long is not None
@@ -279,7 +287,7 @@ def test_a_memory_key_that_a_policy_cannot_have_is_passed_over() -> None:
 
 
 def test_every_process_of_a_machine_takes_host_memory() -> None:
-    config = one_b("memory=long", "seq_len=1048576", "batch_size=1", "accumulate=1")
+    config = one_b("memory=long", seq_len=1048576, batch_size=1, accumulate=1)
     gpu, host = 139 * GIB, sum(predict(config).host.values())
     assert fitting.on_host(replace(config, devices=8)) == 8 * host
     assert fitting.fits(config, gpu, 1.1 * host + fitting.HOST_LEFT)
@@ -288,7 +296,7 @@ def test_every_process_of_a_machine_takes_host_memory() -> None:
 
 
 def test_ddp_keeps_all_gradients_all_the_time() -> None:
-    config = one_b("memory=fast", "seq_len=4096", "batch_size=4", "accumulate=1")
+    config = one_b("memory=fast", seq_len=4096, batch_size=4, accumulate=1)
     alone, shared = (
         dict(_Step(work).moments())["loss"][GRADIENTS]
         for work in (config, replace(config, devices=2, strategy="ddp"))
@@ -297,7 +305,7 @@ def test_ddp_keeps_all_gradients_all_the_time() -> None:
 
 
 def test_a_tied_weights_second_gradient_takes_room_only_where_sums_have_an_order() -> None:
-    config = one_b("memory=fast", "seq_len=4096", "batch_size=1", "accumulate=1")
+    config = one_b("memory=fast", seq_len=4096, batch_size=1, accumulate=1)
     configs = config, replace(config, deterministic=True)
     any_order, one_order = (
         sum(dict(_Step(c).moments())["backward of the embedding"].values()) for c in configs
