@@ -15,15 +15,15 @@ from longctx import cli
 
 def row(tokens, attention, matrices, backend="flash", failed=None):
     ms = {ATTENTION: attention, MATRICES: matrices}
-    whole = attention + matrices
+    step = attention + matrices
     return {
         "tokens": tokens,
         "backend": backend,
         "failed": failed,
         "ms": ms,
-        "shares": {part: x / whole for part, x in ms.items()},
+        "shares": {part: x / step for part, x in ms.items()},
         "tokens_per_step": 1000,
-        "tokens_per_second": 1000 * 1000 / whole,
+        "tokens_per_second": 1000 * 1000 / step,
     }
 
 
@@ -44,7 +44,6 @@ def test_a_model_turns_where_the_lines_cross():
     assert turning_length([]) is None
 
 
-@pytest.mark.slow
 def test_gains_are_ratios_of_whole_steps():
     rows = [
         row(512, 2.0, 8.0),
@@ -57,6 +56,7 @@ def test_gains_are_ratios_of_whole_steps():
     assert of(rows, "sdpa") == []
 
 
+@pytest.mark.slow
 def test_a_profiled_step_sums_to_the_step(tmp_path, capsys):
     words = [
         "model=tiny",
@@ -80,18 +80,18 @@ def test_a_profiled_step_sums_to_the_step(tmp_path, capsys):
         )
         == 0
     )
-    found = json.loads((tmp_path / "s.json").read_text())
-    assert [(r["tokens"], r["backend"]) for r in found["rows"]] == [
+    result = json.loads((tmp_path / "s.json").read_text())
+    assert [(r["tokens"], r["backend"]) for r in result["rows"]] == [
         (n, b) for n in (128, 257) for b in ("naive", "flash")
     ]
-    for measured in found["rows"]:
+    for measured in result["rows"]:
         shares = measured["shares"]
         assert sum(shares.values()) == pytest.approx(1)
         assert shares[OTHER] < 0.3  # a step of some 10 ms, on a machine that may be busy
         assert set(shares) == set(PARTS)
         assert all(shares[part] > 0 for part in PARTS if part not in (OTHER, "copies", IDLE))
     per_layer = 128 * (4 + 2 * 2) * 32 + 128 * 128 + 3 * 128 * 384  # weights of a layer's products
-    assert found["turns_by_flops"] == pytest.approx((2 * per_layer + 512 * 128) / (2 * 128))
+    assert result["turns_by_flops"] == pytest.approx((2 * per_layer + 512 * 128) / (2 * 128))
     assert matplotlib.image.imread(tmp_path / "s.png").std() > 0.01
     assert "over naive" in capsys.readouterr().out.replace("_", " ")
 

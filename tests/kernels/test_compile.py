@@ -15,9 +15,13 @@ import triton
 SHARED_MEMORY = {"sm90": 227 * 1024, "any": 99 * 1024}  # bytes that a program may have
 # the forward spills up to 172 bytes on 3.8 and 3.9, the backward of 64 up to 136 on 3.9
 TUNED = ("3.6.", "3.7.")
-FAST = ["forward 64", "forward 128", "backward 64", "backward 128", "sm90"]
+FAST = ("backward 64",)  # in seconds; the others take half a minute and more
 PARTS = ("forward retry", "ordered backward", "backward of groups", "ordered backward of groups")
-SLOW = [*(f"{part} {size}" for part in PARTS for size in (64, 128)), "any"]
+GROUPS = (  # those that one process compiles, for there is only one Triton in each
+    FAST,
+    ("forward 64", "forward 128", "backward 128", "sm90"),
+    (*(f"{part} {size}" for part in PARTS for size in (64, 128)), "any"),
+)
 
 
 @functools.cache
@@ -27,26 +31,26 @@ def compile_all(names):
     folders = [str(script.parents[2]), env.get("PYTHONPATH")]
     env["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     command = [sys.executable, script, *names]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+    compiler = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert compiler.returncode == 0, compiler.stderr[-2000:]
+    return json.loads(compiler.stdout)
 
 
 def report(name):
-    """What the compiler says of `name`, compiled with all others that are as slow."""
-    return compile_all(tuple(FAST if name in FAST else SLOW))[name]
+    """What the compiler says of `name`, compiled with all others of its group."""
+    return compile_all(next(group for group in GROUPS if name in group))[name]
 
 
 def each(hopper):
     """The names of Hopper kernels, or of architectures."""
     return [
-        pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
-        for name in FAST + SLOW
+        pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
+        for group in GROUPS
+        for name in group
         if (name not in SHARED_MEMORY) == hopper
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kernel", each(hopper=True))
 def test_products_stay_asynchronous_and_fit(kernel):
     assert report(kernel)["warnings"] == [], "C7512: ptxas serializes the products"

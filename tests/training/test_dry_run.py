@@ -68,8 +68,13 @@ def test_run_survives_its_way_to_another_process(small: Run) -> None:
     ("changes", "seconds", "failed"),
     [
         ({}, 240, None),
-        ({"seq_len": 2**40}, 240, OUT_OF_MEMORY),
-        ({"model": GPTConfig(vocab_size=64, heads=3)}, 240, "model.heads=3"),
+        pytest.param({"seq_len": 2**40}, 240, OUT_OF_MEMORY, marks=pytest.mark.slow),
+        pytest.param(
+            {"model": GPTConfig(vocab_size=64, heads=3)},
+            240,
+            "model.heads=3",
+            marks=pytest.mark.slow,
+        ),
         ({}, 0.5, "took longer"),
     ],
 )
