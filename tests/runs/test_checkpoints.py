@@ -1,10 +1,13 @@
-"""A checkpoint in which a bit flipped is refused, wherever the bit is."""
+"""A checkpoint that is damaged, cut short or not ours is refused with one clear line."""
 
+import resource
 from pathlib import Path
 
 import pytest
 import torch
 
+from longctx.evaluation.subject import load_model
+from longctx.runs import checkpoints
 from longctx.runs.checkpoints import opened, verify
 
 
@@ -57,9 +60,9 @@ def test_a_checkpoint_cut_short_is_refused_and_an_older_one_named(
 def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
     torch.save({"x": torch.arange(30), "config": {"a": [1, "b"]}}, path)
-    whole = path.read_bytes()
-    for place in range(0, len(whole), 5):
-        path.write_bytes(whole)
+    intact = path.read_bytes()
+    for place in range(0, len(intact), 5):
+        path.write_bytes(intact)
         flip(path, place)
         try:
             verify(path)
@@ -67,3 +70,48 @@ def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(tmp_path: Path) ->
         except (ValueError, RuntimeError):  # the second is torch's, for no zip file at all
             continue
         assert content["x"].equal(torch.arange(30)) and content["config"] == {"a": [1, "b"]}, place
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04 torn"])
+def test_a_foreign_checkpoint_is_one_clear_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.ckpt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"x\.ckpt"):
+        load_model(tmp_path / "x.ckpt")
+
+
+def test_a_torn_checkpoint_is_named(tmp_path: Path) -> None:
+    torch.save({"x": torch.zeros(10_000)}, tmp_path / "x.ckpt")
+    (tmp_path / "x.ckpt").write_bytes((tmp_path / "x.ckpt").read_bytes()[:20_000])
+    with pytest.raises(ValueError, match=r"x\.ckpt: not a checkpoint, or not a whole one"):
+        load_model(tmp_path / "x.ckpt")
+
+
+def test_a_checkpoint_of_another_program_or_with_code_in_it(tmp_path: Path) -> None:
+    torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match="another program"):
+        load_model(tmp_path / "x.ckpt")
+    torch.save({"longctx": {"format": 1}, "call": print}, tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match="cannot be read safely, it holds more than tensors"):
+        load_model(tmp_path / "x.ckpt")
+    torch.save({"longctx": {"format": 1}}, tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match="written in format 1"):
+        load_model(tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match="no such file"):
+        load_model(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="not the folder of a run"):
+        load_model(tmp_path)
+
+
+def test_a_checkpoint_that_cannot_be_finished_leaves_the_last_one(tmp_path: Path) -> None:
+    target = tmp_path / "step-00000001.ckpt"
+    checkpoints.save({"longctx": {}, "x": torch.zeros(10)}, target)
+    before = target.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(OSError, match="step-00000001"):
+            checkpoints.save({"longctx": {}, "x": torch.zeros(1_000_000)}, target)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert target.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == [target.name]

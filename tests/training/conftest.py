@@ -1,7 +1,8 @@
-"""A small corpus with documents of very unequal length, and the words of a run that takes a second
-on it.
+"""A small corpus with documents of very unequal length, and the command line of a run that takes a
+second on it.
 """
 
+import functools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -50,13 +51,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture
-def words(corpus: Path, cache: Path, tmp_path: Path) -> Callable[..., list[str]]:
-    """The command line of a tiny run in tmp_path/runs; keyword arguments replace or add keys (`__`
-    stands for a dot).
+@pytest.fixture(scope="session")
+def overrides_in(corpus: Path, cache: Path) -> Callable[..., list[str]]:
+    """The command line of a tiny run in a folder of runs; keyword arguments replace or add keys
+    (`__` stands for a dot).
     """
 
-    def command(**changes: object) -> list[str]:
+    def command(runs: Path, /, **changes: object) -> list[str]:
         keys: dict[str, object] = {
             "data": "text",
             "data.path": corpus,
@@ -75,9 +76,15 @@ def words(corpus: Path, cache: Path, tmp_path: Path) -> Callable[..., list[str]]
             "workers": 0,
             "device": "cpu",
             "wandb.mode": "disabled",
-            "runs": tmp_path / "runs",
+            "runs": runs,
         }
         keys |= {key.replace("__", "."): value for key, value in changes.items()}
         return [f"{key}={value}" for key, value in keys.items() if value is not None]
 
     return command
+
+
+@pytest.fixture
+def overrides(overrides_in: Callable[..., list[str]], tmp_path: Path) -> Callable[..., list[str]]:
+    """The command line of a tiny run in tmp_path/runs; see `overrides_in`."""
+    return functools.partial(overrides_in, tmp_path / "runs")

@@ -1,12 +1,43 @@
-"""A run without data or folder, for tests of what reads one."""
+"""Small runs for tests: one without data or folder, and what a finished one left in its folder."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from longctx.config.train_config import TrainConfig
 from longctx.planner.workload import workload_of
+from longctx.runs import run_folder
 from longctx.training.resolve import scheduled
 from longctx.training.run import Run
+
+Overrides = Callable[..., list[str]]  # the fixture `overrides` of conftest.py
 
 
 def sample_run(config: TrainConfig, device: str = "cpu") -> Run:
     """`config` with its nulls filled in for `device`."""
     assert isinstance(config.seq_len, int)
     return scheduled(config, workload_of(config, device, config.seq_len))
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    """The rows of metrics that hold a step's loss."""
+    return [row for row in run_folder.read_metrics(folder) if "loss" in row]
+
+
+def newest(folder: Path) -> dict[str, Any]:
+    """The newest checkpoint of a run."""
+    checkpoint: dict[str, Any] = torch.load(run_folder.checkpoints(folder)[-1], weights_only=True)
+    return checkpoint
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights in the newest checkpoint of a run."""
+    state: dict[str, torch.Tensor] = newest(folder)["state_dict"]
+    return state
+
+
+def check_equal_weights(one: Path, other: Path) -> None:
+    """Checks that two runs ended with the same weights, bit for bit."""
+    torch.testing.assert_close(weights(one), weights(other), rtol=0, atol=0)

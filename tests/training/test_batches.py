@@ -46,9 +46,9 @@ def test_pairs_are_the_mean_over_layers_with_and_without_a_window() -> None:
 
 def test_a_piece_of_which_nothing_is_scored_is_not_padding() -> None:
     """A conversation's beginning, all the user's, at the end of a row."""
-    whole = row(4, 3)
-    whole["targets"][4:] = -100
-    micro = micro_batch([whole])
+    conversation = row(4, 3)
+    conversation["targets"][4:] = -100
+    micro = micro_batch([conversation])
     assert (micro.real, micro.scored, micro.pairs) == (7, 3, 10 + 6)
 
 
@@ -92,8 +92,8 @@ def test_ranks_share_the_validation_rows_without_overlap(wanted: int, world_size
     rows = [row(3, 2) for _ in range(11)]
     for number, r in enumerate(rows):
         r["tokens"][0] = number
-    seen: list[int] = []
+    first_tokens: list[int] = []
     for rank in range(world_size):
         for micro in validation_batches(rows, wanted, 2, rank, world_size):  # type: ignore[arg-type]
-            seen += micro.tokens[:, 0].tolist()
-    assert len(seen) == len(set(seen)) == min(wanted or 11, 11)
+            first_tokens += micro.tokens[:, 0].tolist()
+    assert len(first_tokens) == len(set(first_tokens)) == min(wanted or 11, 11)

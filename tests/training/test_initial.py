@@ -2,14 +2,12 @@
 afterwards.
 """
 
-import importlib.util
 import json
 import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -33,8 +31,7 @@ from longctx.evaluation.subject import load_model
 from longctx.planner.workload import workload_of
 from longctx.runs import run_folder
 from longctx.training.resolve import default_learning_rate, scheduled
-
-Words = Callable[..., list[str]]
+from tests.training.sample_run import Overrides, check_equal_weights, newest, weights
 
 
 @pytest.fixture
@@ -57,48 +54,33 @@ def folder(tmp_path: Path, corpus: Path) -> Path:
 
 
 @pytest.fixture
-def start(words: Words, folder: Path) -> Words:
+def start(overrides: Overrides, folder: Path) -> Overrides:
     """The command line of a tiny run from `folder`."""
-    unsaid = {
+    left_out = {
         "model": None,
         "model__layers": None,
         "model__channels": None,
         "model__ffn": None,
         "data__vocab_size": None,
     }
-    return lambda **changes: words(**(unsaid | {"init": folder, "max_steps": 2} | changes))
-
-
-@pytest.fixture(scope="module")
-def evaluation() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "eval_script", Path(train.__file__).with_name("eval.py")
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return lambda **changes: overrides(**(left_out | {"init": folder, "max_steps": 2} | changes))
 
 
 def test_a_run_begins_with_the_weights_and_goes_on_without_the_folder(
-    start: Words, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    start: Overrides, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train.main(start(max_steps=4, checkpoint_every=2, runs=tmp_path / "whole")) == 0
-    whole = tmp_path / "whole" / "Small-1.5-flash-64-text-batchsize2-accumulate2-001"
+    assert train.main(start(max_steps=4, checkpoint_every=2, runs=tmp_path / "straight")) == 0
+    straight = tmp_path / "straight" / "Small-1.5-flash-64-text-batchsize2-accumulate2-001"
     theirs = LlamaForCausalLM.from_pretrained(folder)
-    said = f"model      weights of {folder}, {theirs.num_parameters():,} parameters\n"
-    assert said in capsys.readouterr().out
-    first = run_folder.read_metrics(whole)[0]
+    line = f"model      weights of {folder}, {theirs.num_parameters():,} parameters\n"
+    assert line in capsys.readouterr().out
+    first = run_folder.read_metrics(straight)[0]
     assert first["step"] == 0
-    config = yaml.safe_load((whole / "config.yaml").read_text())
+    config = yaml.safe_load((straight / "config.yaml").read_text())
     assert (config["init"], config["data"]["tokenizer"]) == (str(folder), str(folder))
-    assert {
-        key: config["model"][key]
-        for key in ("layers", "channels", "ffn", "vocab_size", "context", "tied")
-    } == {
-        **{"layers": 2, "channels": 32, "ffn": 48, "vocab_size": 320, "context": 96, "tied": False}
-    }
+    sizes = {"layers": 2, "channels": 32, "ffn": 48, "vocab_size": 320, "context": 96}
+    expected = {**sizes, "tied": False}
+    assert {key: config["model"][key] for key in expected} == expected
     assert train.main(start(max_steps=1, lr=0.0, name="still")) == 0
     still, tokenizer, _ = load_model(tmp_path / "runs" / "still")
     tokens = torch.randint(320, (1, 50))
@@ -110,17 +92,11 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_the_folder(
     (cut / "checkpoints" / "step-00000004.ckpt").unlink()
     shutil.rmtree(folder)
     assert train.main([f"resume={cut}"]) == 0
-    a, b = (
-        torch.load(run_folder.checkpoints(x)[-1], weights_only=True)["state_dict"]
-        for x in (whole, cut)
-    )
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
+    check_equal_weights(straight, cut)
 
 
 def test_a_stretched_run_opens_stretched_in_transformers(
-    start: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    start: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train.main(start(name="r", lr=0.01, seq_len=384, rope="auto", data__documents=20)) == 0
     assert "rope auto: yarn: 96 tokens × 4 = 384" in capsys.readouterr().out
@@ -142,7 +118,9 @@ def test_a_stretched_run_opens_stretched_in_transformers(
     assert "rope=yarn: the weights' 96 tokens hold seq_len=64 already" in capsys.readouterr().err
 
 
-def test_what_was_trained_opens_in_transformers(start: Words, folder: Path, tmp_path: Path) -> None:
+def test_what_was_trained_opens_in_transformers(
+    start: Overrides, folder: Path, tmp_path: Path
+) -> None:
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     (folder / "tokenizer_config.json").write_text(
@@ -172,7 +150,7 @@ def test_what_was_trained_opens_in_transformers(start: Words, folder: Path, tmp_
 
 
 def test_lora_from_start_to_export(
-    start: Words, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    start: Overrides, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tuned = {
         "lora__rank": 4,
@@ -184,7 +162,7 @@ def test_lora_from_start_to_export(
     assert train.main(start(name="r", seq_len=192, rope="yarn", **tuned)) == 0
     assert "frozen; LoRA of rank 4 trains" in capsys.readouterr().out
     run, out = tmp_path / "runs" / "r", tmp_path / "out"
-    saved = torch.load(run_folder.checkpoints(run)[-1], weights_only=True)
+    saved = newest(run)
     theirs = LlamaForCausalLM.from_pretrained(folder)
     assert torch.equal(
         saved["state_dict"]["model.embed.weight"], theirs.get_input_embeddings().weight
@@ -195,9 +173,7 @@ def test_lora_from_start_to_export(
     cut = tmp_path / "runs" / "cut"
     (cut / "checkpoints" / "step-00000004.ckpt").unlink()
     assert train.main([f"resume={cut}"]) == 0
-    again = torch.load(run_folder.checkpoints(cut)[-1], weights_only=True)["state_dict"]
-    for name, weights in saved["state_dict"].items():
-        assert torch.equal(again[name], weights), name
+    check_equal_weights(run, cut)
 
     model, _, _ = load_model(run)
     tokens = torch.randint(320, (1, 150))
@@ -231,7 +207,7 @@ def test_lora_from_start_to_export(
 
 
 def test_an_adapter_of_weights_that_kept_their_positions_is_all_that_is_written(
-    start: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    start: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train.main(start(name="r", seq_len=64, rope="auto", lora__rank=2, max_steps=1)) == 0
     assert (
@@ -246,7 +222,7 @@ def test_an_adapter_of_weights_that_kept_their_positions_is_all_that_is_written(
 
 
 def test_conversations_by_the_folders_own_template(
-    start: Words, folder: Path, tmp_path: Path
+    start: Overrides, folder: Path, tmp_path: Path
 ) -> None:
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
@@ -260,21 +236,20 @@ def test_conversations_by_the_folders_own_template(
     (tmp_path / "talks.jsonl").write_text(
         "\n".join(json.dumps({"messages": talk * n}) for n in range(1, 12))
     )
-    words = {
+    changes = {
         "data__path": tmp_path / "talks.jsonl",
         "data__chat": "true",
         "max_steps": 4,
         "checkpoint_every": 2,
     }
-    assert train.main(start(name="r", keep_checkpoints=9, **words)) == 0
+    assert train.main(start(name="r", keep_checkpoints=9, **changes)) == 0
     run = tmp_path / "runs" / "r"
-    whole = torch.load(run_folder.checkpoints(run)[-1], weights_only=True)["state_dict"]
+    straight = weights(run)
     assert (run / "chat_template.jinja").read_text() == template
     run_folder.checkpoints(run)[-1].unlink()
     (folder / "tokenizer_config.json").unlink()
     assert train.main([f"resume={run}"]) == 0
-    again = torch.load(run_folder.checkpoints(run)[-1], weights_only=True)["state_dict"]
-    assert all(torch.equal(again[name], x) for name, x in whole.items())
+    torch.testing.assert_close(weights(run), straight, rtol=0, atol=0)
 
 
 def test_rates_of_trained_weights_are_smaller() -> None:
@@ -282,20 +257,19 @@ def test_rates_of_trained_weights_are_smaller() -> None:
     assert default_learning_rate(plain, plain.model) == 0.5 / plain.model.channels
     assert default_learning_rate(tuned, plain.model) == 2e-5
     assert default_learning_rate(replace(tuned, lora=LoraConfig(rank=8)), plain.model) == 2e-4
-    given = replace(tuned, lr=0.1)
-    assert scheduled(given, workload_of(given, "cpu", 64)).lr == 0.1
+    fixed = replace(tuned, lr=0.1)
+    assert scheduled(fixed, workload_of(fixed, "cpu", 64)).lr == 0.1
 
 
 def test_evaluation_of_a_folder(
     folder: Path,
     corpus: Path,
-    evaluation: ModuleType,
-    start: Words,
+    start: Overrides,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked = ["data=text", f"data.path={corpus}", "documents=5", "device=cpu"]
-    assert evaluation.main([f"checkpoint={folder}", *asked]) == 0
+    documents = ["data=text", f"data.path={corpus}", "documents=5", "device=cpu"]
+    assert evaluate.main([f"checkpoint={folder}", *documents]) == 0
     [file] = (folder / "eval").glob("*.json")
     assert file.name == "text-Small-1.5-96-48-flash.json"
     result = json.loads(file.read_text())
@@ -304,41 +278,40 @@ def test_evaluation_of_a_folder(
 
     assert train.main(start(name="still", max_steps=1, lr=0.0)) == 0
     run = tmp_path / "runs" / "still"
-    assert evaluation.main([f"checkpoint={run}", "seq_len=96", *asked]) == 0
+    assert evaluate.main([f"checkpoint={run}", "seq_len=96", *documents]) == 0
     [of_run] = (run / "eval").glob("*.json")
     assert json.loads(of_run.read_text())["total"]["nats"] == pytest.approx(
         result["total"]["nats"], rel=1e-6
     )
 
     capsys.readouterr()
-    assert evaluation.main([f"checkpoint={folder}", "device=cpu"]) == 2
+    assert evaluate.main([f"checkpoint={folder}", "device=cpu"]) == 2
     assert (
         "a Hugging Face folder has no documents of its own; add data=text"
         in capsys.readouterr().err
     )
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
-    assert evaluation.main([f"checkpoint={folder}", *asked]) == 2
+    assert evaluate.main([f"checkpoint={folder}", *documents]) == 2
     assert "model_type=mamba is not covered yet" in capsys.readouterr().err
 
 
 def test_evaluation_of_a_folder_that_cannot_be_written(
     folder: Path,
     corpus: Path,
-    evaluation: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     # Chmod does not keep root out
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
     assert (
-        evaluation.main([f"checkpoint={folder}", "data=text", f"data.path={corpus}", "device=cpu"])
+        evaluate.main([f"checkpoint={folder}", "data=text", f"data.path={corpus}", "device=cpu"])
         == 2
     )
     assert "no permission to write the result into" in capsys.readouterr().err
 
 
-def test_what_the_weights_leave_open_can_be_said(start: Words, tmp_path: Path) -> None:
+def test_what_the_weights_leave_open_can_be_said(start: Overrides, tmp_path: Path) -> None:
     changes = {"memory": "balanced", "memory__loss_chunk": 50, "model__vocab_size": 384}
     assert train.main(start(name="r", **changes)) == 0
     model, _, config = load_model(tmp_path / "runs" / "r")
@@ -365,7 +338,7 @@ def test_what_the_weights_leave_open_can_be_said(start: Words, tmp_path: Path) -
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(
-    start: Words,
+    start: Overrides,
     tmp_path: Path,
     refused: Callable[[int, str], str],
     changes: dict[str, object],
@@ -376,7 +349,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
 
 
 def test_broken_weights_are_found_before_the_run_begins(
-    start: Words, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    start: Overrides, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-9])
@@ -386,7 +359,7 @@ def test_broken_weights_are_found_before_the_run_begins(
 
 
 def test_a_resumed_run_keeps_what_it_began_with(
-    start: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    start: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "runs" / "r"
     assert train.main(start(name="r", seq_len=384, rope="yarn", max_steps=2)) == 0

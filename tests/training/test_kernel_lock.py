@@ -15,12 +15,13 @@ from longctx.kernels import tiled
 from longctx.planner.workload import workload_of
 from longctx.runs import checkpoints, run_folder
 from longctx.training import kernel_lock
+from tests.training.sample_run import Overrides
 
 
 @pytest.fixture
-def folder(words, tmp_path: Path) -> Path:
+def folder(overrides: Overrides, tmp_path: Path) -> Path:
     """A run of two steps."""
-    assert train.main(words(name="r", max_steps=2)) == 0
+    assert train.main(overrides(name="r", max_steps=2)) == 0
     return tmp_path / "runs" / "r"
 
 
@@ -32,8 +33,8 @@ def checkpoint_lock(folder: Path) -> dict:
     return checkpoints.read(run_folder.checkpoints(folder)[-1])["longctx"]["kernel_lock"]
 
 
-def more(folder: Path, steps: int, *words: str) -> int:
-    return train.main([f"resume={folder}", f"max_steps={steps}", *words])
+def more(folder: Path, steps: int, *overrides: str) -> int:
+    return train.main([f"resume={folder}", f"max_steps={steps}", *overrides])
 
 
 @pytest.fixture
@@ -69,9 +70,9 @@ def test_other_kernels_stop_a_resume_with_one_line(
 ) -> None:
     before = lock_of(folder)
     metrics = (folder / "metrics.jsonl").read_text()
-    for word in ((), ("kernel.lock=strict",)):
+    for lock in ((), ("kernel.lock=strict",)):
         error = refused(
-            more(folder, 3, *word), f"fingerprint.out: {before['fingerprint']['out'][:12]} -> "
+            more(folder, 3, *lock), f"fingerprint.out: {before['fingerprint']['out'][:12]} -> "
         )
         assert "machine" not in error
         assert "kernel.lock=record" in error
@@ -98,8 +99,8 @@ def test_record_accepts_them_once_and_keeps_what_was(
     assert checkpoint_lock(folder) is None
 
 
-def test_a_run_without_one_gets_it(words, tmp_path: Path, capsys) -> None:
-    assert train.main(words(name="r", max_steps=2, kernel__lock="off")) == 0
+def test_a_run_without_one_gets_it(overrides: Overrides, tmp_path: Path, capsys) -> None:
+    assert train.main(overrides(name="r", max_steps=2, kernel__lock="off")) == 0
     folder = tmp_path / "runs" / "r"
     assert not (folder / "kernel.lock.json").exists()
     assert more(folder, 3, "kernel.lock=strict") == 2
@@ -109,18 +110,20 @@ def test_a_run_without_one_gets_it(words, tmp_path: Path, capsys) -> None:
     assert lock_of(folder) == checkpoint_lock(folder)
 
 
-def test_wandb_is_told(words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[dict] = []
+def test_wandb_is_told(
+    overrides: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict] = []
     monkeypatch.setattr(
-        "longctx.runs.tracking.Tracker.start_wandb", lambda self, facts: told.append(facts)
+        "longctx.runs.tracking.Tracker.start_wandb", lambda self, facts: started.append(facts)
     )
-    assert train.main(words(name="r", max_steps=1)) == 0
-    assert told[0]["kernel_lock"] == lock_of(tmp_path / "runs" / "r")
+    assert train.main(overrides(name="r", max_steps=1)) == 0
+    assert started[0]["kernel_lock"] == lock_of(tmp_path / "runs" / "r")
 
 
 @pytest.mark.parametrize("backend", ["naive", "sdpa"])
-def test_other_backends(words, tmp_path: Path, backend: str) -> None:
-    assert train.main(words(name="r", max_steps=1, attention=backend)) == 0
+def test_other_backends(overrides: Overrides, tmp_path: Path, backend: str) -> None:
+    assert train.main(overrides(name="r", max_steps=1, attention=backend)) == 0
     lock = lock_of(tmp_path / "runs" / "r")
     assert lock["backend"] == backend
     assert (
@@ -130,8 +133,8 @@ def test_other_backends(words, tmp_path: Path, backend: str) -> None:
     assert "sources" not in lock
 
 
-def test_a_value_that_is_none_of_them(words, capsys) -> None:
-    assert train.main(words(kernel__lock="hard")) == 2
+def test_a_value_that_is_none_of_them(overrides: Overrides, capsys) -> None:
+    assert train.main(overrides(kernel__lock="hard")) == 2
     assert "kernel.lock=hard: one of auto, record, strict, off" in capsys.readouterr().err
 
 

@@ -42,16 +42,16 @@ class Card:
 
 @pytest.mark.parametrize("factor", [1.0, 0.97, 1.02, 0.9, 1.05, 1.1])
 def test_the_length_found_is_confirmed_and_near_the_limit(factor: float) -> None:
-    card, said = Card(factor), list[str]()
-    found = longest.find(request("memory=balanced"), card, GPU, HOST, said.append)
+    card, lines = Card(factor), list[str]()
+    length = longest.find(request("memory=balanced"), card, GPU, HOST, lines.append)
     limit = fitting.longest(request("memory=balanced"), GPU.usable / factor, HOST, longest.MULTIPLE)
     assert limit is not None
-    assert found in card.probed
+    assert length in card.probed
     assert len(card.probed) <= 3
-    assert len(said) == len(card.probed)
-    assert 0.9 * limit.seq_len <= found <= limit.seq_len
+    assert len(lines) == len(card.probed)
+    assert 0.9 * limit.seq_len <= length <= limit.seq_len
     if 0.97 <= factor <= 1.02:  # what the plan promises
-        assert found >= 0.95 * limit.seq_len
+        assert length >= 0.95 * limit.seq_len
 
 
 def test_where_nothing_fits_that_is_said() -> None:

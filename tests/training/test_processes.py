@@ -1,5 +1,6 @@
 """Runs in processes of their own: killed, stopped, and spread over two ranks."""
 
+import functools
 import os
 import shutil
 import signal
@@ -8,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TextIO
 
 import pytest
 import torch
@@ -16,9 +17,9 @@ import torch
 import train
 from longctx.runs import checkpoints, run_folder
 from longctx.training import loop
+from tests.training.sample_run import Overrides, newest, steps, weights
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train.py"
-Words = Callable[..., list[str]]
 
 
 @pytest.fixture(autouse=True)
@@ -32,15 +33,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def start(words: list[str], cwd: Path) -> subprocess.Popen[str]:
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
+def start(
+    overrides: list[str], cwd: Path, stderr: int | TextIO = subprocess.PIPE, **environment: str
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, str(SCRIPT), *words],
+        [sys.executable, str(SCRIPT), *overrides],
         cwd=cwd,
-        env=env,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         text=True,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         start_new_session=True,
     )
 
@@ -53,29 +55,64 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> No
         time.sleep(0.01)
 
 
-@pytest.mark.slow
 def losses(folder: Path) -> dict[int, tuple[Any, ...]]:
-    rows = [row for row in run_folder.read_metrics(folder) if "loss" in row]
+    rows = steps(folder)
     assert len({row["step"] for row in rows}) == len(rows)
     return {row["step"]: (row["loss"], row["grad_norm"], row["tokens_seen"]) for row in rows}
 
 
+class Stopped(NamedTuple):
+    """A run that a signal ended, and what it printed."""
+
+    folder: Path
+    code: int
+    out: str
+    err: str
+    imported: set[str]
+
+
+@pytest.fixture(scope="module")
+def stopped(
+    overrides_in: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], Stopped]:
+    """Starts a run and sends it a signal, once for each signal."""
+
+    @functools.cache
+    def stop(number: int) -> Stopped:
+        base = tmp_path_factory.mktemp("stopped")
+        command = overrides_in(base / "runs", name="r", max_steps=100_000, workers=1)
+        with open(base / "stderr", "w+") as file:  # more than a pipe holds
+            process = start(command, base, file, PYTHONPROFILEIMPORTTIME="1")
+            folder = base / "runs" / "r"
+            wait_for_step(folder, 5, process)
+            os.killpg(process.pid, number)
+            out, _ = process.communicate(timeout=60)
+            file.seek(0)
+            lines = file.read().splitlines()
+        imports = [line for line in lines if line.startswith("import time:")]
+        err = "\n".join(line for line in lines if not line.startswith("import time:"))
+        modules = {line.rpartition("|")[2].strip() for line in imports}
+        return Stopped(folder, process.returncode, out, err, modules)
+
+    return stop
+
+
 def test_a_run_before_its_first_checkpoint_is_no_stopped_one_and_its_folder_once_deleted_stays_so(
-    words: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "runs" / "r"
-    process = start(words(name="r", max_steps=100_000, checkpoint_every=100_000), tmp_path)
+    process = start(overrides(name="r", max_steps=100_000, checkpoint_every=100_000), tmp_path)
     try:
         wait_for_step(folder, 1, process)
         assert train.main([f"resume={folder}"]) == 2
         assert f"{folder}: another process is training this run" in capsys.readouterr().err
         shutil.rmtree(folder)
         process.send_signal(signal.SIGTERM)  # which saves first
-        _, said = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == 2
-    assert f"error: {folder / 'checkpoints'}: the folder of the run is gone" in said
+    assert f"error: {folder / 'checkpoints'}: the folder of the run is gone" in err
     assert not folder.exists()
 
 
@@ -90,39 +127,43 @@ def test_a_run_stopped_before_its_first_checkpoint(
     )
 
 
-def test_a_killed_run_resumes_bit_for_bit(words: Words, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_bit_for_bit(overrides: Overrides, tmp_path: Path) -> None:
     shape: dict[str, Any] = {"max_steps": 60, "checkpoint_every": 7, "accumulate": 4, "workers": 1}
-    assert train.main(words(name="whole", **shape)) == 0
-    killed = start(words(name="killed", **shape), tmp_path)
+    assert train.main(overrides(name="straight", **shape)) == 0
+    killed = start(overrides(name="killed", **shape), tmp_path)
     folder = tmp_path / "runs" / "killed"
     wait_for_step(folder, 18, killed)
     os.killpg(killed.pid, signal.SIGKILL)
     assert killed.wait() == -signal.SIGKILL
     assert len(losses(folder)) < 60
     assert train.main([f"resume={folder}"]) == 0
-    assert losses(folder) == losses(tmp_path / "runs" / "whole")
+    assert losses(folder) == losses(tmp_path / "runs" / "straight")
     assert not [path for path in folder.rglob(".*") if path.is_file()]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+)
 def test_a_stopped_run_saves_and_says_how_to_go_on(
-    words: Words, tmp_path: Path, number: int, code: int
+    stopped: Callable[[int], Stopped], number: int, code: int
 ) -> None:
-    process = start(words(name="r", max_steps=100_000, workers=1), tmp_path)
-    folder = tmp_path / "runs" / "r"
-    wait_for_step(folder, 5, process)
-    os.killpg(process.pid, number)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == code, err
-    assert "Traceback" not in err
-    assert f"python train.py resume={folder}" in out
-    assert f"stopped by {signal.Signals(number).name} after step" in out
-    saved = torch.load(run_folder.checkpoints(folder)[-1], weights_only=True)
-    assert saved["steps_done"] == run_folder.read_metrics(folder)[-1]["step"]
+    run = stopped(number)
+    assert run.code == code, run.err
+    assert "Traceback" not in run.err
+    assert f"python train.py resume={run.folder}" in run.out
+    assert f"stopped by {signal.Signals(number).name} after step" in run.out
+    assert newest(run.folder)["steps_done"] == run_folder.read_metrics(run.folder)[-1]["step"]
+
+
+def test_wandb_is_not_imported_when_disabled(stopped: Callable[[int], Stopped]) -> None:
+    imported = stopped(signal.SIGTERM).imported
+    assert "torch" in imported
+    assert "wandb" not in imported
 
 
 def test_a_second_signal_ends_a_run_at_once(
-    words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overrides: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def twice(*_: Any) -> None:
         for _ in range(2):
@@ -132,7 +173,7 @@ def test_a_second_signal_ends_a_run_at_once(
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.setattr(loop, "save", twice)
     with pytest.raises(SystemExit) as ended:
-        train.main(words(name="r", max_steps=2))
+        train.main(overrides(name="r", max_steps=2))
     for number, handler in before.items():
         signal.signal(number, handler)
     assert ended.value.code == 143 and run_folder.checkpoints(tmp_path / "runs" / "r") == []
@@ -150,7 +191,7 @@ def test_what_a_kill_left_of_a_checkpoint_goes_with_the_next(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_two_processes_equal_one(words: Words, tmp_path: Path) -> None:
+def test_two_processes_equal_one(overrides: Overrides, tmp_path: Path) -> None:
     shape: dict[str, Any] = {
         "max_steps": 4,
         "clip": 0.5,
@@ -158,9 +199,9 @@ def test_two_processes_equal_one(words: Words, tmp_path: Path) -> None:
         "log_every": 2,
         "checkpoint_every": 3,
     }
-    assert train.main(words(name="one", batch_size=2, accumulate=2, **shape)) == 0
+    assert train.main(overrides(name="one", batch_size=2, accumulate=2, **shape)) == 0
     two = start(
-        words(name="two", batch_size=1, accumulate=2, devices=2, workers=1, **shape), tmp_path
+        overrides(name="two", batch_size=1, accumulate=2, devices=2, workers=1, **shape), tmp_path
     )
     out, err = two.communicate(timeout=180)
     assert two.returncode == 0, err
@@ -179,11 +220,7 @@ def test_two_processes_equal_one(words: Words, tmp_path: Path) -> None:
             "val_loss_by_position/8",
         } & left.keys():
             assert left[key] == pytest.approx(right[key], rel=1e-5)
-    states = [
-        torch.load(run_folder.checkpoints(folder)[-1], weights_only=True)["state_dict"]
-        for folder in folders
-    ]
-    torch.testing.assert_close(states[0], states[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*(weights(folder) for folder in folders), rtol=1e-4, atol=1e-5)
 
     before = losses(folders[1])
     run_folder.checkpoints(folders[1])[-1].unlink()
@@ -195,7 +232,7 @@ def test_two_processes_equal_one(words: Words, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_that_keep_little_equal_one_that_keeps_all(
-    words: Words, tmp_path: Path
+    overrides: Overrides, tmp_path: Path
 ) -> None:
     shape: dict[str, Any] = {
         "max_steps": 4,
@@ -203,10 +240,12 @@ def test_two_processes_that_keep_little_equal_one_that_keeps_all(
         "checkpoint_every": 2,
         "model__layers": 3,
     }
-    assert train.main(words(name="one", memory="fast", batch_size=2, accumulate=2, **shape)) == 0
+    assert (
+        train.main(overrides(name="one", memory="fast", batch_size=2, accumulate=2, **shape)) == 0
+    )
     little = {"memory": "long", "memory__mlp_tile": 48}
     two = start(
-        words(name="two", batch_size=1, accumulate=2, devices=2, **shape, **little), tmp_path
+        overrides(name="two", batch_size=1, accumulate=2, devices=2, **shape, **little), tmp_path
     )
     _, err = two.communicate(timeout=180)
     assert two.returncode == 0, err
@@ -223,20 +262,22 @@ def test_two_processes_that_keep_little_equal_one_that_keeps_all(
     assert losses(folders[1]) == both
 
 
-def test_two_processes_stop_together(words: Words, tmp_path: Path) -> None:
-    process = start(words(name="r", max_steps=100_000, devices=2, accumulate=1), tmp_path)
+@pytest.mark.slow
+def test_two_processes_stop_together(overrides: Overrides, tmp_path: Path) -> None:
+    process = start(overrides(name="r", max_steps=100_000, devices=2, accumulate=1), tmp_path)
     folder = tmp_path / "runs" / "r"
     wait_for_step(folder, 3, process)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 143, err
-    done = run_folder.read_metrics(folder)[-1]["step"]
-    assert torch.load(run_folder.checkpoints(folder)[-1], weights_only=True)["steps_done"] == done
+    assert newest(folder)["steps_done"] == run_folder.read_metrics(folder)[-1]["step"]
 
 
 @pytest.mark.slow
-def test_a_sweep_that_is_told_to_end_has_its_job_save_first(words: Words, tmp_path: Path) -> None:
-    process = start(["-m", *words(max_steps="100000,100001", workers=0)], tmp_path)
+def test_a_sweep_that_is_told_to_end_has_its_job_save_first(
+    overrides: Overrides, tmp_path: Path
+) -> None:
+    process = start(["-m", *overrides(max_steps="100000,100001", workers=0)], tmp_path)
     deadline = time.monotonic() + 120
     while not [
         folder for folder in (tmp_path / "runs").glob("*") if run_folder.read_metrics(folder)
@@ -250,13 +291,15 @@ def test_a_sweep_that_is_told_to_end_has_its_job_save_first(words: Words, tmp_pa
     assert process.returncode == 143, err
     assert "stopped by SIGTERM" in out
     assert "val perplexity" in out, "the table of all jobs"
-    done = run_folder.read_metrics(folder)[-1]["step"]
-    assert torch.load(run_folder.checkpoints(folder)[-1], weights_only=True)["steps_done"] == done
+    assert newest(folder)["steps_done"] == run_folder.read_metrics(folder)[-1]["step"]
 
 
-def test_a_process_that_is_lost_ends_the_run_with_a_line(words: Words, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_process_that_is_lost_ends_the_run_with_a_line(
+    overrides: Overrides, tmp_path: Path
+) -> None:
     process = start(
-        words(name="r", max_steps=100_000, devices=2, accumulate=1, workers=0), tmp_path
+        overrides(name="r", max_steps=100_000, devices=2, accumulate=1, workers=0), tmp_path
     )
     folder = tmp_path / "runs" / "r"
     wait_for_step(folder, 1, process)
@@ -272,9 +315,9 @@ def test_a_process_that_is_lost_ends_the_run_with_a_line(words: Words, tmp_path:
         "who notices first: the process that talked to it, or Lightning"
     )
     assert "Traceback" not in err
-    said = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert 1 <= len(said) <= 2, "one, or both"
-    for line in said:
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert 1 <= len(errors) <= 2, "one, or both"
+    for line in errors:
         assert (
             "a process of the run is gone" in line or f"PID {other} terminated with code -9" in line
         )
@@ -283,15 +326,15 @@ def test_a_process_that_is_lost_ends_the_run_with_a_line(words: Words, tmp_path:
 
 @pytest.mark.slow
 def test_torchrun_gives_the_losses_of_two_processes_that_train_starts(
-    words: Words, tmp_path: Path
+    overrides: Overrides, tmp_path: Path
 ) -> None:
     shape: dict[str, Any] = {"max_steps": 3, "batch_size": 1, "accumulate": 1}
-    own = start(words(name="own", devices=2, **shape), tmp_path)
+    own = start(overrides(name="own", devices=2, **shape), tmp_path)
     _, err = own.communicate(timeout=240)
     assert own.returncode == 0, err
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPT)]
     launched = subprocess.run(
-        [*command, *words(name="launched", **shape)],
+        [*command, *overrides(name="launched", **shape)],
         cwd=tmp_path,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -37,10 +37,10 @@ def test_a_resumed_run_keeps_its_micro_batches_on_another_gpu(tmp_path: Path) ->
     resumed = decided(again, hardware.chip("NVIDIA L4", 22 * GIB))
     assert (resumed.batch_size, resumed.accumulate, resumed.memory) == (16, 1, begun.memory)
     for overrides in (["batch_size=2"], ["accumulate=2"]):
-        given = cli.compose("train", ["model=124m", *overrides]).config
-        asked = workload_of(given, "cuda", given.seq_len)
-        work = decided(given, hardware.chip("NVIDIA H200", 139.8 * GIB))
-        assert (work.batch_size, work.accumulate) == (asked.batch_size, asked.accumulate)
+        config = cli.compose("train", ["model=124m", *overrides]).config
+        requested = workload_of(config, "cuda", config.seq_len)
+        work = decided(config, hardware.chip("NVIDIA H200", 139.8 * GIB))
+        assert (work.batch_size, work.accumulate) == (requested.batch_size, requested.accumulate)
 
 
 def test_longest_rows_are_taken_as_they_were_probed(monkeypatch: pytest.MonkeyPatch) -> None:

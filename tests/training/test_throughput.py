@@ -11,10 +11,10 @@ from longctx.config.train_config import TrainConfig
 from longctx.model import GPTConfig
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import workload_of
-from longctx.runs import run_folder
 from longctx.training.batches import MicroBatch, StepBatch
 from longctx.training.parallel import Parallel
 from longctx.training.throughput import Meter, StepSplit, peak_flops
+from tests.training.sample_run import Overrides, steps
 
 
 def meter_of(model: GPTConfig | None = None) -> Meter:
@@ -78,18 +78,18 @@ def test_time_set_aside_is_not_a_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_restored_window_ends_as_the_uninterrupted_one(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr("longctx.training.throughput.time.perf_counter", lambda: clock[0])
-    whole, first, second = (meter_of() for _ in range(3))
-    for meter in (whole, first):
+    straight, first, second = (meter_of() for _ in range(3))
+    for meter in (straight, first):
         meter.begin()
         meter.waited = 0.5
         meter.add(batch(3, 7, 9, 11), torch.tensor(0.1))
     clock[0] += 2.0
     second.restore(first.state())
     second.begin()
-    for meter in (whole, second):
+    for meter in (straight, second):
         meter.add(batch(5, 8, 9, 11), torch.tensor(0.7))
     clock[0] += 1.0
-    one, other = whole.row(torch.tensor(0.0)), second.row(torch.tensor(0.0))
+    one, other = straight.row(torch.tensor(0.0)), second.row(torch.tensor(0.0))
     assert one == other | {"process_peak_gib": one["process_peak_gib"]}
     assert one["ms_per_step"] == pytest.approx(1500)
 
@@ -114,18 +114,18 @@ def test_parts_are_what_lies_between_marks(device: str) -> None:
         for part, seconds in (("forward", 0.004), ("backward", 0.008)):
             time.sleep(seconds)
             split.mark(part)
-    found = split.row()
-    assert list(found) == ["forward_ms", "backward_ms"]
-    assert 8 <= found["forward_ms"] < found["backward_ms"]
+    parts = split.row()
+    assert list(parts) == ["forward_ms", "backward_ms"]
+    assert 8 <= parts["forward_ms"] < parts["backward_ms"]
     assert split.row() == {}
     split.begin(wanted=False)
     split.mark("forward")
     assert split.row() == {}
 
 
-def test_every_row_of_a_run_has_the_parts_of_its_step(words, tmp_path: Path) -> None:
-    assert train.main(words(name="r", max_steps=7, log_every=3, val_every=2)) == 0
-    rows = [row for row in run_folder.read_metrics(tmp_path / "runs" / "r") if "loss" in row]
+def test_every_row_of_a_run_has_the_parts_of_its_step(overrides: Overrides, tmp_path: Path) -> None:
+    assert train.main(overrides(name="r", max_steps=7, log_every=3, val_every=2)) == 0
+    rows = steps(tmp_path / "runs" / "r")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 6, 7]
     for row in rows:
         parts = [row[f"{part}_ms"] for part in ("forward", "backward", "optimizer")]

@@ -13,6 +13,7 @@ from longctx.data.rows import IGNORED
 from longctx.runs import run_folder
 from longctx.training.batches import micro_batch
 from longctx.training.validation import BY_POSITION, MOST, by_position, places
+from tests.training.sample_run import Overrides
 
 
 def row(lengths: list[int], padding: int) -> dict[str, torch.Tensor]:
@@ -64,18 +65,18 @@ def test_buckets_are_those_of_pieces_that_fill_all_of_them() -> None:
         pieces[full] = count
         for bucket in range(full):
             nats[full][bucket] = count * 2**bucket * full
-    found = by_position(nats, pieces)
-    assert list(found) == [f"{BY_POSITION}/{2**b}" for b in range(4)]
-    assert list(found.values()) == pytest.approx([(6 * 4 + 3 * 5) / 9] * 4)
+    losses = by_position(nats, pieces)
+    assert list(losses) == [f"{BY_POSITION}/{2**b}" for b in range(4)]
+    assert list(losses.values()) == pytest.approx([(6 * 4 + 3 * 5) / 9] * 4)
     pieces = [0.0] * MOST
     pieces[5] = 3
     assert len(by_position(nats, pieces)) == 5
     assert by_position(nats, [7.0, *[0.0] * (MOST - 1)]) == {}
 
 
-def test_the_buckets_of_a_run_are_its_losses(words, tmp_path: Path) -> None:
-    """A model that knows nothing yet loses ln(words) everywhere."""
-    assert train.main(words(name="r", max_steps=1, lr=0.0, val_rows=0)) == 0
+def test_the_buckets_of_a_run_are_its_losses(overrides: Overrides, tmp_path: Path) -> None:
+    """A model that knows nothing yet loses ln(vocabulary) everywhere."""
+    assert train.main(overrides(name="r", max_steps=1, lr=0.0, val_rows=0)) == 0
     before, after = (
         row for row in run_folder.read_metrics(tmp_path / "runs" / "r") if "val_loss" in row
     )

@@ -73,8 +73,8 @@ def test_every_optimizer_clips_as_torch_does(stored: str, clip: float | None, de
         reference.step()
     weights, measured = stepped(stored, clip, device)
     assert measured == pytest.approx(norms, rel=1e-5)
-    for got, want in zip(weights, layer.parameters(), strict=True):
-        assert (got - want).abs().max() < (1e-3 if stored == "bf16" else 1e-6)
+    for weight, expected in zip(weights, layer.parameters(), strict=True):
+        assert (weight - expected).abs().max() < (1e-3 if stored == "bf16" else 1e-6)
 
 
 def trained(

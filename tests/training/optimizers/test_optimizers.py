@@ -1,7 +1,7 @@
 """The registry: every name is built, a wrong one is refused, and one from elsewhere trains."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from longctx.planner.peak_memory import OPTIMIZER, predict
 from longctx.runs import run_folder
 from longctx.training import optimizers
 from longctx.training.run import Run
-from tests.training.sample_run import sample_run
+from tests.training.sample_run import Overrides, newest, sample_run, steps
 from train import main
 
 H200 = hardware.chip("NVIDIA H200", 139.8 * GIB)
@@ -76,14 +76,13 @@ def test_a_mistake_is_refused_by_key(config: OptimizerConfig, message: str) -> N
 
 
 def test_one_from_elsewhere_trains_and_resumes(
-    sgd: str, words: Callable[..., list[str]], tmp_path: Path
+    sgd: str, overrides: Overrides, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match="optimizer=sgd"):
         optimizers.register("sgd", plain_descent, Traits())
-    assert main(words(optimizer__name=sgd, name="run", max_steps=3)) == 0
+    assert main(overrides(optimizer__name=sgd, name="run", max_steps=3)) == 0
     assert main([f"resume={tmp_path / 'runs' / 'run'}", "max_steps=5"]) == 0
-    rows = run_folder.read_metrics(tmp_path / "runs" / "run")
-    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in steps(tmp_path / "runs" / "run")] == [1, 2, 3, 4, 5]
 
 
 def test_what_an_optimizer_cannot_do_is_refused_and_not_chosen(sgd: str) -> None:
@@ -96,21 +95,17 @@ def test_what_an_optimizer_cannot_do_is_refused_and_not_chosen(sgd: str) -> None
     assert predict(policies[0]).gpu[OPTIMIZER] == 0
 
 
-def test_a_muon_run_resumes_to_the_bit(words: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_a_muon_run_resumes_to_the_bit(overrides: Overrides, tmp_path: Path) -> None:
     straight, resumed = tmp_path / "runs" / "straight", tmp_path / "runs" / "resumed"
-    assert main(words(optimizer="muon", name="straight", checkpoint_every=3)) == 0
+    assert main(overrides(optimizer="muon", name="straight", checkpoint_every=3)) == 0
     shutil.copytree(straight, resumed)
     run_folder.checkpoints(resumed)[-1].unlink()
     saved = cli.from_file("train", resumed / "config.yaml", []).config.optimizer
     assert saved == OptimizerConfig("muon", 0.95, 5)
     assert main([f"resume={resumed}", "optimizer=adamw"]) == 2
     assert main([f"resume={resumed}"]) == 0
-    first, second = (
-        torch.load(run_folder.checkpoints(folder)[-1], weights_only=True)
-        for folder in (straight, resumed)
-    )
     for part in ("state_dict", "optimizer_states"):
-        torch.testing.assert_close(second[part], first[part], rtol=0, atol=0)
+        torch.testing.assert_close(newest(resumed)[part], newest(straight)[part], rtol=0, atol=0)
 
 
 def test_older_configurations_are_read_as_adamw() -> None:
@@ -127,10 +122,10 @@ def test_older_configurations_are_read_as_adamw() -> None:
 def test_muon_takes_less_memory_and_a_few_percent_of_a_step() -> None:
     plans = {}
     for name in ("adamw", "muon"):
-        asked = request("model=124m", "model.vocab_size=50304", f"optimizer={name}", "memory=fast")
-        config = replace(sample_run(asked, "cuda").workload, batch_size=16, accumulate=1)
-        time = fitting.seconds(config, H200)
+        config = request("model=124m", "model.vocab_size=50304", f"optimizer={name}", "memory=fast")
+        work = replace(sample_run(config, "cuda").workload, batch_size=16, accumulate=1)
+        time = fitting.seconds(work, H200)
         assert time is not None
-        plans[name] = predict(config).peak, time.parts[OPTIMIZER] / time.total
+        plans[name] = predict(work).peak, time.parts[OPTIMIZER] / time.total
     assert plans["muon"][0] < plans["adamw"][0]
     assert plans["adamw"][1] < plans["muon"][1] < 0.06

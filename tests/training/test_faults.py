@@ -1,0 +1,140 @@
+"""Runs that fail: mistakes leave nothing behind, and losses that are no numbers, too little memory
+and failing jobs end with advice.
+"""
+
+import json
+import re
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from longctx.runs import run_folder
+from tests.training.sample_run import Overrides
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.vocab_size": "128"}, "model.vocab_size=128"),
+        *([] if torch.cuda.is_available() else [({"device": "cuda"}, "device=cuda")]),
+        ({"attention.options.kernel": "odd"}, "attention.options.kernel"),
+        ({"data.path": "EMPTY"}, "data.path"),
+        (
+            {"data.path": "SHORT"},
+            "none of 5 documents has 2 tokens, so there is nothing to predict",
+        ),
+        ({"runs": "/proc/runs"}, "runs=/proc/runs"),
+        ({"passkey": "true", "passkey.lengths": "[1000000]"}, "too few to fill 1,000,000"),
+        (
+            {"val_every": "1", "data.val_fraction": "0"},
+            "val_every=1: no document is left to validate on",
+        ),
+    ],
+)
+def test_a_mistake_leaves_no_run_behind(
+    overrides: Overrides,
+    changes: dict[str, str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "SHORT").mkdir()
+    for number in range(5):
+        (tmp_path / "SHORT" / f"{number}.txt").write_text("")
+    changes = {
+        key: str(tmp_path / value) if value.isupper() else value for key, value in changes.items()
+    }
+    assert train.main(overrides(**changes)) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert message in error
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_name_is_not_used_twice(overrides: Overrides, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(overrides(name="mine", max_steps=1)) == 0
+    assert train.main(overrides(name="mine", max_steps=1)) == 2
+    assert "resume=" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_no_number_ends_the_run_with_advice(
+    overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    wild = {"max_steps": 30, "lr": 10.0, "warmup_steps": 0, "clip": None}
+    for name, std, advice in (
+        ("loss", 1e30, "try a smaller lr"),
+        ("val_loss", 1e18, "(model.init_std=1e+18)"),
+    ):
+        assert train.main(overrides(name=name, model__init_std=std, **wild)) == 1
+        assert advice in capsys.readouterr().err
+        lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(lines[-1], parse_constant=refuse)[name] is None
+
+
+def test_weights_that_are_no_numbers_are_not_saved(
+    overrides: Overrides,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(
+        "longctx.training.learning_rate.learning_rate",
+        lambda step, run: float("nan") if step else 0.1,
+    )
+    every = {"log_every": 30, "val_every": 30, "checkpoint_every": 3}
+    assert train.main(overrides(name="r", max_steps=30, **every)) == 1
+    assert "gradient norm is nan at step 3" in capsys.readouterr().err
+    assert not run_folder.checkpoints(tmp_path / "runs" / "r")
+
+
+def test_running_out_of_memory_says_what_to_change(
+    overrides: Overrides, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def explode(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
+
+    monkeypatch.setattr("longctx.training.optimizers.clip_gradients", explode)
+    assert train.main(overrides(attention="naive")) == 1
+    assert "attention=flash" in capsys.readouterr().err
+    assert train.main(overrides(batch_size=4)) == 1
+    assert "batch_size=2 accumulate=4" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_memory_that_a_machine_does_not_have_is_refused_and_not_a_kill(
+    overrides: Overrides, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    used = int(re.findall(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) << 10
+    monkeypatch.setattr(
+        "longctx.training.out_of_memory.machine_memory", lambda: (used + (256 << 20)) // 9 * 10
+    )
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    assert train.main(overrides(attention="naive", seq_len=2048, max_steps=1)) == 1
+    error = capsys.readouterr().err
+    assert "out of memory in step 1" in error
+    assert "at seq_len=2048" in error
+    assert "attention=flash" in error
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    assert train.main(overrides(attention="flash", seq_len=2048, max_steps=1)) == 0
+
+
+@pytest.mark.slow
+def test_a_sweep_survives_a_job_that_fails(
+    overrides: Overrides, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    jobs = overrides(max_steps=2, model__vocab_size="128,null", wandb__mode="disabled")
+    assert train.main(["-m", *jobs]) == 1
+    printed = capfd.readouterr()
+    assert "error: model.vocab_size=128" in printed.err
+    *_, header, failed, finished = printed.out.splitlines()
+    assert header.split()[0] == "job"
+    assert "mistake" in failed
+    assert "well" in finished
+    assert len(list((tmp_path / "runs").iterdir())) == 1

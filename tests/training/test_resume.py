@@ -1,0 +1,158 @@
+"""Resumed runs are the uninterrupted ones bit for bit, and what cannot be resumed is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import train
+from longctx.evaluation.subject import load_model
+from longctx.runs import checkpoints, run_folder
+from tests.training.sample_run import Overrides, check_equal_weights, newest, steps
+
+
+def figures(folder: Path, *more: str) -> list[list[Any]]:
+    """What a resumed run must repeat: of every step these figures and those in `more`."""
+    keys = ("step", "loss", "grad_norm", "lr", "tokens_seen", "epoch", *more)
+    return [[row[key] for key in keys] for row in steps(folder)]
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
+    overrides: Overrides, tmp_path: Path
+) -> None:
+    straight, resumed = tmp_path / "runs" / "straight", tmp_path / "runs" / "resumed"
+    for folder in (straight, resumed):
+        changes = {"max_steps": 9, "log_every": 2, "checkpoint_every": 5}
+        assert train.main(overrides(name=folder.name, **changes)) == 0
+    run_folder.checkpoints(resumed)[-1].unlink()
+    assert train.main([f"resume={resumed}"]) == 0
+    assert figures(resumed, "padding_share") == figures(straight, "padding_share")
+    check_equal_weights(straight, resumed)
+
+
+def test_a_finished_run_goes_on_with_more_steps(
+    overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(overrides(name="r", max_steps=3)) == 0
+    folder = tmp_path / "runs" / "r"
+    assert train.main([f"resume={folder}"]) == 2
+    assert "has done its 3 steps" in capsys.readouterr().err
+    assert train.main([f"resume={folder}", "max_steps=5"]) == 0
+    assert [row["step"] for row in steps(folder)] == [1, 2, 3, 4, 5]
+
+
+def test_a_mix_resumes_exactly_and_facts_are_asked_for_at_every_validation(
+    overrides: Overrides, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {
+        "data": "mix",
+        "data__path": None,
+        "data__mix__prose__path": corpus,
+        "data__mix__prose__weight": 2,
+        "data__mix__recall__source": "needles",
+        "data__mix__recall__path": corpus,
+        "data__mix__recall__documents": 12,
+        "data__mix__recall__length": 400,
+        "passkey": "true",
+        "passkey__lengths": "[600]",
+        "passkey__samples": 1,
+        "passkey__depths": "[0,1]",
+        "val_every": 2,
+        "max_steps": 4,
+    }
+    straight, cut = tmp_path / "runs" / "straight", tmp_path / "runs" / "cut"
+    assert train.main(overrides(name="straight", **changes)) == 0
+    assert "passkey at 600 0%  needle at 600 0%" in capsys.readouterr().out
+    validations = [row for row in run_folder.read_metrics(straight) if "val_loss" in row]
+    assert [row["facts_found/passkey/600"] for row in validations] == [0, 0, 0]
+    every = {"checkpoint_every": 2, "keep_checkpoints": 9}
+    assert train.main(overrides(name="cut", **every, **changes)) == 0
+    (cut / "checkpoints" / "step-00000004.ckpt").unlink()
+    assert train.main([f"resume={cut}", "passkey=false"]) == 0
+    check_equal_weights(straight, cut)
+
+
+def test_shorter_rows_first_keep_the_tokens_of_a_step_and_resume_exactly(
+    overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {"seq_len_schedule": "[[16,2],[32,2]]", "max_steps": 7, "val_every": 100}
+    straight, cut = tmp_path / "runs" / "straight", tmp_path / "runs" / "cut"
+    assert train.main(overrides(name="straight", **changes)) == 0
+    assert "2 steps with rows of 16, 2 steps with rows of 32 first" in capsys.readouterr().out
+    rows = steps(straight)
+    assert rows[0]["tokens_seen"] / (1 - rows[0]["padding_share"]) == pytest.approx(64 * 2 * 2)
+    epochs = [row["epoch"] for row in rows]
+    assert epochs == sorted(epochs)
+    every = {"checkpoint_every": 1, "keep_checkpoints": 9}
+    assert train.main(overrides(name="cut", **every, **changes)) == 0
+    for stop in (5, 4, 3, 1):
+        for path in run_folder.checkpoints(cut)[stop:]:
+            path.unlink()
+        assert train.main([f"resume={cut}"]) == 0
+        assert figures(cut) == figures(straight)
+        check_equal_weights(straight, cut)
+    capsys.readouterr()
+    assert train.main(overrides(**{**changes, "max_steps": 4})) == 2
+    assert "takes all 4 steps; leave some for seq_len" in capsys.readouterr().err
+
+
+def test_resume_refuses_other_data_and_other_models(
+    overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "runs" / "r"
+    assert train.main(overrides(name="r", max_steps=2)) == 0
+    assert train.main([f"resume='{folder}'", "max_steps=3", "seed=5"]) == 2
+    assert "seed cannot change" in capsys.readouterr().err
+    text = (folder / "config.yaml").read_text()
+    for group, key, value, message in (
+        ("data", "documents", 30, "no longer those that the run began with"),
+        ("model", "window", 7, "model.window=7, where the run began with None"),
+        (None, "weight_decay", 0.5, "weight_decay=0.5, where the run began with 0.1"),
+    ):
+        edited = yaml.safe_load(text)
+        (edited[group] if group else edited)[key] = value
+        (folder / "config.yaml").write_text(yaml.safe_dump(edited))
+        assert train.main([f"resume={folder}", "max_steps=3"]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_lacks_a_part_is_one_clear_line(
+    overrides: Overrides, tmp_path: Path
+) -> None:
+    folder = tmp_path / "runs" / "r"
+    assert train.main(overrides(name="r", max_steps=1)) == 0
+    path = run_folder.checkpoints(folder)[-1]
+    complete = newest(folder)
+    for part in checkpoints.TO_RESUME:
+        torch.save({key: value for key, value in complete.items() if key != part}, path)
+        with pytest.raises(ValueError, match=f"not a whole checkpoint, it has no {part}"):
+            checkpoints.read(path, checkpoints.TO_RESUME)
+        assert train.main([f"resume={folder}", "max_steps=2"]) == 2
+    torch.save({key: complete[key] for key in ("longctx", "state_dict")}, path)
+    load_model(path)
+    torch.save(complete | {"longctx": {"format": checkpoints.FORMAT}}, path)
+    with pytest.raises(ValueError, match="it has no config, data"):
+        load_model(path)
+    torch.save(complete | {"state_dict": dict(list(complete["state_dict"].items())[1:])}, path)
+    with pytest.raises(ValueError, match="its weights are not those of its model"):
+        load_model(path)
+    assert train.main([f"resume={folder}", "max_steps=2"]) == 2, "resume says so too"
+
+
+def test_a_flipped_bit_stops_resume_and_evaluation(
+    overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(overrides(name="r", max_steps=2, checkpoint_every=1)) == 0
+    older, newer = run_folder.checkpoints(tmp_path / "runs" / "r")
+    content = bytearray(newer.read_bytes())
+    content[len(content) // 2] ^= 1
+    newer.write_bytes(content)
+    assert train.main([f"resume={tmp_path / 'runs' / 'r'}", "max_steps=3"]) == 2
+    error = capsys.readouterr().err
+    assert f"{newer}: damaged" in error and f"go on from {older}" in error
+    with pytest.raises(ValueError, match="damaged"):
+        load_model(tmp_path / "runs" / "r")
+    newer.unlink()
+    assert train.main([f"resume={tmp_path / 'runs' / 'r'}", "max_steps=3"]) == 0
