@@ -17,6 +17,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from longctx import python_child
 from longctx.cli import main as export
 from longctx.config.eval_config import EvalConfig
 from longctx.config.model_config import AttentionConfig
@@ -164,7 +165,7 @@ def test_failure_of_another_process_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(script, "__file__", str(SCRIPT.with_name("none.py")))
+    monkeypatch.setattr(python_child, "command", lambda *_: [sys.executable, "none.py"])
     assert script.main([f"checkpoint={run}", "device=cpu", "devices=2"]) == 2
     assert "devices=2: process 1: " in capsys.readouterr().err
 
@@ -301,28 +302,28 @@ def test_gpu_that_is_not_there_is_refused(
 
 def test_help_names_every_key_and_imports_no_torch() -> None:
     code = "import sys, eval; eval.main(['--help']); print('torch' in sys.modules)"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], cwd=SCRIPT.parent, capture_output=True, text=True, check=True
     )
-    assert done.stdout.endswith("False\n")
+    assert process.stdout.endswith("False\n")
     for name in [field.name for field in dataclasses.fields(EvalConfig)]:
-        assert re.search(rf"^  {name}(=|\.)", done.stdout, re.MULTILINE), name
+        assert re.search(rf"^  {name}(=|\.)", process.stdout, re.MULTILINE), name
 
 
 @pytest.mark.slow
 def test_the_script_runs_from_any_folder(run: Path, tmp_path: Path) -> None:
     words = [f"checkpoint={run}", "documents=1", "device=cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(SCRIPT), *words],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
-    assert "perplexity" in done.stdout
-    assert not done.stderr
+    assert process.returncode == 0, process.stderr
+    assert "perplexity" in process.stdout
+    assert not process.stderr
 
 
 def test_passkeys_of_a_run_and_of_its_export(
