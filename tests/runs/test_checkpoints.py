@@ -57,9 +57,9 @@ def test_a_checkpoint_cut_short_is_refused_and_an_older_one_named(
 def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
     torch.save({"x": torch.arange(30), "config": {"a": [1, "b"]}}, path)
-    whole = path.read_bytes()
-    for place in range(0, len(whole), 5):
-        path.write_bytes(whole)
+    intact = path.read_bytes()
+    for place in range(0, len(intact), 5):
+        path.write_bytes(intact)
         flip(path, place)
         try:
             verify(path)
