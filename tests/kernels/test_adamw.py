@@ -1,21 +1,14 @@
 """AdamW's kernel against torch's AdamW in fp64; in Triton's interpreter, or on a GPU."""
 
-import os
-
 import pytest
 import torch
 from torch import Tensor
 
 from longctx.kernels.adamw_update import adamw_
 
+pytestmark = pytest.mark.usefixtures("interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-
-
-@pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE == "cpu":
-        monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
 
 
 def draw(n: int, seed: int) -> Tensor:

@@ -2,8 +2,6 @@
 interpreter, or on a GPU.
 """
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,13 +10,8 @@ from torch import Tensor
 from longctx.kernels.cross_entropy import cross_entropy_, multiply_
 from longctx.model.loss import linear_cross_entropy
 
+pytestmark = pytest.mark.usefixtures("interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE == "cpu":
-        monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
 
 
 def exact(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,5 @@
 """RMSNorm's kernels against fp64 at odd sizes; in Triton's interpreter, or on a GPU."""
 
-import os
 from functools import partial, partialmethod
 
 import pytest
@@ -14,14 +13,9 @@ from longctx.kernels.rms_norm import add_and_norm, rms_norm, rms_norm_backward
 from longctx.model.layers import Block
 from longctx.model.rope import Rope
 
+pytestmark = pytest.mark.usefixtures("interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE == "cpu":
-        monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """Rope's kernels against the formula in fp64 at odd sizes; in Triton's interpreter, or on a GPU."""
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -12,13 +11,8 @@ from longctx.kernels.rotary import rope, rope_backward, rotated
 from longctx.model.layers import SelfAttention
 from longctx.model.rope import Rope, rotate
 
+pytestmark = pytest.mark.usefixtures("interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE == "cpu":
-        monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
 
 
 def inputs(*shape: int, seed: int = 0) -> Tensor:

@@ -1,7 +1,5 @@
 """SwiGLU's kernels against fp64 at odd sizes; in Triton's interpreter, or on a GPU."""
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,13 +9,8 @@ from longctx.config.model_config import GPTConfig
 from longctx.kernels.swiglu import gated_down, swiglu, swiglu_backward
 from longctx.model.layers import SwiGLU
 
+pytestmark = pytest.mark.usefixtures("interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE == "cpu":
-        monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
 
 
 def gated(gate_up: Tensor) -> Tensor:

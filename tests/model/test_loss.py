@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from longctx.model.loss import linear_cross_entropy
+from tests.largest_tensor import LargestTensor
 
 N, C, V = 23, 12, 41
 
@@ -204,18 +203,6 @@ def test_many_chunks_lose_nothing_of_dw_in_bf16() -> None:
     exact = weight.detach().double().requires_grad_()
     reference(hidden.double(), exact, targets, "sum").backward()
     assert (weight.grad - exact.grad).abs().max() / exact.grad.abs().max() < 5e-3
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remembers the largest tensor that any operation returned."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        sizes = [x.numel() for x in tree_leaves(out) if isinstance(x, Tensor)]
-        self.numel = max([self.numel, *sizes])
-        return out
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
