@@ -17,6 +17,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from longctx import python_child
 from longctx.cli import main as export
 from longctx.config.eval_config import EvalConfig
 from longctx.config.model_config import AttentionConfig
@@ -69,52 +70,48 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def result(folder: Path, out: str) -> dict:
-    path = Path("".join(out.split("\n")[-2:]).strip())
-    assert path.parent == folder / "eval"
-    return json.loads(path.read_text())
+Evaluate = Callable[..., tuple[dict, str]]
 
 
-def test_a_run_is_scored_on_its_validation_documents(
-    script: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert script.main([f"checkpoint={run}", "device=cpu"]) == 0
-    out = capsys.readouterr().out
-    content = result(run, out)
+@pytest.fixture
+def evaluate(script: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]) -> Evaluate:
+    """Evaluates `run`, or `checkpoint` in it, on the CPU: the JSON written and the text printed."""
+
+    def call(*overrides: str, checkpoint: Path = run) -> tuple[dict, str]:
+        assert script.main([f"checkpoint={checkpoint}", "device=cpu", *overrides]) == 0
+        output = capsys.readouterr().out
+        path = Path("".join(output.split("\n")[-2:]).strip())
+        assert path.parent == run / "eval"
+        return json.loads(path.read_text()), output
+
+    return call
+
+
+def test_a_run_is_scored_on_its_validation_documents(run: Path, evaluate: Evaluate) -> None:
+    content, output = evaluate()
     assert content["context"] == 64
     assert content["stride"] == 32
     assert content["attention"] == "flash"
     assert 0 < len(content["documents"]) < 30
     # Random weights: close to a uniform guess among the 320 tokens of the vocabulary.
     assert content["total"]["perplexity"] == pytest.approx(320, rel=0.2)
-    assert f"{content['total']['perplexity']:,.3f}" in out
-    assert " tokens/s through the model" in out
+    assert f"{content['total']['perplexity']:,.3f}" in output
+    assert " tokens/s through the model" in output
     assert [row["context"] for row in content["by_context"]] == [8, 16, 32, 64]
     assert content["by_position"][0]["first"] == 1
     assert len(content["gains"]) > 0
     assert next(run.glob("eval/val-*.png")).stat().st_size > 1000
-    assert "seq_len=" not in out
+    assert "seq_len=" not in output
 
 
-def test_splits_lengths_limits_and_backends(
-    script: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_splits_lengths_limits_and_backends(run: Path, evaluate: Evaluate) -> None:
     file = run / "checkpoints" / "last.ckpt"
     file.symlink_to(checkpoints.path_of(run, 3).name)
     scores = {}
     for attention in ("naive", "flash"):
-        words = [
-            f"checkpoint={file}",
-            "seq_len=200",
-            "stride=50",
-            "split=train",
-            "documents=4",
-            "device=cpu",
-        ]
-        assert script.main([*words, f"attention={attention}"]) == 0
-        out = capsys.readouterr().out
-        assert "seq_len=200" in out
-        content = result(run, out)
+        overrides = ["seq_len=200", "stride=50", "split=train", "documents=4"]
+        content, output = evaluate(*overrides, f"attention={attention}", checkpoint=file)
+        assert "seq_len=200" in output
         assert content["checkpoint"].endswith("step-00000003.ckpt")
         assert content["context"] == 200
         assert content["stride"] == 50
@@ -124,12 +121,10 @@ def test_splits_lengths_limits_and_backends(
 
 
 def test_any_text_is_scored_with_the_tokenizer_of_the_run(
-    script: ModuleType, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, evaluate: Evaluate
 ) -> None:
     (tmp_path / "new.txt").write_text("a rose is not a violet\n" * 9)
-    words = [f"checkpoint={run}", "data=text", f"data.path={tmp_path / 'new.txt'}", "device=cpu"]
-    assert script.main(words) == 0
-    content = result(run, capsys.readouterr().out)
+    content, _ = evaluate("data=text", f"data.path={tmp_path / 'new.txt'}")
     (document,) = content["documents"]
     assert document["name"].endswith("new.txt")
     assert document["bytes"] < 9 * 23
@@ -137,21 +132,13 @@ def test_any_text_is_scored_with_the_tokenizer_of_the_run(
 
 @pytest.mark.slow
 def test_processes_share_the_documents_from_any_folder(
-    script: ModuleType,
-    run: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evaluate: Evaluate
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = [f"checkpoint={run}", "device=cpu", "split=train"]
     threads = torch.get_num_threads()
-    results = []
-    for more in (["documents=5"], ["documents=5", "devices=2"]):
-        assert script.main(words + more) == 0
-        results.append(result(run, capsys.readouterr().out))
+    one, _ = evaluate("split=train", "documents=5")
+    two, _ = evaluate("split=train", "documents=5", "devices=2")
     torch.set_num_threads(threads)
-    one, two = results
     for a, b in zip(one["documents"], two["documents"], strict=True):
         assert a.pop("name") == b.pop("name")
         assert a == pytest.approx(b, rel=1e-6)
@@ -165,7 +152,7 @@ def test_failure_of_another_process_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(script, "__file__", str(SCRIPT.with_name("none.py")))
+    monkeypatch.setattr(python_child, "command", lambda *_: [sys.executable, "none.py"])
     assert script.main([f"checkpoint={run}", "device=cpu", "devices=2"]) == 2
     assert "devices=2: process 1: " in capsys.readouterr().err
 
@@ -267,6 +254,7 @@ def test_tasks_run_from_the_command_line(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    evaluate: Evaluate,
 ) -> None:
     pytest.importorskip(
         "lm_eval", reason="needs lm-evaluation-harness: pip install 'longctx[lm-eval]'"
@@ -281,15 +269,13 @@ def test_tasks_run_from_the_command_line(
         "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{text}}'\n"
         "metric_list: [{metric: bits_per_byte}]\n"
     )
-    words = [f"checkpoint={run}", "device=cpu", "tasks=[mine]", f"tasks_path={tmp_path}"]
-    assert script.main([*words, "documents=2"]) == 0
-    out = capsys.readouterr().out
-    content = result(run, out)
+    content, output = evaluate("tasks=[mine]", f"tasks_path={tmp_path}", "documents=2")
     assert 0 < content["results"]["mine"]["bits_per_byte,none"] < 20
-    assert "bits_per_byte" in out
+    assert "bits_per_byte" in output
     assert content["documents"] == 2
-    assert script.main([*words[:2], f"tasks_path={tmp_path}/none", "tasks=[mine]"]) == 2
-    assert f"tasks_path={tmp_path}/none: " in capsys.readouterr().err
+    missing = f"tasks_path={tmp_path}/none"
+    assert script.main([f"checkpoint={run}", "device=cpu", missing, "tasks=[mine]"]) == 2
+    assert f"{missing}: " in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -312,10 +298,10 @@ def test_help_names_every_key_and_imports_no_torch() -> None:
 
 @pytest.mark.slow
 def test_the_script_runs_from_any_folder(run: Path, tmp_path: Path) -> None:
-    words = [f"checkpoint={run}", "documents=1", "device=cpu"]
+    overrides = [f"checkpoint={run}", "documents=1", "device=cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.run(
-        [sys.executable, str(SCRIPT), *words],
+        [sys.executable, str(SCRIPT), *overrides],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
@@ -329,8 +315,8 @@ def test_the_script_runs_from_any_folder(run: Path, tmp_path: Path) -> None:
 def test_passkeys_of_a_run_and_of_its_export(
     script: ModuleType, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["passkey=true", "passkey.samples=2", "passkey.depths=[0,0.5,1]", "device=cpu"]
-    assert script.main([f"checkpoint={run}", *words, "passkey.lengths=[600,500]"]) == 0
+    overrides = ["passkey=true", "passkey.samples=2", "passkey.depths=[0,0.5,1]", "device=cpu"]
+    assert script.main([f"checkpoint={run}", *overrides, "passkey.lengths=[600,500]"]) == 0
     [file] = (run / "eval").glob("passkey-*.json")
     assert file.name == "passkey-step-00000003-600-flash.json"
     assert file.with_suffix(".png").exists()
@@ -341,17 +327,17 @@ def test_passkeys_of_a_run_and_of_its_export(
 
     assert export(["export", str(run), str(tmp_path / "out")]) == 0
     texts = ["passkey.lengths=[600]", "data=text", f"data.path={SCRIPT.parent / 'README.md'}"]
-    assert script.main([f"checkpoint={tmp_path / 'out'}", *words, *texts]) == 0
+    assert script.main([f"checkpoint={tmp_path / 'out'}", *overrides, *texts]) == 0
     assert (tmp_path / "out" / "eval" / "passkey-out-600-flash.json").exists()
-    assert script.main([f"checkpoint={tmp_path / 'out'}", *words, "split=val"]) == 2
+    assert script.main([f"checkpoint={tmp_path / 'out'}", *overrides, "split=val"]) == 2
     assert "error: split=val: " in capsys.readouterr().err
     (tmp_path / "two.jsonl").write_text(
         '{"text": "short"}\n' + json.dumps({"text": "long " * 3000}) + "\n"
     )
     texts = ["passkey.lengths=[600]", "data=text", f"data.path={tmp_path / 'two.jsonl'}"]
-    assert script.main([f"checkpoint={run}", *words, *texts, "documents=1"]) == 2
+    assert script.main([f"checkpoint={run}", *overrides, *texts, "documents=1"]) == 2
     assert "error: passkey.lengths=[600]: " in capsys.readouterr().err
-    assert script.main([f"checkpoint={run}", *words, "passkey.lengths=[128000]"]) == 2
+    assert script.main([f"checkpoint={run}", *overrides, "passkey.lengths=[128000]"]) == 2
     assert "error: passkey.lengths=[128000]: " in capsys.readouterr().err
 
 
@@ -359,14 +345,14 @@ def test_passkeys_of_a_run_and_of_its_export(
 def test_result_of_other_keys_keeps_the_first_result(
     script: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def ask(*words: str) -> Path:
-        assert script.main([f"checkpoint={run}", "device=cpu", "stride=16", *words]) == 0
+    def result_path(*overrides: str) -> Path:
+        assert script.main([f"checkpoint={run}", "device=cpu", "stride=16", *overrides]) == 0
         return Path(capsys.readouterr().out.split()[-1])
 
-    first, fewer = ask(), ask("documents=1")
+    first, fewer = result_path(), result_path("documents=1")
     assert fewer.name == f"{first.stem}-2.json"
-    kept = json.loads(first.read_text())["documents"]
-    assert len(json.loads(fewer.read_text())["documents"]) == 1 < len(kept)
-    assert ask() == first
-    assert ask("documents=1", "batch_size=3") == fewer, "the same evaluation, run in another way"
-    assert json.loads(first.read_text())["documents"] == kept
+    documents = json.loads(first.read_text())["documents"]
+    assert len(json.loads(fewer.read_text())["documents"]) == 1 < len(documents)
+    assert result_path() == first
+    assert result_path("documents=1", "batch_size=3") == fewer, "the same evaluation otherwise run"
+    assert json.loads(first.read_text())["documents"] == documents

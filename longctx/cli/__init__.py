@@ -10,7 +10,6 @@ from longctx.cli.commands import (
     check_unused,
     help_text,
     main,
-    run,
     split_own,
 )
 from longctx.cli.composition import (
@@ -45,7 +44,6 @@ __all__ = [
     "names",
     "options",
     "read",
-    "run",
     "split_own",
     "unquoted",
     "with_model",

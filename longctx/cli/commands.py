@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
-from longctx.cli.composition import Composed, compose, options, with_model
+from longctx.cli.composition import Composed, compose, from_file, jobs, options, with_model
 from longctx.cli.entry import answer, libraries
-from longctx.cli.overrides import SCHEMAS, Arguments, key_and_value, keys, read
+from longctx.cli.overrides import SCHEMAS, key_and_value, keys, read, unquoted
 from longctx.cli.usage import choices_lines, key_lines
 from longctx.config import command_config, presets
+from longctx.config.eval_config import EvalRequest
 from longctx.config.model_config import AttentionConfig
+from longctx.config.request import Request
 from longctx.config.train_config import TrainConfig
-
-ROOT = Path(__file__).resolve().parents[2]
+from longctx.runs import run_folder
 
 
 class Command(NamedTuple):
@@ -45,16 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command that `argv` (None: the process's arguments) names; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     name, arguments = _split(argv)
-    if name in ("train", "eval"):  # they answer for themselves
-        return COMMANDS[name].run(arguments) or 0
     return answer(argv or ["--help"], lambda: help_text(name), lambda _: _dispatch(name, arguments))
-
-
-def run(command: str, argv: list[str], do: Callable[[Arguments], int]) -> int:
-    """Return the exit code of `do` with the arguments of `command`, train, eval or data; see
-    `answer`.
-    """
-    return answer(argv, lambda: help_text(command), lambda words: do(read(command, words)))
 
 
 def help_text(name: str) -> str:
@@ -132,24 +122,67 @@ def _dispatch(name: str, arguments: list[str]) -> int | None:
     return COMMANDS[name].run(arguments)
 
 
-def _script(name: str) -> ModuleType:
-    """train.py or eval.py of the checkout that this package lies in."""
-    path = ROOT / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"longctx_{name}", path)
-    if spec is None or spec.loader is None or not path.exists():
-        raise ValueError(f"{name}: {path} is missing; run longctx from its checkout")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def _train(argv: list[str]) -> int:
-    return int(_script("train").main(argv))
+    """One run in this process, or a sweep, whose jobs are processes of their own."""
+    arguments = read("train", argv)
+    if arguments.sweep:
+        return _sweep(arguments.overrides)
+    composed = _resumed(arguments.overrides) or compose("train", arguments.overrides)
+    with libraries():
+        from longctx.training.loop import train
+    return train(Request(*composed))
+
+
+def _resumed(overrides: list[str]) -> Composed | None:
+    """The configuration of the run that resume= names, with the other overrides; None for a new
+    run.
+    """
+    paths = [
+        unquoted(override.removeprefix("resume="))
+        for override in overrides
+        if override.startswith("resume=")
+    ]
+    if not paths or paths[-1] in ("", "null"):
+        return None
+    others = [override for override in overrides if not override.startswith("resume=")]
+    folder = run_folder.find(paths[-1])
+    run_folder.check_resumable(folder, others)
+    composed = from_file("train", folder / "config.yaml", others)
+    composed.config.resume = str(folder)
+    return composed
+
+
+def _sweep(overrides: list[str]) -> int:
+    """Train every combination of the choices in `overrides`, once all of them are checked."""
+    sweep_jobs = jobs("train", overrides)
+    for override in overrides:
+        if override.startswith(("resume=", "name=")) and len(sweep_jobs) > 1:
+            raise ValueError(
+                f"{override}: each job of a sweep is a new run with a name of its own; leave it out"
+            )
+    for job in sweep_jobs:
+        compose("train", job)
+    from longctx.training.sweep import sweep
+
+    return sweep(sweep_jobs)
 
 
 def _evaluate(argv: list[str]) -> int:
-    return int(_script("eval").main(argv))
+    """Run one evaluation, print its tables and write its files."""
+    overrides = read("eval", argv).overrides
+    composed = compose("eval", overrides)
+    request = EvalRequest.of(composed.config, composed.changed, overrides)
+    with libraries():
+        from longctx.evaluation.measure import measure
+        from longctx.evaluation.results import save
+        from longctx.evaluation.setup import resolve
+
+    setup = resolve(request)
+    result = measure(setup)
+    if result is not None:
+        result.show(result.content)
+        print(save(result, setup))
+    return 0
 
 
 def _plan(argv: list[str]) -> None:

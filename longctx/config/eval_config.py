@@ -179,10 +179,10 @@ class EvalRequest(NamedTuple):
     config: EvalConfig
     changed: dict[str, str]  # key → value of the overrides
     other_data: bool  # whether data= names the documents; otherwise they are the run's own
-    command: list[str]  # the script and its overrides, for further processes
+    overrides: list[str]  # as typed, for further processes
 
     @classmethod
-    def of(cls, config: EvalConfig, changed: dict[str, str], command: list[str]) -> EvalRequest:
+    def of(cls, config: EvalConfig, changed: dict[str, str], overrides: list[str]) -> EvalRequest:
         """The request of a checked `config`; ValueError for overrides that contradict it."""
         other_data = names_data(changed)
         for key_name in ("data", "split"):
@@ -191,7 +191,7 @@ class EvalRequest(NamedTuple):
                     f"{key_name}={changed[key_name]}: tasks bring their own documents; "
                     f"leave {key_name} out"
                 )
-        return cls(config, changed, other_data, command)
+        return cls(config, changed, other_data, overrides)
 
 
 def names_data(changed: dict[str, str]) -> bool:

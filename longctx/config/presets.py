@@ -10,7 +10,7 @@ import yaml
 
 from longctx.config.model_config import GPTConfig
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+CONFIGS = (Path(__file__).parents[1] / "configs").resolve()  # a link, so that wheels have them
 AUTO_MODEL = {"cuda": "124m", "cpu": "tiny"}  # what model=auto stands for
 
 

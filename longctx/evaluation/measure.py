@@ -92,7 +92,7 @@ def score_documents(setup: Setup) -> Perplexity | None:
     config, context = setup.config, setup.context
     share = Share(setup.process, config.devices, config.documents)
     devices = 1 if setup.part else config.devices
-    with processes.others(setup.request.command, devices) as others:
+    with processes.others(setup.request.overrides, devices) as others:
         result = perplexity(
             setup.subject.model,
             documents_of(setup.subject, setup.request, share),

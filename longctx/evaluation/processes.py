@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from longctx import python_child
 
 PART_VARIABLE = "LONGCTX_PART"  # number and file of a process that another one started
 
@@ -30,13 +31,14 @@ def part() -> tuple[int, Path | None]:
 class Others:
     """The processes 1 .. devices - 1 of an evaluation."""
 
-    def __init__(self, command: Sequence[str], devices: int, folder: Path) -> None:
+    def __init__(self, overrides: Sequence[str], devices: int, folder: Path) -> None:
+        command = python_child.command("longctx", "eval", *overrides)
         numbers = range(1, devices)
         self.files = [folder / f"{number}.json" for number in numbers]
         self.logs = [folder / f"{number}.txt" for number in numbers]
         self.processes: list[subprocess.Popen[bytes]] = []
         for number, file, log in zip(numbers, self.files, self.logs, strict=True):
-            env = os.environ | {PART_VARIABLE: f"{number}:{file}"}
+            env = python_child.environment(**{PART_VARIABLE: f"{number}:{file}"})
             with open(log, "wb") as errors:
                 self.processes.append(
                     subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=errors)
@@ -62,14 +64,12 @@ class Others:
 
 
 @contextmanager
-def others(command: Sequence[str], devices: int) -> Iterator[Others]:
-    """`command`, a script and its arguments, on every device but the first; the processes end with
-    the block at the latest.
+def others(overrides: Sequence[str], devices: int) -> Iterator[Others]:
+    """`longctx eval` with `overrides` on every device but the first; the processes end with the
+    block at the latest.
     """
-    script, *arguments = command
-    python = [sys.executable, os.path.abspath(script), *arguments]
     with tempfile.TemporaryDirectory(prefix="longctx-") as folder:
-        started = Others(python, devices, Path(folder))
+        started = Others(overrides, devices, Path(folder))
         try:
             yield started
         finally:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from longctx import python_child
 from longctx.training.run import Run
 
 OUT_OF_MEMORY = "out of memory"
@@ -49,13 +48,13 @@ def in_child(module: str, request: dict[str, Any], seconds: float) -> dict[str, 
     with tempfile.TemporaryDirectory() as scratch:
         request_file, out = Path(scratch, "request.json"), Path(scratch, "out.json")
         request_file.write_text(json.dumps(request))
-        command = [sys.executable, "-m", module, str(request_file), str(out)]
-        root = str(Path(__file__).parents[2])
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        env = os.environ | {"PYTHONPATH": path}
         try:
             process = subprocess.run(
-                command, env=env, capture_output=True, text=True, timeout=seconds
+                python_child.command(module, str(request_file), str(out)),
+                env=python_child.environment(),
+                capture_output=True,
+                text=True,
+                timeout=seconds,
             )
         except subprocess.TimeoutExpired:
             return f"took longer than {seconds:.0f} s"

@@ -101,8 +101,8 @@ def check(
     mask = case.build_mask()
     exact = run(tensors, mask, "naive", torch.float64)
     plain = run(tensors, mask, "naive", dtype)
-    got = run(tensors, mask, backend, dtype, **options)
-    for name, x, y, z in zip(("out", "lse", "dq", "dk", "dv"), got, plain, exact, strict=True):
+    actual = run(tensors, mask, backend, dtype, **options)
+    for name, x, y, z in zip(("out", "lse", "dq", "dk", "dv"), actual, plain, exact, strict=True):
         assert not x.isnan().any(), f"{name} has NaN"
         if name == "lse":
             assert torch.equal(x == float("-inf"), z == float("-inf")), (

@@ -16,7 +16,7 @@ needs_it = pytest.mark.skipif(
 )
 
 
-def test_what_is_found_imports():
+def test_installed_versions_import():
     for version in INSTALLED:
         assert callable(importlib.import_module(APIS[version][0]).flash_attn_varlen_func)
     if not torch.cuda.is_available():

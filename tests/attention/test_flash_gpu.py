@@ -117,17 +117,17 @@ def test_memory_around_the_tensors_is_never_used(kernel):
     for dtype in (torch.bfloat16, torch.float16):
         tensors = inputs(case, dtype)
         expected = run(tensors, Mask.causal(), "flash", dtype)
-        cut = []
+        views = []
         for x in tensors:
             B, T, H, D = x.shape
-            sea = torch.full(
+            buffer = torch.full(
                 (B + 1, T + 50, H + 2, D + 8), float("nan"), device="cuda", dtype=dtype
             )
-            island = sea[:B, 25 : 25 + T, 1 : 1 + H, :D]
-            island.copy_(x)
-            cut.append(island)
-        got = run(cut, Mask.causal(), "flash", dtype)
-        for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, expected, strict=True):
+            view = buffer[:B, 25 : 25 + T, 1 : 1 + H, :D]
+            view.copy_(x)
+            views.append(view)
+        actual = run(views, Mask.causal(), "flash", dtype)
+        for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
             assert same(x, y, name, kernel), name
 
 
@@ -156,7 +156,7 @@ def test_graph_capture_and_replay(kernel):
 
 @pytest.mark.parametrize("kernel", ["portable"], indirect=True)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_other_gpus_path(head_dim, kernel, monkeypatch):
+def test_rule_without_tensor_maps(head_dim, kernel, monkeypatch):
     """Pointer loads and the table of other chips, which no Hopper run takes by itself."""
     from longctx.kernels import launch
 

@@ -98,8 +98,8 @@ def test_ordered_gives_the_same_bits(mask, head_dim, deterministic):
     expected = rule.run(tensors, case.build_mask(), "flash", torch.bfloat16)
     assert kernels_run()["flash"] == "triton-hopper-ordered"
     for _ in range(250):
-        got = rule.run(tensors, case.build_mask(), "flash", torch.bfloat16)
-        for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, expected, strict=True):
+        actual = rule.run(tensors, case.build_mask(), "flash", torch.bfloat16)
+        for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
             assert torch.equal(x, y), name
 
 
@@ -118,8 +118,8 @@ def test_ordered_rows_of_one_and_of_several_documents(head_dim, deterministic):
     assert kernels_run()["flash"] == "triton-hopper-ordered"
     expected = rule.run(tensors, case.build_mask(), "flash", torch.bfloat16)
     for _ in range(50):
-        got = rule.run(tensors, case.build_mask(), "flash", torch.bfloat16)
-        for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, expected, strict=True):
+        actual = rule.run(tensors, case.build_mask(), "flash", torch.bfloat16)
+        for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
             assert torch.equal(x, y), name
 
 
@@ -131,14 +131,14 @@ def test_the_order_of_dq_is_all_that_varies(head_dim):
     tensors = rule.inputs(case, torch.bfloat16)
     expected = rule.run(tensors, case.build_mask(), "flash", torch.bfloat16, kernel="hopper")
     for _ in range(250):
-        got = rule.run(tensors, case.build_mask(), "flash", torch.bfloat16, kernel="hopper")
-        for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, expected, strict=True):
+        actual = rule.run(tensors, case.build_mask(), "flash", torch.bfloat16, kernel="hopper")
+        for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
             assert torch.equal(x, y) if name != "dq" else torch.allclose(x, y, atol=1e-2), name
 
 
 @pytest.mark.gpu
 @pytest.mark.hopper
-def test_auto_is_hopper_in_order_where_determinism_is_asked_for():
+def test_auto_on_hopper_is_ordered_where_runs_must_repeat():
     q = torch.randn(1, 100, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     attend = torch.compile(attention, fullgraph=True)
     for call in (attention, attend):
@@ -154,7 +154,7 @@ def test_auto_is_hopper_in_order_where_determinism_is_asked_for():
     assert kernels_run()["flash"] == "triton-portable", "32 bits"
 
 
-def test_what_auto_is_elsewhere(monkeypatch):
+def test_auto_by_device_and_head_size(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     cpu, half = torch.device("cpu"), torch.float16
     assert flash_op.implementation(cpu, half, 128) == "torch-tiled"
@@ -183,8 +183,8 @@ def test_any_strides():
         do.transpose(1, 2).contiguous().transpose(1, 2),
     ]
     expected = rule.run([q, k, v, do], Mask.causal(), "flash", torch.bfloat16, kernel="hopper")
-    got = rule.run(views, Mask.causal(), "flash", torch.bfloat16, kernel="hopper")
-    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, expected, strict=True):
+    actual = rule.run(views, Mask.causal(), "flash", torch.bfloat16, kernel="hopper")
+    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
         assert torch.equal(x, y) if name != "dq" else torch.allclose(x, y, atol=1e-2)
 
 

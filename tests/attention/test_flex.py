@@ -21,15 +21,15 @@ from tests.attention.rule import FREE, GRID, Case, check
 def test_block_mask_covers_the_intervals(case):
     mask = case.build_mask().bind(case.B, case.Tq, case.Tk, "cpu")
     blocks = block_mask(mask, case.Tk)
-    seen = visible(mask, case.Tk)[:, 0]
-    for b in range(seen.shape[0]):
+    is_visible = visible(mask, case.Tk)[:, 0]
+    for b in range(is_visible.shape[0]):
         for i in range(-(-case.Tq // BLOCK)):
             partial = set(blocks.kv_indices[b, 0, i, : blocks.kv_num_blocks[b, 0, i]].tolist())
             full = set(
                 blocks.full_kv_indices[b, 0, i, : blocks.full_kv_num_blocks[b, 0, i]].tolist()
             )
             for j in range(-(-case.Tk // BLOCK)):
-                tile = seen[b, i * BLOCK : (i + 1) * BLOCK, j * BLOCK : (j + 1) * BLOCK]
+                tile = is_visible[b, i * BLOCK : (i + 1) * BLOCK, j * BLOCK : (j + 1) * BLOCK]
                 assert j not in full or (bool(tile.all()) and tile.shape == (BLOCK, BLOCK))
                 assert not tile.any() or j in partial | full
                 assert not (j in partial and j in full)

@@ -18,22 +18,22 @@ def dense(case, mask):
         return torch.ones(case.B, case.Tq, case.Tk, dtype=torch.bool)
     if case.mask == "intervals":
         return (j >= mask.first[..., None]) & (j <= mask.last[..., None])
-    seen = (j <= i) & (j > i - (case.window or 10**6))
+    is_visible = (j <= i) & (j > i - (case.window or 10**6))
     if case.mask == "documents":
-        return seen & (mask.doc_ids[:, :, None] == mask.doc_ids[:, None, :])
-    return seen.expand(case.B, -1, -1)
+        return is_visible & (mask.doc_ids[:, :, None] == mask.doc_ids[:, None, :])
+    return is_visible.expand(case.B, -1, -1)
 
 
 @pytest.mark.parametrize("case", GRID + FREE, ids=str)
 def test_intervals_are_the_definition(case):
     mask = case.build_mask()
-    seen = dense(case, mask)
+    expected = dense(case, mask)
     bound = mask.bind(case.B, case.Tq, case.Tk, "cpu")
-    assert torch.equal(visible(bound, case.Tk)[:, 0].expand_as(seen), seen)
+    assert torch.equal(visible(bound, case.Tk)[:, 0].expand_as(expected), expected)
     i = torch.arange(case.Tq)
     transposed = (i >= bound.qfirst[..., None]) & (i <= bound.qlast[..., None])
-    assert torch.equal(transposed.expand(case.B, -1, -1), seen.mT), "keys' intervals of queries"
-    assert mask.pairs(case.B, case.Tq, case.Tk) == int(seen.sum())
+    assert torch.equal(transposed.expand(case.B, -1, -1), expected.mT), "keys' intervals of queries"
+    assert mask.pairs(case.B, case.Tq, case.Tk) == int(expected.sum())
     for x in (bound.first, bound.last, bound.qfirst, bound.qlast):
         assert x.dtype == torch.int32
         assert bool((x.diff(dim=1) >= 0).all()), "monotone"
@@ -80,7 +80,7 @@ def test_the_bound_on_documents_takes_few_values():
     assert set(bounds) == {256, 512}
 
 
-def test_a_window_added_to_a_mask_is_that_mask_with_a_window() -> None:
+def test_windowed_equals_a_mask_built_with_the_window() -> None:
     doc_ids = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1, 1]])
     for window in (1, 3, 20):
         for plain, expected in (
@@ -88,10 +88,10 @@ def test_a_window_added_to_a_mask_is_that_mask_with_a_window() -> None:
             (Mask.causal(5), Mask.causal(min(5, window))),
             (Mask.documents(doc_ids), Mask.documents(doc_ids, window)),
         ):
-            for made in (plain.windowed(window), plain.bind(2, 9, 9, "cpu").windowed(window)):
-                assert made.window == expected.window
-                assert made.pairs(2, 9, 9) == expected.pairs(2, 9, 9)
-                a, b = made.bind(2, 9, 9, "cpu"), expected.bind(2, 9, 9, "cpu")
+            for windowed in (plain.windowed(window), plain.bind(2, 9, 9, "cpu").windowed(window)):
+                assert windowed.window == expected.window
+                assert windowed.pairs(2, 9, 9) == expected.pairs(2, 9, 9)
+                a, b = windowed.bind(2, 9, 9, "cpu"), expected.bind(2, 9, 9, "cpu")
                 for name in ("first", "last", "qfirst", "qlast"):
                     assert torch.equal(getattr(a, name), getattr(b, name)), name
     with pytest.raises(

@@ -21,10 +21,10 @@ def test_against_the_loop_in_the_textbook():
     for b in range(2):
         for h in range(4):
             for i in range(7):
-                seen = slice(int(mask.first[b, i]), int(mask.last[b, i]) + 1)
-                s = 0.3 * (k[b, seen, h // 2] @ q[b, i, h])
+                keys = slice(int(mask.first[b, i]), int(mask.last[b, i]) + 1)
+                s = 0.3 * (k[b, keys, h // 2] @ q[b, i, h])
                 expected = (
-                    torch.softmax(s, 0) @ v[b, seen, h // 2]
+                    torch.softmax(s, 0) @ v[b, keys, h // 2]
                     if len(s)
                     else torch.zeros_like(q[b, i, h])
                 )

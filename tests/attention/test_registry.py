@@ -76,7 +76,7 @@ def test_backends_says_what_is_missing():
         ),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_the_remedy(call, message):
+def test_impossible_requests_are_refused_with_the_remedy(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -88,7 +88,7 @@ def test_the_kernel_that_ran_is_recorded():
     assert kernels_run()["sdpa"] == "torch CPU flash"
 
 
-def test_a_backend_from_outside_is_one_call_away():
+def test_register_adds_a_backend():
     class Twice(Naive):
         def run(self, q, k, v, mask, scale):
             out, lse, _ = super().run(q, k, v, mask, scale)
@@ -145,9 +145,11 @@ def test_handle_has_the_gradients_of_autograd(backend):
     out, lse = attend(*leaves, Mask.causal(), return_lse=True)
     do = torch.randn_like(out)
     expected = torch.autograd.grad(out, leaves, do)
-    given = lse.detach() if attend.saves_output else None
-    got = attend.backward(do, *(x.detach() for x in leaves), out.detach(), given, Mask.causal())
-    torch.testing.assert_close(got, expected)
+    saved_lse = lse.detach() if attend.saves_output else None
+    actual = attend.backward(
+        do, *(x.detach() for x in leaves), out.detach(), saved_lse, Mask.causal()
+    )
+    torch.testing.assert_close(actual, expected)
 
 
 def test_handle_compiles_to_one_graph_and_refuses_when_traced():

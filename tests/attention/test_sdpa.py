@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from longctx.attention import Mask, attention, kernels_run
 from tests.attention.rule import FREE, GRID, ON_GPU, Case, check
+from tests.largest_tensor import LargestTensor
 
 DTYPES = [torch.bfloat16, torch.float16] if ON_GPU else [torch.float32, torch.bfloat16]
 
@@ -24,22 +24,12 @@ def test_rule_on_free_intervals(case):
 
 def test_no_square_matrix_on_a_cpu():
     """The largest tensor of a windowed row grows with its length, not with its square."""
-
-    class Largest(TorchDispatchMode):
-        seen = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            for x in out if isinstance(out, tuple) else (out,):
-                self.seen = max(self.seen, x.numel() if isinstance(x, torch.Tensor) else 0)
-            return out
-
     sizes = []
     for T in (4096, 8192):
         x = torch.randn(1, T, 1, 8)
-        with Largest() as mode:
+        with LargestTensor() as largest:
             attention(x, x, x, mask=Mask.causal(64), backend="sdpa")
-        sizes.append(mode.seen)
+        sizes.append(largest.numel)
     assert sizes[1] <= 2 * sizes[0]
 
 
@@ -81,6 +71,6 @@ def test_one_graph_under_compile(mask):
     compiled = torch.compile(
         lambda q, mask: attention(q, q, q, mask, backend="sdpa"), fullgraph=True
     )
-    (got,) = torch.autograd.grad(compiled(q, bound).sum(), q)
+    (actual,) = torch.autograd.grad(compiled(q, bound).sum(), q)
     (expected,) = torch.autograd.grad(attention(q, q, q, bound, backend="sdpa").sum(), q)
-    torch.testing.assert_close(got, expected, atol=1e-2, rtol=2e-2)
+    torch.testing.assert_close(actual, expected, atol=1e-2, rtol=2e-2)

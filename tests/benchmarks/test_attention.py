@@ -96,7 +96,7 @@ def test_a_backend_that_fails_costs_only_itself(monkeypatch):
     assert rows["flash"]["forward_ms"] > 0
 
 
-def test_time_that_is_over_is_said():
+def test_rows_after_the_time_limit_say_so():
     over = measure(SMALL, "causal", 32, 64, Clock(-1), 0.05, "cpu", 100.0)
     assert all("were over" in row["skipped"] for row in over)
     slow = Clock(170, preparing={"sdpa-flash": 43.0, "flash": 43.0})
@@ -110,11 +110,11 @@ def test_time_that_is_over_is_said():
 def test_rounds_are_fewer_where_time_is_short_and_shuffled():
     order = []
     calls = {name: lambda name=name: order.append(name) for name in "abc"}
-    found = timing.medians(calls, 5)
-    assert set(found) == set("abc")
-    said = "".join(order)
-    assert said[:9] == "aabbcc" + "abc"
-    rounds = [said[i : i + 3] for i in range(9, len(said), 3)]
+    medians = timing.medians(calls, 5)
+    assert set(medians) == set("abc")
+    sequence = "".join(order)
+    assert sequence[:9] == "aabbcc" + "abc"
+    rounds = [sequence[i : i + 3] for i in range(9, len(sequence), 3)]
     assert len(rounds) == 5
     assert all(sorted(one) == ["a", "b", "c"] for one in rounds)
     assert len(set(rounds)) > 2, "none always follows the same other"
@@ -133,7 +133,7 @@ def test_packed_rows_are_full_of_documents():
     assert (packed_rows(3, 4096) == rows).all()
 
 
-def test_plot_draws_what_was_found(tmp_path):
+def test_plot_draws_one_and_two_masks(tmp_path):
     rows = [
         {
             "mask": mask,
@@ -150,27 +150,27 @@ def test_plot_draws_what_was_found(tmp_path):
     rows.append(
         {"mask": "causal", "head_size": 64, "tokens": 512, "backend": "flex", "skipped": "no GPU"}
     )
-    found = {"rows": rows, "matmul_tflops": 100.0, "gpu": "test", "torch": "2", "triton": "3"}
+    report = {"rows": rows, "matmul_tflops": 100.0, "gpu": "test", "torch": "2", "triton": "3"}
     for name, shown in (("two", rows), ("one", [row for row in rows if row["mask"] == "full"])):
-        plot(found | {"rows": shown}, tmp_path / "deep" / f"{name}.png")
+        plot(report | {"rows": shown}, tmp_path / "deep" / f"{name}.png")
         assert matplotlib.image.imread(tmp_path / "deep" / f"{name}.png").std() > 0.01
     assert {p.name for p in (tmp_path / "deep").iterdir()} == {"one.png", "two.png"}
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["reference=cudnn"], "reference=cudnn: choose from flash, flash-deterministic"),
         (["channels=100"], "channels=100: 1.5625 heads of size 64 are no multiple of group=1"),
         (["group=5"], "32 heads of size 64 are no multiple of group=5"),
     ],
 )
-def test_mistakes_are_found_before_the_gpu_is(words, message, capsys):
-    assert main(["attention", *words]) == 2
+def test_mistakes_are_refused_before_the_gpu_is_looked_for(overrides, message, capsys):
+    assert main(["attention", *overrides]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_the_whole_of_it(tmp_path, monkeypatch, capsys):
+def test_benchmark_writes_tables_json_and_plot(tmp_path, monkeypatch, capsys):
     """All but the GPU: tables, ratios, reasons, JSON, plot."""
     if not torch.cuda.is_available():
         original = bench.measure
@@ -185,7 +185,7 @@ def test_the_whole_of_it(tmp_path, monkeypatch, capsys):
 
         monkeypatch.setattr(bench, "measure", on_cpu)
     out = tmp_path / "r"
-    words = [
+    overrides = [
         "lengths=64,100",
         "head_sizes=32",
         "channels=64",
@@ -194,42 +194,42 @@ def test_the_whole_of_it(tmp_path, monkeypatch, capsys):
         "seconds=30",
         f"out={out}",
     ]
-    assert main(["attention", "masks=causal,window", *words]) == 0
-    found = json.loads(out.with_suffix(".json").read_text())
-    assert len(found["rows"]) == 4 * len(PEERS)
-    assert found["command"].startswith(
+    assert main(["attention", "masks=causal,window", *overrides]) == 0
+    report = json.loads(out.with_suffix(".json").read_text())
+    assert len(report["rows"]) == 4 * len(PEERS)
+    assert report["command"].startswith(
         "python -m benchmarks attention masks=causal,window lengths=64,100"
     )
-    said = capsys.readouterr().out
-    assert "how many times as fast as its peers" in said
-    assert "left out" in said
+    output = capsys.readouterr().out
+    assert "how many times as fast as its peers" in output
+    assert "left out" in output
     assert out.with_suffix(".png").exists()
 
 
 @pytest.mark.gpu
 def test_rates_follow_from_times(tmp_path):
     out = tmp_path / "r"
-    words = [
+    overrides = [
         "lengths=1000",
         "head_sizes=64",
         "masks=causal,window,documents",
         "repeats=3",
         f"out={out}",
     ]
-    assert main(["attention", *words]) == 0
-    found = json.loads(out.with_suffix(".json").read_text())
-    flash = {row["mask"]: row for row in found["rows"] if row["backend"] == "flash"}
+    assert main(["attention", *overrides]) == 0
+    report = json.loads(out.with_suffix(".json").read_text())
+    flash = {row["mask"]: row for row in report["rows"] if row["backend"] == "flash"}
     flops = 4 * 16 * (1000 * 1001 // 2) * 32 * 64
     row = flash["causal"]
     assert row["forward_tflops"] == pytest.approx(flops / row["forward_ms"] / 1e9, rel=0.01)
-    peer = next(r for r in found["rows"] if r["backend"] == "sdpa-flash" and r["mask"] == "causal")
+    peer = next(r for r in report["rows"] if r["backend"] == "sdpa-flash" and r["mask"] == "causal")
     assert row["both_ratio"] == pytest.approx(
         (peer["forward_ms"] + peer["backward_ms"]) / (row["forward_ms"] + row["backward_ms"]),
         rel=0.02,
     )
     assert flash["window"]["forward_ms"] < row["forward_ms"] * 1.5
     assert 0 < row["both_share"] < 1
-    assert found["gpu"]
+    assert report["gpu"]
 
 
 @pytest.mark.gpu
@@ -239,5 +239,5 @@ def test_times_are_the_devices_own():
 
     x = torch.randn(2048, 2048, device="cuda")
     calls = {"plain": lambda: x @ x, "dawdling": lambda: (time.sleep(0.002), x @ x)}
-    found = timing.medians(calls, 20)
-    assert found["dawdling"] == pytest.approx(found["plain"], rel=0.3)
+    medians = timing.medians(calls, 20)
+    assert medians["dawdling"] == pytest.approx(medians["plain"], rel=0.3)

@@ -96,6 +96,6 @@ def test_a_point_that_takes_too_long_is_left_out(card: hardware.Chip) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("name", ["context", "memory"])
-def test_without_a_gpu_that_is_said(name: str, capsys) -> None:
+def test_no_gpu_is_refused(name: str, capsys) -> None:
     assert main([name]) == 2
     assert "no CUDA GPU" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from benchmarks.words import main
 
 
 @pytest.mark.slow
-def test_the_whole_story_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_run_writes_report_and_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
     texts = tmp_path / "texts"
     texts.mkdir()
@@ -21,7 +21,7 @@ def test_the_whole_story_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (texts / f"{n}.txt").write_text(
             "\n".join(f"line {i * n} of {n} dull texts" for i in range(20 + 5 * n))
         )
-    words = [
+    overrides = [
         "short=512",
         "long=1024",
         "layers=1",
@@ -36,7 +36,7 @@ def test_the_whole_story_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         main(
             [
                 "extension",
-                *words,
+                *overrides,
                 "documents=40",
                 "samples=1",
                 f"path={texts}",
@@ -46,13 +46,13 @@ def test_the_whole_story_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         )
         == 0
     )
-    found = json.loads((out / "extension.json").read_text())
-    assert list(found["models"]) == ["as pretrained", "YaRN, not trained", "YaRN, fine-tuned"]
-    for model in found["models"].values():
+    report = json.loads((out / "extension.json").read_text())
+    assert list(report["models"]) == ["as pretrained", "YaRN, not trained", "YaRN, fine-tuned"]
+    for model in report["models"].values():
         grid = model["recall"]["passkey"]
         assert (grid["lengths"], len(grid["depths"])) == ([512, 1024], 11)
         assert model["by_position"][0]["first"] == 1
-    assert found["options"]["long"] == 1024
+    assert report["options"]["long"] == 1024
     assert (out / "extension.png").read_bytes().startswith(b"\x89PNG")
     config = json.loads((out / "long" / "config.json").read_text())
     assert config["rope_parameters"] | {"rope_theta": 0} == {
@@ -63,12 +63,12 @@ def test_the_whole_story_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             "rope_theta": 0,
         }
     }
-    draw(found, tmp_path / "again.png")
+    draw(report, tmp_path / "again.png")
     assert main(["extension", f"out={out}"]) == 2
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["short=2048", "long=2048"], "long=2048: a multiple of short=2048"),
         (["samples=0"], "samples=0: must be above 0"),
@@ -76,12 +76,12 @@ def test_the_whole_story_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (["device=tpu"], "device=tpu"),
     ],
 )
-def test_a_mistake_is_told_before_anything_is_made(
-    words: list[str], message: str, refused: Callable[[int, str], str], tmp_path: Path
+def test_mistake_is_refused_before_anything_is_written(
+    overrides: list[str], message: str, refused: Callable[[int, str], str], tmp_path: Path
 ) -> None:
-    refused(main(["extension", *words, f"out={tmp_path / 'x'}"]), message)
+    refused(main(["extension", *overrides, f"out={tmp_path / 'x'}"]), message)
     assert not (tmp_path / "x").exists()
 
 
-def test_the_defaults_make_a_story(tmp_path: Path) -> None:
+def test_default_options_are_valid(tmp_path: Path) -> None:
     check(Options(), tmp_path / "x")

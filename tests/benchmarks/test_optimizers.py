@@ -30,7 +30,7 @@ def test_the_target_is_a_loss_that_the_best_run_of_each_reaches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["optimizers=adam"], "optimizers=adam: choose from adamw, muon"),
         (["lr=0.1"], "lr=0.1: is set for each point; use rates="),
@@ -38,10 +38,10 @@ def test_the_target_is_a_loss_that_the_best_run_of_each_reaches() -> None:
         (["rates=0"], "rates=0"),
     ],
 )
-def test_a_mistake_is_told_before_anything_runs(
-    words: list[str], message: str, refused: Callable[[int, str], str], tmp_path: Path
+def test_mistake_is_refused_before_anything_runs(
+    overrides: list[str], message: str, refused: Callable[[int, str], str], tmp_path: Path
 ) -> None:
-    refused(main(["optimizers", *words, f"runs={tmp_path}"]), message)
+    refused(main(["optimizers", *overrides, f"runs={tmp_path}"]), message)
     assert not list(tmp_path.iterdir())
 
 
@@ -54,12 +54,18 @@ def test_a_tiny_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         lines = (f"line {i * n} of {n} dull texts" for i in range(20 + 5 * n))
         (texts / f"{n}.txt").write_text("\n".join(lines))
     out = tmp_path / "out" / "optimizers.json"
-    words = ["model=tiny", "model.layers=1", "model.channels=32", "model.ffn=48", "seq_len=64"]
-    words += ["data=text", f"data.path={texts}", "data.vocab_size=300", "data.val_fraction=0.2"]
-    words += ["batch_size=2", "accumulate=1", "device=cpu", "workers=0", f"runs={tmp_path / 'r'}"]
+    overrides = ["model=tiny", "model.layers=1", "model.channels=32", "model.ffn=48", "seq_len=64"]
+    overrides += ["data=text", f"data.path={texts}", "data.vocab_size=300", "data.val_fraction=0.2"]
+    overrides += [
+        "batch_size=2",
+        "accumulate=1",
+        "device=cpu",
+        "workers=0",
+        f"runs={tmp_path / 'r'}",
+    ]
     own = ["rates=0.001,0.01", "steps=4", "val_every=2", f"out={out}"]
     for note in (None, "was there already"):
-        assert main(["optimizers", *own, *words]) == 0
+        assert main(["optimizers", *own, *overrides]) == 0
         result = json.loads(out.read_text())
         pairs = [(row["optimizer"], row["lr"]) for row in result["runs"]]
         assert pairs == [("adamw", 0.001), ("adamw", 0.01), ("muon", 0.001), ("muon", 0.01)]

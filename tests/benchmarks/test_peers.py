@@ -142,16 +142,16 @@ def test_transformers_learns_nothing_from_random_tokens(checkpointing: bool) -> 
 
 
 def test_every_step_has_the_learning_rate_that_train_py_gives_it() -> None:
-    weight, seen = torch.nn.Parameter(torch.ones(1)), []
+    weight, rates = torch.nn.Parameter(torch.ones(1)), []
 
-    class Seeing(torch.optim.SGD):
+    class RecordingSGD(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
-            seen.append(self.param_groups[0]["lr"])
+            rates.append(self.param_groups[0]["lr"])
 
     model = torch.nn.ParameterList([weight])
-    one = job([], lrs=[0.1, 0.2, 0.3])
-    trainers.timed_steps(one, model, Seeing([weight], lr=9.0), lambda tokens: weight.sum())
-    assert seen == [0.1, 0.2, 0.3]
+    work = job([], lrs=[0.1, 0.2, 0.3])
+    trainers.timed_steps(work, model, RecordingSGD([weight], lr=9.0), lambda tokens: weight.sum())
+    assert rates == [0.1, 0.2, 0.3]
 
 
 def test_other_trainers_are_asked_for_the_learning_rates_of_train_py(
@@ -256,7 +256,7 @@ def test_long_steps_are_timed_once(card: list[dict[str, Any]]) -> None:
     ]
 
 
-def test_longctx_runs_as_asked_and_pinned_beside(
+def test_longctx_row_runs_the_requested_and_the_pinned_recipe(
     card: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran = []
@@ -305,8 +305,8 @@ def test_utilization_is_that_of_others(card: list[dict[str, Any]]) -> None:
 def test_what_cannot_be_measured_says_why(
     card: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def how(peer: str, *words: str, **options: Any) -> str:
-        return str(points(peer, (4096,), list(words), **options)[0]["how"])
+    def how(peer: str, *overrides: str, **options: Any) -> str:
+        return str(points(peer, (4096,), list(overrides), **options)[0]["how"])
 
     assert (
         how("nanogpt", "model=124m") == "skipped: give nanogpt=FOLDER, that of nanoGPT's model.py"
@@ -335,7 +335,7 @@ def test_what_cannot_be_measured_says_why(
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("override", "message"),
     [
         ("peers=longctx,nanogtp", "peers=nanogtp: one or several of longctx,"),
         ("nanogpt=/no/such/folder", "nanogpt=/no/such/folder: no model.py there"),
@@ -347,12 +347,14 @@ def test_what_cannot_be_measured_says_why(
         ("modell=1b", "did you mean model"),
     ],
 )
-def test_a_wrong_word_is_one_line(word: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["peers", word]) == 2
-    assert said in capsys.readouterr().err
+def test_mistake_is_one_line(
+    override: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["peers", override]) == 2
+    assert message in capsys.readouterr().err
 
 
-def test_an_interruption_leaves_the_points_that_were_done(
+def test_interruption_keeps_the_measured_points(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(peer: str, *rest: Any) -> dict[str, Any]:
@@ -361,7 +363,7 @@ def test_an_interruption_leaves_the_points_that_were_done(
         return {"peer": peer, "tokens": 32, "rows": 1, "how": "made up"}
 
     monkeypatch.setattr(peers, "point", interrupted)
-    words = ["peers", *TINY, "peers=longctx,nanogpt", "lengths=32", f"out={tmp_path / 'result'}"]
-    assert main(words) != 0
+    argv = ["peers", *TINY, "peers=longctx,nanogpt", "lengths=32", f"out={tmp_path / 'result'}"]
+    assert main(argv) != 0
     kept = json.loads((tmp_path / "result.json").read_text())
     assert [row["peer"] for row in kept["rows"]] == ["longctx"]

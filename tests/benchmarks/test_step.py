@@ -15,19 +15,19 @@ from longctx import cli
 
 def row(tokens, attention, matrices, backend="flash", failed=None):
     ms = {ATTENTION: attention, MATRICES: matrices}
-    step = attention + matrices
+    total = attention + matrices
     return {
         "tokens": tokens,
         "backend": backend,
         "failed": failed,
         "ms": ms,
-        "shares": {part: x / step for part, x in ms.items()},
+        "shares": {part: x / total for part, x in ms.items()},
         "tokens_per_step": 1000,
-        "tokens_per_second": 1000 * 1000 / step,
+        "tokens_per_second": 1000 * 1000 / total,
     }
 
 
-def test_a_model_turns_where_the_lines_cross():
+def test_turning_length_is_where_the_lines_cross():
     assert turning_length([row(1000, 1.0, 4.0), row(2000, 3.0, 4.0), row(4000, 7.0, 4.0)]) == {
         "tokens": 2500,
         "measured": True,
@@ -58,7 +58,7 @@ def test_gains_are_ratios_of_whole_steps():
 
 @pytest.mark.slow
 def test_a_profiled_step_sums_to_the_step(tmp_path, capsys):
-    words = [
+    overrides = [
         "model=tiny",
         "model.layers=2",
         "model.vocab_size=512",
@@ -75,23 +75,23 @@ def test_a_profiled_step_sums_to_the_step(tmp_path, capsys):
                 "backends=naive,flash",
                 "steps=1",
                 f"out={tmp_path}/s",
-                *words,
+                *overrides,
             ]
         )
         == 0
     )
-    result = json.loads((tmp_path / "s.json").read_text())
-    assert [(r["tokens"], r["backend"]) for r in result["rows"]] == [
+    report = json.loads((tmp_path / "s.json").read_text())
+    assert [(r["tokens"], r["backend"]) for r in report["rows"]] == [
         (n, b) for n in (128, 257) for b in ("naive", "flash")
     ]
-    for measured in result["rows"]:
-        shares = measured["shares"]
+    for point in report["rows"]:
+        shares = point["shares"]
         assert sum(shares.values()) == pytest.approx(1)
         assert shares[OTHER] < 0.3  # a step of some 10 ms, on a machine that may be busy
         assert set(shares) == set(PARTS)
         assert all(shares[part] > 0 for part in PARTS if part not in (OTHER, "copies", IDLE))
     per_layer = 128 * (4 + 2 * 2) * 32 + 128 * 128 + 3 * 128 * 384  # weights of a layer's products
-    assert result["turns_by_flops"] == pytest.approx((2 * per_layer + 512 * 128) / (2 * 128))
+    assert report["turns_by_flops"] == pytest.approx((2 * per_layer + 512 * 128) / (2 * 128))
     assert matplotlib.image.imread(tmp_path / "s.png").std() > 0.01
     assert "over naive" in capsys.readouterr().out.replace("_", " ")
 

@@ -51,27 +51,27 @@ def test_on_a_cpu_each_operator_counts_for_itself():
 
 
 def test_backward_belongs_where_forward_was():
-    found = spent(
+    times = spent(
         event(trace.RANGE + LOSS, 0, 10, "user_annotation"),
         event("aten::mul", 1, 5, **{"Sequence number": 7}),
         event(trace.BACKWARD + "MulBackward0", 30, 4, tid=2, **{"Sequence number": 7}),
     )
-    assert found == {LOSS: 14}
+    assert times == {LOSS: 14}
 
 
 def test_the_last_operator_of_a_number_is_the_one_that_used_it():
-    found = spent(
+    times = spent(
         event(trace.RANGE + LOSS, 0, 10, "user_annotation"),
         event("aten::ones", 1, 9, **{"Sequence number": 7}),
         event(trace.RANGE + ATTENTION, 20, 10, "user_annotation"),
         event("aten::mul", 20, 10, **{"Sequence number": 7}),
         event(trace.BACKWARD + "MulBackward0", 30, 4, tid=2, **{"Sequence number": 7}),
     )
-    assert found == {LOSS: 10, ATTENTION: 14}
+    assert times == {LOSS: 10, ATTENTION: 14}
 
 
 def test_gpu_kernels_count_by_their_launch_and_only_once():
-    found = spent(
+    times = spent(
         event(trace.MODEL, 0, 50, "user_annotation"),
         event("longctx::flash_forward", 5, 10),
         event("cuLaunchKernelEx", 6, 1, "cuda_driver", correlation=1),
@@ -92,11 +92,11 @@ def test_gpu_kernels_count_by_their_launch_and_only_once():
         event("Memcpy HtoD (Pinned -> Device)", 190, 30, "gpu_memcpy", tid=9),
         event("Memcpy HtoD (Pinned -> Device)", 390, 10, "gpu_memcpy", tid=9),
     )
-    assert found == {ATTENTION: 100, MATRICES: 80, SMALL: 10, COPIES: 10, DATA: 15}
+    assert times == {ATTENTION: 100, MATRICES: 80, SMALL: 10, COPIES: 10, DATA: 15}
 
 
 @pytest.mark.parametrize("times", [[(0, 10), (5, 20), (2, 4), (30, 40), (15, 35)]])
-def test_free_parts_are_what_nobody_had(times):
+def test_free_parts_are_disjoint(times):
     busy: list[tuple[float, float]] = []
     assert sum(b - a for start, end in times for a, b in trace._free(busy, start, end)) == 40
     assert busy == sorted(busy)

@@ -88,7 +88,7 @@ def test_bytes_are_those_of_each_case_less_the_flush(tmp_path):
         ([HEADER, '"","","","byte","byte"', '"0","1","flush_l2","n/a","1"'], 0, "n/a"),
     ],
 )
-def test_counters_that_cannot_be_read_are_said(tmp_path, lines, code, message):
+def test_unreadable_counters_are_reported(tmp_path, lines, code, message):
     story = {"windows": [{"case": "nothing"}], "shared": []} if code == 0 and lines else None
     with pytest.raises(ValueError, match=r"counter|counted") as error:
         traffic.count(Options(lengths=(64,)), fake_ncu(tmp_path, lines, code, story))
@@ -96,20 +96,20 @@ def test_counters_that_cannot_be_read_are_said(tmp_path, lines, code, message):
 
 
 def test_heads_are_left_out_until_scores_fit():
-    made = traffic.cases(Options(lengths=(4096, 16384, 131072), backends=("naive", "flash")))
-    assert [case["heads"] for case in made] == [32, 32, 8, 8, 1, 1]
+    cases = traffic.cases(Options(lengths=(4096, 16384, 131072), backends=("naive", "flash")))
+    assert [case["heads"] for case in cases] == [32, 32, 8, 8, 1, 1]
 
 
 def test_without_ncu_the_closed_forms_and_what_is_missing(tmp_path, capsys):
     assert main(["traffic", f"ncu={tmp_path}/none", f"out={tmp_path}/t"]) == 2
-    said = capsys.readouterr()
-    assert "129 KiB" in said.out
-    assert "not found" in said.err
+    printed = capsys.readouterr()
+    assert "129 KiB" in printed.out
+    assert "not found" in printed.err
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_gpu_that_is_said(tmp_path, capsys):
+def test_no_gpu_is_refused(tmp_path, capsys):
     assert main(["traffic", f"ncu={fake_ncu(tmp_path, [])}", f"out={tmp_path}/t"]) == 2
     assert "no CUDA GPU" in capsys.readouterr().err
 
@@ -124,8 +124,8 @@ def test_counted_bytes_are_at_least_those_that_must_move(tmp_path):
         main(["traffic", "lengths=2048", "heads=8", "backends=naive,flash", f"out={tmp_path}/t"])
         == 0
     )
-    found = json.loads((tmp_path / "t.json").read_text())
-    moved = {(row["backend"], row["direction"]): row for row in found["rows"]}
+    report = json.loads((tmp_path / "t.json").read_text())
+    moved = {(row["backend"], row["direction"]): row for row in report["rows"]}
     assert moved["flash", "forward"]["read_gb"] > 0.5 * 3 * 2048 * 8 * 128 * 2 / 1e9
     assert moved["naive", "forward"]["moved_gb"] > 3 * moved["flash", "forward"]["moved_gb"]
-    assert any("forward" in row["kernel"] for row in found["shared"])
+    assert any("forward" in row["kernel"] for row in report["shared"])

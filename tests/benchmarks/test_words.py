@@ -45,7 +45,7 @@ def test_mistakes_are_one_line(argv, message, refused):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_no_gpu_is_said(capsys):
+def test_no_gpu_is_refused(capsys):
     assert main(["attention"]) == 2
     assert "no CUDA GPU" in capsys.readouterr().err
 

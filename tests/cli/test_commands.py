@@ -49,7 +49,7 @@ def test_help_has_every_preset(command: str) -> None:
         assert all(name in text for name in cli.names(group))
 
 
-def test_help_shows_ranges_and_choices_that_the_meaning_leaves_out() -> None:
+def test_help_shows_ranges_and_choices() -> None:
     @dataclasses.dataclass
     class Options:
         share: float = key(0.5, "a share", between=(0, 1))
@@ -68,7 +68,7 @@ def test_help_lists_the_commands(argv: list[str], capsys: pytest.CaptureFixture[
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_help_of_a_first_word_lists_what_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_group_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["kernels", "--help"]) == 0
     text = capsys.readouterr().out
     assert "kernels show" in text and "kernels tune" in text and "watch" not in text
@@ -132,12 +132,12 @@ def test_the_module_answers_from_any_folder_without_torch(tmp_path: Path) -> Non
         "assert not {'torch', 'hydra', 'numpy', 'rich', 'wandb'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(ROOT / "longctx" / "__main__.py"), "watch", "none"],
         cwd=tmp_path,
         env={"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: none")
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr.startswith("error: none")

@@ -50,7 +50,7 @@ def test_every_preset_composes_for_evaluation(group: str, name: str) -> None:
     assert cli.compose("eval", arguments.overrides).choices[group] == name
 
 
-def test_no_words_give_the_defaults_of_the_dataclass() -> None:
+def test_no_overrides_give_the_defaults_of_the_dataclass() -> None:
     composed = compose().config
     fresh = TrainConfig()
     for key in ("seq_len", "lr", "clip", "min_lr", "seed", "runs", "wandb", "strategy"):
@@ -59,7 +59,7 @@ def test_no_words_give_the_defaults_of_the_dataclass() -> None:
     assert composed.data.source == "embedded"
 
 
-def test_model_auto_follows_the_device_and_keeps_what_was_said_about_it() -> None:
+def test_model_auto_follows_the_device_and_keeps_overrides() -> None:
     on_cpu, on_gpu = compose("model.ffn=77"), compose("model.ffn=77", gpu=True)
     assert (on_cpu.choices["model"], on_gpu.choices["model"]) == ("tiny", "124m")
     assert on_cpu.config.model.ffn == on_gpu.config.model.ffn == 77
@@ -68,7 +68,7 @@ def test_model_auto_follows_the_device_and_keeps_what_was_said_about_it() -> Non
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("override", "message"),
     [
         ("seqlen=3", "did you mean seq_len?"),
         ("layers=3", "did you mean model.layers?"),
@@ -160,18 +160,18 @@ def test_model_auto_follows_the_device_and_keeps_what_was_said_about_it() -> Non
         ("model.nope_layers=[4]", "model.nope_layers=[4]: layers from 0 to 3"),
     ],
 )
-def test_a_mistake_is_one_line_that_names_it(word: str, said: str) -> None:
+def test_a_mistake_is_one_line_that_names_it(override: str, message: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
-        compose(word)
-    assert said in str(caught.value)
+        compose(override)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_words_about_data_of_which_nothing_comes_are_mistakes_and_a_saved_run_may_say_them(
+def test_data_overrides_without_effect_are_refused_except_in_a_saved_run(
     tmp_path: Path,
 ) -> None:
     mix = ["data=mix", "data.mix.code.source=embedded"]
-    for words, said in (
+    for argv, message in (
         (
             ["data.tokenizer=a", "data.vocab_size=16384"],
             "data.vocab_size=16384: data.tokenizer=a has its own",
@@ -196,20 +196,20 @@ def test_words_about_data_of_which_nothing_comes_are_mistakes_and_a_saved_run_ma
             "data.mix.code.split=test: ",
         ),
     ):
-        with pytest.raises(ValueError, match=said):
-            compose(*words)
-    for words in (
+        with pytest.raises(ValueError, match=message):
+            compose(*argv)
+    for argv in (
         ["data.mix.a.source=needles", "data.length=500"],
         ["data.mix.a.path=x", "data.text_column=body"],
     ):
-        compose(*mix, *words)
-    for words in (
+        compose(*mix, *argv)
+    for argv in (
         [*mix, "data.mix.a.path=x"],
         ["data=text", "data.path=x"],
         ["data=needles", "data.path=x"],
     ):
         assert (
-            compose(*words, "data.errors=replace", "data.vocab_size=300").config.data.errors
+            compose(*argv, "data.errors=replace", "data.vocab_size=300").config.data.errors
             == "replace"
         )
     run_folder.write_config(tmp_path, settings("data.tokenizer=a", "max_steps=7"))
@@ -224,14 +224,14 @@ def test_words_about_data_of_which_nothing_comes_are_mistakes_and_a_saved_run_ma
 
 def test_a_field_of_text_wants_files_of_rows(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("plain")
-    words = ("data=text", f"data.path={tmp_path}", "data.text_column=body")
+    argv = ("data=text", f"data.path={tmp_path}", "data.text_column=body")
     with pytest.raises(
         ValueError,
         match=r"data\.text_column=body: ",
     ):
-        compose(*words)
+        compose(*argv)
     (tmp_path / "b.jsonl.gz").write_bytes(b"")
-    assert compose(*words).config.data.text_column == "body"
+    assert compose(*argv).config.data.text_column == "body"
 
 
 def test_parts_of_memory_fit_together() -> None:
@@ -251,12 +251,12 @@ def test_parts_of_memory_fit_together() -> None:
         compose("memory=long", "memory.offload=0.25").config.memory.filled("long").offload == 0.25
     )
     assert str(compose("memory=fast").config.memory) == "fast"
-    said = str(compose("memory=balanced", "memory.loss_chunk=512").config.memory)
-    assert said == "balanced, recompute=block, loss_chunk=512"
+    text = str(compose("memory=balanced", "memory.loss_chunk=512").config.memory)
+    assert text == "balanced, recompute=block, loss_chunk=512"
 
 
 @pytest.mark.parametrize(
-    ("words", "policies"),
+    ("argv", "policies"),
     [
         ([], ["fast", "balanced", "long"]),
         (["memory.mlp_tile=64"], ["balanced", "long"]),
@@ -265,14 +265,14 @@ def test_parts_of_memory_fit_together() -> None:
         (["memory=long", "memory.offload=0"], ["long"]),
     ],
 )
-def test_auto_stands_for_the_policies_that_go_with_what_is_given(
-    words: list[str], policies: list[str]
+def test_memory_auto_offers_the_policies_that_fit_the_overrides(
+    argv: list[str], policies: list[str]
 ) -> None:
-    asked = compose(*words).config
-    assert asked.memory.policies() == policies
-    work = workload_of(asked, "cpu", 64)
-    assert work.memory == asked.memory.filled(policies[0])
-    asked.memory.validate()
+    config = compose(*argv).config
+    assert config.memory.policies() == policies
+    work = workload_of(config, "cpu", 64)
+    assert work.memory == config.memory.filled(policies[0])
+    config.memory.validate()
     work.memory.validate()
 
 
@@ -412,6 +412,6 @@ def test_composing_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-def test_the_override_at_fault_is_named_beside_one_that_is_part_of_its_text() -> None:
+def test_override_at_fault_is_named_exactly() -> None:
     with pytest.raises(ValueError, match=r"^min_lr=null: not allowed"):
         compose("lr=null", "min_lr=null")

@@ -25,7 +25,7 @@ def test_the_collector_pauses_while_libraries_are_imported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "mistake"),
+    ("overrides", "message"),
     [
         (["seq_len=64", "model=tiny", "seq_len=128"], "seq_len=128: seq_len=64 is given too"),
         (["++model.layers=2", "model.layers=3"], "model.layers=3: model.layers=2 is given too"),
@@ -34,16 +34,16 @@ def test_the_collector_pauses_while_libraries_are_imported() -> None:
     ],
 )
 def test_a_key_with_two_values_is_a_mistake(
-    words: list[str], mistake: str, capsys: pytest.CaptureFixture[str]
+    overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done: list[list[str]] = []
-    code = answer(words, lambda: "", done.append)
-    assert (code, done) == ((2, []) if mistake else (0, [words]))
-    assert mistake in capsys.readouterr().err
+    calls: list[list[str]] = []
+    code = answer(overrides, lambda: "", calls.append)
+    assert (code, calls) == ((2, []) if message else (0, [overrides]))
+    assert message in capsys.readouterr().err
 
 
-def test_ctrl_c_is_130_also_where_a_compiled_module_makes_another_error_of_it() -> None:
-    def imports(words: list[str]) -> int:
+def test_ctrl_c_is_130_even_behind_another_error() -> None:
+    def imports(argv: list[str]) -> int:
         try:
             signal.raise_signal(signal.SIGINT)
         except KeyboardInterrupt:

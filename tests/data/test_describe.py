@@ -1,4 +1,4 @@
-"""`longctx data`: the numbers it shows are right, its words are checked, and it starts
+"""`longctx data`: the numbers it shows are right, its overrides are checked, and it starts
 fast.
 """
 
@@ -38,7 +38,7 @@ def test_histogram_and_shares_count_every_token(text_config) -> None:
 
 
 def test_it_prints_and_draws(corpus, tmp_path, capsys) -> None:
-    words = [
+    overrides = [
         "data=text",
         f"data.path={corpus}",
         "data.vocab_size=400",
@@ -46,7 +46,7 @@ def test_it_prints_and_draws(corpus, tmp_path, capsys) -> None:
         "seq_len=64",
     ]
     out = tmp_path / "lengths.png"
-    assert main(["data", *words, f"out={out}"]) == 0
+    assert main(["data", *overrides, f"out={out}"]) == 0
     shown = capsys.readouterr().out
     for text in (
         "documents",
@@ -64,12 +64,12 @@ def test_it_prints_and_draws(corpus, tmp_path, capsys) -> None:
     assert picture.shape[0] > 400
     assert np.ptp(picture) > 0.5
     for wrong in (f"{tmp_path}/no/such/folder.png", f"{tmp_path}/picture.odd"):
-        assert main(["data", *words, f"out={wrong}"]) == 2
+        assert main(["data", *overrides, f"out={wrong}"]) == 2
         assert f"error: out={wrong}: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (
             ["data.pth=x"],
@@ -114,15 +114,15 @@ def test_it_prints_and_draws(corpus, tmp_path, capsys) -> None:
         (["data.length=9000"], r"data\.length=9000: data=embedded .*data=needles"),
     ],
 )
-def test_a_wrong_word_is_one_clear_line(words, message, capsys) -> None:
+def test_mistake_is_one_line(overrides, message, capsys) -> None:
     with pytest.raises(ValueError, match=message):
-        cli.compose("data", cli.read("data", words).overrides)
-    assert main(["data", *words]) == 2
+        cli.compose("data", cli.read("data", overrides).overrides)
+    assert main(["data", *overrides]) == 2
     assert capsys.readouterr().err.startswith("error: ")
 
 
-def test_words_become_the_configuration() -> None:
-    words = [
+def test_overrides_become_the_configuration() -> None:
+    overrides = [
         "data=text",
         "data.path=[a, 'b c']",
         "data.documents=3",
@@ -130,32 +130,32 @@ def test_words_become_the_configuration() -> None:
         "seq_len=128",
         "out=null",
     ]
-    asked = cli.compose("data", cli.read("data", words).overrides).config
-    assert asked.data == DataConfig(source="text", path=["a", "b c"], documents=3)
-    assert (asked.seq_len, asked.out) == (128, None)
+    config = cli.compose("data", cli.read("data", overrides).overrides).config
+    assert config.data == DataConfig(source="text", path=["a", "b c"], documents=3)
+    assert (config.seq_len, config.out) == (128, None)
     hub = cli.compose("data", cli.read("data", ["data=hub", "data.path=some/set"]).overrides).config
     assert hub.data.documents == 10000
 
 
 def test_a_mix_is_described_with_its_sources(corpus, tmp_path, capsys) -> None:
-    words = [
+    overrides = [
         "data=mix",
         f"data.mix.long.path={corpus}",
         "data.mix.long.weight=3",
         "data.mix.recall.source=needles",
     ]
-    words += [
+    overrides += [
         f"data.mix.recall.path={corpus}",
         "data.mix.recall.documents=4",
         "data.mix.recall.length=600",
     ]
-    words += [
+    overrides += [
         "data.vocab_size=400",
         f"data.cache={tmp_path / 'c'}",
         "seq_len=64",
         f"out={tmp_path / 'mix.png'}",
     ]
-    assert main(["data", *words]) == 0
+    assert main(["data", *overrides]) == 0
     shown = capsys.readouterr().out
     assert "Sources" in shown
     assert "recall       1          4" in shown
@@ -171,11 +171,11 @@ def test_presets_hold_only_known_keys(file) -> None:
 
 def test_help_names_every_key_and_imports_nothing_slow() -> None:
     command = [sys.executable, "-X", "importtime", "-m", "longctx", "data", "--help"]
-    done = subprocess.run(
+    process = subprocess.run(
         command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
     )
-    assert all(f"data.{field.name}=" in done.stdout for field in dataclasses.fields(DataConfig))
-    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
+    assert all(f"data.{field.name}=" in process.stdout for field in dataclasses.fields(DataConfig))
+    imported = {line.rsplit("|", 1)[-1].strip() for line in process.stderr.splitlines()}
     assert not imported & {
         "torch",
         "hydra",

@@ -198,7 +198,7 @@ def test_begin_of_text_is_there_if_the_post_processor_puts_it_there(tmp_path) ->
     assert Tokenizer.load(tmp_path / "plain.json").bos_id is None
 
 
-def test_a_tokenizer_that_marks_the_start_of_a_text_is_never_given_parts(tmp_path) -> None:
+def test_tokenizer_that_marks_the_start_encodes_a_text_whole(tmp_path) -> None:
     tokenizer = tokenizers.Tokenizer(
         models.BPE(
             {"▁": 0, "a": 1, "\n": 2, "</s>": 3, "b": 4, "c": 5, "d": 6, "▁a": 7}, [("▁", "a")]

@@ -53,15 +53,15 @@ class Oracle(GPT):
         logits = torch.zeros(*at.shape, 512)
         for b, row in enumerate(tokens.tolist()):
             for n, place in enumerate(at[b].tolist()):
-                seen = row[: place + 1]
+                prefix = row[: place + 1]
                 widths = (
                     w
                     for w in range(1, 40)
-                    if any(x in self.tokenizer.decode(seen[-w:]) for x in (" key is", " of "))
+                    if any(x in self.tokenizer.decode(prefix[-w:]) for x in (" key is", " of "))
                 )
                 width = next(widths, 40)
                 begins = range(max(0, place - self.sight), place + 1 - width)
-                facts = [i for i in begins if row[i : i + width] == seen[-width:]]
+                facts = [i for i in begins if row[i : i + width] == prefix[-width:]]
                 logits[b, n, row[facts[0] + width] if facts else 0] = 20.0
         return logits
 
@@ -84,7 +84,7 @@ def test_a_text_has_its_length_and_its_fact_at_its_depth(
     assert all(other in shown for other in hidden.others)
 
 
-def test_a_model_that_finds_facts_is_right_and_one_with_short_sight_where_it_sees(
+def test_recall_is_right_where_the_model_sees_the_fact(
     tokenizer: Tokenizer, filler: np.ndarray
 ) -> None:
     cells = recall(Oracle(tokenizer), tokenizer, filler, [256, 300], [0.0, 0.5, 1.0], samples=3)

@@ -67,9 +67,9 @@ def test_one_window_agrees_with_fp64_over_the_whole_document(model: GPT) -> None
     exact = copy.deepcopy(model).double()
     for block in exact.blocks:
         block.attention.attend = Attention("naive", {})
-    given = documents(150, 97, 33)
-    expected = [nats(exact, document.ids) for document in given]
-    result = perplexity(model, given, context=150)
+    docs = documents(150, 97, 33)
+    expected = [nats(exact, document.ids) for document in docs]
+    result = perplexity(model, docs, context=150)
     for score, sums in zip(result.documents, expected, strict=True):
         assert score.perplexity == pytest.approx(math.exp(sums.mean().item()), rel=1e-6)
     assert result.total.perplexity == pytest.approx(
@@ -109,9 +109,9 @@ def test_windows_agree_with_transformers_own_recipe(model: GPT, tmp_path: Path) 
 
 
 def test_one_window_is_the_whole_document_exactly(model: GPT) -> None:
-    given = documents(150, 97, 2)
-    result = perplexity(model, given, context=150)
-    for score, document in zip(result.documents, given, strict=True):
+    docs = documents(150, 97, 2)
+    result = perplexity(model, docs, context=150)
+    for score, document in zip(result.documents, docs, strict=True):
         expected = nats(model, document.ids)
         assert score.tokens == len(document.ids) - 1
         assert score.perplexity == pytest.approx(math.exp(expected.mean().item()), rel=1e-5)
@@ -123,9 +123,9 @@ def test_windows_agree_with_the_strided_recipe(model: GPT, length: int, stride: 
     """A window of `length` tokens there shows at most length - 1 of them, the context here, to a
     prediction.
     """
-    given = documents(100, 33, 34, 20)
-    result = perplexity(model, given, context=length - 1, stride=stride)
-    for score, document in zip(result.documents, given, strict=True):
+    docs = documents(100, 33, 34, 20)
+    result = perplexity(model, docs, context=length - 1, stride=stride)
+    for score, document in zip(result.documents, docs, strict=True):
         assert score.nats == pytest.approx(strided(model, document.ids, length, stride), rel=1e-6)
 
 
@@ -138,10 +138,10 @@ def test_context_helps_where_it_is_read(model: GPT) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 7, 100])
-def test_batches_and_neighbours_change_nothing(model: GPT, batch_size: int) -> None:
-    given = documents(70, 5, 1, 2, 11, 30, 3)
-    together = perplexity(model, given, context=24, stride=10, batch_size=batch_size)
-    for score, document in zip(together.documents, given, strict=True):
+def test_scores_do_not_depend_on_the_batch(model: GPT, batch_size: int) -> None:
+    docs = documents(70, 5, 1, 2, 11, 30, 3)
+    together = perplexity(model, docs, context=24, stride=10, batch_size=batch_size)
+    for score, document in zip(together.documents, docs, strict=True):
         if len(document.ids) > 1:
             alone = perplexity(model, [document], context=24, stride=10)
             assert score.nats == pytest.approx(alone.total.nats, rel=1e-6)
@@ -224,7 +224,7 @@ def test_autocast_stays_near(model: GPT) -> None:
     assert rounded.nats == pytest.approx(exact.nats, rel=0.02)
 
 
-def test_rounding_matrices_once_is_what_autocast_does_every_time(model: GPT) -> None:
+def test_matrices_rounded_once_equal_autocast(model: GPT) -> None:
     rounded = copy.deepcopy(model)
     round_matrices(rounded, torch.bfloat16)
     assert rounded.embed.weight.dtype == torch.float32
@@ -237,14 +237,14 @@ def test_rounding_matrices_once_is_what_autocast_does_every_time(model: GPT) -> 
 
 def test_the_same_tokens_are_scored_at_every_context(model: GPT) -> None:
     """Against one forward per target and context over exactly the tokens that it may see."""
-    given, contexts = documents(100, 33, 32, 70), [8, 16, 32]
-    result = perplexity(model, given, context=32, contexts=contexts, batch_size=3)
+    docs, contexts = documents(100, 33, 32, 70), [8, 16, 32]
+    result = perplexity(model, docs, context=32, contexts=contexts, batch_size=3)
     rows = result.contexts.rows()
     assert [row["context"] for row in rows] == contexts
     assert result.contexts.documents == 3
     assert result.contexts.tokens == 4 * (3 + 1 + 2)  # half of 8 at the end of every 32 tokens
     losses = {context: [] for context in contexts}
-    for document in given:
+    for document in docs:
         for end in range(32, len(document.ids), 32):
             for context in contexts:
                 window = nats(model, document.ids[end - context : end + 1])
@@ -254,12 +254,12 @@ def test_the_same_tokens_are_scored_at_every_context(model: GPT) -> None:
     assert rows[0]["gain"] == 0
     assert rows[-1]["gain"] == pytest.approx(np.subtract(losses[8], losses[32]).mean(), abs=1e-5)
     assert result.total.nats == pytest.approx(
-        perplexity(model, given, context=32).total.nats, rel=1e-6
+        perplexity(model, docs, context=32).total.nats, rel=1e-6
     )
     best = result.contexts.gains[0]
     assert all(gain.short > gain.long for gain in result.contexts.gains)
     assert best.nats == pytest.approx(max(np.subtract(losses[8], losses[32])), abs=1e-4)
-    document = given[best.owner]
+    document = docs[best.owner]
     assert best.ids[best.at] == document.ids[best.position]
     assert (
         best.ids
@@ -272,8 +272,8 @@ def test_the_same_tokens_are_scored_at_every_context(model: GPT) -> None:
 
 def test_loss_by_position_is_of_the_same_documents_in_every_bucket(model: GPT) -> None:
     lengths = [40, 33, 32, *[90] * 8, 5]
-    given = documents(*lengths)
-    result = perplexity(model, given, context=63)
+    docs = documents(*lengths)
+    result = perplexity(model, docs, context=63)
     rows = result.positions.buckets()
     assert [(row["first"], row["last"]) for row in rows] == [
         (1, 1),
@@ -284,7 +284,7 @@ def test_loss_by_position_is_of_the_same_documents_in_every_bucket(model: GPT) -
         (32, 63),
     ]
     assert [row["tokens"] for row in rows] == [8 * 2**b for b in range(6)]
-    longest = [nats(model, document.ids) for document in given if len(document.ids) == 90]
+    longest = [nats(model, document.ids) for document in docs if len(document.ids) == 90]
     for row in rows:
         expected = torch.stack([losses[row["first"] - 1 : row["last"]] for losses in longest])
         assert row["loss"] == pytest.approx(expected.mean().item(), rel=1e-5)
@@ -293,24 +293,24 @@ def test_loss_by_position_is_of_the_same_documents_in_every_bucket(model: GPT) -
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 7])
 def test_parts_of_several_processes_are_the_whole(model: GPT, processes: int) -> None:
-    given, settings = (
+    docs, settings = (
         documents(70, 5, 1, 2, 41, 30),
         {"context": 20, "stride": 7, "contexts": [5, 20]},
     )
-    whole = perplexity(model, given, **settings)
-    parts = [to_plain(perplexity(model, given[r::processes], **settings)) for r in range(processes)]
+    single = perplexity(model, docs, **settings)
+    parts = [to_plain(perplexity(model, docs[r::processes], **settings)) for r in range(processes)]
     together = merged(json.loads(json.dumps(parts)))
-    assert [score.name for score in together.documents] == [document.name for document in given]
+    assert [score.name for score in together.documents] == [document.name for document in docs]
     assert [score.nats for score in together.documents] == pytest.approx(
-        [s.nats for s in whole.documents], rel=1e-5
+        [s.nats for s in single.documents], rel=1e-5
     )
-    assert together.windows == whole.windows
+    assert together.windows == single.windows
     rows = together.contexts.rows() + together.positions.buckets()
-    expected = whole.contexts.rows() + whole.positions.buckets()
+    expected = single.contexts.rows() + single.positions.buckets()
     for one, other in zip(rows, expected, strict=True):
         assert one == pytest.approx(other, rel=1e-5)
     assert [(g.owner, g.position) for g in together.contexts.gains] == [
-        (g.owner, g.position) for g in whole.contexts.gains
+        (g.owner, g.position) for g in single.contexts.gains
     ]
 
 

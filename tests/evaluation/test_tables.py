@@ -106,6 +106,6 @@ def test_positions_contexts_and_gains_are_shown_and_drawn(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bare.png", "full.png"]
 
 
-def test_place_of_an_evaluation_decides_nothing() -> None:
+def test_device_and_batch_size_decide_nothing() -> None:
     assert decisive(EvalConfig(device="cpu", batch_size=3)) == decisive(EvalConfig())
     assert decisive(EvalConfig(documents=1)) != decisive(EvalConfig())

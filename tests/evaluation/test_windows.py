@@ -27,8 +27,8 @@ def windows(lengths: list[int]) -> list[Window]:
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_rows_hold_every_window_once_and_never_too_much(rows: int) -> None:
-    given = windows(np.random.default_rng(0).integers(1, 101, size=400).tolist())
-    packed = list(batches(iter(given), 100, rows))
+    unpacked = windows(np.random.default_rng(0).integers(1, 101, size=400).tolist())
+    packed = list(batches(iter(unpacked), 100, rows))
     assert sorted(window.owner for batch in packed for row in batch for window in row) == list(
         range(400)
     )
@@ -40,6 +40,6 @@ def test_rows_hold_every_window_once_and_never_too_much(rows: int) -> None:
 
 def test_windows_are_read_a_few_batches_ahead() -> None:
     read = []
-    given = (read.append(window.owner) or window for window in windows([10] * 1000))
-    next(batches(given, 10, 2))
+    source = (read.append(window.owner) or window for window in windows([10] * 1000))
+    next(batches(source, 10, 2))
     assert len(read) == max(AHEAD[0] * 2, AHEAD[1])

@@ -1,21 +1,14 @@
 """AdamW's kernel against torch's AdamW in fp64; in Triton's interpreter, or on a GPU."""
 
-import os
-
 import pytest
 import torch
 from torch import Tensor
 
 from longctx.kernels.adamw_update import adamw_
 
+pytestmark = pytest.mark.usefixtures("interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-
-
-@pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE == "cpu":
-        monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
 
 
 def draw(n: int, seed: int) -> Tensor:
@@ -25,7 +18,7 @@ def draw(n: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("n", [1, 7, 1023, 1024, 2049])
 @pytest.mark.parametrize("factor", [None, 0.25])
 @pytest.mark.parametrize("average", [torch.float32, torch.bfloat16])
-def test_some_steps(n: int, factor: float | None, average: torch.dtype) -> None:
+def test_steps_are_those_of_torch(n: int, factor: float | None, average: torch.dtype) -> None:
     p, m, v = (
         draw(n, 0).to(DEVICE),
         *(torch.zeros(n, dtype=average, device=DEVICE) for _ in range(2)),
@@ -37,9 +30,9 @@ def test_some_steps(n: int, factor: float | None, average: torch.dtype) -> None:
         want.grad = grad.double() * (1.0 if factor is None else factor)
         reference.step()
         scalar = None if factor is None else torch.tensor(factor, device=DEVICE)
-        given = grad.to(DEVICE)
-        adamw_(p, given, m, v, scalar, step, **SETTINGS)  # type: ignore[arg-type]
-        assert torch.equal(given.cpu(), grad)  # clipped on the way, not in memory
+        device_grad = grad.to(DEVICE)
+        adamw_(p, device_grad, m, v, scalar, step, **SETTINGS)  # type: ignore[arg-type]
+        assert torch.equal(device_grad.cpu(), grad)  # clipped on the way, not in memory
     error = (p.cpu().double() - want.detach()).abs().max()
     assert error < (1e-6 if average == torch.float32 else 5e-3)
     assert m.dtype == v.dtype == average

@@ -2,8 +2,6 @@
 interpreter, or on a GPU.
 """
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,13 +10,8 @@ from torch import Tensor
 from longctx.kernels.cross_entropy import cross_entropy_, multiply_
 from longctx.model.loss import linear_cross_entropy
 
+pytestmark = pytest.mark.usefixtures("interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE == "cpu":
-        monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
 
 
 def exact(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,7 +57,7 @@ def test_loss_and_gradient(n: int, V: int, dtype: torch.dtype) -> None:
     assert torch.equal(wide[:, V:], beyond)
 
 
-def test_without_gradient_logits_stay() -> None:
+def test_logits_stay_without_gradient() -> None:
     z = torch.randn(3, 130, device=DEVICE)
     before, target = z.clone(), torch.tensor([5, -100, 129], device=DEVICE)
     loss = run(z, target, gradient=False)
@@ -118,14 +111,14 @@ def test_the_chunked_loss_by_the_kernel(chunk: int) -> None:
     torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=0)
     incoming = [torch.tensor(-2.75, dtype=x.dtype, device=DEVICE) for x in (loss, want)]
     leaves = hidden, weight
-    got, expected = (
+    actual, expected = (
         torch.autograd.grad(x, leaves, by) for x, by in zip((loss, want), incoming, strict=True)
     )
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("by", [1.0, -2.5, pytest.param(0.0, marks=pytest.mark.slow)])
-def test_gradient_is_multiplied_up_to_its_end(by: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multiply_reaches_every_element(by: float, monkeypatch: pytest.MonkeyPatch) -> None:
     # every program has several blocks
     monkeypatch.setattr("longctx.kernels.cross_entropy.MULTIPLIED", 4)
     x = torch.randn(9_001, generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -134,7 +127,7 @@ def test_gradient_is_multiplied_up_to_its_end(by: float, monkeypatch: pytest.Mon
 
 
 @pytest.mark.gpu
-def test_bf16_gradients_are_no_further_from_fp32_than_untiled_ones() -> None:
+def test_bf16_gradients_are_as_near_fp32_as_untiled() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     hidden = torch.randn(4096, 768, generator=generator, device="cuda").bfloat16().requires_grad_()
     weight = (

@@ -55,9 +55,9 @@ def test_one_bit_changes_a_fingerprint(monkeypatch):
 
 
 def test_sources_are_the_files():
-    found = fingerprint.sources("triton-hopper")
+    hashes = fingerprint.sources("triton-hopper")
     hopper = {"hopper_primitives.py", "hopper_forward.py", "hopper_backward.py"}
-    assert {"portable.py", "tile_schedule.py", "gluon.py"} | hopper <= found.keys()
+    assert {"portable.py", "tile_schedule.py", "gluon.py"} | hopper <= hashes.keys()
     path = Path(fingerprint.__file__).with_name("tiled.py")
     assert fingerprint.sources("torch-tiled") == {
         "tiled.py": hashlib.sha256(path.read_bytes()).hexdigest()
@@ -124,11 +124,11 @@ def double(x, N: tl.constexpr):
 
 
 @pytest.mark.slow
-def test_machine_code_is_hashed_without_the_folder_it_was_compiled_in(tmp_path, monkeypatch):
+def test_machine_code_hash_ignores_the_folder(tmp_path, monkeypatch):
     """The same kernel in two folders: other line tables, the same code; with another constant,
     other code.
     """
-    found = []
+    outputs = []
     root = str(Path(__file__).parents[2])
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     for folder, size in (("a", 128), ("some/where/else", 128), ("a", 256)):
@@ -140,15 +140,15 @@ def test_machine_code_is_hashed_without_the_folder_it_was_compiled_in(tmp_path, 
             "module.double.device_caches[0][0]",
             "module.double.device_caches.setdefault(0, ({},))[0]",
         )
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", script, tmp_path / folder, str(size)],
             env=env,
             capture_output=True,
             text=True,
         )
-        assert done.returncode == 0, done.stderr[-1500:]
-        found.append(json.loads(done.stdout))
-    (one, binary), (elsewhere, other_binary), (larger, _) = found
+        assert process.returncode == 0, process.stderr[-1500:]
+        outputs.append(json.loads(process.stdout))
+    (one, binary), (elsewhere, other_binary), (larger, _) = outputs
     assert list(one) == ["shared_kernel.double N=128 warps=4 stages=3"]
     assert one == elsewhere
     assert binary != other_binary, "the line tables name their folders"
@@ -163,11 +163,11 @@ def test_lock_of_a_gpu(kernel):
     def run(q, k, v, doc_ids):
         return attention(q, k, v, mask=Mask.documents(doc_ids), kernel=kernel), names
 
-    found = [
+    fingerprints = [
         fingerprint.fingerprint(run, device, torch.bfloat16, 128, 2, bucket)
         for bucket in (0, 0, 8192)
     ]
-    assert found[0] == found[1] != found[2]
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
     machine = toolchain.machine(device)
     assert machine["ptxas"][0].isdigit()
     assert machine["triton"].startswith("3.")

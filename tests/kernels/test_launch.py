@@ -23,7 +23,7 @@ def test_every_request_has_an_entry(arch, kernel):
             assert 1 <= launch.stages <= 5
 
 
-def test_longer_rows_take_the_bucket_they_have_reached():
+def test_bucket_is_the_longest_reached():
     start = max(int(s) for s in table()["sm90"]["forward"]["128"])
     assert start > 0
     below, at = (table_entry("sm90", "forward", 128, n) for n in (start - 1, start))

@@ -28,17 +28,17 @@ def test_linear_is_the_formula(dtype: torch.dtype, bias: bool) -> None:
         b.detach().double(),
     ]
     exact = [t.requires_grad_() for t in exact[: len(leaves)]]
-    got, want = linear(x, weight, b if bias else None), F.linear(*exact)
+    actual, expected = linear(x, weight, b if bias else None), F.linear(*exact)
     dy = inputs(2, 9, 7, seed=3).to(dtype)
     close = (
         {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 0.03}
     )
-    torch.testing.assert_close(got.double(), want, **close)
-    found, wanted = (
-        torch.autograd.grad(got, leaves, dy),
-        torch.autograd.grad(want, exact, dy.double()),
+    torch.testing.assert_close(actual.double(), expected, **close)
+    grads, expected_grads = (
+        torch.autograd.grad(actual, leaves, dy),
+        torch.autograd.grad(expected, exact, dy.double()),
     )
-    for leaf, a, b in zip(leaves, found, wanted, strict=True):
+    for leaf, a, b in zip(leaves, grads, expected_grads, strict=True):
         assert a.dtype == leaf.dtype
         torch.testing.assert_close(a.double(), b, **close)
 

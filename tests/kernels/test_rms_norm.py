@@ -1,6 +1,5 @@
 """RMSNorm's kernels against fp64 at odd sizes; in Triton's interpreter, or on a GPU."""
 
-import os
 from functools import partial, partialmethod
 
 import pytest
@@ -14,14 +13,9 @@ from longctx.kernels.rms_norm import add_and_norm, rms_norm, rms_norm_backward
 from longctx.model.layers import Block
 from longctx.model.rope import Rope
 
+pytestmark = pytest.mark.usefixtures("interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE == "cpu":
-        monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -57,22 +51,22 @@ def test_forward_and_backward(N: int, C: int, dtype: torch.dtype, past: bool) ->
 
 @pytest.mark.parametrize("used", ["both", "residual", "norm"])
 @pytest.mark.parametrize("branch", [False, True])
-def test_gradients_of_residual_and_norm_meet(branch: bool, used: str) -> None:
+def test_gradients_of_residual_and_norm_add_up(branch: bool, used: str) -> None:
     leaves = [inputs(2, 9, 24), inputs(24, seed=1), inputs(2, 9, 24, seed=2)][: 3 if branch else 2]
     leaves = [x.requires_grad_() for x in leaves]
     exact = [x.detach().double().requires_grad_() for x in leaves]
     x, y = add_and_norm(leaves[0], leaves[2] if branch else None, leaves[1], EPS)
     total = exact[0] + exact[2] if branch else 1.0 * exact[0]
     pairs = list(zip((x, y), (total, norm(total, exact[1])), strict=True))
-    for got, want in pairs:
-        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+    for actual, expected in pairs:
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
     pairs = {"both": pairs, "residual": pairs[:1], "norm": pairs[1:]}[used]
     douts = [inputs(2, 9, 24, seed=5 + n) for n in range(len(pairs))]
-    found = torch.autograd.grad([p[0] for p in pairs], leaves, douts, allow_unused=True)
-    wanted = torch.autograd.grad(
+    grads = torch.autograd.grad([p[0] for p in pairs], leaves, douts, allow_unused=True)
+    expected_grads = torch.autograd.grad(
         [p[1] for p in pairs], exact, [d.double() for d in douts], allow_unused=True
     )
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(grads, expected_grads, strict=True):
         assert (a is None) == (b is None)
         if a is not None and b is not None:
             torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
@@ -119,7 +113,7 @@ def test_a_compiled_block_has_the_gradients_of_the_formula(
 
     config = GPTConfig(layers=2, channels=24, heads=3, kv_heads=1, ffn=40, vocab_size=61)
     tokens = torch.randint(61, (2, 33), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    found = []
+    grads = []
     for kernel in (True, False):
         torch.manual_seed(0)
         model = GPT(config, "naive", MemoryConfig(policy)).to(DEVICE)
@@ -132,8 +126,8 @@ def test_a_compiled_block_has_the_gradients_of_the_formula(
         else:
             monkeypatch.setattr("longctx.model.layers.fused", lambda x: False)
         model(tokens[:, :-1], tokens[:, 1:]).backward()
-        found.append([p.grad for p in model.parameters()])
-    for a, b in zip(*found, strict=True):
+        grads.append([p.grad for p in model.parameters()])
+    for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
@@ -142,8 +136,8 @@ def test_one_graph_serves_rows_of_any_length(half: str) -> None:
     config = GPTConfig(layers=1, channels=24, heads=3, kv_heads=1, ffn=40)
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     block, rope = Block(config, AttentionConfig("naive")).to(DEVICE, dtype), Rope(8, 500_000.0)
-    counted = CompileCounterWithBackend("aot_eager")
-    run = torch.compile(getattr(block, half), backend=counted, dynamic=True, fullgraph=True)
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(getattr(block, half), backend=counter, dynamic=True, fullgraph=True)
     for T in (9, 14, 30, 41, 55):
         x = inputs(1, T, 24).to(dtype).requires_grad_()
         others = (
@@ -151,6 +145,8 @@ def test_one_graph_serves_rows_of_any_length(half: str) -> None:
             if half == "before"
             else [inputs(1, T, 3, 8).to(dtype)]
         )
-        found = run(x, *others)
-        torch.stack([t.sum() for t in (found if half == "before" else [found])]).sum().backward()
-    assert counted.frame_count <= 2  # one for the first length, one for any other
+        outputs = run(x, *others)
+        torch.stack(
+            [t.sum() for t in (outputs if half == "before" else [outputs])]
+        ).sum().backward()
+    assert counter.frame_count <= 2  # one for the first length, one for any other

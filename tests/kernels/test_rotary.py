@@ -1,6 +1,5 @@
 """Rope's kernels against the formula in fp64 at odd sizes; in Triton's interpreter, or on a GPU."""
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -12,13 +11,8 @@ from longctx.kernels.rotary import rope, rope_backward, rotated
 from longctx.model.layers import SelfAttention
 from longctx.model.rope import Rope, rotate
 
+pytestmark = pytest.mark.usefixtures("interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE == "cpu":
-        monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
 
 
 def inputs(*shape: int, seed: int = 0) -> Tensor:
@@ -43,19 +37,19 @@ def test_forward_and_backward(
     qkv, (cos, sin) = inputs(*rows, (H + 2 * G) * D).to(dtype).requires_grad_(), angles(*rows, D)
     exact = qkv.detach().double().requires_grad_()
     q, k, v = exact.unflatten(-1, (-1, D)).split((H, G, G), dim=2)
-    want = rotate(q, cos.double(), sin.double()), rotate(k, cos.double(), sin.double()), v
-    got = rotated(qkv, cos, sin, H, G)
+    expected = rotate(q, cos.double(), sin.double()), rotate(k, cos.double(), sin.double()), v
+    actual = rotated(qkv, cos, sin, H, G)
     close = (
         {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2**-9, "atol": 2e-3}
     )
-    for a, b in zip(got, want, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         assert a.shape == b.shape
         torch.testing.assert_close(a.double(), b, **close)
-    assert torch.equal(got[2], qkv.detach().unflatten(-1, (-1, D))[:, :, H + G :])
-    douts = [inputs(*t.shape, seed=n + 1).to(dtype) for n, t in enumerate(got)]
-    (dqkv,) = torch.autograd.grad(got, qkv, douts)
-    (dwant,) = torch.autograd.grad(want, exact, [d.double() for d in douts])
-    torch.testing.assert_close(dqkv.double(), dwant, **close)
+    assert torch.equal(actual[2], qkv.detach().unflatten(-1, (-1, D))[:, :, H + G :])
+    douts = [inputs(*t.shape, seed=n + 1).to(dtype) for n, t in enumerate(actual)]
+    (dqkv,) = torch.autograd.grad(actual, qkv, douts)
+    (dexpected,) = torch.autograd.grad(expected, exact, [d.double() for d in douts])
+    torch.testing.assert_close(dqkv.double(), dexpected, **close)
 
 
 @pytest.mark.gpu
@@ -74,19 +68,19 @@ def test_more_elements_than_an_int32_counts() -> None:
 
 
 @pytest.mark.parametrize("unlike", ["", "qk_norm", "nope"])
-def test_layer_takes_it_only_where_heads_are_rotated_as_they_are(
+def test_layer_uses_the_kernel_without_norm_between(
     unlike: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(GPTConfig(channels=24, heads=3, kv_heads=1), qk_norm=unlike == "qk_norm")
     layer = SelfAttention(config, AttentionConfig("naive"), rotary=unlike != "nope").to(DEVICE)
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     x, (cos, sin) = inputs(2, 7, 24).to(dtype), angles(2, 7, 8)
-    taken: list[int] = []
+    calls: list[int] = []
     monkeypatch.setattr(
-        "longctx.kernels.rotary.rotated", lambda *args: taken.append(1) or rotated(*args)
+        "longctx.kernels.rotary.rotated", lambda *args: calls.append(1) or rotated(*args)
     )  # type: ignore[func-returns-value]
-    got = layer.project(x, cos, sin)
+    actual = layer.project(x, cos, sin)
     monkeypatch.setattr("longctx.model.layers.fused", lambda x: False)
-    for a, b in zip(got, layer.project(x, cos, sin), strict=True):
+    for a, b in zip(actual, layer.project(x, cos, sin), strict=True):
         torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-2 if DEVICE == "cuda" else 1e-5)
-    assert len(taken) == (unlike == "")
+    assert len(calls) == (unlike == "")

@@ -122,7 +122,7 @@ def test_once_per_process_type_and_head_size(compiled):
     assert compiled.tests == 4
 
 
-def test_failure_names_kernel_machine_and_remedy_and_comes_again(compiled):
+def test_failure_names_kernel_machine_and_remedy_every_time(compiled):
     compiled.wrong = True
     q = torch.randn(1, 4, 1, 16)
     for _ in range(2):
@@ -202,12 +202,12 @@ def test_the_gpus_kernels_pass(kernel, dtype, head_dim, group):
 
 
 @pytest.mark.gpu
-def test_the_gpu_tests_itself_once(monkeypatch):
-    seen = []
+def test_selftest_runs_once_on_a_gpu(monkeypatch):
+    parts = []
     original = selftest.check
     monkeypatch.setattr(selftest, "_trusted", set())
-    monkeypatch.setattr(selftest, "check", lambda *args: seen.append(args[0]) or original(*args))
+    monkeypatch.setattr(selftest, "check", lambda *args: parts.append(args[0]) or original(*args))
     q = torch.randn(1, 300, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     for _ in range(2):
         attention(q, q, q).sum().backward()
-    assert seen == ["forward", "backward"]
+    assert parts == ["forward", "backward"]

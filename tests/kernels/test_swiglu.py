@@ -1,7 +1,5 @@
 """SwiGLU's kernels against fp64 at odd sizes; in Triton's interpreter, or on a GPU."""
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,13 +9,8 @@ from longctx.config.model_config import GPTConfig
 from longctx.kernels.swiglu import gated_down, swiglu, swiglu_backward
 from longctx.model.layers import SwiGLU
 
+pytestmark = pytest.mark.usefixtures("interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE == "cpu":
-        monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
 
 
 def gated(gate_up: Tensor) -> Tensor:
@@ -45,26 +38,28 @@ def test_forward_and_backward(N: int, width: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(dgate_up.double(), dwant, **close)
 
 
-@pytest.mark.parametrize("valued", [True, False])
+@pytest.mark.parametrize("with_output", [True, False])
 @pytest.mark.parametrize("bias", [False, True])
-def test_with_the_down_projection(bias: bool, valued: bool) -> None:
+def test_with_the_down_projection(bias: bool, with_output: bool) -> None:
     leaves = [inputs(2, 9, 26), inputs(6, 13, seed=1), inputs(6, seed=2)][: 3 if bias else 2]
     leaves = [x.requires_grad_() for x in leaves]
     exact = [x.detach().double().requires_grad_() for x in leaves]
-    got = gated_down(leaves[0], leaves[1], leaves[2] if bias else None, valued)
-    want = F.linear(gated(exact[0]), exact[1], exact[2] if bias else None)
-    torch.testing.assert_close(got.double(), want if valued else 0 * want, rtol=1e-4, atol=1e-4)
+    actual = gated_down(leaves[0], leaves[1], leaves[2] if bias else None, with_output)
+    expected = F.linear(gated(exact[0]), exact[1], exact[2] if bias else None)
+    torch.testing.assert_close(
+        actual.double(), expected if with_output else 0 * expected, rtol=1e-4, atol=1e-4
+    )
     dy = inputs(2, 9, 6, seed=3)
     grads = zip(
-        torch.autograd.grad(got, leaves, dy),
-        torch.autograd.grad(want, exact, dy.double()),
+        torch.autograd.grad(actual, leaves, dy),
+        torch.autograd.grad(expected, exact, dy.double()),
         strict=True,
     )
     for a, b in grads:
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-3)
 
 
-def test_the_layer_is_the_formula_and_keeps_no_activation() -> None:
+def test_layer_is_the_formula_and_saves_no_activation() -> None:
     layer = SwiGLU(GPTConfig(channels=16, ffn=24)).to(DEVICE)
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     x = inputs(3, 11, 16).to(dtype)
@@ -83,13 +78,13 @@ def test_the_layer_is_the_formula_and_keeps_no_activation() -> None:
 def test_it_compiles_with_weights_cast_by_autocast() -> None:
     layer = SwiGLU(GPTConfig(channels=16, ffn=24)).to(DEVICE)
     x = inputs(3, 11, 16)
-    found = []
+    grads = []
     for compiled in (False, True):
         run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
         layer.zero_grad()
         with torch.autocast(DEVICE, torch.bfloat16):
             run(x).float().square().mean().backward()
-        found.append([p.grad.clone() for p in layer.parameters()])
-    for a, b in zip(*found, strict=True):
+        grads.append([p.grad.clone() for p in layer.parameters()])
+    for a, b in zip(*grads, strict=True):
         assert a.dtype == torch.float32
         assert (a - b).norm() <= 1e-2 * b.norm()

@@ -36,7 +36,7 @@ def test_documents_are_recognized():
         (Mask.intervals(torch.tensor([[0, 1, 1]]), torch.tensor([[0, 1, 1]])), 3, 3),
     ],
 )
-def test_what_is_no_document_is_not_taken_for_one(mask, Tq, Tk):
+def test_other_masks_are_not_documents(mask, Tq, Tk):
     assert documents(mask, Tq, Tk) is None
 
 
@@ -47,6 +47,6 @@ def test_tiles_cover_each_visible_pair_once(case, monkeypatch):
     bound = case.build_mask().bind(case.B, case.Tq, case.Tk, "cpu")
     for b in range(bound.first.shape[0]):
         count = torch.zeros(case.Tq, case.Tk, dtype=torch.int)
-        for i, j, seen in tiled._tiles(bound.first[b], bound.last[b]):
-            count[i, j] += 1 if seen is None else seen.int()
+        for i, j, visible_pairs in tiled._tiles(bound.first[b], bound.last[b]):
+            count[i, j] += 1 if visible_pairs is None else visible_pairs.int()
         assert torch.equal(count, visible(bound, case.Tk)[b, 0].int())

@@ -89,11 +89,11 @@ def test_candidates_are_tiles(kernel):
 
 
 def test_variations_of_a_hopper_config():
-    found = set(tune.variations(Config(128, 2, True)))
-    assert found == {Config(128, n, turns) for n in (2, 3) for turns in (True, False)}
+    configs = set(tune.variations(Config(128, 2, True)))
+    assert configs == {Config(128, n, turns) for n in (2, 3) for turns in (True, False)}
 
 
-def test_trial_lasts_while_it_is_tried(monkeypatch):
+def test_trial_config_ends_with_its_trial(monkeypatch):
     q = torch.zeros(1, 8, 1, 16)
     tried = []
 
@@ -111,16 +111,16 @@ def test_trial_lasts_while_it_is_tried(monkeypatch):
 
 def test_training_reads_what_was_written(gpu):
     q, path = gpu
-    found = {}
+    table = {}
     for length, config in (
         (1024, [64, 32, 4, 3]),
         (4096, [64, 32, 4, 3]),
         (16384, [128, 32, 8, 2]),
     ):
-        tune.add(found, "forward", 50, length, [1024, 4096, 16384], config)
-    assert found == {"forward": {"64": {"0": [64, 32, 4, 3], "8192": [128, 32, 8, 2]}}}
+        tune.add(table, "forward", 50, length, [1024, 4096, 16384], config)
+    assert table == {"forward": {"64": {"0": [64, 32, 4, 3], "8192": [128, 32, 8, 2]}}}
     before = {"Other": {"dq": {}}, "Test": {"measured": {}, "dq": {"64": {"0": [64, 32, 4, 1]}}}}
-    tune.write(path, before, "Test", found, {"date": "2026-01-01"})
+    tune.write(path, before, "Test", table, {"date": "2026-01-01"})
     assert tune.read(path)["Other"] == {"dq": {}}
     assert tune.read(path)["Test"]["measured"] == {"date": "2026-01-01"}
     measured.cache_clear()
@@ -137,7 +137,7 @@ def test_training_reads_what_was_written(gpu):
 @pytest.mark.parametrize(
     "row", [[100, 64, 4, 3], [256, 64, 4, 3], [64, 64, 5, 3], [64, 64, 4], "x", [64, 64, 4, 0]]
 )
-def test_a_table_that_makes_no_sense_is_refused(gpu, row):
+def test_malformed_table_is_refused(gpu, row):
     q, path = gpu
     path.parent.mkdir()
     path.write_text(json.dumps({"Test": {"forward": {"64": {"0": row}}}}))
@@ -204,9 +204,9 @@ def test_mistakes_are_one_line(argv, message, refused):
 
 def test_show_is_json(capsys):
     assert main(["kernels", "show", "head_size=32"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["kernel"] in ("torch-tiled", "triton-portable")
-    assert len(found["fingerprint"]["dq"]) == 64
+    report = json.loads(capsys.readouterr().out)
+    assert report["kernel"] in ("torch-tiled", "triton-portable")
+    assert len(report["fingerprint"]["dq"]) == 64
 
 
 @pytest.mark.gpu
@@ -219,12 +219,12 @@ def test_tune_on_a_gpu(monkeypatch, tmp_path, capsys):
     for function in (measured, launch.configure):
         function.cache_clear()
     assert main(["kernels", "tune", "head_sizes=64", "lengths=1024", f"out={out}"]) == 0
-    found = json.loads(out.read_text())[torch.cuda.get_device_name()]
-    assert found["measured"].keys() >= {"date", "torch", "triton", "ptxas", "driver", "device"}
-    assert {"forward", "dkv", "dq"} <= found.keys()
-    assert (torch.cuda.get_device_capability()[0] == 9) == ("hopper_forward" in found)
+    tables = json.loads(out.read_text())[torch.cuda.get_device_name()]
+    assert tables["measured"].keys() >= {"date", "torch", "triton", "ptxas", "driver", "device"}
+    assert {"forward", "dkv", "dq"} <= tables.keys()
+    assert (torch.cuda.get_device_capability()[0] == 9) == ("hopper_forward" in tables)
     measured.cache_clear()
     q = torch.zeros(1, 8, 1, 64, device="cuda", dtype=torch.bfloat16)
-    assert list(launch_config("forward", q, 1024)) == found["forward"]["64"]["0"]
+    assert list(launch_config("forward", q, 1024)) == tables["forward"]["64"]["0"]
     for function in (measured, launch.configure):
         function.cache_clear()

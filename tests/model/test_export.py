@@ -66,7 +66,7 @@ def run(tmp_path: Path) -> Path:
         ({"qkv_bias": True}, r"tokenizer\.json: does not normalize and split text as Qwen2 does"),
     ],
 )
-def test_what_no_class_computes_is_refused(
+def test_model_without_a_class_in_transformers_is_refused(
     run: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -140,7 +140,7 @@ def test_the_command_writes_the_newest_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["import"], "import: not a command"),
         (["export"], "RUN is missing"),
@@ -158,9 +158,15 @@ def test_the_command_writes_the_newest_checkpoint(
     ],
 )
 def test_a_mistake_is_one_line(
-    run: Path, tmp_path: Path, refused: Callable[[int, str], str], words: list[str], message: str
+    run: Path,
+    tmp_path: Path,
+    refused: Callable[[int, str], str],
+    overrides: list[str],
+    message: str,
 ) -> None:
-    refused(main([word.format(run=run, new=tmp_path / "new") for word in words]), message)
+    refused(
+        main([override.format(run=run, new=tmp_path / "new") for override in overrides]), message
+    )
     assert not (tmp_path / "new").exists()
 
 

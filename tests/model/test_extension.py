@@ -24,7 +24,7 @@ YARN = {"rope_type": "yarn", "factor": 2.0, ORIGINAL: 1024, "beta_fast": 16}
 
 
 @pytest.mark.parametrize(
-    ("asked", "seq_len", "scaling", "context", "line"),
+    ("rope", "seq_len", "scaling", "context", "line"),
     [
         ({"type": "keep"}, 9000, {}, 2048, ""),
         ({"type": "auto"}, 2048, {}, 2048, "auto: kept, the weights' own 2,048 tokens hold 2,048"),
@@ -58,15 +58,15 @@ YARN = {"rope_type": "yarn", "factor": 2.0, ORIGINAL: 1024, "beta_fast": 16}
     ],
 )
 def test_a_plain_model(
-    asked: dict[str, Any], seq_len: int, scaling: dict[str, Any], context: int, line: str
+    rope: dict[str, Any], seq_len: int, scaling: dict[str, Any], context: int, line: str
 ) -> None:
-    stretched, how = extended(PLAIN, RopeConfig(**asked), seq_len)
+    stretched, how = extended(PLAIN, RopeConfig(**rope), seq_len)
     assert (stretched.rope_scaling, stretched.context, how) == (scaling, context, line)
     assert replace(stretched, rope_scaling={}, context=2048) == PLAIN
     GPT(stretched, "naive")(torch.zeros(1, 5, dtype=torch.int64))
 
 
-def test_raised_bases_are_no_scaling_that_another_tool_must_know() -> None:
+def test_raised_base_writes_no_rope_scaling() -> None:
     stretched, how = extended(PLAIN, RopeConfig("abf", theta=5e5), 8192)
     assert (stretched.rope_theta, stretched.rope_scaling, stretched.context) == (5e5, {}, 8192)
     assert how == "abf: base 10000 → 500000"
@@ -86,7 +86,7 @@ def test_raised_bases_are_no_scaling_that_another_tool_must_know() -> None:
         ({"rope_type": "dynamic", "factor": 2.0}, 2.0, {}),
     ],
 )
-def test_auto_goes_on_with_the_scaling_that_the_weights_know(
+def test_auto_continues_the_scaling_of_the_weights(
     scaling: dict[str, Any], factor: float, kept: dict[str, Any]
 ) -> None:
     model = replace(PLAIN, rope_scaling=scaling)
@@ -99,7 +99,7 @@ def test_auto_goes_on_with_the_scaling_that_the_weights_know(
 
 
 @pytest.mark.parametrize(
-    ("model", "asked", "message"),
+    ("model", "rope", "message"),
     [
         (
             {},
@@ -145,9 +145,9 @@ def test_auto_goes_on_with_the_scaling_that_the_weights_know(
         ),
     ],
 )
-def test_what_cannot_be_is_refused_by_key(
-    model: dict[str, Any], asked: dict[str, Any], message: str
+def test_impossible_rope_is_refused_by_key(
+    model: dict[str, Any], rope: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        extended(replace(PLAIN, **model), RopeConfig(**asked), 8192)
+        extended(replace(PLAIN, **model), RopeConfig(**rope), 8192)
     assert "\n" not in str(caught.value)

@@ -89,13 +89,13 @@ def test_naive_and_flash_agree(mask: Mask, changes: dict) -> None:
 
 
 def test_positions_restart_with_every_document() -> None:
-    model, seen = make(), []
-    model.rope.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+    model, positions = make(), []
+    model.rope.register_forward_hook(lambda module, inputs, output: positions.append(inputs[0]))
     model(tokens(1, 9), mask=Mask.documents(doc_ids(4, 2, 3)))
-    assert seen[0].tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2]]
+    assert positions[0].tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2]]
 
 
-def test_reductions_belong_together() -> None:
+def test_reductions_agree() -> None:
     model, x, y = make(), tokens(2, 19), tokens(2, 19, seed=2)
     y[0, 5:] = -100
     each = model(x, y, reduction="none")
@@ -150,7 +150,7 @@ def test_initial_weights_have_their_spread_and_depend_on_the_seed_alone() -> Non
     assert not torch.equal(model.blocks[3].mlp.down.weight, other.blocks[3].mlp.down.weight)
 
 
-def test_a_stacked_weight_tells_the_rows_of_its_matrices() -> None:
+def test_stacked_weight_knows_the_rows_of_its_matrices() -> None:
     config = replace(CONFIG, head_dim=20, qkv_bias=True)
     block = make(config).blocks[0]
     assert block.attention.qkv.parts == (4 * 20, 2 * 20, 2 * 20)
@@ -277,7 +277,7 @@ def test_forward_and_backward_do_not_wait_for_the_gpu() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_block_never_runs_uncompiled_without_a_word() -> None:
+def test_block_at_the_recompile_limit_is_an_error() -> None:
     """At torch's recompile limit an error, not a silent fall back to eager."""
     torch._dynamo.reset()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=False):
@@ -303,9 +303,7 @@ def gradients_of(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_gradients_of_a_tied_weight_can_meet_in_place(
-    tied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tied_gradients_add_in_place(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = make(replace(CONFIG, tied=tied)), tokens(2, 31)
     pairs = zip(
         *(gradients_of(model, x, together, monkeypatch) for together in (True, False)), strict=True
@@ -316,7 +314,7 @@ def test_the_gradients_of_a_tied_weight_can_meet_in_place(
 
 
 @pytest.mark.gpu
-def test_in_place_they_take_the_room_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tied_gradients_in_place_take_the_memory_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(CONFIG, vocab_size=200_000, channels=64)
     model, x = make(config, "flash").cuda(), tokens(2, 300).cuda()
     room = []
@@ -336,7 +334,9 @@ def test_in_place_they_take_the_room_of_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.gpu
-def test_they_meet_in_one_order_where_runs_must_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tied_gradients_add_in_one_order_where_runs_must_repeat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Three tokens that come up a hundred times each: their gradients are the same sums every time,
     and those of fp64.
     """

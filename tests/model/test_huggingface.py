@@ -64,7 +64,7 @@ def test_shards_hold_what_one_file_holds(llama: Path, tmp_path: Path, dtype: tor
     assert torch.equal(opened.lm_head.weight, model.lm_head_weight)
 
 
-def test_keys_that_change_nothing_are_let_through(changed: Change, llama: Path) -> None:
+def test_keys_without_effect_are_accepted(changed: Change, llama: Path) -> None:
     keys = {"torch_dtype": "bfloat16", "unsloth_version": "2025.1", "use_cache": False}
     keys |= {"pretraining_tp": 2, "attention_dropout": 0.1, "an_unknown_key": None}
     assert read_config(changed(**keys)) == read_config(llama)
@@ -175,7 +175,7 @@ def test_scaling_of_the_older_form_is_read_as_transformers_reads_it(changed: Cha
         ({"auto_map": {"AutoModel": "x.py"}}, "auto_map=.* is not covered yet"),
     ],
 )
-def test_what_is_not_covered_is_refused_by_key_and_value(
+def test_unsupported_keys_are_refused_by_key_and_value(
     changed: Change, keys: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message) as caught:
@@ -207,7 +207,7 @@ def test_every_tensor_is_accounted_for(changed: Change, keys: dict[str, Any], me
     assert "\n" not in str(caught.value)
 
 
-def test_old_buffers_and_a_copy_of_a_tied_head_are_no_mistake(tmp_path: Path) -> None:
+def test_old_buffers_and_a_copy_of_a_tied_head_are_accepted(tmp_path: Path) -> None:
     reference(
         LlamaConfig(**SIZES, num_key_value_heads=3, tie_word_embeddings=True)
     ).save_pretrained(tmp_path)
@@ -257,7 +257,7 @@ def test_an_index_names_only_safetensors_beside_it(changed: Change, name: Any) -
         pretrained(folder)
 
 
-def test_shards_that_are_not_what_the_index_says(llama: Path, tmp_path: Path) -> None:
+def test_shards_that_contradict_the_index_are_refused(llama: Path, tmp_path: Path) -> None:
     folder = tmp_path / "many"
     export(pretrained(llama), llama, folder, shard_bytes=40_000)
     index = folder / "model.safetensors.index.json"
@@ -276,8 +276,8 @@ def test_shards_that_are_not_what_the_index_says(llama: Path, tmp_path: Path) ->
     ):
         pretrained(folder)
     index.write_text(json.dumps(content))
-    whole = (folder / last).read_bytes()
-    (folder / last).write_bytes(whole[:-4])
+    intact = (folder / last).read_bytes()
+    (folder / last).write_bytes(intact[:-4])
     with pytest.raises(ValueError, match="not a whole safetensors file"):
         pretrained(folder)
     (folder / last).unlink()

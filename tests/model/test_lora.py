@@ -56,9 +56,7 @@ def test_nothing_changes_before_training() -> None:
         pytest.param(["gate_up"], "balanced", marks=pytest.mark.slow),
     ],
 )
-def test_only_the_additions_learn_and_their_gradients_are_those_of_the_sum(
-    targets: list[str], memory: str
-) -> None:
+def test_only_adapters_learn_with_the_gradients_of_the_sum(targets: list[str], memory: str) -> None:
     config = LoraConfig(rank=3, scaling=1.5, targets=targets)
     model = with_lora(config, memory)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}

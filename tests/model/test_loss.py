@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from longctx.model.loss import linear_cross_entropy
+from tests.largest_tensor import LargestTensor
 
 N, C, V = 23, 12, 41
 
@@ -42,9 +41,9 @@ def test_loss_and_gradients_are_exact(chunk: int, reduction: str) -> None:
     expected = reference(hidden, weight, targets, reduction)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     upstream = torch.tensor(-2.75, dtype=torch.float64)
-    got = torch.autograd.grad(loss, (hidden, weight), upstream)
+    actual = torch.autograd.grad(loss, (hidden, weight), upstream)
     want = torch.autograd.grad(expected, (hidden, weight), upstream)
-    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(actual, want, rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 100])
@@ -66,8 +65,8 @@ def test_scale_multiplies_loss_and_gradients(reduction: str) -> None:
     loss = linear_cross_entropy(hidden, weight, targets, 5, reduction, factor)
     expected = 0.3 * reference(hidden, weight, targets, reduction)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    got, want = (torch.autograd.grad(x, (hidden, weight)) for x in (loss, expected))
-    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-13)
+    actual, want = (torch.autograd.grad(x, (hidden, weight)) for x in (loss, expected))
+    torch.testing.assert_close(actual, want, rtol=1e-11, atol=1e-13)
     with torch.no_grad():
         torch.testing.assert_close(
             linear_cross_entropy(hidden, weight, targets, 5, reduction, factor), loss.detach()
@@ -108,9 +107,9 @@ def test_only_the_gradients_asked_for() -> None:
     for frozen, free in ((hidden, weight), (weight, hidden)):
         want = torch.autograd.grad(reference(hidden, weight, targets, "mean"), free)[0]
         frozen.requires_grad_(False)
-        got = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets, 5), free)[0]
+        actual = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets, 5), free)[0]
         frozen.requires_grad_()
-        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(actual, want)
 
 
 def test_confident_tokens_keep_their_gradient_in_bf16() -> None:
@@ -133,7 +132,7 @@ def test_far_from_zero_logits_do_not_overflow() -> None:
     assert weight.grad.isfinite().all()
 
 
-def test_gradients_are_taken_once() -> None:
+def test_second_backward_is_refused() -> None:
     hidden, weight, targets = inputs(torch.float32)
     loss = linear_cross_entropy(hidden, weight, targets, 5)
     loss.backward(retain_graph=True)
@@ -206,26 +205,14 @@ def test_many_chunks_lose_nothing_of_dw_in_bf16() -> None:
     assert (weight.grad - exact.grad).abs().max() / exact.grad.abs().max() < 5e-3
 
 
-class LargestTensor(TorchDispatchMode):
-    """Remembers the largest tensor that any operation returned."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        sizes = [x.numel() for x in tree_leaves(out) if isinstance(x, Tensor)]
-        self.numel = max([self.numel, *sizes])
-        return out
-
-
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_logits_of_one_chunk_at_most(reduction: str) -> None:
     n, chunk, v = 512, 16, 301
     hidden, weight = torch.randn(n, 4, requires_grad=True), torch.randn(v, 4, requires_grad=True)
     targets = torch.randint(v, (n,))
-    with LargestTensor() as seen, warnings.catch_warnings():
+    with LargestTensor() as largest, warnings.catch_warnings():
         warnings.simplefilter("error")
         loss = linear_cross_entropy(hidden, weight, targets, chunk, reduction)
         if reduction != "none":
             loss.backward()
-    assert seen.numel == chunk * v
+    assert largest.numel == chunk * v

@@ -73,8 +73,8 @@ def saved() -> dict[str, list[Tensor]]:
 def test_gradients_are_those_of_saving_all(
     attention: str, way: str, saved: dict[str, list[Tensor]]
 ) -> None:
-    got = gradients(make(WAYS[way], attention=attention))
-    torch.testing.assert_close(got, saved[attention], rtol=1e-5, atol=1e-6)
+    actual = gradients(make(WAYS[way], attention=attention))
+    torch.testing.assert_close(actual, saved[attention], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -91,32 +91,32 @@ def test_under_autocast_every_weight_has_its_gradient(way: str) -> None:
     """A weight that autocast cast while gradients were off must not be taken for the one that is
     trained.
     """
-    both = []
+    grads = []
     for memory in (MemoryConfig("fast"), WAYS[way]):
         model = make(memory)
         with torch.autocast("cpu", torch.bfloat16):
             model(*batch()).backward()
             model(*batch()).backward()
-        both.append([p.grad for p in model.parameters()])
-    for got, want in zip(*both, strict=True):
-        assert got.dtype == torch.float32
-        assert (got - want).norm() <= 2e-2 * want.norm()
+        grads.append([p.grad for p in model.parameters()])
+    for actual, expected in zip(*grads, strict=True):
+        assert actual.dtype == torch.float32
+        assert (actual - expected).norm() <= 2e-2 * expected.norm()
 
 
 @pytest.mark.parametrize("way", ["balanced", "mlp", "long"])
 def test_weights_that_are_not_trained_get_no_gradient(way: str) -> None:
-    model, all_of_them = make(WAYS[way]), make()
-    for m in (model, all_of_them):
+    model, reference = make(WAYS[way]), make()
+    for m in (model, reference):
         for name, p in m.named_parameters():
             p.requires_grad_("qkv" in name)
-    for got, want in zip(gradients(model), gradients(all_of_them), strict=True):
-        assert (got is None) == (want is None)
-        if want is not None:
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    for actual, expected in zip(gradients(model), gradients(reference), strict=True):
+        assert (actual is None) == (expected is None)
+        if expected is not None:
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("way", ["balanced", "long"])
-def test_without_gradient_it_is_the_same_model_in_tiles(
+def test_without_gradients_tiles_give_the_same_logits(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, longest = make(WAYS[way]), []
@@ -146,11 +146,13 @@ def test_two_forwards_before_their_backwards_do_not_share_memory(
 def test_without_gradients_tiles_give_the_same_losses(way: str) -> None:
     tokens, targets, mask = batch()
     with torch.no_grad():
-        want, got = (make(m)(tokens, targets, mask, reduction="none") for m in ("fast", WAYS[way]))
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+        expected, actual = (
+            make(m)(tokens, targets, mask, reduction="none") for m in ("fast", WAYS[way])
+        )
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_gradients_are_taken_once() -> None:
+def test_second_backward_is_refused() -> None:
     loss = make("balanced")(*batch())
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="already taken"):
@@ -160,27 +162,27 @@ def test_gradients_are_taken_once() -> None:
 def test_each_policy_saves_less() -> None:
     sizes: dict[str, int] = {}
     for policy in POLICIES:
-        total: list[int] = []
+        saved_by_autograd: list[int] = []
         tapes: list[recompute._Tape] = []
         model = make(MemoryConfig(policy, offload=0.0 if policy == "long" else None))
-        keep = recompute._Tape.save
+        save = recompute._Tape.save
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 recompute._Tape,
                 "save",
-                lambda self, *args, seen=tapes, real=keep: seen.append(self) or real(self, *args),
+                lambda self, *args, tapes=tapes, save=save: tapes.append(self) or save(self, *args),
             )
             hooks = torch.autograd.graph.saved_tensors_hooks(
-                lambda x, seen=total: seen.append(x.numel()) or x, lambda x: x
+                lambda x, sizes=saved_by_autograd: sizes.append(x.numel()) or x, lambda x: x
             )
             with hooks:
                 model(*batch())
-        held = [
+        saved_by_us = [
             x.numel()
             for block in (tapes[0].saved.values() if tapes else ())
             for x in block.tensors().values()
         ]
-        sizes[policy] = sum(total) + sum(held)
+        sizes[policy] = sum(saved_by_autograd) + sum(saved_by_us)
     assert sizes["long"] < sizes["balanced"] < sizes["fast"] / 2
 
 
@@ -206,7 +208,7 @@ def test_compiled_parts_share_their_graphs() -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_on_a_gpu(way: str, compiled: bool) -> None:
     config = replace(CONFIG, channels=64)
-    both = []
+    grads = []
     for memory in (MemoryConfig("fast"), WAYS[way]):
         model = make(memory, config).cuda()
         if compiled:
@@ -214,6 +216,6 @@ def test_on_a_gpu(way: str, compiled: bool) -> None:
         with torch.autocast("cuda", torch.bfloat16):
             for _ in range(2):
                 model(*batch("cuda")).backward()
-        both.append([p.grad for p in model.parameters()])
-    for got, want in zip(*both, strict=True):
-        assert (got - want).norm() <= 3e-2 * want.norm()
+        grads.append([p.grad for p in model.parameters()])
+    for actual, expected in zip(*grads, strict=True):
+        assert (actual - expected).norm() <= 3e-2 * expected.norm()

@@ -68,15 +68,13 @@ def test_frequencies_are_those_of_transformers(head_dim: int, theta: float) -> N
 
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize("theta", [10000.0, 500000.0, 1234567.0])
-def test_stretched_frequencies_are_those_of_transformers_to_the_last_bit(
-    name: str, theta: float
-) -> None:
+def test_stretched_frequencies_equal_those_of_transformers(name: str, theta: float) -> None:
     scaling = SCALINGS[name]
     config = theirs(theta, scaling)
     for length in (None, 2048, 2049, CONTEXT, 3 * CONTEXT):
-        given = length if length is None or name != "dynamic" else torch.tensor(length)
+        seq_len = length if length is None or name != "dynamic" else torch.tensor(length)
         expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](
-            config, torch.device("cpu"), seq_len=given
+            config, torch.device("cpu"), seq_len=seq_len
         )
         if name == "dynamic" and length is not None and length <= CONTEXT:
             # transformers keeps the frequencies of its beginning up to there; see the test below
@@ -88,7 +86,7 @@ def test_stretched_frequencies_are_those_of_transformers_to_the_last_bit(
 
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize("length", [100, 2049, CONTEXT + 1, 3 * CONTEXT])
-def test_a_row_turns_as_in_the_models_of_transformers(name: str, length: int) -> None:
+def test_rotation_is_that_of_transformers(name: str, length: int) -> None:
     rotary = LlamaRotaryEmbedding(theirs(5e5, SCALINGS[name]))
     positions = torch.arange(length)[None]
     cos, sin = rotary(torch.zeros(1), positions)
@@ -115,7 +113,7 @@ def test_cos_and_sin_are_right_at_a_million_positions(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
-def test_what_follows_the_length_follows_it_back(name: str) -> None:
+def test_frequencies_follow_the_length_down_again(name: str) -> None:
     rope = Rope(64, 500000.0, SCALINGS[name], CONTEXT)
     short, long = torch.arange(50)[None], torch.arange(2 * CONTEXT)[None]
     before = rope(short)[0]

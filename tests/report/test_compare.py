@@ -77,19 +77,19 @@ def test_the_best_of_each_column_is_marked(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tail", "said"),
+    ("tail", "message"),
     [
         ('{"step": 21, "tok', "the last line of"),
         ('{"step": 21, "tok\nnull\n', "2 of 23 lines"),
         ("\x00\x00", "the last line"),
     ],
 )
-def test_a_half_written_line_is_left_out_and_said(tmp_path, capsys, tail, said):
+def test_half_written_line_is_left_out_with_a_note(tmp_path, capsys, tail, message):
     compare([make(tmp_path / "a", tail=tail)], tmp_path / "x.html")
     printed = capsys.readouterr()
-    assert said in printed.err
+    assert message in printed.err
     assert "0.2500" in printed.out
-    assert said in page_data(tmp_path / "x.html")["notes"][0]
+    assert message in page_data(tmp_path / "x.html")["notes"][0]
 
 
 def test_how_a_run_ended(tmp_path):
@@ -183,7 +183,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_what_is_no_run_is_left_out_and_said_where_others_are_runs(tmp_path, capsys):
+def test_folder_without_a_run_is_left_out_with_a_note(tmp_path, capsys):
     paths = [make(tmp_path / "a"), make(tmp_path / "b", rows=[])]
     compare(paths, tmp_path / "x.html")
     assert "left out" in capsys.readouterr().err

@@ -33,7 +33,7 @@ def test_a_dry_run_loads_no_wandb():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
-def test_without_a_key_the_plan_is_printed_and_said_to_be_one(capsys, monkeypatch):
+def test_without_a_key_only_the_plan_is_printed(capsys, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setattr(dashboard, "require", lambda: None)
     monkeypatch.setattr(wandb, "login", lambda **_: False)

@@ -77,7 +77,7 @@ def test_positions_and_the_parts_of_a_step_come_from_the_rows(tmp_path):
     }
 
 
-def test_facts_that_validation_found_are_told(tmp_path, capsys):
+def test_recall_of_validation_is_shown(tmp_path, capsys):
     compare([make(tmp_path / "a")], tmp_path / "x.html")
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "last validation" in line)
     assert line.split() == ["a", "last", "validation", "needle", "25%", "50%"]
@@ -109,7 +109,7 @@ def test_passkey_maps_in_either_place_and_form(tmp_path):
         '{"kinds',
     ],
 )
-def test_what_is_no_evaluation_is_left_out_and_said(tmp_path, capsys, content):
+def test_malformed_evaluation_is_left_out_with_a_note(tmp_path, capsys, content):
     folder = make(tmp_path / "a")
     (folder / "eval" / "x.json").write_text(content)
     compare([folder], tmp_path / "x.html")
@@ -149,7 +149,7 @@ def test_scores_of_tasks_are_a_table(tmp_path, capsys):
     assert "arc em (strict)" in capsys.readouterr().out
 
 
-def test_a_lock_is_told_by_short_hashes_and_versions(tmp_path):
+def test_lock_is_shown_by_short_hashes_and_versions(tmp_path):
     lock = kernel_lock(make(tmp_path / "a", LOCK))
     assert lock.keys() == {"kernel", "torch", "triton", "sources", "fingerprint"}
     assert (lock["kernel"], lock["torch"], len(lock["sources"])) == (
@@ -184,7 +184,7 @@ def test_locks_that_differ_are_a_warning_within_a_backend(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "3", '"x"'])
-def test_a_broken_lock_is_said(tmp_path, capsys, content):
+def test_broken_lock_is_a_note(tmp_path, capsys, content):
     folder = make(tmp_path / "a")
     (folder / "kernel.lock.json").write_text(content)
     compare([folder], tmp_path / "x.html")

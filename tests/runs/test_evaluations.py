@@ -11,7 +11,7 @@ from longctx.runs.evaluations import TaskScore, grids, kind, place, read, task_s
 GRID = {"lengths": [64], "depths": [0, 1], "accuracy": [[1, 0.5]]}
 
 
-def test_place_is_numbered_beside_another_answer(tmp_path: Path) -> None:
+def test_place_is_numbered_beside_another_result(tmp_path: Path) -> None:
     first = place(tmp_path, "val-a", {"seq_len": 64})
     assert first.name == "val-a.json"
     write({"asked": {"seq_len": 64}}, first)

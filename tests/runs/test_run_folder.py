@@ -68,18 +68,17 @@ def test_another_process_cannot_train_the_same_run(tmp_path: Path) -> None:
     assert not run_folder.is_training(tmp_path)
 
 
-def test_a_lock_ends_with_its_process_though_a_worker_of_it_lives_on(tmp_path: Path) -> None:
+def test_lock_ends_with_its_process_despite_a_living_worker(tmp_path: Path) -> None:
     """A killed run can be resumed at once, also while its data workers are still there."""
     code = f"""
 import os, time
 from pathlib import Path
 from longctx.runs import run_folder
 with run_folder.locked(Path({str(tmp_path)!r})):
-    worker = os.fork()
-    if worker == 0:
+    if os.fork() == 0:
+        print(os.getpid(), flush=True)  # by the child, which has left the lock by then
         time.sleep(60)
         os._exit(0)
-    print(worker, flush=True)
     time.sleep(60)
 """
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
@@ -140,7 +139,7 @@ def test_metrics_past_a_step_are_dropped_and_a_cut_last_line_with_them(tmp_path:
         b"[" * 100_000,
     ],
 )
-def test_a_line_that_is_no_row_costs_no_other(line: bytes, tmp_path: Path) -> None:
+def test_malformed_line_costs_no_other_row(line: bytes, tmp_path: Path) -> None:
     rows = [row(1), row(3)]
     first, last = (json.dumps(row).encode() for row in rows)
     (tmp_path / "metrics.jsonl").write_bytes(first + b"\n" + line + b"\n" + last + b"\n")

@@ -255,8 +255,8 @@ def test_a_sweep_file_gives_train_its_overrides() -> None:
         args = {
             key: {"value": value} for key, value in zip(sweep["parameters"], values, strict=True)
         }
-        words = utils.create_sweep_command_args({"args": args})["args_no_hyphens"]
-        composed = cli.compose("train", cli.read("train", words).overrides)
+        overrides = utils.create_sweep_command_args({"args": args})["args_no_hyphens"]
+        composed = cli.compose("train", cli.read("train", overrides).overrides)
         assert (
             composed.config.attention.backend,
             composed.config.seq_len,

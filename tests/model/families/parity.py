@@ -1,9 +1,12 @@
-"""What every model family is held to: what transformers computes from a folder, we compute, and the
+"""The tests of every model family: what transformers computes from a folder, we compute, and the
 folder that we write is the same model there.
+
+A family's test file holds a subclass of `FamilyTests` with the family's own configurations.
 """
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +48,6 @@ ROPES: dict[str, dict[str, Any]] = {
         **{"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [1.0, 2.0, 4.0, 8.0]},
     },
 }
-
-
-def stretched(rope: str) -> dict[str, Any]:
-    """Keys of a model with heads of 8 channels whose positions are stretched."""
-    return SIZES | {"rope_parameters": {"rope_theta": 5000.0} | ROPES[rope]}
 
 
 def reference(config: PreTrainedConfig) -> Any:
@@ -142,35 +140,64 @@ def check_computation(theirs: Any, folder: Path) -> None:
         assert (ours - want).abs().max() < 1e-3 * want.abs().max()
 
 
-def check_defaults(
-    build: type[PreTrainedConfig], tmp_path: Path, special: dict[str, Any] | None = None
-) -> None:
-    """A key that is missing in config.json has the value that transformers gives it."""
-    sizes = {k: SIZES[k] for k in ("vocab_size", "num_hidden_layers", "intermediate_size")}
-    sizes |= {"hidden_size": 64, "num_attention_heads": 32} | (special or {})
-    content = {"model_type": build.model_type, **sizes}
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    ours, theirs = read_config(tmp_path), build(**sizes)
-    assert ours.head_size == (getattr(theirs, "head_dim", None) or 2)
-    assert ours.kv_heads == theirs.num_key_value_heads
-    assert ours.norm_eps == theirs.rms_norm_eps
-    assert ours.tied == theirs.tie_word_embeddings
-    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
-    assert ours.window == getattr(theirs, "sliding_window", None)
-    assert ours.nope_layers == [
-        n for n, rotary in enumerate(getattr(theirs, "no_rope_layers", [])) if not rotary
-    ]
-    assert ours.context == theirs.max_position_embeddings
-    assert ours.init_std == theirs.initializer_range
+class FamilyTests:
+    """The tests that each family inherits; its attributes are the family's expectations."""
 
+    config_class: type[PreTrainedConfig]
+    # name → configuration that must compute as in transformers
+    cases: Mapping[str, PreTrainedConfig]
+    # keys of the model whose positions are stretched; its heads have 8 channels
+    stretched: Mapping[str, Any]
+    # ids that the class would place beyond the small vocabulary
+    special: Mapping[str, Any] = {}
+    # cases that are exported as the class of another family
+    other_class: tuple[str, ...] = ()
+    # scalings to test every time; the others are slow tests
+    fast_ropes: tuple[str, ...] = ("yarn",)
 
-def check_keys(build: type[PreTrainedConfig], tmp_path: Path) -> None:
-    """Every key that transformers writes for the family is known; any other is refused by name."""
-    content = build(**SIZES | SPECIAL, num_key_value_heads=2).to_dict()
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(content, default=str))
-    read_config(tmp_path)
-    for key, value in (("per_layer_config", {"0": {}}), ("logit_scale", 0.5)):
-        file.write_text(json.dumps(content | {key: value}, default=str))
-        with pytest.raises(ValueError, match=re.escape(f"{file}: {key}={json.dumps(value)} ")):
-            read_config(tmp_path)
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if "case" in metafunc.fixturenames:
+            metafunc.parametrize("case", list(self.cases))
+        if "rope" in metafunc.fixturenames:
+            ropes = [
+                pytest.param(rope, marks=() if rope in self.fast_ropes else pytest.mark.slow)
+                for rope in ROPES
+            ]
+            metafunc.parametrize("rope", ropes)
+
+    def test_computes_as_in_transformers_and_comes_back(self, case: str, tmp_path: Path) -> None:
+        check_parity(self.cases[case], tmp_path, same_class=case not in self.other_class)
+
+    def test_stretched_computes_as_in_transformers(self, rope: str, tmp_path: Path) -> None:
+        scaling = {"rope_parameters": {"rope_theta": 5000.0} | ROPES[rope]}
+        keys = SIZES | scaling | dict(self.stretched) | dict(self.special)
+        check_parity(self.config_class(**keys), tmp_path)
+
+    def test_missing_keys_have_the_values_of_transformers(self, tmp_path: Path) -> None:
+        keys = {k: SIZES[k] for k in ("vocab_size", "num_hidden_layers", "intermediate_size")}
+        keys |= {"hidden_size": 64, "num_attention_heads": 32} | dict(self.special)
+        content = {"model_type": self.config_class.model_type, **keys}
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        ours, theirs = read_config(tmp_path), self.config_class(**keys)
+        assert ours.head_size == (getattr(theirs, "head_dim", None) or 2)
+        assert ours.kv_heads == theirs.num_key_value_heads
+        assert ours.norm_eps == theirs.rms_norm_eps
+        assert ours.tied == theirs.tie_word_embeddings
+        assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+        assert ours.window == getattr(theirs, "sliding_window", None)
+        assert ours.nope_layers == [
+            n for n, rotary in enumerate(getattr(theirs, "no_rope_layers", [])) if not rotary
+        ]
+        assert ours.context == theirs.max_position_embeddings
+        assert ours.init_std == theirs.initializer_range
+
+    def test_unknown_keys_are_refused_by_name(self, tmp_path: Path) -> None:
+        """Every key that transformers writes for the family is known; any other is refused."""
+        content = self.config_class(**SIZES | SPECIAL, num_key_value_heads=2).to_dict()
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps(content, default=str))
+        read_config(tmp_path)
+        for key, value in (("per_layer_config", {"0": {}}), ("logit_scale", 0.5)):
+            file.write_text(json.dumps(content | {key: value}, default=str))
+            with pytest.raises(ValueError, match=re.escape(f"{file}: {key}={json.dumps(value)} ")):
+                read_config(tmp_path)

@@ -7,44 +7,20 @@ import pytest
 from transformers import AutoModelForCausalLM, MinistralConfig, MistralConfig
 
 from longctx.model.huggingface import read_config
-from tests.model.families.parity import (
-    ROPES,
-    SIZES,
-    check_computation,
-    check_defaults,
-    check_keys,
-    check_parity,
-    reference,
-    stretched,
-)
-
-CASES = {
-    "no window": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=None, head_dim=16),
-    "window": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=9, head_dim=16),
-}
+from tests.model.families.parity import SIZES, FamilyTests, check_computation, reference
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_mistral_computes_as_in_transformers_and_comes_back(case: str, tmp_path: Path) -> None:
+class TestMistral(FamilyTests):
+    config_class = MistralConfig
+    cases = {
+        "no window": MistralConfig(
+            **SIZES, num_key_value_heads=2, sliding_window=None, head_dim=16
+        ),
+        "window": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=9, head_dim=16),
+    }
+    stretched = {"num_key_value_heads": 2, "sliding_window": 40}
     # without windows it goes out as the Llama that it is
-    check_parity(CASES[case], tmp_path, same_class=case != "no window")
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [rope if rope == "yarn" else pytest.param(rope, marks=pytest.mark.slow) for rope in ROPES],
-)
-def test_stretched_mistral_computes_as_in_transformers(rope: str, tmp_path: Path) -> None:
-    config = MistralConfig(**stretched(rope), num_key_value_heads=2, sliding_window=40)
-    check_parity(config, tmp_path)
-
-
-def test_missing_keys_of_mistral_have_the_values_of_transformers(tmp_path: Path) -> None:
-    check_defaults(MistralConfig, tmp_path)
-
-
-def test_unknown_keys_of_mistral_are_refused_by_name(tmp_path: Path) -> None:
-    check_keys(MistralConfig, tmp_path)
+    other_class = ("no window",)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +31,7 @@ def test_unknown_keys_of_mistral_are_refused_by_name(tmp_path: Path) -> None:
         (["full_attention"] * 2, None, None),
     ],
 )
-def test_windows_of_mistral_stand_in_layer_types_where_it_has_them(
+def test_windows_follow_layer_types(
     layer_types: list[str], window: int | None, window_layers: list[int] | None, tmp_path: Path
 ) -> None:
     # transformers opens a mistral folder with layer_types as Ministral
@@ -71,7 +47,7 @@ def test_windows_of_mistral_stand_in_layer_types_where_it_has_them(
     check_computation(theirs, tmp_path)
 
 
-def test_layer_types_that_slide_without_a_window_are_refused(tmp_path: Path) -> None:
+def test_sliding_layer_types_without_a_window_are_refused(tmp_path: Path) -> None:
     config = {**SIZES, "model_type": "mistral", "num_key_value_heads": 2, "sliding_window": None}
     config["layer_types"] = ["full_attention", "sliding_attention"]
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -1,0 +1,19 @@
+"""Commands that run this package in a child process, from any folder, installed or not."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """`python -m module arguments`, without the current folder among the places of modules."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This process's environment with `variables`, in which the child finds this package first."""
+    root = str(Path(__file__).parents[1])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": path} | variables
