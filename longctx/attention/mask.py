@@ -138,6 +138,23 @@ class Mask:
         qlast = torch.searchsorted(first, keys.contiguous(), right=True, out_int32=True) - 1
         return replace(self, window=window, visible=-1, first=first, qlast=qlast, cache={})
 
+    def padded(self, T: int, N: int) -> Mask:
+        """The same mask with N - T tokens more at the end of each row, which no other token sees.
+
+        What they see has no meaning, but it is never nothing.
+        """
+        if N == T:
+            return self
+        if self.kind == "causal":
+            return Mask.causal(self.window)
+        if self.doc_ids is not None:
+            more = (self.doc_ids[:, -1:] + 1).expand(-1, N - T)
+            return Mask.documents(torch.cat([self.doc_ids, more], dim=1), self.window)
+        rows = 1 if self.first is None else self.first.shape[0]
+        device = "cpu" if self.first is None else self.first.device
+        ends = self._queries(rows, T, T, torch.device(device))
+        return Mask.intervals(*(torch.cat([x, x[:, -1:].expand(-1, N - T)], 1) for x in ends))
+
     def bind(self, B: int, Tq: int, Tk: int, device: torch.device | str) -> Mask:
         """The mask with its O(T) interval tensors on `device`; call it once per batch, outside a
         compiled region.

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from longctx.attention import Mask
+from longctx.attention.context_parallel import Context
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import AttentionConfig, GPTConfig
 from longctx.model.layers import Block, RMSNorm, StreamNorm
-from longctx.model.loss import linear_cross_entropy
+from longctx.model.loss import IGNORED, linear_cross_entropy
 from longctx.model.recompute import (
-    checkpointed_after,
     checkpointed_blocks,
+    checkpointed_mlp,
     forward_in_tiles,
 )
 from longctx.model.rope import Rope
@@ -57,6 +58,7 @@ class GPT(nn.Module):
         )
         self.norm = StreamNorm(C, config.norm_eps)
         self.head = None if config.tied else nn.Linear(C, V, bias=False)
+        self.context = Context()  # the ranks that hold a part of each row: this one alone
         self.init_weights()
 
     @property
@@ -97,6 +99,20 @@ class GPT(nn.Module):
                 block.before = torch.compile(block.before)
                 block.after = torch.compile(block.after)
 
+    def share_rows(self, context: Context) -> None:
+        """From now on split the tokens of each row over the ranks of `context`; see `forward`.
+
+        Raises ValueError where the ranks cannot divide attention's heads.
+        """
+        if self.config.heads % context.ranks:
+            raise ValueError(
+                f"context={context.ranks}: does not divide the model's {self.config.heads} heads; "
+                "choose a number that does"
+            )
+        self.context = context
+        for block in self.blocks:
+            block.attention.attend = context.over_ranks(block.attention.attend)
+
     def forward(
         self,
         tokens: Tensor,
@@ -111,17 +127,22 @@ class GPT(nn.Module):
         A target of -100 is not scored. `mask` defaults to `Mask.causal()`. `reduction` is "mean"
         over the scored tokens, "sum", or "none": losses (B, T), 0 where not scored, without
         gradient. `scale`, a scalar on the device, multiplies mean and sum. `at` (B, n) int64 gives
-        the logits of these places alone, (B, n, V). Raises ValueError where tokens, targets or mask
-        do not fit together.
+        the logits of these places alone, (B, n, V).
+
+        Where rows are shared, every rank is given whole rows. Its "mean" and "sum" are its part of
+        the loss, and all parts add up to it; "none" and logits are of whole rows on every rank.
+
+        Raises ValueError where tokens, targets or mask do not fit together.
         """
         if tokens.ndim != 2 or (targets is not None and targets.shape != tokens.shape):
             shapes = tuple(tokens.shape), None if targets is None else tuple(targets.shape)
             raise ValueError(
                 f"tokens and targets must both be (B, T), got {shapes[0]} and {shapes[1]}"
             )
-        B, T = tokens.shape
-        mask = (Mask.causal() if mask is None else mask).bind(B, T, T, tokens.device)
-        cos, sin = self.rope(mask.positions(B, T, tokens.device))
+        mask, (B, T), context = Mask.causal() if mask is None else mask, tokens.shape, self.context
+        N = context.padded(T)  # tokens of a row with those that make it divisible
+        mask = mask.padded(T, N).bind(B, N, N, tokens.device)
+        cos, sin = self.rope(context.local(mask.positions(B, N, tokens.device)), T)
         embedding, lm_head = self.embed.weight, self.lm_head_weight
         tied_in_place = (
             self.head is None and targets is not None and self._adds_tied_gradients_in_place(tokens)
@@ -129,6 +150,7 @@ class GPT(nn.Module):
         if tied_in_place:
             embedding, lm_head = _TiedWeight.apply(self.embed.weight)
 
+        tokens = context.local(F.pad(tokens, (0, N - T)))
         x = F.embedding(tokens, embedding, sparse=tied_in_place)
         if torch.is_autocast_enabled(x.device.type):  # the residual stream too is in 16 bits
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -136,10 +158,15 @@ class GPT(nn.Module):
         x = self.norm(x)
 
         if targets is None:
-            x = x if at is None else x.gather(1, at[..., None].expand(-1, -1, x.shape[-1]))
+            x = context.gathered(x)[:, :T] if at is None else context.at(x, at)
             return F.linear(x, lm_head)
+        if reduction == "mean" and context.ranks > 1:  # over the scored tokens of whole rows
+            mean = 1.0 / (targets != IGNORED).sum().clamp(min=1)
+            reduction, scale = "sum", mean if scale is None else mean * scale
+        targets = context.local(F.pad(targets, (0, N - T), value=IGNORED))
         chunk = self.memory.chunk(self.embed.num_embeddings, x.device.type)
-        return linear_cross_entropy(x, lm_head, targets, chunk, reduction, scale)
+        loss = linear_cross_entropy(x, lm_head, targets, chunk, reduction, scale)
+        return context.gathered(loss)[:, :T] if reduction == "none" else loss
 
     def _masks(self, mask: Mask) -> list[Mask]:
         """The mask of each layer; each window's is made once, for all layers that have it."""
@@ -156,10 +183,9 @@ class GPT(nn.Module):
             return checkpointed_blocks(self.blocks, x, cos, sin, masks, self.memory)
         for block, mask in zip(self.blocks, masks, strict=True):
             if recompute == "mlp":
-                out = block.attention(*block.before(x, cos, sin), mask)
-                x = checkpointed_after(block, x, out, tile)
+                x = block.calling(checkpointed_mlp, x, cos, sin, mask, tile)
             elif tile and not training:
-                x = forward_in_tiles(block, x, cos, sin, mask, tile)
+                x = block.calling(forward_in_tiles, x, cos, sin, mask, tile)
             else:
                 x = block(x, cos, sin, mask)
         return x

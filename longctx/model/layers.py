@@ -11,6 +11,8 @@ Shapes: B rows, T tokens, C channels, H query heads, Hkv key-value heads, D chan
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -153,6 +155,15 @@ class Block(nn.Module):
         self.attention = SelfAttention(config, chosen, rotary)
         self.mlp_norm = StreamNorm(config.channels, config.norm_eps)
         self.mlp = SwiGLU(config)
+
+    def unshard(self) -> None:
+        """Nothing, since the weights are whole; torch's fully_shard puts its own method first."""
+
+    def calling(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        """function(self, *arguments) as a forward of the block, with what a call of it brings:
+        sharded weights are gathered for it.
+        """
+        return function(self, *arguments)
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of the block's input."""

@@ -45,12 +45,22 @@ def checkpointed_blocks(
     tape = _Tape(blocks, x.shape, cos.flatten(0, 1)[None], sin.flatten(0, 1)[None], masks, memory)
     y = x.reshape(1, -1, x.shape[-1])
     for i, block in enumerate(blocks):
-        y = _Block.apply(y, tape, i, *_trained(block))
+        y = block.calling(_checkpointed, y, tape, i)
     return y.view(x.shape)
 
 
-def checkpointed_after(block: Any, x: Tensor, out: Tensor, tile: int) -> Tensor:
-    """block.after(x, out), saving nothing but x and out: memory.recompute=mlp."""
+def _checkpointed(block: Any, y: Tensor, tape: _Tape, i: int) -> Tensor:
+    result: Tensor = _Block.apply(y, tape, i, *_trained(block))
+    return result
+
+
+def checkpointed_mlp(
+    block: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, tile: int
+) -> Tensor:
+    """block(x, cos, sin, mask), after attention saving nothing but x and its output:
+    memory.recompute=mlp.
+    """
+    out = block.attention(*block.before(x, cos, sin), mask)
     flat = x.reshape(1, -1, x.shape[-1]), out.reshape(1, -1, *out.shape[2:])
     y: Tensor = _After.apply(*flat, block, tile, *_trained(block))
     return y.view(x.shape)
@@ -120,6 +130,7 @@ class _Tape:
         saved = self.saved[i].tensors()
         if "x" in saved:
             return saved["x"]
+        self.blocks[i - 1].unshard()  # its own backward comes next, and shards it again
         return self.after(i - 1, self.input(i - 1), self.saved[i - 1].tensors()["out"])
 
 

@@ -44,9 +44,12 @@ class Rope(nn.Module):
             head_dim, theta, self.scaling, context
         )
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions (B, T) → cos, sin (B, T, 1, D/2) in fp32."""
-        self._follow_length(positions.shape[-1])
+    def forward(self, positions: Tensor, length: int | None = None) -> tuple[Tensor, Tensor]:
+        """positions (B, T) → cos, sin (B, T, 1, D/2) in fp32.
+
+        `length` is that of the row, where these tokens are a part of it.
+        """
+        self._follow_length(positions.shape[-1] if length is None else length)
         if self.frequencies.device != positions.device:
             self.frequencies = self.frequencies.to(positions.device)
         angles = positions[..., None, None].double() * self.frequencies.double()
