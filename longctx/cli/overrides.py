@@ -110,12 +110,13 @@ def check_override(
                 raise ValueError(
                     f"{name}={preset}: not one of {names}{_closest(preset, choices[name])}"
                 )
-    elif f"{name}.enabled" in known:
-        if value.lower() not in ("true", "false"):
-            raise ValueError(f"{override}: must be true or false")
-        return f"{name}.enabled={value}"
     elif dataclasses.is_dataclass(known[name].hint):
         inner = [key for key in known if key.startswith(name + ".")]
+        for key in inner:
+            if known[key].metadata.get("short"):
+                if known[key].hint is bool and value.lower() not in ("true", "false"):
+                    raise ValueError(f"{override}: must be true or false")
+                return f"{key}={value}"
         more = ", …" if inner[6:] else ""
         raise ValueError(f"{override}: {name} has keys of its own: {', '.join(inner[:6])}{more}")
     return f"{name}={value}"

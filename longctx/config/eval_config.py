@@ -19,7 +19,7 @@ TOKENS_PER_BATCH = {"cuda": 65536, "cpu": 4096}
 class PasskeyConfig:
     """Facts hidden in long texts and asked for at the end: passkey=true."""
 
-    enabled: bool = key(False, "set by passkey=true")
+    enabled: bool = key(False, "set by passkey=true", short=True)
     lengths: list[int] | None = key(
         None,
         "tokens of a text; null: 1,024, 2,048 … seq_len; in training seq_len alone",

@@ -20,6 +20,7 @@ def key(
     choices: Sequence[str] = (),
     word: str | None = None,
     positional: bool = False,
+    short: bool = False,
 ) -> Any:
     """A field with its `default` and help text, checked by `check`.
 
@@ -27,6 +28,7 @@ def key(
     choices: the words allowed, the first of which the help names first.
     word: the one word that may stand where a number is meant, as in seq_len=max.
     positional: the command line gives it without `key=`, as in `watch runs/NAME`.
+    short: the name of its group stands for it, as passkey=true for passkey.enabled=true.
     A value of None is for the dataclass's own `validate` to judge.
     """
     metadata = {
@@ -35,6 +37,7 @@ def key(
         "choices": tuple(choices),
         "word": word,
         "positional": positional,
+        "short": short,
     }
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: copy(default), metadata=metadata)

@@ -15,20 +15,10 @@ from longctx.config.fields import check, group, key
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import AttentionConfig, GPTConfig, LoraConfig
 from longctx.config.optimizer_config import OptimizerConfig
+from longctx.config.parallel_config import ContextConfig, StrategyConfig
 from longctx.config.rope_config import RopeConfig
 
 LONGEST_ROW = 2**24
-
-
-@dataclass
-class StrategyConfig:
-    """How several devices share the work."""
-
-    name: str = key(
-        "auto",
-        "auto: ddp with more than one device, else none | ddp: a copy of the model per device",
-        choices=("auto", "ddp"),
-    )
 
 
 @dataclass
@@ -168,6 +158,7 @@ class TrainConfig:
     passkey: PasskeyConfig = group(PasskeyConfig)  # at every validation
     data: DataConfig = group(DataConfig)
     strategy: StrategyConfig = group(StrategyConfig)
+    context: ContextConfig = group(ContextConfig)
     wandb: WandbConfig = group(WandbConfig)
 
     def validate(self) -> None:

@@ -22,6 +22,7 @@ class Workload:
     device: str  # cuda | cpu
     devices: int  # processes of the run, each with a device of its own
     strategy: str  # none | ddp
+    context: int  # devices that share each row
     seq_len: int  # tokens in a row
     batch_size: int  # rows in a micro-batch
     accumulate: int  # micro-batches in a step
@@ -38,7 +39,12 @@ class Workload:
     @property
     def rows_per_step(self) -> int:
         """Rows of an optimizer step over all micro-batches and devices."""
-        return self.batch_size * self.accumulate * self.devices
+        return self.batch_size * self.accumulate * self.data_ranks
+
+    @property
+    def data_ranks(self) -> int:
+        """Groups of devices that take rows of their own."""
+        return self.devices // self.context
 
     @property
     def tokens_per_step(self) -> int:
@@ -55,13 +61,14 @@ def workload_of(
     fewer, larger micro-batches of the same step.
     """
     batch_size = config.batch_size or max(1, TOKENS_PER_MICRO_BATCH[device] // seq_len)
-    micro_batch = batch_size * seq_len * config.devices
+    micro_batch = batch_size * seq_len * config.devices // config.context.degree
     several = config.devices > 1 or config.strategy.name == "ddp"
     memory = config.memory
     return Workload(
         device=device,
         devices=config.devices,
         strategy="ddp" if several else "none",
+        context=config.context.degree,
         seq_len=seq_len,
         batch_size=batch_size,
         accumulate=config.accumulate or max(1, TOKENS_PER_STEP[device] // micro_batch),

@@ -167,6 +167,7 @@ class TrainState:
         self.run, self.steps_done = run, run.steps_done
         self.module = TrainingModule(run)
         parallel.build(self.module.configure_model)
+        self.module.model.share_rows(parallel.context)
         configured = self.module.configure_optimizers()
         self.optimizer: torch.optim.Optimizer = configured["optimizer"]
         self.scheduler: LearningRate = configured["lr_scheduler"]["scheduler"]
@@ -187,7 +188,7 @@ def step_batches(run: Run, schedule: Schedule, parallel: Parallel) -> Iterator[S
     work = run.workload
     loader = train_loader(
         schedule.rows,
-        schedule.order(parallel.rank, run.steps_done),
+        schedule.order(parallel.data_rank, run.steps_done),
         work.batch_size,
         work.accumulate,
         run.config.workers,

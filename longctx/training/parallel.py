@@ -32,6 +32,7 @@ from lightning.fabric.strategies.launchers import subprocess_script
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from longctx.attention.context_parallel import Context
 from longctx.config.train_config import TrainConfig
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import PRECISION
@@ -44,13 +45,16 @@ LIGHTNING_PRECISION = {"bf16": "bf16-mixed", "fp32": "32-true"}
 class Parallel:
     """The processes of one run; this one is number `rank` of `ranks`, on `device`.
 
-    The mesh is (data, context): every data rank takes its own rows. Make it, decide what is to be
-    run on the first rank, then `launch`.
+    The mesh is (data, context): every data rank takes its own rows, and the context ranks of one
+    data rank share each of them. Make it, decide what is to be run on the first rank, then
+    `launch`.
     """
 
     def __init__(self, config: TrainConfig, device: str, machine: Machine) -> None:
         self.environment, self.ranks, self.local_ranks = processes(config)
         self.config = replace(config, devices=self.ranks)
+        config.context.validate(self.ranks)
+        self.data_ranks = self.ranks // config.context.degree
         if device == "cuda" and self.local_ranks > machine.gpus:
             there = f"there {'is' if machine.gpus == 1 else 'are'} {machine.gpus} here"
             raise ValueError(f"devices={self.local_ranks}: {there}")
@@ -66,11 +70,17 @@ class Parallel:
             plugins=[self.environment],
         )
         self.mesh: DeviceMesh | None = None
+        self.context = Context()
 
     @property
     def rank(self) -> int:
         """This process's number among those of the run."""
         return rank_of(self.environment)
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this process's rows: those that share rows have the same."""
+        return self.rank // (self.ranks // self.data_ranks)
 
     @property
     def is_first(self) -> bool:
@@ -95,9 +105,12 @@ class Parallel:
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self.fabric.launch()
         if self.ranks > 1:
+            shape = self.data_ranks, self.ranks // self.data_ranks
             self.mesh = init_device_mesh(
-                self.device.type, (self.ranks, 1), mesh_dim_names=("data", "context")
+                self.device.type, shape, mesh_dim_names=("data", "context")
             )
+            if shape[1] > 1:
+                self.context = Context(self.mesh.get_group("context"))
 
     def share(self, plain: T) -> T:
         """What the first rank has for `plain`, a value that JSON can hold, on every rank."""
@@ -135,13 +148,17 @@ class Parallel:
         return context
 
     def loss_weight(self, scored: int) -> Tensor:
-        """What each scored token's loss counts in the step, where this rank has `scored` of them.
+        """What each scored token's loss counts in the step, where this rank's rows have `scored`.
 
         () float32 on the device: the number of ranks, over which gradients are averaged, divided by
         the scored tokens of all ranks.
         """
-        total = torch.full((), float(scored), device=self.device)
+        total = torch.full((), float(self.once(scored)), device=self.device)
         return self.ranks / self.sum(total).clamp(min=1.0)
+
+    def once(self, count: int) -> int:
+        """`count`, of whole rows, on one of the ranks that share them, and 0 on the others."""
+        return count if self.context.rank == 0 else 0
 
     def sum(self, x: Tensor) -> Tensor:
         """`x` added up over all ranks, in place."""

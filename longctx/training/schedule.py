@@ -39,8 +39,8 @@ def stages(run: Run) -> list[Stage]:
 
 
 class Schedule:
-    """The rows of all `stages`, and the order in which this rank takes them; `data` has one data
-    set for each stage.
+    """The rows of all `stages`, and the order in which each data rank takes them; `data` has one
+    data set for each stage.
     """
 
     def __init__(self, run: Run, data: Sequence[Data | Mixture]) -> None:
@@ -66,7 +66,7 @@ class Schedule:
 
     def rows_per_step(self, stage: Stage) -> int:
         """Rows of a step over all micro-batches and devices."""
-        return stage.batch_size * self.run.workload.accumulate * self.run.workload.devices
+        return stage.batch_size * self.run.workload.accumulate * self.run.workload.data_ranks
 
 
 class _Steps(Sampler[list[int]]):
@@ -80,7 +80,7 @@ class _Steps(Sampler[list[int]]):
             if last or self.steps_done < stage.last:
                 steps = max(0, self.steps_done - stage.first)
                 consumed = steps * self.schedule.rows_per_step(stage)
-                stream = iter(data.order(run.config.seed, self.rank, work.devices, consumed))
+                stream = iter(data.order(run.config.seed, self.rank, work.data_ranks, consumed))
                 size = stage.batch_size * work.accumulate
                 rows = (list(islice(stream, size)) for _ in count())
                 # The last stage goes on as long as it is asked.

@@ -65,7 +65,8 @@ class Meter:
         self.steps += 1
         for micro in batch.micro:
             counted = (micro.scored, micro.real, micro.tokens.numel(), micro.pairs)
-            self.counts = [total + n for total, n in zip(self.counts, counted, strict=True)]
+            mine = map(self.parallel.once, counted)
+            self.counts = [total + n for total, n in zip(self.counts, mine, strict=True)]
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:

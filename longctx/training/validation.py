@@ -45,7 +45,7 @@ def validate(
     sums = torch.zeros(MOST * MOST + 2 + MOST, dtype=torch.float64, device=parallel.device)
     nats, totals, pieces = sums.split([MOST * MOST, 2, MOST])
     for micro in validation_batches(
-        data.val, run.val_rows, run.workload.batch_size, parallel.rank, parallel.ranks
+        data.val, run.val_rows, run.workload.batch_size, parallel.data_rank, parallel.data_ranks
     ):
         place, kept, full = places(micro)
         losses = validation_losses(module, micro.to(parallel.device), parallel).double().flatten()
@@ -53,7 +53,7 @@ def validate(
         pieces += torch.bincount(full, minlength=MOST).to(pieces)
         totals[0] += losses.sum()
         totals[1] += micro.scored
-    parallel.sum(sums)
+    parallel.sum(sums.mul_(parallel.once(1)))
     total, scored = totals.tolist()
     if not scored:
         return {}
