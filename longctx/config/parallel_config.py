@@ -15,8 +15,9 @@ class StrategyConfig:
 
     name: str = key(
         "auto",
-        "auto: ddp with more than one device, else none | ddp: a copy of the model per device",
-        choices=("auto", "ddp"),
+        "auto: with several devices ddp if that fits, else fsdp | ddp: a copy of the model per "
+        "device | fsdp: the model in slices",
+        choices=("auto", "ddp", "fsdp"),
     )
 
 

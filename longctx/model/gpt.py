@@ -6,6 +6,8 @@ Nothing in forward waits for the device.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ from longctx.model.recompute import (
     forward_in_tiles,
 )
 from longctx.model.rope import Rope
+
+Draw = Callable[[Tensor, Callable[[Tensor], Any]], None]  # (weight, what fills it at random)
 
 
 class GPT(nn.Module):
@@ -67,10 +71,11 @@ class GPT(nn.Module):
         return self.embed.weight if self.head is None else self.head.weight
 
     @torch.no_grad()
-    def init_weights(self) -> None:
+    def init_weights(self, draw: Draw = lambda x, fill: fill(x)) -> None:
         """Draw all weights anew from normal(0, init_std).
 
-        As in GPT-2, those into the residual stream are smaller by sqrt(2 · layers).
+        As in GPT-2, those into the residual stream are smaller by sqrt(2 · layers). `draw` fills a
+        weight of which this rank holds a part.
         """
         std = self.config.init_std
         for name, module in self.named_modules():
@@ -79,7 +84,7 @@ class GPT(nn.Module):
             elif isinstance(module, nn.Linear | nn.Embedding):
                 into_residual = name.endswith((".attention.out", ".mlp.down"))
                 shrink = math.sqrt(2 * self.config.layers) if into_residual else 1.0
-                nn.init.normal_(module.weight, std=std / shrink)
+                draw(module.weight, partial(nn.init.normal_, std=std / shrink))
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 

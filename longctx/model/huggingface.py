@@ -7,12 +7,14 @@ Which models are covered, and how their config.json and their tensors are to be 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from longctx.config.model_config import AttentionConfig, GPTConfig
 from longctx.model.families import read_json, read_model
@@ -69,12 +71,16 @@ def pretrained(
 
 
 @torch.no_grad()
-def load_weights(model: GPT, folder: str | Path) -> None:
+def load_weights(
+    model: GPT, folder: str | Path, write: Callable[[Tensor, Tensor, int], None] | None = None
+) -> None:
     """Copy the weights of `folder` into `model`, tensor by tensor, cast to its dtype; raises as
     `check_weights`.
 
-    Rows of a larger vocabulary than the folder's keep what they hold.
+    Rows of a larger vocabulary than the folder's keep what they hold. `write` copies (weight,
+    values, first row) to a weight of which this rank holds a part.
     """
+    write = write or _copy_rows
     stored = check_weights(model.config, folder)
     parameters = dict(model.named_parameters())
     family, source = read_model(folder)
@@ -82,8 +88,12 @@ def load_weights(model: GPT, folder: str | Path) -> None:
         # opened for each tensor: the pages of a file count as ours for as long as it is mapped
         with safe_open(stored[piece.theirs].file, framework="pt") as file:
             tensor = file.get_tensor(piece.theirs)
-            parameters[piece.ours][piece.first : piece.first + len(tensor)].copy_(tensor)
+            write(parameters[piece.ours], tensor, piece.first)
             del tensor
+
+
+def _copy_rows(weight: Tensor, values: Tensor, first: int) -> None:
+    weight[first : first + len(values)].copy_(values)
 
 
 def check_weights(config: GPTConfig, folder: str | Path) -> dict[str, Stored]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from longctx import files
 from longctx.config.model_config import LoraConfig
 from longctx.model.families import family_of
-from longctx.model.gpt import GPT
+from longctx.model.gpt import GPT, Draw
 from longctx.model.layers import Linear, RMSNorm
 
 OF_BLOCK = {"qkv": "attention", "out": "attention", "gate_up": "mlp", "down": "mlp"}
@@ -45,7 +46,12 @@ class LoraLinear(nn.Linear):
         self.lora_b = nn.Parameter(
             torch.zeros(self.out_features, rank, dtype=torch.float32, device=device)
         )
-        nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
+        self.init_added()
+
+    def init_added(self, draw: Draw = lambda x, fill: fill(x)) -> None:
+        """Draw the added product anew; it begins at zero."""
+        draw(self.lora_a, partial(nn.init.kaiming_uniform_, a=math.sqrt(5)))
+        nn.init.zeros_(self.lora_b)
 
     def forward(self, x: Tensor) -> Tensor:
         low = F.linear(x, self.lora_a.to(x.dtype)) * self.scale
@@ -88,6 +94,11 @@ def add(model: GPT, config: LoraConfig) -> GPT:
                 LoraLinear(getattr(part, name), config.rank, config.scaling * config.rank),
             )
     return model
+
+
+def layers(model: GPT) -> list[LoraLinear]:
+    """The layers of `model` that have a trained product beside their weight."""
+    return [module for module in model.modules() if isinstance(module, LoraLinear)]
 
 
 @torch.no_grad()

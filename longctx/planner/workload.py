@@ -21,7 +21,7 @@ class Workload:
 
     device: str  # cuda | cpu
     devices: int  # processes of the run, each with a device of its own
-    strategy: str  # none | ddp
+    strategy: str  # none | ddp | fsdp
     context: int  # devices that share each row
     seq_len: int  # tokens in a row
     batch_size: int  # rows in a micro-batch
@@ -62,12 +62,14 @@ def workload_of(
     """
     batch_size = config.batch_size or max(1, TOKENS_PER_MICRO_BATCH[device] // seq_len)
     micro_batch = batch_size * seq_len * config.devices // config.context.degree
-    several = config.devices > 1 or config.strategy.name == "ddp"
+    strategy = config.strategy.name
+    if strategy == "auto":
+        strategy = "ddp" if config.devices > 1 else "none"
     memory = config.memory
     return Workload(
         device=device,
         devices=config.devices,
-        strategy="ddp" if several else "none",
+        strategy=strategy,
         context=config.context.degree,
         seq_len=seq_len,
         batch_size=batch_size,

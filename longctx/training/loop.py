@@ -56,6 +56,7 @@ def train(request: Request) -> int:
     shared = parallel.share({} if run is None else run.shared())
     if run is None:
         run = of_shared(shared)
+    parallel.form(run.workload)
     with run_folder.locked(run.folder) if parallel.is_first else nullcontext():
         if run.checkpoint is not None and parallel.is_first:
             continue_folder(run)
@@ -165,7 +166,7 @@ class TrainState:
 
     def __init__(self, run: Run, parallel: Parallel) -> None:
         self.run, self.steps_done = run, run.steps_done
-        self.module = TrainingModule(run)
+        self.module = TrainingModule(run, parallel.shard)
         parallel.build(self.module.configure_model)
         self.module.model.share_rows(parallel.context)
         configured = self.module.configure_optimizers()

@@ -6,6 +6,7 @@ too, with one micro-batch per optimizer step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from longctx.model import GPT, lora
 from longctx.model.huggingface import load_weights
-from longctx.training import optimizers
+from longctx.training import optimizers, sharding
 from longctx.training.batches import MicroBatch
 from longctx.training.learning_rate import LearningRate
 from longctx.training.run import Run
@@ -29,9 +30,9 @@ class TrainingModule(pl.LightningModule):
 
     model: GPT
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, shard: Callable[[GPT], None] = lambda model: None) -> None:
         super().__init__()
-        self.run = run
+        self.run, self.shard = run, shard  # spreads the weights of a new model over the ranks
         self.grad_norm = torch.zeros(())  # global, before clipping, of the last step
 
     def configure_model(self) -> None:
@@ -39,27 +40,25 @@ class TrainingModule(pl.LightningModule):
         if hasattr(self, "model"):
             return
         work, config = self.run.workload, self.run.config
-        torch.manual_seed(config.seed)
-        if work.lora.rank is None:
+        device = torch.get_default_device()
+        with torch.device("meta"):
             self.model = GPT(work.model, work.attention, work.memory)
-        else:
-            self.model = self._frozen_with_lora()
+        if work.lora.rank is not None:  # frozen weights lie in 16 bits where they are used so
+            dtype = torch.bfloat16 if work.precision == "bf16" else torch.float32
+            lora.add(lora.in_precision(self.model, dtype), work.lora)
+        self.shard(self.model)
+        self.model.to_empty(device=device)
+
+        torch.manual_seed(config.seed)
+        self.model.init_weights(sharding.draw)
+        for layer in lora.layers(self.model):
+            layer.init_added(sharding.draw)
         if config.init is not None and self.run.checkpoint is None:
-            load_weights(self.model, Path(config.init))
+            load_weights(self.model, Path(config.init), sharding.write)
         if work.compile:
             self.model.compile_blocks()
             if config.seq_len_schedule:  # a graph for each length is faster than one for all
                 torch._dynamo.config.automatic_dynamic_shapes = False
-
-    def _frozen_with_lora(self) -> GPT:
-        """A model with frozen weights, in 16 bits where they are used in 16 bits, and LoRA."""
-        work, device = self.run.workload, torch.get_default_device()
-        with torch.device("meta"):
-            model = GPT(work.model, work.attention, work.memory)
-        dtype = torch.bfloat16 if work.precision == "bf16" else torch.float32
-        model = lora.in_precision(model, dtype).to_empty(device=device)
-        model.init_weights()  # what no folder fills
-        return lora.add(model, work.lora)
 
     def configure_optimizers(self) -> Any:
         optimizer = optimizers.build(self.model, self.run)

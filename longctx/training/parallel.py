@@ -34,8 +34,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from longctx.attention.context_parallel import Context
 from longctx.config.train_config import TrainConfig
+from longctx.model import GPT
 from longctx.planner.hardware import Machine
-from longctx.planner.workload import PRECISION
+from longctx.planner.workload import PRECISION, Workload
+from longctx.training import sharding
 
 T = TypeVar("T")
 RUN_VARIABLE = "LONGCTX_RUN"  # the run's folder, for what is said about a process that is lost
@@ -54,18 +56,20 @@ class Parallel:
         self.environment, self.ranks, self.local_ranks = processes(config)
         self.config = replace(config, devices=self.ranks)
         config.context.validate(self.ranks)
-        self.data_ranks = self.ranks // config.context.degree
         if device == "cuda" and self.local_ranks > machine.gpus:
             there = f"there {'is' if machine.gpus == 1 else 'are'} {machine.gpus} here"
             raise ValueError(f"devices={self.local_ranks}: {there}")
-        self.strategy = "ddp" if self.ranks > 1 or config.strategy.name == "ddp" else "none"
+        self.data_ranks = self.ranks
+        self.strategy = "none"
         self.deterministic = config.deterministic
         precision = PRECISION[device] if config.precision == "auto" else config.precision
+        self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        several = self.ranks > 1 or config.strategy.name != "auto"
         self.fabric = Fabric(
             accelerator="gpu" if device == "cuda" else "cpu",
             devices=self.local_ranks,
             num_nodes=self.ranks // self.local_ranks,
-            strategy=strategy(self.strategy, device),
+            strategy=launcher(several, device),
             precision=LIGHTNING_PRECISION[precision],  # type: ignore[arg-type]
             plugins=[self.environment],
         )
@@ -104,12 +108,17 @@ class Parallel:
             # A debugging aid, of which every allocation pays: our kernels write what they allocate.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self.fabric.launch()
-        if self.ranks > 1:
-            shape = self.data_ranks, self.ranks // self.data_ranks
+
+    def form(self, workload: Workload) -> None:
+        """Form the mesh of the launched processes as `workload` shares rows and weights over it."""
+        self.strategy, self.data_ranks = workload.strategy, workload.data_ranks
+        if dist.is_initialized():
             self.mesh = init_device_mesh(
-                self.device.type, shape, mesh_dim_names=("data", "context")
+                self.device.type,
+                (workload.data_ranks, workload.context),
+                mesh_dim_names=("data", "context"),
             )
-            if shape[1] > 1:
+            if workload.context > 1:
                 self.context = Context(self.mesh.get_group("context"))
 
     def share(self, plain: T) -> T:
@@ -125,9 +134,17 @@ class Parallel:
         with self.fabric.init_module():
             make()
 
+    def shard(self, model: GPT) -> None:
+        """Spread the weights of `model`, which hold nothing yet, over all ranks if that is asked
+        for.
+        """
+        if self.strategy == "fsdp":
+            ranks = init_device_mesh(self.device.type, (self.ranks,))
+            sharding.shard(model, ranks, self.dtype)
+
     def prepare(self, module: nn.Module) -> Any:
-        """`module` such that its gradients become the same on every rank in `backward`."""
-        return self.fabric.setup_module(module)
+        """`module` such that `backward` gives every rank the gradients of all of them."""
+        return module if self.strategy == "fsdp" else self.fabric.setup_module(module)
 
     def autocast(self) -> AbstractContextManager[None]:
         """The precision of the run, around forward and backward of a step."""
@@ -142,7 +159,7 @@ class Parallel:
         """Around forward and backward of a micro-batch: gradients stay on their rank until the
         last.
         """
-        if last or self.strategy == "none":
+        if last or self.strategy != "ddp":
             return nullcontext()
         context: AbstractContextManager[None] = self.fabric.no_backward_sync(module)
         return context
@@ -227,9 +244,9 @@ def rank_of(environment: ClusterEnvironment) -> int:
     return environment.global_rank()
 
 
-def strategy(name: str, device: str) -> Any:
-    """Lightning's strategy for the run; each parallel strategy of ours is one line here."""
-    if name == "ddp":
+def launcher(several: bool, device: str) -> Any:
+    """Lightning's strategy that starts the processes of the run, and wraps its model under ddp."""
+    if several:
         return DDPStrategy(broadcast_buffers=False, gradient_as_bucket_view=True)
     return SingleDeviceStrategy(device="cuda:0" if device == "cuda" else "cpu")
 

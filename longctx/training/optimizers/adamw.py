@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import adamw as functional
 
 from longctx.config.optimizer_config import SLICE
 from longctx.kernels import HAS_TRITON
 from longctx.model.offload import pinned
 from longctx.training.run import Run
+from longctx.training.sharding import local
 
 AVERAGES = ("exp_avg", "exp_avg_sq")
 
@@ -31,7 +33,8 @@ def build(model: nn.Module, run: Run) -> torch.optim.AdamW:
     beta1, beta2 = run.config.betas
     stored = run.workload.memory.optimizer_state or "fp32"
     decayed_or_not = groups(trained, run.config.weight_decay)
-    if stored == "fp32" and not all(by_kernel(p) for p in trained):
+    is_whole = not any(isinstance(p, DTensor) for p in trained)
+    if stored == "fp32" and is_whole and not all(by_kernel(p) for p in trained):
         return torch.optim.AdamW(decayed_or_not, lr=run.lr, betas=(beta1, beta2), fused=True)
     return AdamW(decayed_or_not, run.lr, (beta1, beta2), stored)
 
@@ -89,18 +92,18 @@ class AdamW(torch.optim.AdamW):
 
     def _update_group(self, group: dict[str, Any]) -> None:
         for p in group["params"]:
-            if p.grad is not None and p.numel():
-                self._update(p, group)
+            if p.grad is not None and local(p).numel():
+                self._update(local(p), local(p.grad), self.state[p], group)
 
-    def _update(self, p: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[p]
+    def _update(
+        self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
         step = count(state)
         for name in AVERAGES:
             state[name] = self._stored(p, state.get(name))
         in_place = by_kernel(p) and self.stored != "host"
         size = p.numel() if in_place else SLICE
-        assert p.grad is not None
-        flat, grad = p.view(-1), p.grad.reshape(-1)
+        flat, grad = p.view(-1), grad.reshape(-1)
         for start in range(0, p.numel(), size):
             at = slice(start, start + size)
             stored = [state[name].view(-1)[at] for name in AVERAGES]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from longctx.training.optimizers.adamw import AdamW
+from longctx.training.sharding import full
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float | None) -> Tensor:
@@ -19,7 +20,7 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float | None) -> 
     parameters = [
         p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
     ]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+    norm = full(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
     if max_norm is None:
         return norm
     if isinstance(optimizer, AdamW):

@@ -25,11 +25,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from longctx.config.optimizer_config import STACK
 from longctx.model.layers import Linear
 from longctx.training.optimizers.adamw import AdamW, count, groups
 from longctx.training.run import Run
+from longctx.training.sharding import full, like, local, rows
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Newton-Schulz, from Jordan's post
 EPS = 1e-7  # the least norm that a matrix is divided by
@@ -96,12 +98,34 @@ class Muon(AdamW):
         if not weights:
             return super()._update_group(group)
         lr, decay = group["lr"], group["weight_decay"]
+        if isinstance(weights[0], DTensor):
+            for p in weights:
+                self._update_slice(p, lr, decay)
+            return None
         for batch in batches(self._matrices(weights)):
             moved = [matrix.weight for matrix in batch]
-            updates = orthogonalized(self._directions(batch), self.iterations)
+            updates = orthogonalized(self._stack(batch), self.iterations)
             along = [u.mT if is_tall(w) else u for u, w in zip(updates, moved, strict=True)]
             torch._foreach_mul_(moved, 1 - lr * decay)
             torch._foreach_add_(moved, along, alpha=-lr * SCALE * math.sqrt(max(moved[0].shape)))
+
+    def _update_slice(self, p: DTensor, lr: float, decay: float) -> None:
+        """Update this rank's rows of p; every rank orthogonalizes the gathered matrices."""
+        state, weight = self.state[p], local(p)
+        count(state)
+        momentum = state["momentum"] = self._stored(weight, state.get("momentum"))
+        assert p.grad is not None
+        matrix = Matrix(weight, local(p.grad), momentum)
+        rows_of_rank = torch.zeros_like(weight, dtype=torch.bfloat16)
+        self._directions([matrix], [rows_of_rank])
+        direction = full(like(p, rows_of_rank))
+        updates = []
+        for part in direction.split(self.parts[p]):
+            tall = is_tall(part)
+            update = orthogonalized((part.mT if tall else part)[None], self.iterations)[0]
+            updates.append((update.mT if tall else update) * math.sqrt(max(part.shape)))
+        update = torch.cat(updates)[rows(p)]
+        weight.mul_(1 - lr * decay).add_(update, alpha=-lr * SCALE)
 
     def _matrices(self, weights: Iterable[Tensor]) -> Iterator[Matrix]:
         """Every matrix in `weights`, with its momentum, zeros at first, where that is kept."""
@@ -113,8 +137,17 @@ class Muon(AdamW):
             splits = (x.split(self.parts[p]) for x in (p, p.grad, momentum))
             yield from map(Matrix._make, zip(*splits, strict=True))
 
-    def _directions(self, batch: list[Matrix]) -> Tensor:
+    def _stack(self, batch: list[Matrix]) -> Tensor:
         """(n, r, c) bf16 with r <= c: what is to be orthogonalized; moves the momentum on."""
+        weight = batch[0].weight
+        shape = len(batch), *sorted(weight.shape)
+        stack = torch.empty(shape, dtype=torch.bfloat16, device=weight.device)
+        upright = [x.mT if is_tall(m.weight) else x for x, m in zip(stack, batch, strict=True)]
+        self._directions(batch, upright)
+        return stack
+
+    def _directions(self, batch: list[Matrix], into: list[Tensor]) -> None:
+        """Write what is to be orthogonalized, in bf16; moves the momentum on."""
         gradients = [matrix.gradient for matrix in batch]
         kept = [matrix.momentum for matrix in batch]
         device = gradients[0].device
@@ -131,11 +164,8 @@ class Muon(AdamW):
             for place, new in zip(kept, momenta, strict=True):
                 place.copy_(new, non_blocking=True)
         ahead = torch._foreach_lerp(gradients, momenta, self.momentum)
-        shape = sorted(gradients[0].shape)
-        stack = torch.empty(len(batch), *shape, dtype=torch.bfloat16, device=device)
-        for place, direction in zip(stack, ahead, strict=True):
-            place.copy_(direction.mT if is_tall(direction) else direction)
-        return stack
+        for place, direction in zip(into, ahead, strict=True):
+            place.copy_(direction)
 
 
 def is_tall(matrix: Tensor) -> bool:
