@@ -21,7 +21,7 @@ def atomic(path: Path) -> Iterator[Path]:
     """
     as_given, path = path, path.absolute()
     partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    _remove(partial)  # of a process that was killed, whose number came again
+    remove(partial)  # of a process that was killed, whose number came again
     try:
         yield partial
         os.replace(partial, path)
@@ -30,7 +30,7 @@ def atomic(path: Path) -> Iterator[Path]:
             error.filename = error.filename or str(as_given)
         raise
     finally:
-        _remove(partial)
+        remove(partial)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -39,7 +39,8 @@ def write_text(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder with all that is in it; nothing if there is none."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 from longctx.cli.overrides import (
     SCHEMAS,
     Key,
+    in_full,
     is_open,
     key_and_value,
     keys,
@@ -82,6 +83,7 @@ def from_file(command: str, path: Path, overrides: list[str]) -> Composed:
     from yaml import YAMLError
 
     schema = SCHEMAS[command]
+    overrides = [in_full(override, schema) for override in overrides]
     changed = dict(key_and_value(override) for override in overrides)
     upgraded = getattr(importlib.import_module(schema.__module__), "upgraded", dict)
     try:

@@ -111,15 +111,26 @@ def check_override(
                     f"{name}={preset}: not one of {names}{_closest(preset, choices[name])}"
                 )
     elif dataclasses.is_dataclass(known[name].hint):
+        full = in_full(f"{name}={value}", schema).partition("=")[0]
+        if full != name:
+            if known[full].hint is bool and value.lower() not in ("true", "false"):
+                raise ValueError(f"{override}: must be true or false")
+            return f"{full}={value}"
         inner = [key for key in known if key.startswith(name + ".")]
-        for key in inner:
-            if known[key].metadata.get("short"):
-                if known[key].hint is bool and value.lower() not in ("true", "false"):
-                    raise ValueError(f"{override}: must be true or false")
-                return f"{key}={value}"
         more = ", …" if inner[6:] else ""
         raise ValueError(f"{override}: {name} has keys of its own: {', '.join(inner[:6])}{more}")
     return f"{name}={value}"
+
+
+def in_full(override: str, schema: type) -> str:
+    """`override` with the key that the name of a group stands for, as passkey.enabled=true."""
+    name, equals, value = override.partition("=")
+    short = (
+        key
+        for key, known in keys(schema).items()
+        if known.metadata.get("short") and key.rpartition(".")[0] == name
+    )
+    return f"{next(short, name)}{equals}{value}"
 
 
 def split_positional(schema: type, argv: list[str]) -> tuple[list[str], dict[str, Any]]:

@@ -18,6 +18,7 @@ class StrategyConfig:
         "auto: with several devices ddp if that fits, else fsdp | ddp: a copy of the model per "
         "device | fsdp: the model in slices",
         choices=("auto", "ddp", "fsdp"),
+        short=True,
     )
 
 

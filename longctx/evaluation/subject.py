@@ -121,7 +121,7 @@ def load_model(
 def _checkpoint_file(path: Path) -> Path:
     if not path.exists():
         raise ValueError(f"checkpoint={path}: no such file or folder")
-    if not path.is_dir():
+    if not path.is_dir() or path.suffix == ".ckpt":
         return path
     files = run_folder.checkpoints(path)
     if files:

@@ -64,8 +64,8 @@ def run_adapter(
 
 
 def newest(source: Path) -> Path:
-    """Find the checkpoint file of the run or file `source`; ValueError if there is none."""
-    if source.is_file():
+    """Find the checkpoint of the run or checkpoint `source`; ValueError if there is none."""
+    if source.is_file() or source.suffix == ".ckpt":
         return source
     checkpoints = sorted((source / "checkpoints").glob("step-*.ckpt"), key=by_step)
     if not checkpoints:

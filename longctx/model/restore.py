@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from longctx.config.model_config import AttentionConfig, GPTConfig, LoraConfig
 from longctx.model.gpt import GPT
@@ -26,7 +27,10 @@ def mapped_model(
     with torch.device("meta"):
         model = GPT(config, backend)
         model = model if lora.rank is None else add_lora(model, lora)
-    weights = {name.removeprefix("model."): x for name, x in checkpoint["state_dict"].items()}
+    weights = {
+        name.removeprefix("model."): x if isinstance(x, Tensor) else x[:]
+        for name, x in checkpoint["state_dict"].items()
+    }
     try:
         model.load_state_dict(weights, assign=True)
     except (RuntimeError, AttributeError) as error:

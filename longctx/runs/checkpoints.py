@@ -1,9 +1,10 @@
 """Checkpoints: write, read, verify; and the state of the random number generators.
 
-A checkpoint is a file of torch in Lightning's layout. It holds only tensors and plain values, so
-that loading one never runs code from it: weights, optimizer state, random state, the counters of
-the run and its configuration, enough to continue exactly. It appears under its name only once it is
-complete on disk; `last.ckpt` points at the newest.
+A checkpoint is a file of torch in Lightning's layout, or, where the weights of a run are sharded, a
+folder (see sharded_checkpoint.py). It holds only tensors and plain values, so that loading one
+never runs code from it: weights, optimizer state, random state, the counters of the run and its
+configuration, enough to continue exactly. It appears under its name only once it is complete on
+disk; `last.ckpt` points at the newest.
 """
 
 from __future__ import annotations
@@ -14,18 +15,29 @@ import random
 import struct
 import zipfile
 import zlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from longctx import files
 from longctx.files import by_step
-from longctx.runs import run_folder
+from longctx.runs import run_folder, sharded_checkpoint
 
 FORMAT = 2
+
+
+class Sharded(NamedTuple):
+    """What one rank has of a weight that is cut by rows."""
+
+    part: Tensor  # its rows
+    shape: torch.Size  # of the whole
+    rows_of: list[slice]  # of each rank
+
+
 TO_RESUME = {"state_dict", "optimizer_states", "meter", "random", "steps_done"}
 
 
@@ -75,18 +87,18 @@ def tidy(folder: Path, keep: int) -> None:
     paths = run_folder.checkpoints(folder)
     with files.atomic(folder / "checkpoints" / "last.ckpt") as link:
         link.symlink_to(paths[-1].name)
-    for path in [*paths[:-keep], *(folder / "checkpoints").glob(".step-*.ckpt")]:
-        path.unlink()
+    for path in [*paths[:-keep], *(folder / "checkpoints").glob(".step-*.ckpt*")]:
+        files.remove(path)
 
 
 def read(path: Path, parts: Collection[str] = ("state_dict",)) -> dict[str, Any]:
-    """The checkpoint at `path`, its tensors mapped from disk.
+    """The checkpoint at `path`, its tensors mapped from disk, or `Rows` where it is sharded.
 
     Raises ValueError where it is missing, not one of ours, or lacks one of `parts`.
     """
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"{path}: no such checkpoint")
-    checkpoint = opened(path)
+    checkpoint = _of_shards(path) if path.is_dir() else opened(path)
     about = checkpoint["longctx"]
     if about.get("format") != FORMAT:
         raise ValueError(
@@ -96,6 +108,74 @@ def read(path: Path, parts: Collection[str] = ("state_dict",)) -> dict[str, Any]
     if missing:
         raise ValueError(f"{path}: not a whole checkpoint, it has no {', '.join(missing)}")
     return checkpoint
+
+
+def save_shards(
+    state: Mapping[str, Any],
+    optimizer: Mapping[str, Any],
+    weights: Mapping[str, Sharded],
+    trained: Sequence[str],
+    about: Mapping[str, Any],
+    path: Path,
+    rank: int,
+    ranks: int,
+    agree: Callable[[str | None], str | None],
+) -> None:
+    """Write the checkpoint of sharded `weights`, name → what this rank has of one; all ranks call
+    it.
+
+    `optimizer` is a state_dict, whose tensors are cut as the weights are; `trained` are the names
+    of these, as it numbers them. The rest is plain.
+    """
+    tensors: dict[str, Tensor] = {}
+    index: dict[str, Any] = {}
+    scalars: dict[str, dict[str, float]] = {}
+
+    def put(name: str, part: Tensor, weight: Sharded) -> None:
+        if len(part):
+            tensors[name] = part
+        shape = [weight.shape[0], *part.shape[1:]]
+        index[name] = sharded_checkpoint.entry(shape, part.dtype, weight.rows_of)
+
+    for name, weight in weights.items():
+        put(name, weight.part, weight)
+    for number, values in optimizer["state"].items():
+        for key, value in values.items():
+            if value.ndim:
+                put(f"optimizer.{number}.{key}", value, weights[trained[number]])
+            else:
+                scalars.setdefault(str(number), {})[key] = float(value)
+    plain = {
+        "longctx": dict(about),
+        **state,
+        "random": _plain_random(state["random"]),
+        "param_groups": optimizer["param_groups"],
+        "optimizer_scalars": scalars,
+    }
+    sharded_checkpoint.save(path, plain, tensors, index, rank, ranks, agree)
+
+
+def _of_shards(path: Path) -> dict[str, Any]:
+    """A sharded checkpoint in the layout of a file, with `Rows` for tensors."""
+    content = sharded_checkpoint.read(path)
+    try:
+        states: dict[int, dict[str, Any]] = {
+            int(number): {key: torch.tensor(value) for key, value in values.items()}
+            for number, values in content.pop("optimizer_scalars").items()
+        }
+        weights = {}
+        for name, rows in content.pop("tensors").items():
+            if name.startswith("optimizer."):
+                _, number, key = name.split(".")
+                states.setdefault(int(number), {})[key] = rows
+            else:
+                weights[name] = rows
+        groups = content.pop("param_groups")
+        content["random"] = _random_of_plain(content["random"])
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: not a whole checkpoint ({error})") from error
+    optimizer = {"state": states, "param_groups": groups}
+    return content | {"state_dict": weights, "optimizer_states": [optimizer]}
 
 
 def opened(path: Path) -> dict[str, Any]:
@@ -128,8 +208,11 @@ def verify(path: Path) -> None:
     file at all passes: `opened` refuses it.
     """
     try:
-        with zipfile.ZipFile(path) as file:
-            damaged = file.testzip()
+        if path.is_dir():
+            damaged = sharded_checkpoint.verify(path)
+        else:
+            with zipfile.ZipFile(path) as file:
+                damaged = file.testzip()
     except zipfile.BadZipFile:
         return
     except PermissionError:
@@ -165,6 +248,20 @@ def random_state() -> dict[str, Any]:
             int(has_gauss),
             float(gauss),
         ),
+    }
+
+
+def _plain_random(state: dict[str, Any]) -> dict[str, Any]:
+    return state | {
+        "torch": state["torch"].tolist(),
+        "cuda": [x.tolist() for x in state["cuda"]],
+    }
+
+
+def _random_of_plain(state: dict[str, Any]) -> dict[str, Any]:
+    return state | {
+        "torch": torch.tensor(state["torch"], dtype=torch.uint8),
+        "cuda": [torch.tensor(x, dtype=torch.uint8) for x in state["cuda"]],
     }
 
 

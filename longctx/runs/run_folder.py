@@ -25,8 +25,9 @@ import yaml
 from longctx import files
 from longctx.runs.metrics import Row
 
-# What resume= may change: where, how long and how closely watched the run is. A new length changes
-# the learning rate of the steps to come; nothing else changes what is computed.
+# What resume= may change: where and by how many devices it is computed, how long and how closely
+# watched the run is. A new length changes the learning rate of the steps to come; nothing else
+# changes what is computed.
 RESUMABLE = {
     *(
         "max_steps",
@@ -37,7 +38,8 @@ RESUMABLE = {
         "keep_checkpoints",
         "log_every",
     ),
-    *("workers", "device", "compile", "kernel.lock"),
+    *("workers", "device", "devices", "compile", "kernel.lock"),
+    *("strategy", "strategy.name", "context.degree"),
     *(f"passkey.{key}" for key in ("enabled", "lengths", "depths", "samples", "kinds")),
     *(
         f"wandb.{key}"
@@ -212,6 +214,8 @@ def check_unedited(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> 
     `saved` in a checkpoint.
     """
     free = {"name", "runs", "resume", "init", *RESUMABLE}
+    if rows_per_step(saved) == rows_per_step(now):
+        free |= {"batch_size", "accumulate"}
     for name in sorted(saved.keys() & now.keys() - free):
         old, new, prefix = saved[name], now[name], f"{name}."
         if not isinstance(old, dict):
@@ -224,6 +228,13 @@ def check_unedited(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> 
                     f"{folder / 'config.yaml'}: {prefix}{key}={new[key]}, where the run began with "
                     f"{old[key]}; it cannot change when the run is resumed, so put it back"
                 )
+
+
+def rows_per_step(settings: dict[str, Any]) -> int:
+    """Rows of an optimizer step over all devices of a run with these `settings`."""
+    groups = settings["devices"] // settings.get("context", {}).get("degree", 1)
+    rows: int = settings["batch_size"] * settings["accumulate"] * groups
+    return rows
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -86,7 +86,8 @@ class Tracker:
         import wandb
 
         artifact = wandb.Artifact(self._run.id, type="model", metadata={"step": step})
-        artifact.add_file(str(path), name=path.name)
+        add = artifact.add_dir if path.is_dir() else artifact.add_file
+        add(str(path), name=path.name)
         self._run.log_artifact(artifact, aliases=["latest", f"step-{step}"])
 
     def finish(self, exit_code: int) -> None:

@@ -23,7 +23,7 @@ from longctx.kernels.selftest import SelfTestFailed
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import PARAMETERS, predict
 from longctx.runs import checkpoints, run_folder
-from longctx.training import out_of_memory
+from longctx.training import out_of_memory, sharding
 from longctx.training.batches import StepBatch, train_loader
 from longctx.training.learning_rate import LearningRate, learning_rate
 from longctx.training.module import TrainingModule
@@ -177,8 +177,11 @@ class TrainState:
     def restore(self, path: Path, meter: Meter, parallel: Parallel) -> None:
         """Continue from the checkpoint at `path`, bit for bit."""
         checkpoint = checkpoints.read(path, checkpoints.TO_RESUME)
-        self.module.load_state_dict(checkpoint["state_dict"])
-        self.optimizer.load_state_dict(checkpoint["optimizer_states"][0])
+        for name, weight in self.module.named_parameters():
+            sharding.write_rows_of(checkpoint["state_dict"][name], weight)
+        self.optimizer.load_state_dict(
+            sharding.state_of_rank(checkpoint["optimizer_states"][0], self.optimizer)
+        )
         self.scheduler = LearningRate(self.optimizer, self.run)
         meter.restore(checkpoint["meter"], parallel.is_first)
         checkpoints.restore_random_state(checkpoint["random"])
@@ -210,21 +213,20 @@ def save(
     log: RunLog,
 ) -> None:
     """Write the checkpoint after `step`; the older ones of the run go."""
+    path = checkpoints.path_of(run.folder, step)
+    about = checkpoints.describe(run.settings(), fingerprint, parallel.ranks, run.kernel_lock)
     counters = meter.state()  # of all ranks
+    content = {"steps_done": step, "meter": counters, "random": checkpoints.random_state()}
+    optimizer = state.optimizer.state_dict()
+    if parallel.strategy == "fsdp":
+        weights = sharding.parts(state.module)
+        trained = sharding.trained_names(state.module, state.optimizer)
+        ranks = parallel.rank, parallel.ranks, parallel.first_problem
+        checkpoints.save_shards(content, optimizer, weights, trained, about, path, *ranks)
+    elif parallel.is_first:
+        content |= {"longctx": about, "state_dict": state.module.state_dict()}
+        checkpoints.save(content | {"optimizer_states": [optimizer]}, path)
     if parallel.is_first:
-        path = checkpoints.path_of(run.folder, step)
-        about = checkpoints.describe(run.settings(), fingerprint, parallel.ranks, run.kernel_lock)
-        checkpoints.save(
-            {
-                "longctx": about,
-                "steps_done": step,
-                "meter": counters,
-                "random": checkpoints.random_state(),
-                "state_dict": state.module.state_dict(),
-                "optimizer_states": [state.optimizer.state_dict()],
-            },
-            path,
-        )
         checkpoints.tidy(run.folder, run.config.keep_checkpoints)
         log.checkpoint(path, step)
     parallel.barrier()

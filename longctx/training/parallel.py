@@ -191,6 +191,14 @@ class Parallel:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return int(largest)
 
+    def first_problem(self, problem: str | None) -> str | None:
+        """Wait for all ranks; the `problem` of the first that has one, told to all of them."""
+        if self.ranks == 1:
+            return problem
+        problems: list[str | None] = [None] * self.ranks
+        dist.all_gather_object(problems, problem)
+        return next((x for x in problems if x is not None), None)
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self.fabric.barrier()

@@ -54,6 +54,8 @@ def resolve(request: Request, machine: Machine, say: Say = print) -> Run:
         run_folder.check_free(Path(config.runs), config.name)
 
     # Model: a preset, the weights of a folder, or what the run began with
+    if resumed:
+        request = request._replace(config=with_steps_of_run(config))
     config, model, source = choose_model(request, device)
     check_attention(config, model, device)
 
@@ -251,6 +253,25 @@ def check_schedule(run: Run) -> None:
         raise ValueError(
             f"seq_len_schedule={stages}: takes all {run.max_steps:,} steps; leave some for seq_len"
         )
+
+
+def with_steps_of_run(config: TrainConfig) -> TrainConfig:
+    """`config` of a resumed run with the rows of its steps, spread over the devices there are now.
+
+    ValueError where they cannot be spread evenly.
+    """
+    saved = run_folder.read_config(Path(config.resume or ""))
+    before = saved["devices"] // saved.get("context.degree", 1)
+    now = config.devices // config.context.degree
+    assert config.batch_size is not None and config.accumulate is not None
+    rows = config.batch_size * config.accumulate * before
+    if rows % now:
+        raise ValueError(
+            f"devices={config.devices}: a step of the run has {rows} rows, which {now} groups of "
+            "devices cannot share evenly; choose another number"
+        )
+    batch_size = math.gcd(config.batch_size, rows // now)
+    return replace(config, batch_size=batch_size, accumulate=rows // now // batch_size)
 
 
 def continued(run: Run) -> Run:

@@ -7,11 +7,11 @@ run; gradients are added up in fp32. Compare ZeRO-3 (arXiv 1910.02054).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from longctx.model import GPT
+from longctx.runs.checkpoints import Sharded
 
 
 def shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype) -> None:
@@ -46,10 +47,15 @@ def rows(x: Tensor) -> slice:
     """Which rows of the whole x this rank holds, as fully_shard divides them."""
     if not isinstance(x, DTensor):
         return slice(0, x.shape[0])
-    mesh = x.device_mesh
-    size = -(-x.shape[0] // mesh.size())
-    first = min(mesh.get_local_rank() * size, x.shape[0])
-    return slice(first, min(first + size, x.shape[0]))
+    return rows_of_ranks(x)[x.device_mesh.get_local_rank()]
+
+
+def rows_of_ranks(x: Tensor) -> list[slice]:
+    """`rows` of every rank of the mesh, in order."""
+    assert isinstance(x, DTensor)
+    size = -(-x.shape[0] // x.device_mesh.size())
+    starts = [min(rank * size, x.shape[0]) for rank in range(x.device_mesh.size())]
+    return [slice(start, min(start + size, x.shape[0])) for start in starts]
 
 
 def full(x: Tensor) -> Tensor:
@@ -82,3 +88,34 @@ def draw(x: Tensor, fill: Callable[[Tensor], Any]) -> None:
         write(x, values)
     else:
         fill(x)
+
+
+def write_rows_of(source: Any, x: Tensor) -> None:
+    """Copy to x its rows of `source`, a tensor or `Rows` of the same whole shape."""
+    mine = rows(x)
+    write(x, source[mine], mine.start)
+
+
+def parts(module: nn.Module) -> dict[str, Sharded]:
+    """What this rank has of each weight of `module`, for a checkpoint."""
+    return {
+        name: Sharded(local(x), x.shape, rows_of_ranks(x)) for name, x in module.named_parameters()
+    }
+
+
+def trained_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names of the weights that `optimizer` trains, as its state_dict numbers them."""
+    names = {id(x): name for name, x in module.named_parameters()}
+    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+
+def state_of_rank(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state_dict of `optimizer` from one that was `saved` whole, or as `Rows`: of each tensor
+    the rows that this rank has of the weight.
+    """
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    state: dict[int, dict[str, Any]] = {}
+    for number, values in saved["state"].items():
+        mine = rows(weights[number])
+        state[number] = {key: x if x.ndim == 0 else x[mine] for key, x in values.items()}
+    return {"state": state, "param_groups": saved["param_groups"]}
