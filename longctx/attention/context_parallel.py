@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 
 from longctx.attention.mask import Mask
 from longctx.attention.registry import Attention, Gradients
+from longctx.config.parallel_config import kv_copies
 
 _groups: dict[str, ProcessGroup] = {}  # name → group, for the operator, which takes no objects
 
@@ -178,10 +179,3 @@ class Ulysses:
         ranks, heads = self.context.ranks, [x.shape[2] for x in tensors]
         received = self.context.to_tokens(torch.cat(tensors, dim=2)).unflatten(2, (ranks, -1))
         return tuple(x.flatten(2, 3) for x in received.split(heads, dim=3))
-
-
-def kv_copies(heads: int, kv_heads: int, ranks: int) -> int:
-    """How often each key-value head is sent, so that every rank has those of its query heads."""
-    if kv_heads % ranks == 0:
-        return 1
-    return ranks // kv_heads if ranks % kv_heads == 0 else heads // kv_heads

@@ -40,3 +40,12 @@ class ContextConfig:
             raise ValueError(
                 f"context={self.degree}: does not divide devices={devices}; give a number that does"
             )
+
+
+def kv_copies(heads: int, kv_heads: int, ranks: int) -> int:
+    """How often each key-value head is sent to `ranks` that divide a row's heads among them, so
+    that each has those of its query heads.
+    """
+    if kv_heads % ranks == 0:
+        return 1
+    return ranks // kv_heads if ranks % kv_heads == 0 else heads // kv_heads

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from longctx.config.memory_config import POLICIES
+from longctx.config.parallel_config import kv_copies
 from longctx.config.train_config import LONGEST_ROW
 from longctx.planner import optimizer_cost
 from longctx.planner.hardware import Chip
@@ -20,6 +21,7 @@ from longctx.planner.workload import Workload
 
 HOST_LEFT = 12 * 2**30  # bytes of host memory left to the process, its libraries and the data
 LINK = 55e9  # bytes per second between a GPU and pinned memory
+NVLINK = 3.5e11  # bytes per second that a device sends to the others of its machine
 # Share of the chip's peak that attention reaches forward and backward on long rows, head sizes up
 # to 64 and above (results/attention.json).
 RATES: dict[str, dict[int, tuple[float, float]]] = {
@@ -194,6 +196,7 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     workload = replace(workload, memory=workload.memory.filled(workload.memory.policy))
     m, memory, e = workload.model, workload.memory, 2 if workload.precision == "bf16" else 4
     N, T, C = workload.batch_size * workload.seq_len, workload.seq_len, m.channels
+    N = -(-N // workload.context)  # of this device
     peak = chip.flops * (1.0 if e == 2 else 0.5)
     before = C * (m.heads + 2 * m.kv_heads) * m.head_size
     after = m.heads * m.head_size * C + 3 * C * m.ffn
@@ -220,9 +223,44 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
         for name, s in (per_micro | {"waiting for the host": waiting}).items()
     }
     parts[OPTIMIZER] = update_seconds(workload, chip)
+    if workload.devices > 1:
+        exchanged = workload.accumulate * exchange_bytes(workload) / NVLINK
+        behind = 0.8 * sum(parts.values())  # gradients and weights travel while blocks compute
+        waits = max(0.0, shared_bytes(workload) / NVLINK - behind)
+        parts["waiting for other devices"] = exchanged + waits
     tokens = N * workload.accumulate
     work = tokens * m.flops_per_token(seen(workload) / m.layers / T, added)
     return Seconds(parts, tokens * workload.devices, work / sum(parts.values()) / chip.flops)
+
+
+def exchange_bytes(workload: Workload) -> float:
+    """Bytes that a device sends for attention of one micro-batch under context parallelism.
+
+    Forward q, k, v and the output; backward those, the output's gradient, and dq, dk, dv; and q, k
+    and v once more where they are computed again.
+    """
+    m, ranks = workload.model, workload.context
+    if ranks == 1:
+        return 0.0
+    e = 2 if workload.precision == "bf16" else 4
+    tokens = workload.batch_size * workload.seq_len / ranks
+    q = m.heads * m.head_size
+    kv = 2 * kv_copies(m.heads, m.kv_heads, ranks) * m.kv_heads * m.head_size
+    again = workload.memory.recompute == "block"
+    each = 2 * q + kv + (4 * q + 2 * kv if again else 2 * q + kv)
+    return (1 - 1 / ranks) * tokens * each * e * m.layers
+
+
+def shared_bytes(workload: Workload) -> float:
+    """Bytes that a device sends in a step for weights and gradients: their sum over the devices,
+    or under fsdp weights gathered for forward and for backward, and gradients summed into slices.
+    """
+    share, weights = 1 - 1 / workload.devices, float(workload.model.parameters())
+    trained = float(workload.lora.parameters(workload.model) or weights)
+    if workload.strategy != "fsdp":
+        return 2 * share * 4 * trained
+    e = 2 if workload.precision == "bf16" else 4
+    return workload.accumulate * share * (2 * e * weights + 4 * trained)
 
 
 def update_seconds(workload: Workload, chip: Chip) -> float:
@@ -230,9 +268,10 @@ def update_seconds(workload: Workload, chip: Chip) -> float:
     the products of Newton-Schulz, in bf16.
     """
     assert chip.flops is not None and chip.bandwidth is not None
-    moving = optimizer_cost.bytes_moved(workload) / (STREAM * chip.bandwidth)
+    slices = workload.devices if workload.strategy == "fsdp" else 1
+    moving = optimizer_cost.bytes_moved(workload) / slices / (STREAM * chip.bandwidth)
     if workload.memory.optimizer_state == "host":
-        moving = 2 * optimizer_cost.state_on_host(workload) / LINK
+        moving = 2 * optimizer_cost.state_on_host(workload) / slices / LINK
     works = optimizer_cost.products(workload)
     return moving + sum(flops / (PRODUCTS * m / (m + SMALL) * chip.flops) for m, flops in works)
 
@@ -243,7 +282,7 @@ def attention_seconds(workload: Workload, chip: Chip) -> float:
     m, backend = workload.model, workload.attention.backend
     pairs = workload.batch_size * seen(workload)
     if backend == "naive":
-        scores = workload.batch_size * workload.seq_len**2 * m.heads * m.layers
+        scores = workload.batch_size * workload.seq_len**2 * m.heads * m.layers / workload.context
         again = 1 if workload.memory.recompute == "block" else 0
         return scores * (SCORE_BYTES[0] * (1 + again) + SCORE_BYTES[1]) / (STREAM * chip.bandwidth)
     key = (
@@ -252,7 +291,7 @@ def attention_seconds(workload: Workload, chip: Chip) -> float:
         else backend
     )
     forward, backward = RATES.get(key, RATES["sdpa"])[64 if m.head_size <= 64 else 128]
-    flops = 4 * pairs * m.heads * m.head_size
+    flops = 4 * pairs * m.heads * m.head_size / workload.context
     times = 2 if workload.memory.recompute == "block" and backend != "flash" else 1
     return flops * (times / forward + 2.5 / backward) / chip.flops
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from longctx.config.parallel_config import kv_copies
 from longctx.planner import optimizer_cost
 from longctx.planner.workload import Workload
 
@@ -81,7 +82,10 @@ class _Step:
         self.workload, self.model, self.memory = workload, m, workload.memory
         self.device, self.libraries = device, CUBLAS if device == "cuda" else 0
         self.B, self.T = workload.batch_size, workload.seq_len
-        self.N = self.B * self.T
+        self.N = self.B * -(-self.T // workload.context)
+        # fsdp: a slice of weights, gradients and optimizer state, and gathered weights in 16 bits
+        self.sharded = workload.strategy == "fsdp"
+        self.slices = workload.devices if self.sharded else 1
         self.C, self.F, self.L, self.V = m.channels, m.ffn, m.layers, int(m.vocab_size or 0)
         # Q, kv: channels
         self.H, self.q, self.kv = (
@@ -99,8 +103,9 @@ class _Step:
         self.added = workload.lora.parameters(m)
         self.trained = self.added or m.parameters()
         # Bytes of the gradient of one of the model's own weights
-        self.gradient = 0 if self.added else FP32
-        self.copy = self.e if self.e < FP32 and not self.added else 0  # and of its copy in 16 bits
+        self.gradient = 0 if self.added else self.e if self.sharded else FP32
+        in_16_bits = self.e < FP32 and not self.added and not self.sharded
+        self.copy = self.e if in_16_bits else 0  # and of its copy in 16 bits
         # One kernel makes the product of gate and up again in backward, see longctx.kernels.swiglu.
         targets = workload.lora.targets if self.added else []
         self.kernels = device == "cuda" and self.e < FP32
@@ -114,10 +119,11 @@ class _Step:
     def moments(self) -> Iterator[tuple[str, Terms]]:
         """Every moment that can be the peak, with its bytes by term."""
         always = self.always()
-        gradients, embedding = FP32 * self.trained, self.gradient * self.V * self.C
-        block = (
-            self.gradient * (self.before_weights + self.after_weights) + FP32 * self.added / self.L
-        )
+        gradients = FP32 * self.trained / self.slices
+        embedding = self.gradient * self.V * self.C
+        kept = FP32 / self.slices if self.sharded and self.gradient else self.gradient
+        block = kept * (self.before_weights + self.after_weights)
+        block += FP32 * self.added / self.L / self.slices
         tied = self.model.tied
         # From the second micro-batch on every gradient is there all the time, and always where DDP
         # keeps them in its buckets.
@@ -165,22 +171,44 @@ class _Step:
 
     def always(self) -> Terms:
         """Parameters, optimizer state, and what every layer of a micro-batch reads."""
-        batch = 24 * self.N * self.workload.accumulate  # tokens, targets, doc_ids, int64
-        mask = (16 + 8) * self.N  # first, last of queries and of keys; positions
+        row_tokens = self.B * self.T  # every device of a row has all of it
+        batch = 24 * row_tokens * self.workload.accumulate  # tokens, targets, doc_ids, int64
+        mask = (16 + 8) * row_tokens  # first, last of queries and of keys; positions
         rope = FP32 * self.N * self.model.head_size  # cos and sin
         own = (self.e if self.added else FP32) * self.model.parameters() + FP32 * self.added
         return {
-            PARAMETERS: own,
-            OPTIMIZER: optimizer_cost.state_on_gpu(self.workload),
+            PARAMETERS: own / self.slices + self.gathered(),
+            OPTIMIZER: optimizer_cost.state_on_gpu(self.workload) / self.slices,
             BATCH: batch + mask + rope + self.libraries,
         }
+
+    def gathered(self) -> float:
+        """fsdp: embedding and lm_head, the block at work and the next one, and the gradient of a
+        block in fp32 while the ranks add it up.
+        """
+        if not self.sharded:
+            return 0.0
+        outside = (1 if self.model.tied else 2) * self.V * self.C
+        block = self.before_weights + self.after_weights
+        added = 0 if self.added else FP32 * block
+        return float(self.e * (outside + 2 * block) + added)
+
+    def exchange(self, tensors: int) -> float:
+        """Context parallelism: what is sent and received at one time, of the size of q and of k and
+        v `tensors` times and twice.
+        """
+        if self.workload.context == 1:
+            return 0.0
+        copies = kv_copies(self.model.heads, self.model.kv_heads, self.workload.context)
+        return 2.0 * self.e * (tensors * self.q + 2 * copies * self.kv) * self.N
 
     def host(self) -> Terms:
         """Bytes of host memory that grow with the run: the optimizer's, and kept activations in
         pinned memory.
         """
         away = [self.kept_by(layer) for layer in range(self.away())]
-        return {OPTIMIZER: optimizer_cost.state_on_host(self.workload), KEPT: float(sum(away))}
+        optimizer = optimizer_cost.state_on_host(self.workload) / self.slices
+        return {OPTIMIZER: optimizer, KEPT: float(sum(away))}
 
     def away(self) -> int:
         """Layers whose kept activations lie on the host: the first so many."""
@@ -276,7 +304,7 @@ class _Step:
         """Backward of attention, with what comes before it computed again where it was not kept."""
         N, C, e, q, kv = self.N, self.C, self.e, self.q, self.kv
         # Residual; do, dq, dk, dv
-        work = e * C * N + e * (2 * q + 2 * kv) * N + self.kernel_workspace()
+        work = e * C * N + e * (2 * q + 2 * kv) * N + self.kernel_workspace() + self.exchange(3)
         if self.memory.recompute == "none":
             gone = e * ((2 if self.fused else 3) * self.F + C) * N + self.copy * (
                 self.after_weights - q * C
