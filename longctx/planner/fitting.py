@@ -91,6 +91,23 @@ def decide(workload: Workload, chip: Chip, host: float, merge: bool = False) -> 
     )
 
 
+def decide_strategy(workload: Workload, chip: Chip, host: float, merge: bool = False) -> Workload:
+    """`workload` with strategy=auto decided too: ddp or fsdp, the faster of those that fit.
+
+    ddp where the chip's speed is not known, fsdp where neither fits.
+    """
+    ddp, fsdp = (
+        decide(replace(workload, strategy=name), chip, host, merge) for name in ("ddp", "fsdp")
+    )
+    if not fits(ddp, 0.95 * chip.usable, host):
+        return fsdp
+    if not fits(fsdp, 0.95 * chip.usable, host):
+        return ddp
+    times = [seconds(each, chip) for each in (ddp, fsdp)]
+    known = [time.total for time in times if time is not None]
+    return fsdp if len(known) == 2 and known[1] < known[0] else ddp
+
+
 def merged(workload: Workload) -> list[Workload]:
     """The same rows per step in 1, 2, ... equal micro-batches, up to as many as `workload` has."""
     rows = workload.batch_size * workload.accumulate

@@ -149,12 +149,22 @@ def train_loader(
 def validation_batches(
     rows: Dataset[dict[str, Tensor]], wanted: int, batch_size: int, rank: int, world_size: int
 ) -> Iterator[MicroBatch]:
-    """This rank's part of `wanted` rows (0: all), spread evenly over the data set."""
+    """This rank's part of `wanted` rows (0: all), spread evenly over the data set.
+
+    Every rank gets as many batches, since sharded weights are gathered for each; one that has no
+    rows left gets a batch of which no target is scored.
+    """
     there = len(rows)  # type: ignore[arg-type]
     count = min(wanted or there, there)
     mine = [i * there // count for i in range(rank, count, world_size)]
-    for start in range(0, len(mine), batch_size):
-        yield micro_batch([rows[i] for i in mine[start : start + batch_size]])
+    most = -(-count // world_size)  # rows of any rank
+    for start in range(0, most, batch_size):
+        chosen = mine[start : start + batch_size]
+        batch = micro_batch([rows[i] for i in chosen or [0]])
+        if not chosen:
+            batch.targets.fill_(IGNORED)
+            batch.scored = 0
+        yield batch
 
 
 def _leave_signals_to_the_parent(worker: int) -> None:

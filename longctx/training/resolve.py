@@ -78,9 +78,11 @@ def resolve(request: Request, machine: Machine, say: Say = print) -> Run:
 
     # Memory policy, and the rows of a micro-batch where neither is given
     merge = config.batch_size is None and config.accumulate is None
-    if device == "cuda" and (merge or config.memory.policy == "auto"):
+    several = work.devices > 1 and config.strategy.name == "auto"
+    if device == "cuda" and (merge or several or config.memory.policy == "auto"):
         assert machine.gpu is not None
-        work = fitting.decide(work, machine.gpu, machine.host_memory, merge)
+        decide = fitting.decide_strategy if several else fitting.decide
+        work = decide(work, machine.gpu, machine.host_memory, merge)
 
     # Schedule
     run = scheduled(config, work)

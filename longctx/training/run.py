@@ -56,6 +56,7 @@ class Run:
             "precision": work.precision,
             "compile": str(work.compile).lower(),
             "devices": work.devices,
+            "strategy": {"name": "auto" if work.strategy == "none" else work.strategy},
             "model": asdict(work.model),
             "memory": asdict(work.memory),
             "optimizer": asdict(work.optimizer),

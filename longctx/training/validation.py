@@ -47,8 +47,10 @@ def validate(
     for micro in validation_batches(
         data.val, run.val_rows, run.workload.batch_size, parallel.data_rank, parallel.data_ranks
     ):
-        place, kept, full = places(micro)
         losses = validation_losses(module, micro.to(parallel.device), parallel).double().flatten()
+        if not micro.scored:
+            continue
+        place, kept, full = places(micro)
         nats.index_add_(0, place.to(parallel.device), losses[kept.to(parallel.device)])
         pieces += torch.bincount(full, minlength=MOST).to(pieces)
         totals[0] += losses.sum()

@@ -1,0 +1,228 @@
+"""One loss, every layout: random compositions of strategy, context, mask, memory, LoRA and
+optimizer on gloo, each against the same step on one device.
+
+    python -m torch.distributed.run --nproc-per-node 4 tests/training/layouts.py CASES SEED OUT
+
+Rank 0 writes OUT, a JSON list: each case with its largest differences.
+"""
+
+import json
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longctx.attention.context_parallel import Context
+from longctx.config.memory_config import MemoryConfig
+from longctx.config.model_config import AttentionConfig, GPTConfig, LoraConfig
+from longctx.config.optimizer_config import OptimizerConfig
+from longctx.config.parallel_config import ContextConfig, StrategyConfig
+from longctx.config.train_config import TrainConfig
+from longctx.planner.hardware import Machine
+from longctx.planner.workload import workload_of
+from longctx.training import sharding
+from longctx.training.batches import StepBatch, micro_batch
+from longctx.training.loop import TrainState, optimizer_step
+from longctx.training.parallel import Parallel
+from longctx.training.resolve import scheduled
+from longctx.training.run import Run
+
+MEMORIES = (
+    MemoryConfig("fast"),
+    MemoryConfig("fast", recompute="mlp", mlp_tile=7),
+    MemoryConfig("balanced"),
+    MemoryConfig("balanced", keep_every=2, mlp_tile=5),
+    MemoryConfig("balanced", keep_every=3),
+)
+V = 61
+
+
+def drawn(draw: random.Random, ranks: int) -> TrainConfig:
+    """A configuration for `ranks` ranks, at random."""
+    context = draw.choice([n for n in (1, 2, 4) if ranks % n == 0])
+    heads = draw.choice([4, 8])
+    lora = draw.random() < 0.25
+    optimizer = "muon" if not lora and draw.random() < 0.3 else "adamw"
+    model = GPTConfig(
+        vocab_size=V,
+        layers=draw.choice([1, 3]),
+        channels=32,
+        heads=heads,
+        kv_heads=draw.choice([n for n in (1, 2, 4) if heads % n == 0]),
+        ffn=40,
+        window=draw.choice([None, None, 6]),
+        tied=draw.random() < 0.5,
+        qk_norm=draw.random() < 0.3,
+        qkv_bias=draw.random() < 0.3,
+    )
+    memory = draw.choice(MEMORIES)
+    return TrainConfig(
+        seq_len=draw.choice([16, 33, 50]),
+        batch_size=draw.choice([1, 2]),
+        accumulate=draw.choice([1, 4]),
+        max_steps=2,
+        device="cpu",
+        devices=ranks,
+        clip=draw.choice([None, 1.0]),
+        attention=AttentionConfig(draw.choice(["naive", "flash"])),
+        model=model,
+        memory=replace(memory, loss_chunk=draw.choice([None, 11])),
+        lora=LoraConfig(rank=4) if lora else LoraConfig(),
+        optimizer=OptimizerConfig(optimizer),
+        strategy=StrategyConfig(draw.choice(["ddp", "fsdp"])),
+        context=ContextConfig(context),
+    )
+
+
+def rows_of(config: TrainConfig, draw: random.Random, count: int) -> list[dict[str, Tensor]]:
+    """Packed rows with targets left out at random: a few, those of half a row, or all of a row."""
+    T = config.seq_len
+    assert isinstance(T, int)
+    generator = torch.Generator().manual_seed(draw.randrange(2**31))
+    rows = []
+    for _ in range(count):
+        targets = torch.randint(V, (T,), generator=generator)
+        left_out = draw.choice([slice(0, 0), slice(0, 3), slice(0, T // 2), slice(T // 2, T)])
+        targets[left_out] = -100
+        if draw.random() < 0.15:
+            targets[:] = -100
+        documents = torch.rand(T, generator=generator) < draw.choice([0.0, 0.1, 0.4])
+        rows.append(
+            {
+                "tokens": torch.randint(V, (T,), generator=generator),
+                "targets": targets,
+                "doc_ids": documents.cumsum(0),
+                "padding": torch.zeros(1, dtype=torch.int64),
+            }
+        )
+    if all((row["targets"] == -100).all() for row in rows):
+        rows[0]["targets"][5:9] = 1
+    return rows
+
+
+def step_of(run: Run, parallel: Parallel, rows: list[dict[str, Tensor]]) -> dict[str, Any]:
+    """Losses of the first row, then loss and gradients of an optimizer step over `rows`."""
+    work = run.workload
+    mine = rows[parallel.data_rank :: parallel.data_ranks]
+    groups = [mine[i : i + work.batch_size] for i in range(0, len(mine), work.batch_size)]
+    batch = StepBatch([micro_batch(group) for group in groups])
+    state = TrainState(run, parallel)
+    with torch.no_grad():  # LoRA begins with zeros, whose gradients would all be zero
+        for name, p in state.module.named_parameters():
+            if name.endswith("lora_b"):
+                sharding.draw(p, lambda x: x.copy_(torch.linspace(-1, 1, x.numel()).view(x.shape)))
+    gradients: dict[str, Tensor] = {}
+    clip = state.module.configure_gradient_clipping
+
+    def captured(*arguments: Any) -> None:
+        for name, p in state.module.named_parameters():
+            if p.grad is not None:
+                gradients[name] = sharding.full(p.grad).clone()
+        clip(*arguments)
+
+    state.module.configure_gradient_clipping = captured  # type: ignore[method-assign]
+    losses = state.module.validation_step(micro_batch(rows[:1]))
+    total = optimizer_step(state, batch, parallel)
+    scored = parallel.sum(torch.tensor(float(parallel.once(batch.scored))))
+    return {
+        "loss": parallel.sum(total) / scored,
+        "grad_norm": state.module.grad_norm,
+        "validation": losses,
+        "gradients": gradients,
+    }
+
+
+def run_of(config: TrainConfig) -> Run:
+    """`config` with its nulls filled in."""
+    assert isinstance(config.seq_len, int)
+    return scheduled(config, workload_of(config, "cpu", config.seq_len))
+
+
+def difference(x: Tensor, y: Tensor) -> float:
+    """The largest difference, relative to the largest value."""
+    return float((x - y).abs().max() / y.abs().max().clamp(min=1e-3))
+
+
+def largest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
+    return max(difference(ours[name], theirs[name]) for name in theirs)
+
+
+def compared(config: TrainConfig, draw: random.Random, alone: Parallel) -> dict[str, Any]:
+    """The step of `config` on all ranks against that on one."""
+    machine = Machine(0, None, False, 2.0**40)
+    parallel = Parallel(config, "cpu", machine)
+    parallel.launch("")
+    run = run_of(parallel.config)
+    parallel.form(run.workload)
+    work = run.workload
+    count = work.batch_size * work.accumulate * work.data_ranks
+    rows = rows_of(config, draw, count)
+    ours = step_of(run, parallel, rows)
+    single = replace(
+        parallel.config,
+        devices=1,
+        accumulate=work.accumulate * work.data_ranks,
+        strategy=StrategyConfig(),
+        context=ContextConfig(),
+    )
+    theirs = step_of(run_of(single), alone, rows)
+    return {
+        "loss": abs(float(ours["loss"] / theirs["loss"]) - 1),
+        "grad_norm": abs(float(ours["grad_norm"] / theirs["grad_norm"]) - 1),
+        "validation": difference(ours["validation"], theirs["validation"]),
+        "gradients": largest(ours["gradients"], theirs["gradients"]),
+    }
+
+
+class Alone(Parallel):
+    """One rank that talks to no other, in a process of several."""
+
+    def __init__(self) -> None:
+        self.ranks = self.data_ranks = 1
+        self.strategy, self.deterministic, self.dtype = "none", False, torch.float32
+        self.context = Context()
+
+    rank = property(lambda self: 0)  # type: ignore[assignment]
+    data_rank = property(lambda self: 0)  # type: ignore[assignment]
+    device = property(lambda self: torch.device("cpu"))  # type: ignore[assignment]
+
+    def build(self, make: Any) -> None:
+        make()
+
+    def prepare(self, module: Any) -> Any:
+        return module
+
+    def autocast(self) -> Any:
+        return torch.autocast("cpu", enabled=False)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+def main(cases: int, seed: int, out: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    results, alone = [], Alone()
+    for case in range(cases):
+        draw = random.Random(seed + case)
+        config = drawn(draw, dist.get_world_size())
+        shown = f"{config.strategy.name} context={config.context.degree} {config}"
+        try:
+            result = compared(config, draw, alone)
+        except Exception as error:
+            raise RuntimeError(f"case {seed + case}: {shown}") from error
+        results.append({"case": seed + case, "config": shown, **result})
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
