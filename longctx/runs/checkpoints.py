@@ -98,7 +98,7 @@ def read(path: Path, parts: Collection[str] = ("state_dict",)) -> dict[str, Any]
     """
     if not path.exists():
         raise ValueError(f"{path}: no such checkpoint")
-    checkpoint = _of_shards(path) if path.is_dir() else opened(path)
+    checkpoint = opened(path)
     about = checkpoint["longctx"]
     if about.get("format") != FORMAT:
         raise ValueError(
@@ -179,7 +179,11 @@ def _of_shards(path: Path) -> dict[str, Any]:
 
 
 def opened(path: Path) -> dict[str, Any]:
-    """The content of the file at `path`, whichever parts it has; ValueError if no run wrote it."""
+    """The content of the checkpoint at `path`, whichever parts it has; ValueError if no run wrote
+    it.
+    """
+    if path.is_dir():
+        return _of_shards(path)
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -27,7 +28,7 @@ from longctx.training import out_of_memory, sharding
 from longctx.training.batches import StepBatch, train_loader
 from longctx.training.learning_rate import LearningRate, learning_rate
 from longctx.training.module import TrainingModule
-from longctx.training.parallel import Parallel
+from longctx.training.parallel import Parallel, go_on
 from longctx.training.resolve import (
     choose_device,
     continue_folder,
@@ -48,6 +49,7 @@ def train(request: Request) -> int:
 
     Raises ValueError or OSError, one line, for whatever is wrong with the request.
     """
+    sys.excepthook = without_lost_connections(sys.excepthook)
     machine = this_machine()
     parallel = Parallel(request.config, choose_device(request.config, machine), machine)
     request = request._replace(config=parallel.config)
@@ -56,7 +58,7 @@ def train(request: Request) -> int:
     shared = parallel.share({} if run is None else run.shared())
     if run is None:
         run = of_shared(shared)
-    parallel.form(run.workload)
+    parallel.form(run.workload, str(run.folder))
     with run_folder.locked(run.folder) if parallel.is_first else nullcontext():
         if run.checkpoint is not None and parallel.is_first:
             continue_folder(run)
@@ -262,6 +264,19 @@ def freeze_garbage() -> None:
     gc.freeze()
 
 
+def without_lost_connections(show: Callable[..., Any]) -> Callable[..., Any]:
+    """`show`, an excepthook, but for threads that served a data worker which is gone: the run says
+    that in a line of its own.
+    """
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        in_thread = threading.current_thread() is not threading.main_thread()
+        if not (in_thread and isinstance(error, ConnectionError | EOFError)):
+            show(kind, error, trace)
+
+    return hook
+
+
 class StopSignal:
     """SIGTERM and Ctrl-C end the run after the step at hand, with a checkpoint; a second one at
     once.
@@ -320,13 +335,14 @@ def train_safely(run: Run, parallel: Parallel) -> int:
             problem = out_of_memory.explain(work, log.steps_done)
         elif parallel.is_lost_connection(error):
             first = str(error).splitlines()[0].partition(". ")[0]
-            problem = f"a process of the run is gone ({first}); "
-            problem += f"python train.py resume={run.folder} goes on"
+            problem = f"a process of the run is gone ({first}); {go_on()}"
+        elif "DataLoader worker" in str(error):
+            problem = f"{str(error).splitlines()[0].rstrip('. ')}; {go_on()}"
         else:
-            parallel.kill_others()
+            parallel.fail(str(error))
             raise
-    except BaseException:
-        parallel.kill_others()
+    except BaseException as error:
+        parallel.fail(repr(error))
         raise
     finally:
         if gc.get_freeze_count() > state_of_gc:
@@ -335,5 +351,5 @@ def train_safely(run: Run, parallel: Parallel) -> int:
     log.summary(code, stop.number)
     if problem:
         print(f"error: {problem}", file=sys.stderr)
-        parallel.kill_others()
+        parallel.fail(problem)
     return code

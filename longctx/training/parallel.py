@@ -38,6 +38,7 @@ from longctx.model import GPT
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import PRECISION, Workload
 from longctx.training import sharding
+from longctx.training.heartbeat import Heartbeat
 
 T = TypeVar("T")
 RUN_VARIABLE = "LONGCTX_RUN"  # the run's folder, for what is said about a process that is lost
@@ -75,6 +76,7 @@ class Parallel:
         )
         self.mesh: DeviceMesh | None = None
         self.context = Context()
+        self.heartbeat: Heartbeat | None = None
 
     @property
     def rank(self) -> int:
@@ -108,9 +110,25 @@ class Parallel:
             # A debugging aid, of which every allocation pays: our kernels write what they allocate.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self.fabric.launch()
+        if self.ranks > 1:
+            self.heartbeat = Heartbeat(self.rank, self.ranks, self.share, self.give_up)
 
-    def form(self, workload: Workload) -> None:
+    def give_up(self, problem: str, says: bool) -> None:
+        """End this process at once, whatever it waits for, and those that it has started."""
+        if says:
+            print(f"error: {problem}, and the run with it; {go_on()}", file=sys.stderr, flush=True)
+        self.kill_others()
+        os._exit(1)
+
+    def fail(self, problem: str) -> None:
+        """Make the other processes end too: this one does, because of `problem`."""
+        if self.heartbeat is not None:
+            self.heartbeat.fail(problem)
+        self.kill_others()
+
+    def form(self, workload: Workload, folder: str) -> None:
         """Form the mesh of the launched processes as `workload` shares rows and weights over it."""
+        os.environ[RUN_VARIABLE] = folder
         self.strategy, self.data_ranks = workload.strategy, workload.data_ranks
         if dist.is_initialized():
             self.mesh = init_device_mesh(
@@ -205,6 +223,8 @@ class Parallel:
 
     def leave(self) -> None:
         """Part from the other processes, while all are there: gloo's threads outlive no exit."""
+        if self.heartbeat is not None:
+            self.heartbeat.stop()
         if dist.is_available() and dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
@@ -259,17 +279,17 @@ def launcher(several: bool, device: str) -> Any:
     return SingleDeviceStrategy(device="cuda:0" if device == "cuda" else "cpu")
 
 
+def go_on() -> str:
+    """How the run that this process belongs to goes on."""
+    return f"python train.py resume={os.environ.get(RUN_VARIABLE) or 'runs/NAME'} goes on"
+
+
 class LostProcess(logging.Handler):
     """Says which of a run's processes is gone, which Lightning notes before it kills the others."""
 
     def emit(self, record: logging.LogRecord) -> None:
         what = record.getMessage().partition(". ")[0]
-        folder = os.environ.get(RUN_VARIABLE, "runs/NAME")
-        print(
-            f"error: {what}, and the run with it; python train.py resume={folder} goes on",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(f"error: {what}, and the run with it; {go_on()}", file=sys.stderr, flush=True)
 
 
 def quiet_lightning() -> None:

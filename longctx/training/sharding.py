@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
+    FSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
@@ -98,6 +99,9 @@ def write_rows_of(source: Any, x: Tensor) -> None:
 
 def parts(module: nn.Module) -> dict[str, Sharded]:
     """What this rank has of each weight of `module`, for a checkpoint."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # validation leaves those outside the blocks gathered
     return {
         name: Sharded(local(x), x.shape, rows_of_ranks(x)) for name, x in module.named_parameters()
     }

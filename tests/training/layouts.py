@@ -159,7 +159,7 @@ def compared(config: TrainConfig, draw: random.Random, alone: Parallel) -> dict[
     parallel = Parallel(config, "cpu", machine)
     parallel.launch("")
     run = run_of(parallel.config)
-    parallel.form(run.workload)
+    parallel.form(run.workload, "")
     work = run.workload
     count = work.batch_size * work.accumulate * work.data_ranks
     rows = rows_of(config, draw, count)

@@ -1,0 +1,153 @@
+"""Sharded checkpoints: any rows of any tensor come back, and what is not what was written is
+refused.
+"""
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from longctx.runs import checkpoints, sharded_checkpoint
+from longctx.runs.checkpoints import Sharded
+
+RANKS = 3
+WHOLE = {"model.a": torch.randn(7, 5), "model.b": torch.randn(2), "model.c": torch.randn(9, 3, 2)}
+
+
+def rows_of_ranks(x: Tensor) -> list[slice]:
+    """As fully_shard cuts: equal parts, of which the last may be smaller or empty."""
+    size = -(-len(x) // RANKS)
+    starts = [min(rank * size, len(x)) for rank in range(RANKS)]
+    return [slice(start, min(start + size, len(x))) for start in starts]
+
+
+def on_all_ranks(work: Callable[[int, Callable[[str | None], str | None]], None]) -> list[object]:
+    """work(rank, agree) in a thread for each rank; returns what each raised, or None."""
+    barrier, problems = threading.Barrier(RANKS), [None] * RANKS
+    outcomes: list[object] = [None] * RANKS
+
+    def run(rank: int) -> None:
+        def agree(problem: str | None) -> str | None:
+            problems[rank] = problem  # type: ignore[call-overload]
+            barrier.wait(10)
+            first = next((x for x in problems if x is not None), None)
+            barrier.wait(10)
+            return first
+
+        try:
+            work(rank, agree)
+        except OSError as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+def save(path: Path) -> list[object]:
+    """Write a checkpoint of WHOLE with an optimizer state of twice the weights."""
+    random = checkpoints.random_state()
+
+    def work(rank: int, agree: Callable[[str | None], str | None]) -> None:
+        cuts = {name: rows_of_ranks(x) for name, x in WHOLE.items()}
+        weights = {
+            name: Sharded(x[cuts[name][rank]], x.shape, cuts[name]) for name, x in WHOLE.items()
+        }
+        trained = ["model.c", "model.a"]
+        state = {
+            n: {"step": torch.tensor(4.0), "exp_avg": 2 * weights[name].part}
+            for n, name in enumerate(trained)
+        }
+        optimizer = {"state": state, "param_groups": [{"params": [0, 1], "lr": 0.1}]}
+        content = {"steps_done": 4, "meter": {"loss": 1.5}, "random": random}
+        about = {"format": checkpoints.FORMAT, "config": {}, "data": "x"}
+        checkpoints.save_shards(
+            content, optimizer, weights, trained, about, path, rank, RANKS, agree
+        )
+
+    return on_all_ranks(work)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    path = folder / "step-00000004.ckpt"
+    assert save(path) == [None] * RANKS
+    return path
+
+
+def test_any_rows_come_back(path: Path) -> None:
+    checkpoints.verify(path)
+    checkpoint = checkpoints.read(path, checkpoints.TO_RESUME)
+    assert (checkpoint["steps_done"], checkpoint["meter"]) == (4, {"loss": 1.5})
+    for name, x in WHOLE.items():
+        stored = checkpoint["state_dict"][name]
+        assert stored.shape == x.shape
+        for start in range(len(x) + 1):
+            for stop in range(start, len(x) + 1):
+                assert torch.equal(stored[start:stop], x[start:stop]), (name, start, stop)
+    states = checkpoint["optimizer_states"][0]["state"]
+    assert torch.equal(states[1]["exp_avg"][:], 2 * WHOLE["model.a"])
+    assert float(states[0]["step"]) == 4.0
+    torch.testing.assert_close(checkpoint["random"]["torch"], torch.get_rng_state())
+
+
+def test_no_file_holds_the_whole(path: Path) -> None:
+    files = sorted(path.glob("*.safetensors"))
+    assert len(files) == RANKS
+    whole = sum(3 * x.nbytes for x in WHOLE.values())
+    assert all(file.stat().st_size < whole for file in files)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".json"])
+def test_a_flipped_bit_anywhere_is_refused(path: Path, suffix: str) -> None:
+    file = sorted(path.glob(f"*{suffix}"))[0]
+    intact = file.read_bytes()
+    for place in range(0, len(intact), max(1, len(intact) // 40)):
+        content = bytearray(intact)
+        content[place] ^= 1
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"damaged|not a checkpoint"):
+            checkpoints.verify(path)
+
+
+def test_a_missing_or_short_file_is_refused_by_name(path: Path) -> None:
+    file = sorted(path.glob("*.safetensors"))[1]
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=file.name):
+        checkpoints.verify(path)
+    file.unlink()
+    with pytest.raises(ValueError, match=file.name):
+        checkpoints.verify(path)
+
+
+def test_files_outside_the_folder_are_not_read(path: Path) -> None:
+    index = path / sharded_checkpoint.INDEX
+    written = json.loads(index.read_text())
+    for entry in written["content"]["tensors"].values():
+        entry["rows"] = [[f"../../{file}", first, count] for file, first, count in entry["rows"]]
+    rows = sharded_checkpoint.Rows(path, "model.b", written["content"]["tensors"]["model.b"])
+    assert torch.equal(rows[:], WHOLE["model.b"])
+
+
+def test_a_rank_that_cannot_write_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(tensors: object, file: Path) -> None:
+        if "00001" in file.name:
+            raise OSError(28, "No space left on device")
+        file.write_bytes(b"x")
+
+    monkeypatch.setattr(sharded_checkpoint, "save_file", full)
+    (tmp_path / "checkpoints").mkdir()
+    outcomes = save(tmp_path / "checkpoints" / "step-00000004.ckpt")
+    assert all("No space left" in str(outcome) for outcome in outcomes)
+    assert not list((tmp_path / "checkpoints").iterdir())
