@@ -21,6 +21,7 @@ from longctx.planner.workload import Workload
 
 HOST_LEFT = 12 * 2**30  # bytes of host memory left to the process, its libraries and the data
 LINK = 55e9  # bytes per second between a GPU and pinned memory
+SURE = 0.95  # a prediction of less than this share of another is faster
 NVLINK = 3.5e11  # bytes per second that a device sends to the others of its machine
 # Share of the chip's peak that attention reaches forward and backward on long rows, head sizes up
 # to 64 and above (results/attention.json).
@@ -92,9 +93,8 @@ def decide(workload: Workload, chip: Chip, host: float, merge: bool = False) -> 
 
 
 def decide_strategy(workload: Workload, chip: Chip, host: float, merge: bool = False) -> Workload:
-    """`workload` with strategy=auto decided too: ddp or fsdp, the faster of those that fit.
-
-    ddp where the chip's speed is not known, fsdp where neither fits.
+    """`workload` with strategy=auto decided too: ddp, or fsdp where ddp does not fit or is slower
+    by more than the prediction is sure of.
     """
     ddp, fsdp = (
         decide(replace(workload, strategy=name), chip, host, merge) for name in ("ddp", "fsdp")
@@ -105,7 +105,7 @@ def decide_strategy(workload: Workload, chip: Chip, host: float, merge: bool = F
         return ddp
     times = [seconds(each, chip) for each in (ddp, fsdp)]
     known = [time.total for time in times if time is not None]
-    return fsdp if len(known) == 2 and known[1] < known[0] else ddp
+    return fsdp if len(known) == 2 and known[1] < SURE * known[0] else ddp
 
 
 def merged(workload: Workload) -> list[Workload]:

@@ -11,6 +11,7 @@ import torch
 from longctx import attention
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import predict
+from longctx.planner.workload import Workload
 from longctx.runs.tracking import Tracker
 from longctx.training.console import Display, closing_table
 from longctx.training.parallel import Parallel
@@ -93,6 +94,15 @@ def facts(run: Run) -> dict[str, Any]:
     }
 
 
+def spread_of(work: Workload) -> str:
+    """How a step is spread over devices: empty for one."""
+    if work.devices == 1:
+        return ""
+    shared = f", {work.context} share each row" if work.context > 1 else ""
+    groups = f" × {work.data_ranks} groups" if work.data_ranks > 1 else ""
+    return f"{groups} on {work.devices} devices ({work.strategy}{shared})"
+
+
 def opening(run: Run, parallel: Parallel) -> list[str]:
     """The lines that a run begins with."""
     work, config, data = run.workload, run.config, run.data
@@ -127,7 +137,7 @@ def opening(run: Run, parallel: Parallel) -> list[str]:
         f"{len(data.train):,} rows of {work.seq_len:,}",
         f"step       {work.tokens_per_step:,} tokens = {work.batch_size} rows × {work.accumulate} "
         + pieces
-        + (f" × {work.devices} devices" if work.devices > 1 else ""),
+        + spread_of(work),
         f"length     {run.max_steps:,} steps, {run.max_steps * work.tokens_per_step:,} tokens"
         + (f", {shorter} first" if shorter else ""),
     ]
