@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader
 
 from longctx.attention import Mask
 from longctx.data import SampleStream
+from longctx.data.rows import IGNORED
 from longctx.training.batches import Collate, StepBatch, micro_batch, validation_batches
 
 
@@ -93,7 +94,14 @@ def test_ranks_share_the_validation_rows_without_overlap(wanted: int, world_size
     for number, r in enumerate(rows):
         r["tokens"][0] = number
     first_tokens: list[int] = []
+    batches = set()
     for rank in range(world_size):
-        for micro in validation_batches(rows, wanted, 2, rank, world_size):  # type: ignore[arg-type]
-            first_tokens += micro.tokens[:, 0].tolist()
+        of_rank = list(validation_batches(rows, wanted, 2, rank, world_size))  # type: ignore[arg-type]
+        batches.add(len(of_rank))
+        for micro in of_rank:
+            if micro.scored:
+                first_tokens += micro.tokens[:, 0].tolist()
+            else:
+                assert (micro.targets == IGNORED).all()
     assert len(first_tokens) == len(set(first_tokens)) == min(wanted or 11, 11)
+    assert len(batches) == 1, "sharded weights are gathered equally often on every rank"
