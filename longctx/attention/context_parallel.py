@@ -13,7 +13,7 @@ added up.
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -123,17 +123,9 @@ class Ulysses:
         """Whether `backward` takes the forward's out and lse, and need not run it again."""
         return self.attend.saves_output
 
-    @overload
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, return_lse: Literal[False] = False
-    ) -> Tensor: ...
-    @overload
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, return_lse: Literal[True]
-    ) -> tuple[Tensor, Tensor]: ...
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, return_lse: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Any:
         """out (B, n, H, D), with `return_lse` also lse."""
         if torch.is_autocast_enabled(q.device.type):
             dtype = torch.get_autocast_dtype(q.device.type)

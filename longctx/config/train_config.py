@@ -182,6 +182,9 @@ class TrainConfig:
             raise ValueError(f"compile={self.compile}: one of auto, true, false")
         check(self.kernel, "kernel.")
         check(self.strategy, "strategy.")
+        check(self.context, "context.")
+        if self.devices > 1:  # else a launcher may have started more
+            self.context.validate(self.devices)
         check(self.wandb, "wandb.")
         if self.name is not None:
             check_name(self.name)

@@ -210,6 +210,12 @@ def longest_rows(
             "seq_len=max: finds what fits a GPU, and this run is on a CPU; give a number of tokens"
         )
 
+    if config.context.degree > 1 or config.strategy.name == "fsdp":
+        raise ValueError(
+            "seq_len=max: is tried out on one GPU, which cannot show what fits where several share "
+            "rows or weights; give a number of tokens"
+        )
+
     def at(length: int) -> Workload:
         return with_vocabulary(workload_of(config, "cuda", length, model), tokens)
 
