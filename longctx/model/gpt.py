@@ -188,7 +188,7 @@ class GPT(nn.Module):
             return checkpointed_blocks(self.blocks, x, cos, sin, masks, self.memory)
         for block, mask in zip(self.blocks, masks, strict=True):
             if recompute == "mlp":
-                x = block.calling(checkpointed_mlp, x, cos, sin, mask, tile)
+                x = block.calling(checkpointed_mlp, x, cos, sin, mask, tile).view(x.shape)
             elif tile and not training:
                 x = block.calling(forward_in_tiles, x, cos, sin, mask, tile)
             else:

@@ -57,13 +57,13 @@ def _checkpointed(block: Any, y: Tensor, tape: _Tape, i: int) -> Tensor:
 def checkpointed_mlp(
     block: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, tile: int
 ) -> Tensor:
-    """block(x, cos, sin, mask), after attention saving nothing but x and its output:
+    """block(x, cos, sin, mask) as (1, B·T, C), after attention saving nothing but x and its output:
     memory.recompute=mlp.
     """
     out = block.attention(*block.before(x, cos, sin), mask)
     flat = x.reshape(1, -1, x.shape[-1]), out.reshape(1, -1, *out.shape[2:])
     y: Tensor = _After.apply(*flat, block, tile, *_trained(block))
-    return y.view(x.shape)
+    return y
 
 
 def forward_in_tiles(

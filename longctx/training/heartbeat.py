@@ -54,8 +54,10 @@ class Heartbeat:
             self.store.get(f"process {other}").decode().split(" ", 1) for other in range(ranks)
         ]
         self.heard = time.monotonic()  # when the store last answered
-        for work in (self._run, self._watch_store):
-            threading.Thread(target=work, daemon=True).start()
+        works = self._run, self._watch_store
+        self.threads = [threading.Thread(target=work, daemon=True) for work in works]
+        for thread in self.threads:
+            thread.start()
 
     def fail(self, problem: str) -> None:
         """Tell the others why this process ends."""
@@ -64,8 +66,13 @@ class Heartbeat:
             self.store.set(FAILED, f"process {self.rank}: {problem}")
 
     def stop(self) -> None:
-        """Beat and listen no more: the run has ended on every process."""
+        """Beat and listen no more: the run has ended on every process.
+
+        Waits for the threads, which must not be inside the store when the process exits.
+        """
         self.stopped.set()
+        for thread in self.threads:
+            thread.join(SILENCE)
 
     def _run(self) -> None:
         beats = [(-1, time.monotonic()) for _ in range(self.ranks)]  # of each: last number, when

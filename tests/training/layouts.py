@@ -143,14 +143,18 @@ def run_of(config: TrainConfig) -> Run:
     return scheduled(config, workload_of(config, "cpu", config.seq_len))
 
 
-def difference(x: Tensor, y: Tensor) -> float:
-    """The largest difference, relative to the largest value."""
-    return float((x - y).abs().max() / y.abs().max().clamp(min=1e-3))
+def difference(x: Tensor, y: Tensor, floor: float = 1e-3) -> float:
+    """The largest difference, relative to the largest value, or to `floor` if that is more."""
+    return float((x - y).abs().max() / y.abs().max().clamp(min=floor))
 
 
 def largest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The largest difference of any gradient; those of less than a hundredth of the model's largest
+    are sums that nearly cancel, and count relative to that hundredth.
+    """
     assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
-    return max(difference(ours[name], theirs[name]) for name in theirs)
+    floor = max(1e-3, 0.01 * max(float(x.abs().max()) for x in theirs.values()))
+    return max(difference(ours[name], theirs[name], floor) for name in theirs)
 
 
 def compared(config: TrainConfig, draw: random.Random, alone: Parallel) -> dict[str, Any]:
@@ -172,6 +176,8 @@ def compared(config: TrainConfig, draw: random.Random, alone: Parallel) -> dict[
         context=ContextConfig(),
     )
     theirs = step_of(run_of(single), alone, rows)
+    if parallel.heartbeat is not None:
+        parallel.heartbeat.stop()
     return {
         "loss": abs(float(ours["loss"] / theirs["loss"]) - 1),
         "grad_norm": abs(float(ours["grad_norm"] / theirs["grad_norm"]) - 1),
