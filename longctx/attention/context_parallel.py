@@ -20,8 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from longctx.attention.mask import Mask
-from longctx.attention.registry import Attention, Gradients
 from longctx.config.parallel_config import kv_copies
 
 _groups: dict[str, ProcessGroup] = {}  # name → group, for the operator, which takes no objects
@@ -64,10 +62,6 @@ class Context:
             self.name = group.group_name
             _groups[self.name] = group
 
-    def over_ranks(self, attend: Attention) -> Attention | Ulysses:
-        """`attend` where each rank has its part of the rows."""
-        return attend if self.ranks == 1 else Ulysses(attend, self)
-
     def padded(self, length: int) -> int:
         """The tokens of a row of `length` once P divides them."""
         return -(-length // self.ranks) * self.ranks
@@ -96,78 +90,34 @@ class Context:
             dist.all_reduce(chosen, group=self.group)
         return chosen
 
-    def to_heads(self, x: Tensor) -> Tensor:
-        """(B, n, H, D) of this rank's tokens → (B, N, H/P, D) of this rank's heads."""
-        parts = x.unflatten(2, (self.ranks, -1)).permute(2, 0, 1, 3, 4)
-        received: Tensor = all_to_all(parts.contiguous(), self.name)
-        return received.transpose(0, 1).flatten(1, 2)
+    def to_heads(self, q: Tensor, k: Tensor, v: Tensor, *like_q: Tensor) -> tuple[Tensor, ...]:
+        """Tensors (B, n, H, D) of this rank's tokens → (B, N, H/P, D) of its heads.
 
-    def to_tokens(self, x: Tensor) -> Tensor:
-        """(B, N, H/P, D) of this rank's heads → (B, n, H, D) of this rank's tokens."""
-        parts = x.unflatten(1, (self.ranks, -1)).transpose(0, 1)
-        received: Tensor = all_to_all(parts.contiguous(), self.name)
-        return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
-
-
-class Ulysses:
-    """An attention backend on rows that lie on several ranks; called as `Attention` is.
-
-    q, k, v and out are of this rank's tokens; the mask, and lse (B, H/P, N), are of whole rows.
-    """
-
-    def __init__(self, attend: Attention, context: Context) -> None:
-        self.attend, self.context = attend, context
-
-    @property
-    def saves_output(self) -> bool:
-        """Whether `backward` takes the forward's out and lse, and need not run it again."""
-        return self.attend.saves_output
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, return_lse: bool = False
-    ) -> Any:
-        """out (B, n, H, D), with `return_lse` also lse."""
-        if torch.is_autocast_enabled(q.device.type):
-            dtype = torch.get_autocast_dtype(q.device.type)
-            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        copies = kv_copies(q.shape[2], k.shape[2], self.context.ranks)
+        One exchange for all. Each key-value head goes to every rank that has query heads of it.
+        """
+        if self.ranks == 1:
+            return q, k, v, *like_q
+        copies = kv_copies(q.shape[2], k.shape[2], self.ranks)
         k, v = (x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (k, v))
-        q, k, v = self._to_heads(q, k, v)
-        if not return_lse:
-            return self.context.to_tokens(self.attend(q, k, v, mask))
-        out, lse = self.attend(q, k, v, mask, return_lse=True)
-        return self.context.to_tokens(out), lse
+        slots = [x.unflatten(2, (self.ranks, -1)) for x in (q, k, v, *like_q)]
+        sent = torch.cat(slots, dim=3).permute(2, 0, 1, 3, 4).contiguous()
+        received: Tensor = all_to_all(sent, self.name)
+        heads = [x.shape[3] for x in slots]
+        return received.transpose(0, 1).flatten(1, 2).split(heads, dim=2)
 
-    def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor | None,
-        mask: Mask,
-    ) -> Gradients:
-        """dq, dk, dv of this rank's tokens; see `Attention.backward`."""
-        copies = kv_copies(q.shape[2], k.shape[2], self.context.ranks)
-        dtypes, (q, k, v) = (q.dtype, k.dtype), (x.to(out.dtype) for x in (q, k, v))
-        k, v = (x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (k, v))
-        do, q, k, v, out = self._to_heads(do.to(out.dtype), q, k, v, out)
-        dq, dk, dv = self.attend.backward(do, q, k, v, out, lse, mask)
-        dq, dk, dv = self._to_tokens(dq, dk, dv)
-        if copies > 1:
-            dk, dv = (x.unflatten(2, (-1, copies)).float().sum(3) for x in (dk, dv))
-        return dq.to(dtypes[0]), dk.to(dtypes[1]), dv.to(dtypes[1])
+    def to_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Tensors (B, N, H/P, D) of this rank's heads → (B, n, H, D) of its tokens."""
+        if self.ranks == 1:
+            return tensors
+        heads = [x.shape[2] for x in tensors]
+        sent = torch.cat(tensors, dim=2).unflatten(1, (self.ranks, -1)).transpose(0, 1)
+        received: Tensor = all_to_all(sent.contiguous(), self.name)
+        slots = received.permute(1, 2, 0, 3, 4).split(heads, dim=3)
+        return tuple(x.flatten(2, 3) for x in slots)
 
-    def _to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """`Context.to_heads` of each of `tensors`, in one exchange."""
-        ranks = self.context.ranks
-        slots = [x.unflatten(2, (ranks, -1)) for x in tensors]
-        received = self.context.to_heads(torch.cat(slots, dim=3).flatten(2, 3))
-        return received.split([x.shape[3] for x in slots], dim=2)
-
-    def _to_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """`Context.to_tokens` of each of `tensors`, in one exchange."""
-        ranks, heads = self.context.ranks, [x.shape[2] for x in tensors]
-        received = self.context.to_tokens(torch.cat(tensors, dim=2)).unflatten(2, (ranks, -1))
-        return tuple(x.flatten(2, 3) for x in received.split(heads, dim=3))
+    def summed(self, gradient: Tensor, kv_heads: int) -> Tensor:
+        """dk or dv (B, n, Hkv, D), added up over the copies of each head that `to_heads` sent."""
+        copies = gradient.shape[2] // kv_heads
+        if copies == 1:
+            return gradient
+        return gradient.unflatten(2, (kv_heads, copies)).float().sum(3)

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from longctx.attention.context_parallel import Context
 from longctx.attention.mask import Mask
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -156,6 +157,7 @@ class Attention:
         self.options = dict(options or {})
         self.scale = scale  # None: D**-0.5
         self.backend = _lookup(backend, self.options)
+        self.context = Context()  # the ranks that share each row: this one alone
         self._served: set[tuple[Any, ...]] = set()
 
     @property
@@ -178,10 +180,15 @@ class Attention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, return_lse: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """out (B, Tq, Hq, D), with `return_lse` also lse (B, Hq, Tq); see `attention`."""
+        """out (B, Tq, Hq, D), with `return_lse` also lse (B, Hq, Tq); see `attention`.
+
+        Where ranks share rows, q, k, v and out are of this rank's tokens; the mask is that of whole
+        rows, and lse (B, Hq/P, N) is of this rank's heads.
+        """
         if torch.is_autocast_enabled(q.device.type):
             dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        q, k, v = self.context.to_heads(q, k, v)
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         # While compiling, every trace asks: its answer holds for the code that it makes.
         kind = (q.device, q.dtype, q.shape[3], mask.kind, mask.window)
@@ -196,6 +203,7 @@ class Attention:
                 q, k, v, bound, self._scale(q.shape[3]), **self.options
             )
         _record(self.name, kernel)
+        (out,) = self.context.to_tokens(out)
         return (out, lse) if return_lse else out
 
     def backward(
@@ -218,15 +226,17 @@ class Attention:
                 again = self(leaves[0], leaves[1], leaves[2], mask)
             dq, dk, dv = torch.autograd.grad(again, leaves, do)
             return dq, dk, dv
-        bound = mask.bind(q.shape[0], q.shape[1], k.shape[1], q.device)
         q16, k16, v16 = (x.to(out.dtype) for x in (q, k, v))
+        q16, k16, v16, do, out = self.context.to_heads(q16, k16, v16, do, out)
+        bound = mask.bind(q16.shape[0], q16.shape[1], k16.shape[1], q.device)
         scale = self._scale(q.shape[3])
         with torch.autocast(q.device.type, enabled=False):
             gradients = self.backend.backward(
                 do, q16, k16, v16, out, lse, bound, scale, **self.options
             )
-        dq, dk, dv = (g.to(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True))
-        return dq, dk, dv
+        dq, dk, dv = self.context.to_tokens(*gradients)
+        dk, dv = (self.context.summed(x, k.shape[2]) for x in (dk, dv))
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     def _ask(self, q: Tensor, mask: Mask) -> None:
         request = Request(q.device, q.dtype, q.shape[3], mask, self.options)

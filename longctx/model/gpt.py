@@ -116,7 +116,7 @@ class GPT(nn.Module):
             )
         self.context = context
         for block in self.blocks:
-            block.attention.attend = context.over_ranks(block.attention.attend)
+            block.attention.attend.context = context
 
     def forward(
         self,
