@@ -42,6 +42,5 @@ def test_loss_and_gradients_are_those_of_one_device(
     ranks: int, cases: int, seed: int, tmp_path: Path
 ) -> None:
     for result in differences(ranks, cases, seed, tmp_path / "out.json"):
-        for name in ("loss", "grad_norm", "validation"):
+        for name in ("loss", "grad_norm", "gradients", "validation"):
             assert result[name] < 1e-5, (name, result)
-        assert result["gradients"] < 1e-4, result  # one of 250 cases is off by 3.5e-5, others 5e-6
