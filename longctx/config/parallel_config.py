@@ -32,6 +32,15 @@ class ContextConfig:
         between=(1, 4096),
         short=True,
     )
+    method: str = key(
+        "auto",
+        "auto: ulysses where the degree divides the heads | ulysses: each device attends with some "
+        "heads over the row | allgather: with all heads, its own queries over all keys",
+        choices=("auto", "ulysses", "allgather"),
+    )
+    check: bool = key(
+        False, "before the run, compare a small step and a leak probe with one device"
+    )
 
     def validate(self, devices: int) -> None:
         """Raise ValueError where groups of `degree` cannot be made of `devices` devices."""
@@ -40,6 +49,20 @@ class ContextConfig:
             raise ValueError(
                 f"context={self.degree}: does not divide devices={devices}; give a number that does"
             )
+
+    def method_for(self, heads: int) -> str:
+        """How attention of `heads` query heads sees the whole row: `method`, auto decided.
+
+        Raises ValueError where the devices cannot divide the heads as asked.
+        """
+        if self.method == "ulysses" and heads % self.degree:
+            raise ValueError(
+                f"context={self.degree}: context.method=ulysses divides the model's {heads} heads, "
+                "and they cannot be; choose a number that divides them, or context.method=allgather"
+            )
+        if self.method != "auto":
+            return self.method
+        return "allgather" if heads % self.degree else "ulysses"
 
 
 def kv_copies(heads: int, kv_heads: int, ranks: int) -> int:

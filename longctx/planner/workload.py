@@ -23,6 +23,7 @@ class Workload:
     devices: int  # processes of the run, each with a device of its own
     strategy: str  # none | ddp | fsdp
     context: int  # devices that share each row
+    context_method: str  # ulysses | allgather
     seq_len: int  # tokens in a row
     batch_size: int  # rows in a micro-batch
     accumulate: int  # micro-batches in a step
@@ -71,6 +72,7 @@ def workload_of(
         devices=config.devices,
         strategy=strategy,
         context=config.context.degree,
+        context_method=config.context.method_for((model or config.model).heads),
         seq_len=seq_len,
         batch_size=batch_size,
         accumulate=config.accumulate or max(1, TOKENS_PER_STEP[device] // micro_batch),

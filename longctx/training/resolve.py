@@ -164,12 +164,7 @@ def choices_of(request: Request, device: str) -> dict[str, str]:
 
 def check_attention(config: TrainConfig, model: GPTConfig, device: str) -> None:
     """Raise ValueError, saying what to use instead, where the backend cannot run as asked."""
-    degree = config.context.degree
-    if model.heads % degree:
-        raise ValueError(
-            f"context={degree}: does not divide the model's {model.heads} heads; "
-            "choose a number that does"
-        )
+    config.context.method_for(model.heads)
     bf16 = config.precision == "bf16" or (config.precision == "auto" and device == "cuda")
     attention.check(
         config.attention.backend,
