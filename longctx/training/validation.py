@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from longctx.config.train_config import TrainConfig
 from longctx.data import Data, Mixture
 from longctx.data.rows import IGNORED
+from longctx.distributed.parallel import Parallel
 from longctx.evaluation.passkey import check_texts, filler_of, recall
 from longctx.evaluation.positions import Filled, mean_losses, packed_buckets
 from longctx.evaluation.windows import Document
 from longctx.runs.metrics import BY_POSITION, FACTS_FOUND
 from longctx.training.batches import MicroBatch, validation_batches
-from longctx.training.parallel import Parallel
 from longctx.training.run import Run
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -34,11 +34,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from longctx.attention.context_parallel import Context
 from longctx.config.train_config import TrainConfig
+from longctx.distributed import sharding
+from longctx.distributed.heartbeat import Heartbeat
 from longctx.model import GPT
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import PRECISION, Workload
-from longctx.training import sharding
-from longctx.training.heartbeat import Heartbeat
 
 T = TypeVar("T")
 RUN_VARIABLE = "LONGCTX_RUN"  # the run's folder, for what is said about a process that is lost
