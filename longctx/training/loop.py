@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -48,7 +49,7 @@ def train(request: Request) -> int:
     sys.excepthook = without_lost_connections(sys.excepthook)
     machine = this_machine()
     parallel = Parallel(request.config, choose_device(request.config, machine), machine)
-    request = request._replace(config=parallel.config)
+    request = request._replace(config=replace(request.config, devices=parallel.ranks))
     run = resolve(request, machine) if parallel.is_first else None
     parallel.launch("" if run is None else str(run.folder))
     shared = parallel.share({} if run is None else run.shared())

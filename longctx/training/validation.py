@@ -22,6 +22,7 @@ from longctx.data.rows import IGNORED
 from longctx.distributed.parallel import Parallel
 from longctx.evaluation.passkey import check_texts, filler_of, recall
 from longctx.evaluation.positions import Filled, mean_losses, packed_buckets
+from longctx.evaluation.scorer import Scorer
 from longctx.evaluation.windows import Document
 from longctx.runs.metrics import BY_POSITION, FACTS_FOUND
 from longctx.training.batches import MicroBatch, validation_batches
@@ -82,14 +83,13 @@ def facts_found(module: Any, data: Data | Mixture, run: Run) -> dict[str, float]
     depths = keys.depths or DEPTHS
     cells = _eager(
         recall,
-        module.model,
+        Scorer(module.model, torch.bfloat16 if run.workload.precision == "bf16" else torch.float32),
         data.tokenizer,
         _filler(data, lengths),
         lengths,
         depths,
         keys.samples,
         keys.kinds,
-        torch.bfloat16 if run.workload.precision == "bf16" else None,
     )
     right = {(cell.kind, cell.length): 0 for cell in cells}
     for cell in cells:
