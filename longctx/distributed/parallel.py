@@ -221,9 +221,9 @@ class Parallel:
         if self.data_ranks == 1:
             return x
         assert self.mesh is not None
-        rows = x.new_empty(self.data_ranks * len(x), *x.shape[1:])
-        dist.all_gather_into_tensor(rows, x.contiguous(), group=self.mesh.get_group("data"))
-        return rows
+        parts = [torch.empty_like(x) for _ in range(self.data_ranks)]
+        dist.all_gather(parts, x.contiguous(), group=self.mesh.get_group("data"))
+        return torch.cat(parts)
 
     def max(self, number: int) -> int:
         """The largest `number` of any rank."""
