@@ -169,20 +169,11 @@ def _sweep(overrides: list[str]) -> int:
 
 def _evaluate(argv: list[str]) -> int:
     """Run one evaluation, print its tables and write its files."""
-    overrides = read("eval", argv).overrides
-    composed = compose("eval", overrides)
-    request = EvalRequest.of(composed.config, composed.changed, overrides)
+    composed = compose("eval", read("eval", argv).overrides)
+    request = EvalRequest.of(composed.config, composed.changed)
     with libraries():
-        from longctx.evaluation.measure import measure
-        from longctx.evaluation.results import save
-        from longctx.evaluation.setup import resolve
-
-    setup = resolve(request)
-    result = measure(setup)
-    if result is not None:
-        result.show(result.content)
-        print(save(result, setup))
-    return 0
+        from longctx.evaluation.evaluate import evaluate
+    return evaluate(request)
 
 
 def _plan(argv: list[str]) -> None:

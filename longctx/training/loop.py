@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,22 +21,18 @@ from torch import Tensor
 from longctx.attention import kernels_run
 from longctx.config.request import Request
 from longctx.data import load
+from longctx.distributed import sharding
+from longctx.distributed.devices import choose_device, this_machine
+from longctx.distributed.parallel import Parallel, go_on
 from longctx.kernels.selftest import SelfTestFailed
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import PARAMETERS, predict
 from longctx.runs import checkpoints, run_folder
-from longctx.training import out_of_memory, sharding
+from longctx.training import out_of_memory
 from longctx.training.batches import StepBatch, train_loader
 from longctx.training.learning_rate import LearningRate, learning_rate
 from longctx.training.module import TrainingModule
-from longctx.training.parallel import Parallel, go_on
-from longctx.training.resolve import (
-    choose_device,
-    continue_folder,
-    data_config,
-    resolve,
-    this_machine,
-)
+from longctx.training.resolve import continue_folder, data_config, resolve
 from longctx.training.run import Run, of_shared
 from longctx.training.run_log import RunLog
 from longctx.training.schedule import Schedule
@@ -52,7 +49,7 @@ def train(request: Request) -> int:
     sys.excepthook = without_lost_connections(sys.excepthook)
     machine = this_machine()
     parallel = Parallel(request.config, choose_device(request.config, machine), machine)
-    request = request._replace(config=parallel.config)
+    request = request._replace(config=replace(request.config, devices=parallel.ranks))
     run = resolve(request, machine) if parallel.is_first else None
     parallel.launch("" if run is None else str(run.folder))
     shared = parallel.share({} if run is None else run.shared())

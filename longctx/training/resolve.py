@@ -23,9 +23,10 @@ from longctx.config.model_config import GPTConfig
 from longctx.config.request import Request
 from longctx.config.train_config import TrainConfig
 from longctx.data import load, sources
+from longctx.distributed.devices import choose_device
 from longctx.model.context_extension import extended
 from longctx.model.restore import mapped_model
-from longctx.planner import fitting, hardware
+from longctx.planner import fitting
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import Workload, with_vocabulary, workload_of
 from longctx.runs import checkpoints, run_folder
@@ -110,30 +111,6 @@ def resolve(request: Request, machine: Machine, say: Say = print) -> Run:
     run = replace(run, config=config, folder=folder, kernel_lock=lock)
     fill_folder(run)
     return run
-
-
-def this_machine() -> Machine:
-    """The machine as torch sees it from this process."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not gpus:
-        return Machine(0, None, False, hardware.host_memory())
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    gpu = hardware.chip(properties.name, float(properties.total_memory))
-    return Machine(gpus, gpu, torch.cuda.is_bf16_supported(), hardware.host_memory())
-
-
-def choose_device(config: TrainConfig, machine: Machine) -> str:
-    """ "cuda" or "cpu"; ValueError for a GPU that is asked for and not there, or lacks bf16."""
-    if config.device == "cuda" and not machine.gpus:
-        raise ValueError(
-            "device=cuda: torch finds no GPU here; use device=cpu, or device=auto for what there is"
-        )
-    if config.device == "cpu" or not machine.gpus:
-        return "cpu"
-    if not machine.bf16 and config.precision in ("auto", "bf16"):
-        name = machine.gpu.name if machine.gpu else "this GPU"
-        raise ValueError(f"precision=bf16: {name} has no bf16; use precision=fp32")
-    return "cuda"
 
 
 def choose_model(request: Request, device: str) -> tuple[TrainConfig, GPTConfig, str]:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from longctx import attention
+from longctx.distributed.parallel import Parallel
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import predict
 from longctx.planner.workload import Workload
 from longctx.runs.tracking import Tracker
 from longctx.training.console import Display, closing_table
-from longctx.training.parallel import Parallel
 from longctx.training.run import Run
 
 

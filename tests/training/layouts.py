@@ -23,12 +23,12 @@ from longctx.config.model_config import AttentionConfig, GPTConfig, LoraConfig
 from longctx.config.optimizer_config import OptimizerConfig
 from longctx.config.parallel_config import ContextConfig, StrategyConfig
 from longctx.config.train_config import TrainConfig
+from longctx.distributed import sharding
+from longctx.distributed.parallel import Parallel
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import workload_of
-from longctx.training import sharding
 from longctx.training.batches import StepBatch, micro_batch
 from longctx.training.loop import TrainState, optimizer_step
-from longctx.training.parallel import Parallel
 from longctx.training.resolve import scheduled
 from longctx.training.run import Run
 

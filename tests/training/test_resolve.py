@@ -7,13 +7,13 @@ import pytest
 
 from longctx import cli
 from longctx.config.request import Request
+from longctx.distributed.parallel import processes
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB, Machine
 from longctx.planner.workload import Workload, workload_of
 from longctx.runs import run_folder
 from longctx.training import resolve
 from longctx.training.child import DryRun
-from longctx.training.parallel import processes
 
 H200 = Machine(1, hardware.chip("NVIDIA H200", 139.8 * GIB), True, 128 * GIB)
 CPU = Machine(0, None, False, 16 * GIB)

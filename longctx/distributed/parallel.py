@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,16 +34,30 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from longctx.attention import takes_intervals
 from longctx.attention.context_parallel import Context
+from longctx.config.eval_config import EvalConfig
 from longctx.config.train_config import TrainConfig
+from longctx.distributed import sharding
+from longctx.distributed.heartbeat import Heartbeat
 from longctx.model import GPT
 from longctx.planner.hardware import Machine
-from longctx.planner.workload import PRECISION, Workload
-from longctx.training import sharding
-from longctx.training.heartbeat import Heartbeat
+from longctx.planner.workload import PRECISION
 
 T = TypeVar("T")
 RUN_VARIABLE = "LONGCTX_RUN"  # the run's folder, for what is said about a process that is lost
 LIGHTNING_PRECISION = {"bf16": "bf16-mixed", "fp32": "32-true"}
+
+
+class Layout(Protocol):
+    """What decides how the processes share rows and weights, of a workload or an evaluation."""
+
+    @property
+    def strategy(self) -> str: ...  # none | ddp | fsdp
+    @property
+    def data_ranks(self) -> int: ...  # groups of devices that take rows of their own
+    @property
+    def context(self) -> int: ...  # devices that share each row
+    @property
+    def context_method(self) -> str: ...  # ulysses | allgather
 
 
 class Parallel:
@@ -54,7 +68,7 @@ class Parallel:
     `launch`.
     """
 
-    def __init__(self, config: TrainConfig, device: str, machine: Machine) -> None:
+    def __init__(self, config: TrainConfig | EvalConfig, device: str, machine: Machine) -> None:
         self.environment, self.ranks, self.local_ranks = processes(config)
         self.config = replace(config, devices=self.ranks)
         config.context.validate(self.ranks)
@@ -63,7 +77,8 @@ class Parallel:
             raise ValueError(f"devices={self.local_ranks}: {there}")
         self.data_ranks = self.ranks
         self.strategy = "none"
-        self.deterministic = config.deterministic
+        # Evaluation computes no gradients, whose order of sums is all that is not deterministic.
+        self.deterministic = isinstance(config, TrainConfig) and config.deterministic
         precision = PRECISION[device] if config.precision == "auto" else config.precision
         self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         several = self.ranks > 1 or config.strategy.name != "auto"
@@ -117,7 +132,7 @@ class Parallel:
     def give_up(self, problem: str, says: bool) -> None:
         """End this process at once, whatever it waits for, and those that it has started."""
         if says:
-            print(f"error: {problem}, and the run with it; {go_on()}", file=sys.stderr, flush=True)
+            print(f"error: {problem}, and the run with it{remedy()}", file=sys.stderr, flush=True)
         self.kill_others()
         os._exit(1)
 
@@ -127,7 +142,7 @@ class Parallel:
             self.heartbeat.fail(problem)
         self.kill_others()
 
-    def form(self, workload: Workload, folder: str) -> None:
+    def form(self, workload: Layout, folder: str) -> None:
         """Form the mesh of the launched processes as `workload` shares rows and weights over it."""
         os.environ[RUN_VARIABLE] = folder
         self.strategy, self.data_ranks = workload.strategy, workload.data_ranks
@@ -155,13 +170,13 @@ class Parallel:
         with self.fabric.init_module():
             make()
 
-    def shard(self, model: GPT) -> None:
+    def shard(self, model: GPT, cast: bool = True) -> None:
         """Spread the weights of `model`, which hold nothing yet, over all ranks if that is asked
-        for.
+        for. Blocks compute with weights in the precision of the run if `cast`, else as they are.
         """
         if self.strategy == "fsdp":
             ranks = init_device_mesh(self.device.type, (self.ranks,))
-            sharding.shard(model, ranks, self.dtype)
+            sharding.shard(model, ranks, self.dtype if cast else None)
 
     def prepare(self, module: nn.Module) -> Any:
         """`module` such that `backward` gives every rank the gradients of all of them."""
@@ -204,6 +219,15 @@ class Parallel:
             dist.all_reduce(x)
         return x
 
+    def gathered_rows(self, x: Tensor) -> Tensor:
+        """The rows x (B, ...) of every data rank, in their order: (data ranks · B, ...)."""
+        if self.data_ranks == 1:
+            return x
+        assert self.mesh is not None
+        parts = [torch.empty_like(x) for _ in range(self.data_ranks)]
+        dist.all_gather(parts, x.contiguous(), group=self.mesh.get_group("data"))
+        return torch.cat(parts)
+
     def max(self, number: int) -> int:
         """The largest `number` of any rank."""
         if self.ranks == 1:
@@ -245,7 +269,7 @@ class Parallel:
                 process.send_signal(signal.SIGKILL)
 
 
-def processes(config: TrainConfig) -> tuple[ClusterEnvironment, int, int]:
+def processes(config: TrainConfig | EvalConfig) -> tuple[ClusterEnvironment, int, int]:
     """Who starts the processes of a run, how many there are in all, and how many on this machine.
 
     ValueError where devices= asks for another number than torchrun or srun has started.
@@ -287,12 +311,17 @@ def go_on() -> str:
     return f"python train.py resume={os.environ.get(RUN_VARIABLE) or 'runs/NAME'} goes on"
 
 
+def remedy() -> str:
+    """How what a lost process has ended goes on; nothing of an evaluation, which has no folder."""
+    return f"; {go_on()}" if os.environ.get(RUN_VARIABLE) else ""
+
+
 class LostProcess(logging.Handler):
     """Says which of a run's processes is gone, which Lightning notes before it kills the others."""
 
     def emit(self, record: logging.LogRecord) -> None:
         what = record.getMessage().partition(". ")[0]
-        print(f"error: {what}, and the run with it; {go_on()}", file=sys.stderr, flush=True)
+        print(f"error: {what}, and the run with it{remedy()}", file=sys.stderr, flush=True)
 
 
 def quiet_lightning() -> None:
