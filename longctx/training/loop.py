@@ -19,16 +19,19 @@ from torch import Tensor
 
 from longctx.attention import kernels_run
 from longctx.config.request import Request
+from longctx.config.train_config import TrainConfig
 from longctx.data import load
 from longctx.kernels.selftest import SelfTestFailed
-from longctx.planner.hardware import GIB
+from longctx.planner.hardware import GIB, Machine
 from longctx.planner.peak_memory import PARAMETERS, predict
 from longctx.runs import checkpoints, run_folder
-from longctx.training import out_of_memory, sharding
+from longctx.training import out_of_memory, rendezvous, sharding
 from longctx.training.batches import StepBatch, train_loader
+from longctx.training.heartbeat import go_on
+from longctx.training.launched import OWN, launched
 from longctx.training.learning_rate import LearningRate, learning_rate
 from longctx.training.module import TrainingModule
-from longctx.training.parallel import Parallel, go_on
+from longctx.training.parallel import Parallel
 from longctx.training.resolve import (
     choose_device,
     continue_folder,
@@ -51,10 +54,16 @@ def train(request: Request) -> int:
     """
     sys.excepthook = without_lost_connections(sys.excepthook)
     machine = this_machine()
-    parallel = Parallel(request.config, choose_device(request.config, machine), machine)
-    request = request._replace(config=parallel.config)
-    run = resolve(request, machine) if parallel.is_first else None
-    parallel.launch("" if run is None else str(run.folder))
+    parallel = parallel_of(request.config, machine)
+    try:
+        if parallel.launched.by != OWN:
+            parallel.meet()
+        request = request._replace(config=parallel.config)
+        run = resolve(request, machine) if parallel.is_first else None
+        parallel.launch("" if run is None else str(run.folder))
+    except (ValueError, OSError) as error:
+        parallel.fail(str(error), code=2)
+        raise
     shared = parallel.share({} if run is None else run.shared())
     if run is None:
         run = of_shared(shared)
@@ -65,6 +74,18 @@ def train(request: Request) -> int:
         if os.environ.get(RESULT_VARIABLE) and parallel.is_first:
             Path(os.environ[RESULT_VARIABLE]).write_text(str(run.folder), encoding="utf-8")
         return train_safely(run, parallel)
+
+
+def parallel_of(config: TrainConfig, machine: Machine) -> Parallel:
+    """The processes that `config` asks for.
+
+    Raises ValueError where this one cannot be among them; the others are told why.
+    """
+    try:
+        return Parallel(config, choose_device(config, machine), machine)
+    except ValueError as error:
+        rendezvous.refuse(launched(config), str(error))
+        raise
 
 
 def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal) -> None:
@@ -350,6 +371,7 @@ def train_safely(run: Run, parallel: Parallel) -> int:
         log.end(code)
     log.summary(code, stop.number)
     if problem:
-        print(f"error: {problem}", file=sys.stderr)
+        if parallel.is_first:
+            print(f"error: {problem}", file=sys.stderr, flush=True)
         parallel.fail(problem)
     return code

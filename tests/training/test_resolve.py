@@ -13,7 +13,6 @@ from longctx.planner.workload import Workload, workload_of
 from longctx.runs import run_folder
 from longctx.training import resolve
 from longctx.training.child import DryRun
-from longctx.training.parallel import processes
 
 H200 = Machine(1, hardware.chip("NVIDIA H200", 139.8 * GIB), True, 128 * GIB)
 CPU = Machine(0, None, False, 16 * GIB)
@@ -83,18 +82,3 @@ def test_model_auto_is_the_preset_of_the_device_with_what_is_overridden() -> Non
         _, model, source = resolve.choose_model(request, device)
         assert (model.layers, model.channels) == (3, channels)
         assert source.endswith("(model=auto)")
-
-
-def test_processes_are_those_that_a_launcher_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = cli.compose("train", ["devices=2"]).config
-    assert processes(config)[1:] == (2, 2)
-    for name, value in (
-        ("TORCHELASTIC_RUN_ID", "none"),
-        ("WORLD_SIZE", "4"),
-        ("LOCAL_WORLD_SIZE", "2"),
-        ("RANK", "3"),
-    ):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="devices=2: torchrun has started 4 processes"):
-        processes(config)
-    assert processes(replace(config, devices=1))[1:] == (4, 2)
