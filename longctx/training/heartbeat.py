@@ -24,6 +24,7 @@ from longctx.training.rendezvous import Arrival
 
 EVERY = 2.0  # seconds between beats
 SILENCE = 40.0  # seconds without a beat after which a process is given up
+STOPPED = 5 * EVERY  # seconds between beats after which this process itself was stopped for a while
 SILENT = f"has given no sign of life for {SILENCE:.0f} s"
 GONE = "is gone"
 FAILED = "failed"  # the key under which a process leaves what went wrong
@@ -96,7 +97,10 @@ class Heartbeat:
         beats = [(-1, time.monotonic()) for _ in range(self.ranks)]  # of each: last number, when
         try:
             while not self.stopped.wait(EVERY):
+                slept = time.monotonic() - self.heard
                 self.heard = time.monotonic()
+                if slept > STOPPED:  # as the others may have been, by Ctrl-Z: listen anew
+                    beats = [(number, self.heard) for number, _ in beats]
                 self.store.add(f"beat {self.rank}", 1)
                 if self.store.check([FAILED]):
                     return self._follow()
@@ -115,8 +119,12 @@ class Heartbeat:
 
     def _watch_store(self) -> None:
         """Notice that the first process stands still: then its store answers nobody."""
+        looked = time.monotonic()
         while not self.stopped.wait(EVERY):
-            if time.monotonic() - self.heard > SILENCE:
+            slept, looked = time.monotonic() - looked, time.monotonic()
+            if slept > STOPPED:
+                self.heard = looked
+            elif looked - self.heard > SILENCE:
                 self._kill(0)
                 self._end(self._lost(0, SILENT), self.rank == 1)
 

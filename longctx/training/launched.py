@@ -164,7 +164,8 @@ def _check_allocation(devices: int, environ: Mapping[str, str]) -> None:
     if "SLURM_STEP_ID" not in environ and tasks not in (1, devices):
         raise ValueError(
             f"devices={devices}: SLURM has set {tasks} tasks aside, and this is one process "
-            f"without srun; put srun before python, or ask for devices={tasks}, or set SLURM_NTASKS=1"
+            f"without srun; put srun before python, or ask for devices={tasks}, or set "
+            "SLURM_NTASKS=1"
         )
 
 

@@ -26,7 +26,13 @@ from longctx.planner.hardware import GIB, Machine
 from longctx.planner.peak_memory import PARAMETERS, predict
 from longctx.runs import checkpoints, run_folder
 from longctx.training import out_of_memory, rendezvous, sharding
-from longctx.training.batches import StepBatch, train_loader
+from longctx.training.batches import (
+    StepBatch,
+    is_lost_worker,
+    lost_worker,
+    read_ahead,
+    train_loader,
+)
 from longctx.training.heartbeat import go_on
 from longctx.training.launched import OWN, launched
 from longctx.training.learning_rate import LearningRate, learning_rate
@@ -223,7 +229,7 @@ def step_batches(run: Run, schedule: Schedule, parallel: Parallel) -> Iterator[S
         windows=work.model.windows(),
         tokens=work.batch_size * work.seq_len,
     )
-    return iter(loader)
+    return read_ahead(loader)
 
 
 def save(
@@ -357,8 +363,8 @@ def train_safely(run: Run, parallel: Parallel) -> int:
         elif parallel.is_lost_connection(error):
             first = str(error).splitlines()[0].partition(". ")[0]
             problem = f"a process of the run is gone ({first}); {go_on()}"
-        elif "DataLoader worker" in str(error):
-            problem = f"{str(error).splitlines()[0].rstrip('. ')}; {go_on()}"
+        elif is_lost_worker(error):
+            problem = f"{lost_worker(error)}; {go_on()}"
         else:
             parallel.fail(str(error))
             raise

@@ -295,36 +295,6 @@ def test_a_sweep_that_is_told_to_end_has_its_job_save_first(
 
 
 @pytest.mark.slow
-def test_a_process_that_is_lost_ends_the_run_with_a_line(
-    overrides: Overrides, tmp_path: Path
-) -> None:
-    process = start(
-        overrides(name="r", max_steps=100_000, devices=2, accumulate=1, workers=0), tmp_path
-    )
-    folder = tmp_path / "runs" / "r"
-    wait_for_step(folder, 1, process)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    [other] = [
-        int(pid)
-        for pid in children
-        if str(SCRIPT).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-    os.kill(other, signal.SIGKILL)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode in (1, -signal.SIGKILL), (
-        "who notices first: the process that talked to it, or Lightning"
-    )
-    assert "Traceback" not in err
-    errors = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert 1 <= len(errors) <= 2, "one, or both"
-    for line in errors:
-        assert (
-            "a process of the run is gone" in line or f"PID {other} terminated with code -9" in line
-        )
-        assert f"python train.py resume={folder} goes on" in line
-
-
-@pytest.mark.slow
 def test_torchrun_gives_the_losses_of_two_processes_that_train_starts(
     overrides: Overrides, tmp_path: Path
 ) -> None:
