@@ -12,6 +12,7 @@ from longctx.attention.registry import (
     load_backends,
     register,
     reproducible,
+    takes_intervals,
 )
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "kernels_run",
     "register",
     "reproducible",
+    "takes_intervals",
 ]
 
 load_backends()

@@ -1,123 +1,136 @@
 """Context parallelism: the N tokens of a row lie on P ranks, and attention still sees the row.
 
-Ulysses (arXiv 2309.14509): rank r holds n = N/P consecutive tokens of all H heads. An all-to-all
-turns that into all N tokens of H/P heads, any backend computes attention on them under the row's
-own mask, and a second all-to-all brings the output back:
+Everything but attention is token by token, so a rank computes it for its own n = N/P tokens. How
+attention sees the others is the business of an `Exchange`.
 
-    q, k, v (B, n, H, D) → exchange → (B, N, H/P, D) → attention → exchange → out (B, n, H, D)
-
-Every interval mask is balanced so, and the arithmetic of a head is that of one device. Where there
-are fewer key-value heads than ranks, each is sent to all ranks that need it, and its gradients are
-added up.
+With Ulysses and in layers with a window, rank r holds n consecutive tokens. For all-gather the row
+is cut into chunks, which are dealt so that every rank has as many visible pairs: the chunks with
+the most first, in turns of 0 1 .. P-1 and P-1 .. 1 0. A rank holds its chunks in the order of the
+row, and so the intervals of its queries do not decrease.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from longctx.config.parallel_config import kv_copies
+from longctx.attention.exchange import AllGather, Neighbour, Ranks, Ulysses, in_order
+from longctx.attention.mask import Mask
 
-_groups: dict[str, ProcessGroup] = {}  # name → group, for the operator, which takes no objects
-
-
-@torch.library.custom_op("longctx::all_to_all", mutates_args=())
-def all_to_all(x: Tensor, group: str) -> Tensor:
-    """x (P, ...) → (P, ...), whose entry p is what rank p of `group` has for this rank."""
-    received = torch.empty_like(x)
-    dist.all_to_all_single(received, x, group=_groups[group])
-    return received
-
-
-@all_to_all.register_fake
-def _(x: Tensor, group: str) -> Tensor:
-    return torch.empty_like(x)
-
-
-def _save_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.group = inputs[1]
-
-
-def _send_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-    return all_to_all(gradient.contiguous(), ctx.group), None
-
-
-all_to_all.register_autograd(_send_back, setup_context=_save_group)
+CHUNKS = 32  # of a row on each rank, where they are not smaller than a tile
+TILE = 128  # tokens
+LARGEST = 2048
 
 
 class Context:
-    """The P = `ranks` ranks of `group` that hold one row, of which this is number `rank`.
+    """The P ranks of `group` that hold one row, and how they exchange it: `method`.
 
-    Without a group it is one rank, which holds whole rows.
+    `fetches_windows`: layers with a window get their keys from the neighbour, which needs a backend
+    that takes free intervals. Without a group this rank alone holds whole rows.
     """
 
-    def __init__(self, group: ProcessGroup | None = None) -> None:
-        self.group, self.rank, self.ranks, self.name = group, 0, 1, ""
-        if group is not None:
-            self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-            self.name = group.group_name
-            _groups[self.name] = group
+    def __init__(
+        self,
+        group: ProcessGroup | None = None,
+        method: str = "ulysses",
+        fetches_windows: bool = True,
+    ) -> None:
+        self.ranks = Ranks() if group is None else Ranks.of(group)
+        self.method, self.fetches_windows = method, fetches_windows
 
     def padded(self, length: int) -> int:
-        """The tokens of a row of `length` once P divides them."""
-        return -(-length // self.ranks) * self.ranks
+        """The tokens of a row of `length` once P, and chunks that are dealt, divide them."""
+        unit = self.ranks.count * self._chunk(length)
+        return -(-length // unit) * unit
+
+    def shards(self, mask: Mask, length: int) -> Shards:
+        """How rows of `length` tokens, which `padded` leaves as it is, lie on the ranks under
+        `mask`, which is bound.
+        """
+        if self.ranks.count == 1 or self.method == "ulysses":
+            return Shards(self, length)
+        return Shards(self, length, dealt(mask, length // self._chunk(length), self.ranks.count))
+
+    def _chunk(self, length: int) -> int:
+        """Tokens of a chunk of a row of `length`: a power of two."""
+        if self.ranks.count == 1 or self.method == "ulysses":
+            return 1
+        each = length // self.ranks.count
+        tokens = max(1, min(LARGEST, max(each // CHUNKS, min(TILE, each // 4))))
+        return 1 << (tokens.bit_length() - 1)
+
+
+class Shards:
+    """How the tokens of a batch lie on the ranks: `order` (B or 1, chunks) names the chunks of each
+    row rank by rank; without it they lie as in the row.
+    """
+
+    def __init__(self, context: Context, length: int, order: Tensor | None = None) -> None:
+        self.context, self.ranks, self.length, self.order = context, context.ranks, length, order
+        if order is not None:
+            self.places = order.argsort(dim=1)
+            self.chunk = length // order.shape[1]
 
     def local(self, x: Tensor) -> Tensor:
-        """This rank's part (B, n, ...) of x (B, N, ...), n = N/P."""
-        n = x.shape[1] // self.ranks
-        return x[:, self.rank * n : (self.rank + 1) * n]
+        """This rank's part (B, n, ...) of x (B, N, ...)."""
+        rank, count = self.ranks.rank, self.ranks.count
+        if self.order is not None:
+            return in_order(x, self.order.chunk(count, dim=1)[rank], self.chunk)
+        n = self.length // count
+        return x[:, rank * n : (rank + 1) * n]
 
     def gathered(self, x: Tensor) -> Tensor:
         """(B, N, ...) of the parts x (B, n, ...) of all ranks; without gradient."""
-        if self.ranks == 1:
+        if self.ranks.count == 1:
             return x
-        parts = [torch.empty_like(x) for _ in range(self.ranks)]
-        dist.all_gather(parts, x.detach().contiguous(), group=self.group)
-        return torch.cat(parts, dim=1)
+        parts = [torch.empty_like(x) for _ in range(self.ranks.count)]
+        dist.all_gather(parts, x.detach().contiguous(), group=self.ranks.process_group)
+        rows = torch.cat(parts, dim=1)
+        return rows if self.order is None else in_order(rows, self.places, self.chunk)
 
     def at(self, x: Tensor, places: Tensor) -> Tensor:
         """x of whole rows at `places` (B, m): (B, m, C) of the parts x (B, n, C) of all ranks."""
+        if self.order is not None:
+            chunks = self.places.expand(len(places), -1).gather(1, places // self.chunk)
+            places = chunks * self.chunk + places % self.chunk
         n = x.shape[1]
-        mine = (places // n == self.rank)[..., None]
+        mine = (places // n == self.ranks.rank)[..., None]
         index = (places % n)[..., None].expand(-1, -1, x.shape[-1])
         chosen = x.gather(1, index)
-        if self.ranks > 1:
+        if self.ranks.count > 1:
             chosen = torch.where(mine, chosen, 0.0)
-            dist.all_reduce(chosen, group=self.group)
+            dist.all_reduce(chosen, group=self.ranks.process_group)
         return chosen
 
-    def to_heads(self, q: Tensor, k: Tensor, v: Tensor, *like_q: Tensor) -> tuple[Tensor, ...]:
-        """Tensors (B, n, H, D) of this rank's tokens → (B, N, H/P, D) of its heads.
-
-        One exchange for all. Each key-value head goes to every rank that has query heads of it.
+    def mask(self, mask: Mask) -> Mask:
+        """The mask of a layer for attention after the exchange that suits it, from its `mask` of
+        whole rows, which is bound.
         """
-        if self.ranks == 1:
-            return q, k, v, *like_q
-        copies = kv_copies(q.shape[2], k.shape[2], self.ranks)
-        k, v = (x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (k, v))
-        slots = [x.unflatten(2, (self.ranks, -1)) for x in (q, k, v, *like_q)]
-        sent = torch.cat(slots, dim=3).permute(2, 0, 1, 3, 4).contiguous()
-        received: Tensor = all_to_all(sent, self.name)
-        heads = [x.shape[3] for x in slots]
-        return received.transpose(0, 1).flatten(1, 2).split(heads, dim=2)
+        if self.ranks.count == 1:
+            return mask
+        assert mask.first is not None and mask.last is not None
+        if self.order is not None:
+            first, last = self.local(mask.first), self.local(mask.last)
+            exchange = AllGather(self.ranks, self.order, self.places)
+            return Mask.bound(first, last, self.length).exchanged(exchange)
+        n = self.length // self.ranks.count
+        if not self.context.fetches_windows or mask.window is None or mask.window - 1 > n:
+            return mask.exchanged(Ulysses(self.ranks))
+        width = mask.window - 1
+        before = self.ranks.rank * n - width  # keys of the row ahead of those that this rank gets
+        first, last = self.local(mask.first) - before, self.local(mask.last) - before
+        return Mask.bound(first, last, width + n).exchanged(Neighbour(self.ranks, width))
 
-    def to_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Tensors (B, N, H/P, D) of this rank's heads → (B, n, H, D) of its tokens."""
-        if self.ranks == 1:
-            return tensors
-        heads = [x.shape[2] for x in tensors]
-        sent = torch.cat(tensors, dim=2).unflatten(1, (self.ranks, -1)).transpose(0, 1)
-        received: Tensor = all_to_all(sent.contiguous(), self.name)
-        slots = received.permute(1, 2, 0, 3, 4).split(heads, dim=3)
-        return tuple(x.flatten(2, 3) for x in slots)
 
-    def summed(self, gradient: Tensor, kv_heads: int) -> Tensor:
-        """dk or dv (B, n, Hkv, D), added up over the copies of each head that `to_heads` sent."""
-        copies = gradient.shape[2] // kv_heads
-        if copies == 1:
-            return gradient
-        return gradient.unflatten(2, (kv_heads, copies)).float().sum(3)
+def dealt(mask: Mask, chunks: int, ranks: int) -> Tensor:
+    """(B or 1, chunks) int64: which `chunks` of a row each rank holds, rank by rank, each rank's in
+    ascending order, so that every rank has about as many visible pairs; waits for nothing.
+    """
+    assert mask.first is not None and mask.last is not None
+    pairs = (mask.last - mask.first + 1).clamp(min=0).unflatten(1, (chunks, -1)).sum(2)
+    ranked = pairs.argsort(dim=1, descending=True, stable=True).unflatten(1, (-1, ranks))
+    rounds = torch.arange(ranked.shape[1], device=ranked.device)[:, None] % 2 == 1
+    drafted = torch.where(rounds, ranked.flip(2), ranked)
+    return drafted.transpose(1, 2).sort(dim=2).values.flatten(1)

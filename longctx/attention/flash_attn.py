@@ -49,6 +49,7 @@ class FlashAttn(Backend):
     """`version`: auto (the newest installed that this GPU can run), 4, 3 or 2."""
 
     options = {"version": ("auto", 4, 3, 2)}
+    takes_intervals = False
     # dq is added up in any order
     reproducible = {f"flash-attention-{version}": ("out",) for version in APIS}
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longctx.attention.exchange import WHOLE_ROWS, Exchange
+
 
 @dataclass(frozen=True, eq=False)
 class Mask:
@@ -37,6 +39,7 @@ class Mask:
     offsets: Tensor | None = None
     longest: int = 0
     visible: int = -1
+    exchange: Exchange = WHOLE_ROWS  # of q, k, v and out, where ranks share the rows
     # what a backend derives from a bound mask, once per batch
     cache: dict[str, Any] = field(default_factory=dict)
 
@@ -103,6 +106,13 @@ class Mask:
                 raise ValueError(f"{name} must not decrease along a row")
         return Mask("intervals", first=first.int().contiguous(), last=last.int().contiguous())
 
+    @staticmethod
+    def bound(first: Tensor, last: Tensor, keys: int) -> Mask:
+        """Intervals (B or 1, Tq) int32 among so many `keys`, already bound: a shard of a mask."""
+        first, last = first.contiguous(), last.contiguous()
+        qfirst, qlast = _transposed(first, last, keys)
+        return Mask("intervals", first=first, last=last, qfirst=qfirst, qlast=qlast)
+
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Mask:
         """The same mask with its tensors on `device`."""
         names = ("doc_ids", "first", "last", "qfirst", "qlast", "offsets")
@@ -166,14 +176,12 @@ class Mask:
             return self if self.qfirst.device == torch.device(device) else self.to(device)
         mask = self.to(device)
         first, last = mask._queries(B, Tq, Tk, torch.device(device))
-        keys = (
-            torch.arange(Tk, device=device, dtype=torch.int32)
-            .expand(first.shape[0], Tk)
-            .contiguous()
-        )
-        qfirst = torch.searchsorted(last, keys, right=False, out_int32=True)
-        qlast = torch.searchsorted(first, keys, right=True, out_int32=True) - 1
+        qfirst, qlast = _transposed(first, last, Tk)
         return replace(mask, first=first, last=last, qfirst=qfirst, qlast=qlast, cache={})
+
+    def exchanged(self, exchange: Exchange) -> Mask:
+        """The same mask for attention after `exchange`."""
+        return replace(self, exchange=exchange, cache={})
 
     def positions(self, B: int, T: int, device: torch.device | str) -> Tensor:
         """(B, T) int64: the place of each token in its own document, counted from 0."""
@@ -239,6 +247,15 @@ def _checked(window: int | None) -> int | None:
             f"window={window} must be at least 1 key, the query's own; leave it out for no window"
         )
     return window
+
+
+def _transposed(first: Tensor, last: Tensor, Tk: int) -> tuple[Tensor, Tensor]:
+    """qfirst, qlast (B or 1, Tk): the queries that see each key."""
+    keys = torch.arange(Tk, device=first.device, dtype=torch.int32)
+    keys = keys.expand(first.shape[0], Tk).contiguous()
+    qfirst = torch.searchsorted(last, keys, right=False, out_int32=True)
+    qlast = torch.searchsorted(first, keys, right=True, out_int32=True) - 1
+    return qfirst, qlast
 
 
 def _document_starts(doc_ids: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from longctx.attention.context_parallel import Context
 from longctx.attention.mask import Mask
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -46,6 +45,9 @@ class Backend(ABC):
     # kernel → those of "out", "dq", "dk", "dv" that have the same bits whenever that kernel runs on
     # one machine; the kernel lock of a run holds their hashes
     reproducible: Mapping[str, tuple[str, ...]] = {}
+
+    # whether a mask may be of free intervals, on every device
+    takes_intervals = True
 
     @abstractmethod
     def refusal(self, request: Request) -> str | None:
@@ -137,6 +139,11 @@ def reproducible(backend: str) -> dict[str, tuple[str, ...]]:
     return dict(_backends[backend].reproducible)
 
 
+def takes_intervals(backend: str) -> bool:
+    """Whether a mask for `backend` may be of free intervals, on every device."""
+    return _backends[backend].takes_intervals
+
+
 def kernels_run() -> dict[str, str]:
     """Backend → the kernel that it last ran with in this process."""
     return dict(_ran)
@@ -157,7 +164,6 @@ class Attention:
         self.options = dict(options or {})
         self.scale = scale  # None: D**-0.5
         self.backend = _lookup(backend, self.options)
-        self.context = Context()  # the ranks that share each row: this one alone
         self._served: set[tuple[Any, ...]] = set()
 
     @property
@@ -182,13 +188,18 @@ class Attention:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """out (B, Tq, Hq, D), with `return_lse` also lse (B, Hq, Tq); see `attention`.
 
-        Where ranks share rows, q, k, v and out are of this rank's tokens; the mask is that of whole
-        rows, and lse (B, Hq/P, N) is of this rank's heads.
+        Where ranks share rows, q, k, v and out are of this rank's tokens. Mask and lse are those of
+        attention after the mask's exchange.
         """
         if torch.is_autocast_enabled(q.device.type):
             dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        q, k, v = self.context.to_heads(q, k, v)
+        parts = [self._run(mask, *qkv) for qkv in mask.exchange.parts(q, k, v)]
+        out = _cat([mask.exchange.output(out) for out, _ in parts], dim=2)
+        return (out, _cat([lse for _, lse in parts], dim=1)) if return_lse else out
+
+    def _run(self, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out and lse of the backend."""
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         # While compiling, every trace asks: its answer holds for the code that it makes.
         kind = (q.device, q.dtype, q.shape[3], mask.kind, mask.window)
@@ -203,8 +214,7 @@ class Attention:
                 q, k, v, bound, self._scale(q.shape[3]), **self.options
             )
         _record(self.name, kernel)
-        (out,) = self.context.to_tokens(out)
-        return (out, lse) if return_lse else out
+        return out, lse
 
     def backward(
         self,
@@ -227,15 +237,18 @@ class Attention:
             dq, dk, dv = torch.autograd.grad(again, leaves, do)
             return dq, dk, dv
         q16, k16, v16 = (x.to(out.dtype) for x in (q, k, v))
-        q16, k16, v16, do, out = self.context.to_heads(q16, k16, v16, do, out)
-        bound = mask.bind(q16.shape[0], q16.shape[1], k16.shape[1], q.device)
-        scale = self._scale(q.shape[3])
-        with torch.autocast(q.device.type, enabled=False):
-            gradients = self.backend.backward(
-                do, q16, k16, v16, out, lse, bound, scale, **self.options
-            )
-        dq, dk, dv = self.context.to_tokens(*gradients)
-        dk, dv = (self.context.summed(x, k.shape[2]) for x in (dk, dv))
+        exchange, scale, heads = mask.exchange, self._scale(q.shape[3]), 0
+        parts: list[Gradients] = []
+        for qs, ks, vs, dos, outs in exchange.parts(q16, k16, v16, do, out):
+            bound = mask.bind(qs.shape[0], qs.shape[1], ks.shape[1], q.device)
+            lses = lse[:, heads : heads + qs.shape[2]].contiguous()
+            heads += qs.shape[2]
+            with torch.autocast(q.device.type, enabled=False):
+                gradients = self.backend.backward(
+                    dos, qs, ks, vs, outs, lses, bound, scale, **self.options
+                )
+            parts.append(exchange.gradients(*gradients, k.shape[2]))
+        dq, dk, dv = (_cat(list(each), dim=2) for each in zip(*parts, strict=True))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     def _ask(self, q: Tensor, mask: Mask) -> None:
@@ -311,6 +324,10 @@ def _lookup(backend: str, options: Mapping[str, Any]) -> Backend:
             choices = ", ".join(str(x) for x in chosen.options[key])
             raise ValueError(f"attention.options.{key}={value} must be one of {choices}")
     return chosen
+
+
+def _cat(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _refuse(name: str, backend: Backend, request: Request) -> None:

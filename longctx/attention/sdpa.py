@@ -24,6 +24,7 @@ class Sdpa(Backend):
     """`kernel`, for GPUs only: auto (cuDNN where right and faster, else flash), flash or cudnn."""
 
     options = {"kernel": ("auto", "flash", "cudnn")}
+    takes_intervals = False
     reproducible = {  # the backward of the GPU kernels adds up in any order
         "torch CPU flash": ("out", "dq", "dk", "dv"),
         "flash-attention-2": ("out",),

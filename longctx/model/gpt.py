@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from longctx.attention import Mask
-from longctx.attention.context_parallel import Context
+from longctx.attention.context_parallel import Context, Shards
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import AttentionConfig, GPTConfig
 from longctx.model.layers import Block, RMSNorm, StreamNorm
@@ -105,18 +105,8 @@ class GPT(nn.Module):
                 block.after = torch.compile(block.after)
 
     def share_rows(self, context: Context) -> None:
-        """From now on split the tokens of each row over the ranks of `context`; see `forward`.
-
-        Raises ValueError where the ranks cannot divide attention's heads.
-        """
-        if self.config.heads % context.ranks:
-            raise ValueError(
-                f"context={context.ranks}: does not divide the model's {self.config.heads} heads; "
-                "choose a number that does"
-            )
+        """From now on split the tokens of each row over the ranks of `context`; see `forward`."""
         self.context = context
-        for block in self.blocks:
-            block.attention.attend.context = context
 
     def forward(
         self,
@@ -147,7 +137,8 @@ class GPT(nn.Module):
         mask, (B, T), context = Mask.causal() if mask is None else mask, tokens.shape, self.context
         N = context.padded(T)  # tokens of a row with those that make it divisible
         mask = mask.padded(T, N).bind(B, N, N, tokens.device)
-        cos, sin = self.rope(context.local(mask.positions(B, N, tokens.device)), T)
+        shards = context.shards(mask, N)
+        cos, sin = self.rope(shards.local(mask.positions(B, N, tokens.device)), T)
         embedding, lm_head = self.embed.weight, self.lm_head_weight
         tied_in_place = (
             self.head is None and targets is not None and self._adds_tied_gradients_in_place(tokens)
@@ -155,29 +146,28 @@ class GPT(nn.Module):
         if tied_in_place:
             embedding, lm_head = _TiedWeight.apply(self.embed.weight)
 
-        tokens = context.local(F.pad(tokens, (0, N - T)))
+        tokens = shards.local(F.pad(tokens, (0, N - T)))
         x = F.embedding(tokens, embedding, sparse=tied_in_place)
         if torch.is_autocast_enabled(x.device.type):  # the residual stream too is in 16 bits
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        x = self._through_blocks(x, cos, sin, self._masks(mask))
+        x = self._through_blocks(x, cos, sin, self._masks(mask, shards))
         x = self.norm(x)
 
         if targets is None:
-            x = context.gathered(x)[:, :T] if at is None else context.at(x, at)
+            x = shards.gathered(x)[:, :T] if at is None else shards.at(x, at)
             return F.linear(x, lm_head)
-        if reduction == "mean" and context.ranks > 1:  # over the scored tokens of whole rows
+        if reduction == "mean" and context.ranks.count > 1:  # over the scored tokens of whole rows
             mean = 1.0 / (targets != IGNORED).sum().clamp(min=1)
             reduction, scale = "sum", mean if scale is None else mean * scale
-        targets = context.local(F.pad(targets, (0, N - T), value=IGNORED))
+        targets = shards.local(F.pad(targets, (0, N - T), value=IGNORED))
         chunk = self.memory.chunk(self.embed.num_embeddings, x.device.type)
         loss = linear_cross_entropy(x, lm_head, targets, chunk, reduction, scale)
-        return context.gathered(loss)[:, :T] if reduction == "none" else loss
+        return shards.gathered(loss)[:, :T] if reduction == "none" else loss
 
-    def _masks(self, mask: Mask) -> list[Mask]:
+    def _masks(self, mask: Mask, shards: Shards) -> list[Mask]:
         """The mask of each layer; each window's is made once, for all layers that have it."""
-        by_window: dict[int | None, Mask] = {None: mask}
-        if self.config.window is not None:
-            by_window[self.config.window] = mask.windowed(self.config.window)
+        windows = {self.config.window_of(n) for n in range(len(self.blocks))}
+        by_window = {w: shards.mask(mask if w is None else mask.windowed(w)) for w in windows}
         return [by_window[self.config.window_of(n)] for n in range(len(self.blocks))]
 
     def _through_blocks(self, x: Tensor, cos: Tensor, sin: Tensor, masks: list[Mask]) -> Tensor:

@@ -31,6 +31,7 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from longctx.attention import takes_intervals
 from longctx.attention.context_parallel import Context
 from longctx.config.train_config import TrainConfig
 from longctx.model import GPT
@@ -164,7 +165,9 @@ class Parallel:
                 mesh_dim_names=("data", "context"),
             )
             if workload.context > 1:
-                self.context = Context(self.mesh.get_group("context"))
+                group = self.mesh.get_group("context")
+                fetches_windows = takes_intervals(workload.attention.backend)
+                self.context = Context(group, workload.context_method, fetches_windows)
 
     def share(self, plain: T) -> T:
         """What the first rank has for `plain`, a value that JSON can hold, on every rank."""
@@ -220,7 +223,7 @@ class Parallel:
 
     def once(self, count: int) -> int:
         """`count`, of whole rows, on one of the ranks that share them, and 0 on the others."""
-        return count if self.context.rank == 0 else 0
+        return count if self.context.ranks.rank == 0 else 0
 
     def sum(self, x: Tensor) -> Tensor:
         """`x` added up over all ranks, in place."""

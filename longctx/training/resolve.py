@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from longctx import attention
+from longctx.attention import Mask
 from longctx.config import presets
 from longctx.config.data_config import DataConfig
 from longctx.config.model_config import GPTConfig
@@ -164,13 +165,16 @@ def choices_of(request: Request, device: str) -> dict[str, str]:
 
 def check_attention(config: TrainConfig, model: GPTConfig, device: str) -> None:
     """Raise ValueError, saying what to use instead, where the backend cannot run as asked."""
-    config.context.method_for(model.heads)
+    shard = None
+    if config.context.degree > 1 and config.context.method_for(model.heads) == "allgather":
+        shard = Mask("intervals")  # the queries of a rank see any of them
     bf16 = config.precision == "bf16" or (config.precision == "auto" and device == "cuda")
     attention.check(
         config.attention.backend,
         device=device,
         dtype=torch.bfloat16 if bf16 else torch.float32,
         head_dim=model.head_size,
+        mask=shard,
         options=config.attention.options,
         deterministic=config.deterministic,
     )

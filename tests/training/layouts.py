@@ -45,15 +45,16 @@ V = 61
 def drawn(draw: random.Random, ranks: int) -> TrainConfig:
     """A configuration for `ranks` ranks, at random."""
     context = draw.choice([n for n in (1, 2, 4) if ranks % n == 0])
-    heads = draw.choice([4, 8])
+    method = draw.choice(["ulysses", "allgather"])
+    heads = draw.choice([4, 8] if method == "ulysses" else [3, 4, 6])
     lora = draw.random() < 0.25
     optimizer = "muon" if not lora and draw.random() < 0.3 else "adamw"
     model = GPTConfig(
         vocab_size=V,
         layers=draw.choice([1, 3]),
-        channels=32,
+        channels=8 * heads,
         heads=heads,
-        kv_heads=draw.choice([n for n in (1, 2, 4) if heads % n == 0]),
+        kv_heads=draw.choice([n for n in (1, 2, 3, 4) if heads % n == 0]),
         ffn=40,
         window=draw.choice([None, None, 6]),
         tied=draw.random() < 0.5,
@@ -69,13 +70,13 @@ def drawn(draw: random.Random, ranks: int) -> TrainConfig:
         device="cpu",
         devices=ranks,
         clip=draw.choice([None, 1.0]),
-        attention=AttentionConfig(draw.choice(["naive", "flash"])),
+        attention=AttentionConfig(draw.choice(["naive", "flash", "sdpa"])),
         model=model,
         memory=replace(memory, loss_chunk=draw.choice([None, 11])),
         lora=LoraConfig(rank=4) if lora else LoraConfig(),
         optimizer=OptimizerConfig(optimizer),
         strategy=StrategyConfig(draw.choice(["ddp", "fsdp"])),
-        context=ContextConfig(context),
+        context=ContextConfig(context, method),
     )
 
 

@@ -41,10 +41,34 @@ def close(folder: Path, other: Path, rel: float = 2e-6) -> None:
                 assert row[key] == pytest.approx(expected[key], rel=10 * rel), key
 
 
-def test_two_devices_share_each_row(overrides: Overrides, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "method",
+    [
+        {},
+        {
+            "context.method": "allgather",
+            "model.heads": 3,
+            "model.kv_heads": 1,
+            "model.head_dim": 16,
+        },
+        pytest.param(
+            {"model.window": 9, "model.window_layers": [0], "compile": True},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"context.method": "allgather", "memory": "balanced", "compile": True},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_two_devices_share_each_row(
+    method: dict[str, Any], overrides: Overrides, tmp_path: Path
+) -> None:
     """63 tokens, which two devices cannot share evenly, validated by position too."""
-    assert train.main(overrides(name="one", accumulate=2, **SHAPE)) == 0
-    run(tmp_path, overrides(name="two", accumulate=2, devices=2, context=2, **SHAPE))
+    alone = {key: value for key, value in method.items() if not key.startswith("context")}
+    assert train.main(overrides(name="one", accumulate=2, **SHAPE | alone)) == 0
+    shared = SHAPE | method
+    run(tmp_path, overrides(name="two", accumulate=2, devices=2, context=2, **shared))
     close(tmp_path / "runs" / "two", tmp_path / "runs" / "one")
 
 
@@ -98,7 +122,10 @@ def test_a_sharded_run_resumes_on_any_number_of_devices(
     ("changes", "message"),
     [
         ({"devices": 4, "context": 3}, "context=3: does not divide devices=4"),
-        ({"devices": 3, "context": 3}, "context=3: does not divide the model's"),
+        (
+            {"devices": 3, "context": 3, "context.method": "ulysses"},
+            "context=3: context.method=ulysses divides the model's",
+        ),
         ({"context": 0}, "context.degree=0: a number from 1"),
         ({"context": "all"}, "context.degree=all"),
         ({"strategy": "fsdq"}, "did you mean fsdp?"),

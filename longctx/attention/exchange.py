@@ -1,0 +1,278 @@
+"""How attention sees a whole row of N tokens of which this rank holds n = N/P: three exchanges.
+
+`Ulysses` (arXiv 2309.14509): every rank gets all N tokens of H/P heads, so that any backend
+attends under the row's own mask with the arithmetic of one device:
+
+    q, k, v (B, n, H, D) → all-to-all → (B, N, H/P, D) → attention → all-to-all → out (B, n, H, D)
+
+`AllGather`: every rank gets the keys and values of all N tokens, a group of heads at a time, and
+attends with its own n queries. P need not divide the heads. Compare Llama 3 (arXiv 2407.21783).
+
+`Neighbour`: where a query sees `window` keys, those are this rank's own and the last window - 1 of
+the rank before.
+
+An exchange belongs to the mask of a layer. Gradients of keys and values are added up in fp32, in
+the order of the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from longctx.config.parallel_config import kv_copies
+
+# torch 2.13 gave it another name
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_groups: dict[str, ProcessGroup] = {}  # name → group, for the operators, which take no objects
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The `count` ranks of `group` that share rows, of which this is number `rank`."""
+
+    rank: int = 0
+    count: int = 1
+    group: str = ""
+
+    @staticmethod
+    def of(group: ProcessGroup) -> Ranks:
+        """The ranks of `group`."""
+        _groups[group.group_name] = group
+        return Ranks(dist.get_rank(group), dist.get_world_size(group), group.group_name)
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        return _groups[self.group]
+
+
+class Exchange:
+    """No exchange: this rank holds whole rows."""
+
+    def parts(self, q: Tensor, k: Tensor, v: Tensor, *like_q: Tensor) -> Iterable[tuple[Any, ...]]:
+        """The tensors (B, n, heads, D) as attention takes them, some heads after others."""
+        return [(q, k, v, *like_q)]
+
+    def output(self, out: Tensor) -> Tensor:
+        """Attention's output of one part, for the tokens of this rank."""
+        return out
+
+    def gradients(
+        self, dq: Tensor, dk: Tensor, dv: Tensor, kv_heads: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of one part, for the tokens of this rank and `kv_heads` heads of k and v."""
+        return dq, dk, dv
+
+
+WHOLE_ROWS = Exchange()
+
+
+class Ulysses(Exchange):
+    """All tokens of 1/P of the heads. Each key-value head goes to every rank with query heads of
+    it.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def parts(self, q: Tensor, k: Tensor, v: Tensor, *like_q: Tensor) -> Iterable[tuple[Any, ...]]:
+        P = self.ranks.count
+        copies = kv_copies(q.shape[2], k.shape[2], P)
+        k, v = (x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (k, v))
+        slots = [x.unflatten(2, (P, -1)) for x in (q, k, v, *like_q)]
+        sent = torch.cat(slots, dim=3).permute(2, 0, 1, 3, 4).contiguous()
+        received = all_to_all(sent, self.ranks.group)
+        heads = [x.shape[3] for x in slots]
+        return [received.transpose(0, 1).flatten(1, 2).split(heads, dim=2)]
+
+    def output(self, out: Tensor) -> Tensor:
+        return self._to_tokens(out)[0]
+
+    def gradients(
+        self, dq: Tensor, dk: Tensor, dv: Tensor, kv_heads: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = self._to_tokens(dq, dk, dv)
+        copies = dk.shape[2] // kv_heads
+        if copies > 1:
+            dk, dv = (x.unflatten(2, (kv_heads, copies)).float().sum(3) for x in (dk, dv))
+        return dq, dk, dv
+
+    def _to_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Tensors (B, N, H/P, D) of this rank's heads → (B, n, H, D) of its tokens."""
+        heads = [x.shape[2] for x in tensors]
+        sent = torch.cat(tensors, dim=2).unflatten(1, (self.ranks.count, -1)).transpose(0, 1)
+        received = all_to_all(sent.contiguous(), self.ranks.group)
+        slots = received.permute(1, 2, 0, 3, 4).split(heads, dim=3)
+        return tuple(x.flatten(2, 3) for x in slots)
+
+
+class AllGather(Exchange):
+    """Keys and values of all tokens, for this rank's queries.
+
+    `order` (B or 1, N/C) names the chunks of C tokens of a row in the order of the ranks; `places`
+    is its inverse. A group of heads takes the memory that Ulysses would.
+    """
+
+    def __init__(self, ranks: Ranks, order: Tensor, places: Tensor) -> None:
+        self.ranks, self.order, self.places = ranks, order, places
+
+    def parts(self, q: Tensor, k: Tensor, v: Tensor, *like_q: Tensor) -> Iterable[tuple[Any, ...]]:
+        size = max(1, k.shape[2] // self.ranks.count)
+        per_key = q.shape[2] // k.shape[2]
+        for first in range(0, k.shape[2], size):
+            heads = slice(first, first + size)
+            queries = slice(first * per_key, (first + size) * per_key)
+            sent = torch.cat([k[:, :, heads], v[:, :, heads]], dim=2)
+            kv = all_gather_rows(
+                sent, self.order, self.places, self.ranks.count, self.ranks.group
+            ).chunk(2, dim=2)
+            yield q[:, :, queries], *kv, *(x[:, :, queries] for x in like_q)
+
+    def gradients(
+        self, dq: Tensor, dk: Tensor, dv: Tensor, kv_heads: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        both = torch.cat([dk, dv], dim=2)
+        dk, dv = sum_rows(both, self.order, self.ranks.count, self.ranks.group).chunk(2, dim=2)
+        return dq, dk, dv
+
+
+class Neighbour(Exchange):
+    """The last `width` keys and values of the rank before, ahead of this rank's own.
+
+    The first rank has none before it and gets zeros, which its mask hides.
+    """
+
+    def __init__(self, ranks: Ranks, width: int) -> None:
+        self.ranks, self.width = ranks, width
+
+    def parts(self, q: Tensor, k: Tensor, v: Tensor, *like_q: Tensor) -> Iterable[tuple[Any, ...]]:
+        if self.width:
+            n = k.shape[1]
+            tail = torch.stack([x[:, n - self.width :] for x in (k, v)])
+            before = from_neighbour(tail, 1, self.ranks.group)
+            k, v = (torch.cat([b, x], dim=1) for b, x in zip(before, (k, v), strict=True))
+        return [(q, k, v, *like_q)]
+
+    def gradients(
+        self, dq: Tensor, dk: Tensor, dv: Tensor, kv_heads: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not self.width:
+            return dq, dk, dv
+        w = self.width
+        after = from_neighbour(torch.stack([x[:, :w] for x in (dk, dv)]), -1, self.ranks.group)
+        dk, dv = (x[:, w:].float() for x in (dk, dv))
+        n = dk.shape[1]
+        for x, add in zip((dk, dv), after, strict=True):
+            x[:, n - w :] += add
+        return dq, dk, dv
+
+
+def in_order(x: Tensor, order: Tensor, chunk: int) -> Tensor:
+    """The chunks of `chunk` tokens of x (B, n, ...) that `order` (B or 1, m) names, one after
+    another: (B, m · chunk, ...).
+    """
+    chunks = x.unflatten(1, (-1, chunk))
+    if x.shape[0] == 1:
+        return chunks[0].index_select(0, order[0]).flatten(0, 1)[None]
+    rows = torch.arange(x.shape[0], device=x.device)[:, None]
+    return chunks[rows, order.expand(x.shape[0], -1)].flatten(1, 2)
+
+
+@torch.library.custom_op("longctx::all_to_all", mutates_args=())
+def all_to_all(x: Tensor, group: str) -> Tensor:
+    """x (P, ...) → (P, ...), whose entry p is what rank p of `group` has for this rank."""
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=_groups[group])
+    return received
+
+
+@torch.library.custom_op("longctx::all_gather_rows", mutates_args=())
+def all_gather_rows(x: Tensor, order: Tensor, places: Tensor, ranks: int, group: str) -> Tensor:
+    """x (B, n, H, D) of every rank → (B, N, H, D), in the order of the row's tokens."""
+    received = x.new_empty(ranks, *x.shape)
+    all_gather(received.flatten(0, 1), x.contiguous(), group=_groups[group])
+    rows = received.transpose(0, 1).flatten(1, 2)
+    return in_order(rows, places, rows.shape[1] // places.shape[1])
+
+
+@torch.library.custom_op("longctx::sum_rows", mutates_args=())
+def sum_rows(x: Tensor, order: Tensor, ranks: int, group: str) -> Tensor:
+    """x (B, N, H, D) of every rank, in the order of the row's tokens → this rank's (B, n, H, D) of
+    their sum, added up in fp32 in the order of the ranks.
+    """
+    rows = in_order(x, order, x.shape[1] // order.shape[1])
+    sent = rows.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=_groups[group])
+    return received.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+
+
+@torch.library.custom_op("longctx::from_neighbour", mutates_args=())
+def from_neighbour(x: Tensor, shift: int, group: str) -> Tensor:
+    """The x of the rank `shift` (1 or -1) before this one; zeros where there is none."""
+    ranks, received = Ranks.of(_groups[group]), torch.zeros_like(x)
+    source, target = ([0] * ranks.count for _ in range(2))
+    if 0 <= ranks.rank - shift < ranks.count:
+        source[ranks.rank - shift] = x.numel()
+    if 0 <= ranks.rank + shift < ranks.count:
+        target[ranks.rank + shift] = x.numel()
+    into, out_of = received.view(-1)[: sum(source)], x.reshape(-1)[: sum(target)]
+    dist.all_to_all_single(into, out_of, source, target, group=_groups[group])
+    return received
+
+
+@all_to_all.register_fake
+def _(x: Tensor, group: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+@all_gather_rows.register_fake
+def _(x: Tensor, order: Tensor, places: Tensor, ranks: int, group: str) -> Tensor:
+    return x.new_empty(x.shape[0], ranks * x.shape[1], *x.shape[2:])
+
+
+@sum_rows.register_fake
+def _(x: Tensor, order: Tensor, ranks: int, group: str) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] // ranks, *x.shape[2:])
+
+
+@from_neighbour.register_fake
+def _(x: Tensor, shift: int, group: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _save_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.group = inputs[-1]
+
+
+def _save_order(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, order, _, ctx.ranks, ctx.group = inputs
+    ctx.save_for_backward(order)
+
+
+def _save_shift(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.shift, ctx.group = inputs
+
+
+def _send_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return all_to_all(gradient.contiguous(), ctx.group), None
+
+
+def _sum(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    return sum_rows(gradient, *ctx.saved_tensors, ctx.ranks, ctx.group), None, None, None, None
+
+
+def _shift_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    return from_neighbour(gradient.contiguous(), -ctx.shift, ctx.group), None, None
+
+
+all_to_all.register_autograd(_send_back, setup_context=_save_group)
+all_gather_rows.register_autograd(_sum, setup_context=_save_order)
+from_neighbour.register_autograd(_shift_back, setup_context=_save_shift)

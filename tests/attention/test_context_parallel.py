@@ -1,0 +1,109 @@
+"""Where the tokens of a row lie, and what the queries of a rank see; without any process but this.
+
+That the exchanges send what they should is shown by tests/training/test_layouts.py.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from longctx.attention import Mask
+from longctx.attention.context_parallel import Context, dealt
+from longctx.attention.exchange import AllGather, Neighbour, Ranks, Ulysses
+
+
+def context_of(rank: int, ranks: int, method: str, fetches_windows: bool = True) -> Context:
+    context = Context(method=method, fetches_windows=fetches_windows)
+    context.ranks = Ranks(rank, ranks)
+    return context
+
+
+def packed(rows: int, length: int, share: float, seed: int = 0) -> Mask:
+    """Documents that begin at random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    begins = torch.rand(rows, length, generator=generator) < share
+    return Mask.documents(begins.cumsum(1))
+
+
+def bound(mask: Mask, context: Context, rows: int, length: int) -> tuple[Mask, int]:
+    padded = context.padded(length)
+    return mask.padded(length, padded).bind(rows, padded, padded, "cpu"), padded
+
+
+@pytest.mark.parametrize("method", ["ulysses", "allgather"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("length", [1, 50, 1027, 5000])
+def test_every_token_lies_on_one_rank(method: str, ranks: int, length: int) -> None:
+    places = []
+    for rank in range(ranks):
+        context = context_of(rank, ranks, method)
+        mask, N = bound(packed(2, length, 0.02), context, 2, length)
+        places.append(context.shards(mask, N).local(torch.arange(N).expand(2, N)))
+        assert (places[-1].diff(dim=1) > 0).all()
+    assert N >= length
+    assert len({part.shape for part in places}) == 1
+    assert torch.equal(torch.cat(places, 1).sort(1).values, torch.arange(N).expand(2, N))
+
+
+@pytest.mark.parametrize("method", ["ulysses", "allgather"])
+@pytest.mark.parametrize("window", [None, 5, 300, 100_000])
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_query_sees_the_keys_that_it_saw(
+    method: str, window: int | None, documents: bool
+) -> None:
+    ranks, length = 3, 1000
+    for rank in range(ranks):
+        context = context_of(rank, ranks, method)
+        mask = packed(2, length, 0.01) if documents else Mask.causal()
+        mask, N = bound(mask, context, 2, length)
+        whole = mask if window is None else mask.windowed(window)
+        shards = context.shards(mask, N)
+        shard = shards.mask(whole)
+        first, last = (shards.local(x) for x in (whole.first, whole.last))
+        keys = torch.arange(N)
+        if isinstance(shard.exchange, Ulysses):
+            first, last = whole.first, whole.last
+        elif isinstance(shard.exchange, Neighbour):
+            keys = torch.arange(rank * N // ranks - shard.exchange.width, (rank + 1) * N // ranks)
+        else:
+            assert isinstance(shard.exchange, AllGather)
+        assert torch.equal(keys[shard.first], first.expand_as(shard.first).long())
+        assert torch.equal(keys[shard.last], last.expand_as(shard.last).long())
+        assert_transposed(shard)
+
+
+def assert_transposed(mask: Mask) -> None:
+    """qfirst and qlast name the queries whose intervals hold each key."""
+    i = torch.arange(mask.first.shape[1])
+    for key in range(0, mask.qfirst.shape[1], 41):
+        sees = (mask.first <= key) & (key <= mask.last)
+        among = (mask.qfirst[:, key, None] <= i) & (i <= mask.qlast[:, key, None])
+        assert torch.equal(sees, among)
+
+
+def test_windows_are_fetched_where_the_backend_takes_intervals() -> None:
+    for fetches, exchange in ((True, Neighbour), (False, Ulysses)):
+        context = context_of(1, 2, "ulysses", fetches)
+        mask = Mask.causal().bind(1, 64, 64, "cpu")
+        shards = context.shards(mask, 64)
+        assert isinstance(shards.mask(mask.windowed(8)).exchange, exchange)
+        assert isinstance(shards.mask(mask.windowed(40)).exchange, Ulysses)  # more than one rank
+
+
+def work_of_ranks(mask: Mask, chunks: int, ranks: int) -> Tensor:
+    pairs = (mask.last - mask.first + 1).unflatten(1, (chunks, -1)).sum(2)
+    return (
+        pairs.expand(len(pairs), -1)
+        .gather(1, dealt(mask, chunks, ranks))
+        .unflatten(1, (ranks, -1))
+        .sum(2)
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 7, 8])
+@pytest.mark.parametrize("share", [0.0, 0.0003, 0.002, 0.01])
+def test_ranks_see_about_as_many_pairs(ranks: int, share: float) -> None:
+    length = 256 * 40 * ranks
+    mask = packed(4, length, share).bind(4, length, length, "cpu")
+    work = work_of_ranks(mask, length // 256, ranks).float()
+    assert (work.max(1).values / work.mean(1)).max() < 1.05
