@@ -182,7 +182,7 @@ def read_ahead(loader: DataLoader[Any]) -> Iterator[StepBatch]:
         yield batch
 
 
-def is_lost_worker(error: RuntimeError) -> bool:
+def is_lost_worker(error: BaseException) -> bool:
     """Whether torch says so of a data worker, as it may anywhere in the main thread."""
     return isinstance(error, LostWorker) or str(error).startswith("DataLoader ")
 

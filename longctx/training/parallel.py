@@ -31,7 +31,8 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from longctx.attention import takes_intervals
+from longctx.attention import communication, takes_intervals
+from longctx.attention.communication import Clock, measured
 from longctx.attention.context_parallel import Context
 from longctx.config.train_config import TrainConfig
 from longctx.model import GPT
@@ -43,6 +44,7 @@ from longctx.training.launched import OWN, OWN_VARIABLE, Launched, launched
 
 T = TypeVar("T")
 EXIT = 20.0  # seconds that a process that has failed may take to exit
+LAST = 16  # weights, of the embedding and the first block, among which is the last with a gradient
 LIGHTNING_PRECISION = {"bf16": "bf16-mixed", "fp32": "32-true"}
 
 
@@ -79,6 +81,7 @@ class Parallel:
         self.mesh: DeviceMesh | None = None
         self.context = Context()
         self.heartbeat: Heartbeat | None = None
+        self.clock: Clock | None = None  # of the time in collectives
 
     @property
     def data_rank(self) -> int:
@@ -158,6 +161,9 @@ class Parallel:
         """Form the mesh of the launched processes as `workload` shares rows and weights over it."""
         os.environ[RUN_VARIABLE] = folder
         self.strategy, self.data_ranks = workload.strategy, workload.data_ranks
+        if self.ranks > 1:
+            self.clock = Clock(self.device)
+            communication.start(self.clock)
         if dist.is_initialized():
             self.mesh = init_device_mesh(
                 self.device.type,
@@ -189,10 +195,17 @@ class Parallel:
         if self.strategy == "fsdp":
             ranks = init_device_mesh(self.device.type, (self.ranks,))
             sharding.shard(model, ranks, self.dtype)
+            sharding.measure_waits()
 
     def prepare(self, module: nn.Module) -> Any:
         """`module` such that `backward` gives every rank the gradients of all of them."""
-        return module if self.strategy == "fsdp" else self.fabric.setup_module(module)
+        if self.strategy == "fsdp":
+            return module
+        if self.clock is not None:  # after the last gradient, backward waits for the other ranks
+            weights = [p for p in module.parameters() if p.requires_grad]
+            for weight in weights[:LAST]:
+                weight.register_post_accumulate_grad_hook(self.clock.mark)
+        return self.fabric.setup_module(module)
 
     def autocast(self) -> AbstractContextManager[None]:
         """The precision of the run, around forward and backward of a step."""
@@ -202,6 +215,8 @@ class Parallel:
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss` to those of the step."""
         self.fabric.backward(loss)
+        if self.clock is not None:
+            self.clock.until_now()
 
     def accumulates(self, module: Any, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of a micro-batch: gradients stay on their rank until the
@@ -228,15 +243,26 @@ class Parallel:
     def sum(self, x: Tensor) -> Tensor:
         """`x` added up over all ranks, in place."""
         if self.ranks > 1:
-            dist.all_reduce(x)
+            with measured():
+                dist.all_reduce(x)
         return x
+
+    def gathered(self, numbers: list[float]) -> list[list[float]]:
+        """The `numbers` of every rank, in order."""
+        mine = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        if self.ranks == 1:
+            return [mine.tolist()]
+        of_ranks = [torch.empty_like(mine) for _ in range(self.ranks)]
+        dist.all_gather(of_ranks, mine)
+        return [of_rank.tolist() for of_rank in of_ranks]
 
     def max(self, number: int) -> int:
         """The largest `number` of any rank."""
         if self.ranks == 1:
             return number
         largest = torch.tensor(number, device=self.device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        with measured():
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return int(largest)
 
     def first_problem(self, problem: str | None) -> str | None:
