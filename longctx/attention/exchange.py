@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from longctx.attention.communication import measured
 from longctx.config.parallel_config import kv_copies
 
 # torch 2.13 gave it another name
@@ -189,7 +190,8 @@ def in_order(x: Tensor, order: Tensor, chunk: int) -> Tensor:
 def all_to_all(x: Tensor, group: str) -> Tensor:
     """x (P, ...) → (P, ...), whose entry p is what rank p of `group` has for this rank."""
     received = torch.empty_like(x)
-    dist.all_to_all_single(received, x, group=_groups[group])
+    with measured():
+        dist.all_to_all_single(received, x, group=_groups[group])
     return received
 
 
@@ -197,7 +199,9 @@ def all_to_all(x: Tensor, group: str) -> Tensor:
 def all_gather_rows(x: Tensor, order: Tensor, places: Tensor, ranks: int, group: str) -> Tensor:
     """x (B, n, H, D) of every rank → (B, N, H, D), in the order of the row's tokens."""
     received = x.new_empty(ranks, *x.shape)
-    all_gather(received.flatten(0, 1), x.contiguous(), group=_groups[group])
+    x = x.contiguous()
+    with measured():
+        all_gather(received.flatten(0, 1), x, group=_groups[group])
     rows = received.transpose(0, 1).flatten(1, 2)
     return in_order(rows, places, rows.shape[1] // places.shape[1])
 
@@ -210,7 +214,8 @@ def sum_rows(x: Tensor, order: Tensor, ranks: int, group: str) -> Tensor:
     rows = in_order(x, order, x.shape[1] // order.shape[1])
     sent = rows.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=_groups[group])
+    with measured():
+        dist.all_to_all_single(received, sent, group=_groups[group])
     return received.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
 
 
@@ -224,7 +229,8 @@ def from_neighbour(x: Tensor, shift: int, group: str) -> Tensor:
     if 0 <= ranks.rank + shift < ranks.count:
         target[ranks.rank + shift] = x.numel()
     into, out_of = received.view(-1)[: sum(source)], x.reshape(-1)[: sum(target)]
-    dist.all_to_all_single(into, out_of, source, target, group=_groups[group])
+    with measured():
+        dist.all_to_all_single(into, out_of, source, target, group=_groups[group])
     return received
 
 

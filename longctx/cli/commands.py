@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from longctx.config.eval_config import EvalRequest
 from longctx.config.model_config import AttentionConfig
 from longctx.config.request import Request
 from longctx.config.train_config import TrainConfig
+from longctx.distributed.launched import launched, leave_to_first
 from longctx.runs import run_folder
 
 
@@ -127,10 +129,17 @@ def _train(argv: list[str]) -> int:
     arguments = read("train", argv)
     if arguments.sweep:
         return _sweep(arguments.overrides)
-    composed = _resumed(arguments.overrides) or compose("train", arguments.overrides)
-    with libraries():
-        from longctx.training.loop import train
-    return train(Request(*composed))
+    try:
+        composed = _resumed(arguments.overrides) or compose("train", arguments.overrides)
+        processes = launched(composed.config)
+        if processes.ranks > 1:  # warnings about a process that is gone bury the line that names it
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        with libraries():
+            from longctx.training.loop import train
+        return train(Request(*composed))
+    except (ValueError, OSError):
+        leave_to_first()
+        raise
 
 
 def _resumed(overrides: list[str]) -> Composed | None:

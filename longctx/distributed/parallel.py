@@ -11,7 +11,10 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -21,29 +24,29 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from lightning.fabric.plugins.environments import (
-    ClusterEnvironment,
-    LightningEnvironment,
-    SLURMEnvironment,
-    TorchElasticEnvironment,
-)
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.fabric.strategies.launchers import subprocess_script
+from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from longctx.attention import takes_intervals
+from longctx.attention import communication, takes_intervals
+from longctx.attention.communication import Clock, measured
 from longctx.attention.context_parallel import Context
 from longctx.config.eval_config import EvalConfig
 from longctx.config.train_config import TrainConfig
-from longctx.distributed import sharding
-from longctx.distributed.heartbeat import Heartbeat
+from longctx.distributed import rendezvous, sharding
+from longctx.distributed.devices import choose_device
+from longctx.distributed.heartbeat import RUN_VARIABLE, SILENCE, Heartbeat
+from longctx.distributed.launched import OWN, OWN_VARIABLE, Launched, launched
 from longctx.model import GPT
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import PRECISION
 
 T = TypeVar("T")
-RUN_VARIABLE = "LONGCTX_RUN"  # the run's folder, for what is said about a process that is lost
+EXIT = 20.0  # seconds that a process that has failed may take to exit
+LAST = 16  # weights, of the embedding and the first block, among which is the last with a gradient
 LIGHTNING_PRECISION = {"bf16": "bf16-mixed", "fp32": "32-true"}
 
 
@@ -58,6 +61,8 @@ class Layout(Protocol):
     def context(self) -> int: ...  # devices that share each row
     @property
     def context_method(self) -> str: ...  # ulysses | allgather
+    @property
+    def attention_backend(self) -> str: ...
 
 
 class Parallel:
@@ -69,12 +74,13 @@ class Parallel:
     """
 
     def __init__(self, config: TrainConfig | EvalConfig, device: str, machine: Machine) -> None:
-        self.environment, self.ranks, self.local_ranks = processes(config)
+        self.launched = launched(config)
+        self.environment = Processes(self.launched)
+        self.asked, self.machine = config, machine
+        self.ranks, self.rank = self.launched.ranks, self.launched.rank
         self.config = replace(config, devices=self.ranks)
-        config.context.validate(self.ranks)
-        if device == "cuda" and self.local_ranks > machine.gpus:
-            there = f"there {'is' if machine.gpus == 1 else 'are'} {machine.gpus} here"
-            raise ValueError(f"devices={self.local_ranks}: {there}")
+        if device == "cuda" and self.launched.local_ranks > machine.gpus:
+            raise ValueError(too_few_gpus(config, self.launched, machine))
         self.data_ranks = self.ranks
         self.strategy = "none"
         # Evaluation computes no gradients, whose order of sums is all that is not deterministic.
@@ -84,20 +90,16 @@ class Parallel:
         several = self.ranks > 1 or config.strategy.name != "auto"
         self.fabric = Fabric(
             accelerator="gpu" if device == "cuda" else "cpu",
-            devices=self.local_ranks,
-            num_nodes=self.ranks // self.local_ranks,
-            strategy=launcher(several, device),
+            devices=self.launched.local_ranks,
+            num_nodes=self.launched.nodes,
+            strategy=self._lightning_strategy(several, device),
             precision=LIGHTNING_PRECISION[precision],  # type: ignore[arg-type]
             plugins=[self.environment],
         )
         self.mesh: DeviceMesh | None = None
         self.context = Context()
         self.heartbeat: Heartbeat | None = None
-
-    @property
-    def rank(self) -> int:
-        """This process's number among those of the run."""
-        return rank_of(self.environment)
+        self.clock: Clock | None = None  # of the time in collectives
 
     @property
     def data_rank(self) -> int:
@@ -115,8 +117,22 @@ class Parallel:
         device: torch.device = self.fabric.device
         return device
 
+    def meet(self) -> None:
+        """Wait until all processes of the run are here; they watch one another from then on.
+
+        Raises ValueError, one line, where one is missing or they do not fit together.
+        """
+        if self.ranks == 1 or self.heartbeat is not None:
+            return
+        here = rendezvous.arrival(self.launched, self.device.type, self.machine.gpus)
+        place = replace(self.launched, port=self.environment.main_port)
+        meeting = rendezvous.meet(self.asked, place, here, self.ended)
+        self.heartbeat = Heartbeat(meeting.store, self.rank, meeting.processes(), self.give_up)
+
     def launch(self, folder: str) -> None:
-        """Start the other processes of the run in `folder`, or join those of a launcher."""
+        """Start the other processes of the run in `folder`, or join those of a launcher, once the
+        first process has decided what is to be run.
+        """
         quiet_lightning()
         os.environ[RUN_VARIABLE] = folder
         if self.deterministic:
@@ -125,27 +141,47 @@ class Parallel:
             torch.backends.cudnn.benchmark = False
             # A debugging aid, of which every allocation pays: our kernels write what they allocate.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        self.fabric.launch()
-        if self.ranks > 1:
-            self.heartbeat = Heartbeat(self.rank, self.ranks, self.share, self.give_up)
+        if self.launched.by == OWN and self.ranks > 1:
+            os.environ[OWN_VARIABLE] = str(self.ranks)
+        try:
+            self.fabric.launch()
+        except BaseException:
+            self.kill_others()
+            raise
 
-    def give_up(self, problem: str, says: bool) -> None:
+    def ended(self) -> str | None:
+        """What became of a process that this one has started and that has ended."""
+        for number, process in enumerate(self.started, start=1):
+            if (code := process.poll()) is not None:
+                how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+                return f"process {number} of {self.ranks} (PID {process.pid}) has ended with {how}"
+        return None
+
+    def give_up(self, problem: str, says: bool, code: int = 1) -> None:
         """End this process at once, whatever it waits for, and those that it has started."""
         if says:
-            print(f"error: {problem}, and the run with it{remedy()}", file=sys.stderr, flush=True)
+            print(f"error: {problem}", file=sys.stderr, flush=True)
         self.kill_others()
-        os._exit(1)
+        os._exit(code)
 
-    def fail(self, problem: str) -> None:
-        """Make the other processes end too: this one does, because of `problem`."""
+    def fail(self, problem: str, code: int = 1) -> None:
+        """Make the other processes end too: this one does, because of `problem`.
+
+        The first process has said it; for another one it does, if it can.
+        """
         if self.heartbeat is not None:
-            self.heartbeat.fail(problem)
+            if not self.heartbeat.fail(problem, code) and not self.is_first:
+                print(f"error: {problem}", file=sys.stderr, flush=True)
+            exit_within(EXIT, code)
         self.kill_others()
 
     def form(self, workload: Layout, folder: str) -> None:
         """Form the mesh of the launched processes as `workload` shares rows and weights over it."""
         os.environ[RUN_VARIABLE] = folder
         self.strategy, self.data_ranks = workload.strategy, workload.data_ranks
+        if self.ranks > 1:
+            self.clock = Clock(self.device)
+            communication.start(self.clock)
         if dist.is_initialized():
             self.mesh = init_device_mesh(
                 self.device.type,
@@ -154,7 +190,7 @@ class Parallel:
             )
             if workload.context > 1:
                 group = self.mesh.get_group("context")
-                fetches_windows = takes_intervals(workload.attention.backend)
+                fetches_windows = takes_intervals(workload.attention_backend)
                 self.context = Context(group, workload.context_method, fetches_windows)
 
     def share(self, plain: T) -> T:
@@ -177,10 +213,17 @@ class Parallel:
         if self.strategy == "fsdp":
             ranks = init_device_mesh(self.device.type, (self.ranks,))
             sharding.shard(model, ranks, self.dtype if cast else None)
+            sharding.measure_waits()
 
     def prepare(self, module: nn.Module) -> Any:
         """`module` such that `backward` gives every rank the gradients of all of them."""
-        return module if self.strategy == "fsdp" else self.fabric.setup_module(module)
+        if self.strategy == "fsdp":
+            return module
+        if self.clock is not None:  # after the last gradient, backward waits for the other ranks
+            weights = [p for p in module.parameters() if p.requires_grad]
+            for weight in weights[:LAST]:
+                weight.register_post_accumulate_grad_hook(self.clock.mark)
+        return self.fabric.setup_module(module)
 
     def autocast(self) -> AbstractContextManager[None]:
         """The precision of the run, around forward and backward of a step."""
@@ -190,6 +233,8 @@ class Parallel:
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss` to those of the step."""
         self.fabric.backward(loss)
+        if self.clock is not None:
+            self.clock.until_now()
 
     def accumulates(self, module: Any, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of a micro-batch: gradients stay on their rank until the
@@ -216,7 +261,8 @@ class Parallel:
     def sum(self, x: Tensor) -> Tensor:
         """`x` added up over all ranks, in place."""
         if self.ranks > 1:
-            dist.all_reduce(x)
+            with measured():
+                dist.all_reduce(x)
         return x
 
     def gathered_rows(self, x: Tensor) -> Tensor:
@@ -228,12 +274,22 @@ class Parallel:
         dist.all_gather(parts, x.contiguous(), group=self.mesh.get_group("data"))
         return torch.cat(parts)
 
+    def gathered(self, numbers: list[float]) -> list[list[float]]:
+        """The `numbers` of every rank, in order."""
+        mine = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        if self.ranks == 1:
+            return [mine.tolist()]
+        of_ranks = [torch.empty_like(mine) for _ in range(self.ranks)]
+        dist.all_gather(of_ranks, mine)
+        return [of_rank.tolist() for of_rank in of_ranks]
+
     def max(self, number: int) -> int:
         """The largest `number` of any rank."""
         if self.ranks == 1:
             return number
         largest = torch.tensor(number, device=self.device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        with measured():
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return int(largest)
 
     def first_problem(self, problem: str | None) -> str | None:
@@ -257,82 +313,147 @@ class Parallel:
             dist.destroy_process_group()
 
     def is_lost_connection(self, error: BaseException) -> bool:
-        """Whether another process went away inside a collective; gloo has no exception for that."""
-        return self.ranks > 1 and (
+        """Whether another process went away inside a collective; gloo has no exception for that.
+
+        If so, it waits until the process's watch has named it, which ends this process.
+        """
+        lost = self.ranks > 1 and (
             isinstance(error, dist.DistError) or "gloo/transport" in str(error)
         )
+        if lost and self.heartbeat is not None:
+            time.sleep(SILENCE + 5)
+        return lost
+
+    @property
+    def started(self) -> list[subprocess.Popen[bytes]]:
+        """The processes that this one has started."""
+        return getattr(self.fabric.strategy.launcher, "procs", [])
 
     def kill_others(self) -> None:
         """End the processes that this one has started, which may wait in a collective."""
-        for process in getattr(self.fabric.strategy.launcher, "procs", []):
+        for process in self.started:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
 
+    def _lightning_strategy(self, several: bool, device: str) -> Any:
+        """Lightning's strategy: it starts the processes of the run, and wraps its model under
+        ddp.
+        """
+        if several:
+            return Met(self._ready, broadcast_buffers=False, gradient_as_bucket_view=True)
+        return SingleDeviceStrategy(device="cuda:0" if device == "cuda" else "cpu")
 
-def processes(config: TrainConfig | EvalConfig) -> tuple[ClusterEnvironment, int, int]:
-    """Who starts the processes of a run, how many there are in all, and how many on this machine.
+    def _ready(self) -> None:
+        """All processes are here, and the first one has decided what is to be run."""
+        self.meet()
+        if self.heartbeat is not None:
+            self.heartbeat.decided(self.is_first)
 
-    ValueError where devices= asks for another number than torchrun or srun has started.
+
+class Met(DDPStrategy):
+    """Lightning's DDP, whose process group is formed once `ready` returns."""
+
+    def __init__(self, ready: Callable[[], None], **options: Any) -> None:
+        super().__init__(**options)
+        self.ready = ready
+
+    def setup_environment(self) -> None:
+        self.ready()
+        super().setup_environment()
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = Starter(self.cluster_environment, self.num_processes, self.num_nodes)
+
+
+class Starter(_SubprocessScriptLauncher):
+    """Lightning's launcher without the thread that kills all processes, the first one too, where
+    one has ended: they watch one another (heartbeat.py).
     """
-    if TorchElasticEnvironment.detect():
-        environment: ClusterEnvironment = TorchElasticEnvironment()
-        launcher, local = "torchrun", int(os.environ["LOCAL_WORLD_SIZE"])
-    elif SLURMEnvironment.detect() and int(os.environ.get("SLURM_NTASKS", "1")) > 1:
-        environment = SLURMEnvironment()
-        nodes = int(os.environ.get("SLURM_NNODES", "1"))
-        launcher, local = "srun", environment.world_size() // nodes
-    else:
-        return LightningEnvironment(), config.devices, config.devices
-    ranks = environment.world_size()
-    if config.devices not in (1, ranks):
-        raise ValueError(
-            f"devices={config.devices}: {launcher} has started {ranks} processes; leave devices "
-            "out, or start as many"
-        )
-    return environment, ranks, local
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
 
 
-def rank_of(environment: ClusterEnvironment) -> int:
-    """This process's number, which Lightning's own launcher knows by its number on the machine."""
-    if isinstance(environment, LightningEnvironment):
-        return environment.local_rank()
-    return environment.global_rank()
+class Processes(LightningEnvironment):
+    """What Lightning is told of the processes of a run."""
+
+    def __init__(self, launched: Launched) -> None:
+        super().__init__()
+        self.launched = launched
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return self.launched.by != OWN or self.launched.rank > 0
+
+    @property
+    def main_address(self) -> str:
+        return self.launched.address
+
+    @property
+    def main_port(self) -> int:
+        return super().main_port if self.launched.port is None else self.launched.port
+
+    def world_size(self) -> int:
+        return self.launched.ranks
+
+    def global_rank(self) -> int:
+        return self.launched.rank
+
+    def local_rank(self) -> int:
+        return self.launched.local_rank
+
+    def node_rank(self) -> int:
+        return self.launched.rank // self.launched.local_ranks
 
 
-def launcher(several: bool, device: str) -> Any:
-    """Lightning's strategy that starts the processes of the run, and wraps its model under ddp."""
-    if several:
-        return DDPStrategy(broadcast_buffers=False, gradient_as_bucket_view=True)
-    return SingleDeviceStrategy(device="cuda:0" if device == "cuda" else "cpu")
+def parallel_of(config: TrainConfig | EvalConfig, machine: Machine) -> Parallel:
+    """The processes that `config` asks for; those of a launcher have met.
+
+    Raises ValueError where this one cannot be among them; the others are told why.
+    """
+    try:
+        parallel = Parallel(config, choose_device(config, machine), machine)
+    except ValueError as error:
+        rendezvous.refuse(launched(config), str(error))
+        raise
+    if parallel.launched.by != OWN:
+        parallel.meet()
+    return parallel
 
 
-def go_on() -> str:
-    """How the run that this process belongs to goes on."""
-    return f"python train.py resume={os.environ.get(RUN_VARIABLE) or 'runs/NAME'} goes on"
+def too_few_gpus(config: TrainConfig | EvalConfig, launched: Launched, machine: Machine) -> str:
+    """Why the processes of this machine cannot have a GPU each."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    there = f"there {'is' if machine.gpus == 1 else 'are'} {machine.gpus} here"
+    shown = "" if visible is None else f", as CUDA_VISIBLE_DEVICES={visible} says"
+    remedy = "start as many processes as there are"
+    if launched.by == "srun" and machine.gpus == 1:
+        remedy = "let every task see all GPUs of its node (srun --gpus-per-node=N --gpu-bind=none)"
+    elif launched.by == OWN:
+        remedy = f"use devices={machine.gpus}"
+    return (
+        f"devices={launched.local_ranks}: {there}{shown}; {remedy} (asked: "
+        f"{rendezvous.asked(config)}; {launched}, {launched.local_ranks} on this machine)"
+    )
 
 
-def remedy() -> str:
-    """How what a lost process has ended goes on; nothing of an evaluation, which has no folder."""
-    return f"; {go_on()}" if os.environ.get(RUN_VARIABLE) else ""
-
-
-class LostProcess(logging.Handler):
-    """Says which of a run's processes is gone, which Lightning notes before it kills the others."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        what = record.getMessage().partition(". ")[0]
-        print(f"error: {what}, and the run with it{remedy()}", file=sys.stderr, flush=True)
+def exit_within(seconds: float, code: int) -> None:
+    """End this process after `seconds`, should something hold its exit up, such as NCCL that waits
+    for processes that are gone.
+    """
+    timer = threading.Timer(seconds, os._exit, [code])
+    timer.daemon = True
+    timer.start()
 
 
 def quiet_lightning() -> None:
     """Silence advice that does not apply: own loggers, checkpoints and choice of workers."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    launcher = logging.getLogger(subprocess_script.__name__)
-    if not any(isinstance(handler, LostProcess) for handler in launcher.handlers):
-        launcher.addHandler(LostProcess())
-    launcher.setLevel(logging.INFO)
-    launcher.propagate = False
     warnings.filterwarnings("ignore", module=r"lightning\..*")
     warnings.filterwarnings(
         "ignore", message=r".*(does not have many workers|LeafSpec|pkg_resources).*"

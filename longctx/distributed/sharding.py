@@ -19,10 +19,24 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
+from longctx.attention.communication import measured, measuring
 from longctx.model import GPT
 from longctx.runs.checkpoints import Sharded
+
+
+def measure_waits() -> None:
+    """Have the clock of the run count how long FSDP2 keeps computation waiting: for weights that
+    are gathered, and for gradients that are added up.
+
+    It has no hook for that; these are the methods of its parameter groups that wait.
+    """
+    for name in ("wait_for_unshard", "post_backward", "finalize_backward"):
+        method = getattr(FSDPParamGroup, name)
+        if not hasattr(method, "__wrapped__"):
+            setattr(FSDPParamGroup, name, measuring(method))
 
 
 def shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
@@ -61,7 +75,10 @@ def rows_of_ranks(x: Tensor) -> list[slice]:
 
 def full(x: Tensor) -> Tensor:
     """All rows of x, gathered from the ranks; all of them call it."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    if not isinstance(x, DTensor):
+        return x
+    with measured():
+        return x.full_tensor()
 
 
 def like(x: DTensor, part: Tensor) -> DTensor:

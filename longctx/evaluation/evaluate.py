@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from longctx.config.eval_config import EvalRequest
-from longctx.distributed.devices import choose_device, this_machine
+from longctx.distributed.devices import this_machine
 from longctx.distributed.heartbeat import EVERY
-from longctx.distributed.parallel import Parallel
+from longctx.distributed.parallel import Parallel, parallel_of
 from longctx.evaluation.measure import measure
 from longctx.evaluation.results import save
 from longctx.evaluation.scorer import Scorer
@@ -27,11 +27,15 @@ def evaluate(request: EvalRequest) -> int:
     Raises ValueError or OSError, one line, for whatever is wrong with the request.
     """
     machine = this_machine()
-    device = choose_device(request.config, machine)
-    parallel = Parallel(request.config, device, machine)
-    request = request._replace(config=replace(request.config, devices=parallel.ranks))
-    setup = resolve(request, device, machine) if parallel.is_first else None
-    parallel.launch("")
+    parallel = parallel_of(request.config, machine)
+    try:
+        request = request._replace(config=replace(request.config, devices=parallel.ranks))
+        device = parallel.device.type
+        setup = resolve(request, device, machine) if parallel.is_first else None
+        parallel.launch("")
+    except (ValueError, OSError) as error:
+        parallel.fail(str(error), code=2)
+        raise
     try:
         scorer = build_scorer(request, setup, parallel)
         if setup is None:

@@ -18,6 +18,7 @@ Row = dict[str, Any]  # of metrics.jsonl
 
 BY_POSITION = "val_loss_by_position"  # key/N: loss of targets with N to 2N - 1 tokens before them
 FACTS_FOUND = "facts_found"  # key/kind/N: share of hidden facts found in texts of N tokens
+BUSY_OF_RANK = "busy_ms"  # key/N: milliseconds per step in which rank N waits for no other
 MEDIAN_OF = 2000  # values at most, evenly spaced, so that a long run costs no more than a short one
 
 
@@ -167,6 +168,51 @@ METRICS: tuple[Metric, ...] = (
         better="max",
         of_run="median",
         panel=Panel("Throughput", "MFU"),
+    ),
+    Metric(
+        "tokens_per_second_per_device",
+        "speed of a device",
+        "{:,.0f}".format,
+        unit="tokens/s/device",
+        shown=LIVE | TABLES,
+        better="max",
+        of_run="median",
+        panel=Panel("Several devices", "Tokens per second and device"),
+    ),
+    Metric(
+        "communication_ms",
+        "communication",
+        "{:,.0f}".format,
+        unit="ms/step communicating",
+        shown=LIVE | TABLES,
+        better="min",
+        of_run="median",
+        panel=Panel("Several devices", "Time per step in communication (ms)"),
+    ),
+    Metric(
+        "imbalance",
+        "imbalance",
+        "{:.2f}".format,
+        shown=LIVE | TABLES,
+        better="min",
+        of_run="median",
+        panel=Panel("Several devices", "Busiest rank over the mean"),
+    ),
+    Metric(
+        "slowest_rank",
+        "slowest rank",
+        "{:.0f}".format,
+        shown=LIVE,
+        of_run="median",
+        panel=Panel("Several devices", "Slowest rank"),
+    ),
+    Metric(
+        f"{BUSY_OF_RANK}/*",
+        "busy",
+        "{:,.0f}".format,
+        unit="ms",
+        panel=Panel("Several devices", "Busy time per step of each rank (ms)"),
+        hidden=True,
     ),
     Metric("forward_ms", "forward", unit="ms", of_run="median", panel=STEP_PARTS),
     Metric("backward_ms", "backward", unit="ms", of_run="median", panel=STEP_PARTS),

@@ -7,8 +7,15 @@ nothing. B rows per micro-batch, T = seq_len tokens per row.
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
+import os
 import signal
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +27,12 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from longctx.attention import Mask
 from longctx.attention.mask import causal_pairs
 from longctx.data.rows import IGNORED
+from longctx.distributed.heartbeat import state_of
+
+LOOK = 5.0  # seconds between two looks at the data workers
+LOOKS = 6  # in a row that find one stopped by a signal, which is ended then
+LONGEST = 600.0  # seconds that a batch may take
+_stopped: list[int] = []  # PIDs of data workers that were ended so
 
 
 class MicroBatch:
@@ -141,9 +154,60 @@ def train_loader(
         collate_fn=Collate(batch_size, windows or {None: 1}, tokens),
         num_workers=workers,
         pin_memory=pin,
-        worker_init_fn=_leave_signals_to_the_parent,
+        worker_init_fn=_begin_worker,
+        timeout=LONGEST if workers else 0,
         **ahead,
     )
+
+
+class LostWorker(RuntimeError):
+    """A data worker is gone, or gives no batch any more; the text names it."""
+
+
+def read_ahead(loader: DataLoader[Any]) -> Iterator[StepBatch]:
+    """The batches of `loader`. Raises LostWorker where a worker dies, is stopped, or takes longer
+    than LONGEST.
+    """
+    iterator: Any = iter(loader)
+    if loader.num_workers:
+        pids = [worker.pid for worker in iterator._workers]
+        threading.Thread(target=_end_stopped, args=[pids], daemon=True).start()
+    while True:
+        try:
+            batch = next(iterator)
+        except (RuntimeError, ConnectionError, EOFError) as error:
+            if isinstance(error, RuntimeError) and not is_lost_worker(error):
+                raise
+            raise LostWorker(lost_worker(error)) from None
+        yield batch
+
+
+def is_lost_worker(error: BaseException) -> bool:
+    """Whether torch says so of a data worker, as it may anywhere in the main thread."""
+    return isinstance(error, LostWorker) or str(error).startswith("DataLoader ")
+
+
+def lost_worker(error: BaseException) -> str:
+    """What has become of a data worker."""
+    if _stopped:
+        return f"data worker {_stopped[0]} was stopped by a signal for {LOOK * LOOKS:.0f} s"
+    text = (str(error).splitlines() or [""])[0].rstrip(". ")
+    return text if isinstance(error, RuntimeError) else f"a data worker is gone ({text})"
+
+
+def _end_stopped(pids: list[int]) -> None:
+    """Kill a data worker that stays stopped: torch then notices that it is gone, which it does not
+    while it waits for the memory of a batch.
+    """
+    looks = dict.fromkeys(pids, 0)
+    while any(state_of(pid) for pid in pids):
+        time.sleep(LOOK)
+        for pid in pids:
+            looks[pid] = looks[pid] + 1 if state_of(pid) in ("T", "t") else 0
+            if looks[pid] == LOOKS:
+                _stopped.append(pid)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def validation_batches(
@@ -167,10 +231,24 @@ def validation_batches(
         yield batch
 
 
-def _leave_signals_to_the_parent(worker: int) -> None:
+def _begin_worker(worker: int) -> None:
     # A signal to the whole process group must not end a worker while the parent still saves a
     # checkpoint; the parent's own, should it have to insist, is the second.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(
         signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL) and None
     )
+    _end_with_parent()
+
+
+def _end_with_parent() -> None:
+    """Have the kernel kill this process when its parent has ended, however that came: torch's own
+    look takes 5 s, and one that is stopped never looks.
+    """
+    parent = multiprocessing.parent_process()
+    if sys.platform != "linux" or parent is None:
+        return
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent.pid:  # it ended before
+        os.kill(os.getpid(), signal.SIGKILL)

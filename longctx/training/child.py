@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx import python_child
+from longctx.distributed.launched import without_launcher
 from longctx.training.run import Run
 
 OUT_OF_MEMORY = "out of memory"
@@ -51,7 +52,7 @@ def in_child(module: str, request: dict[str, Any], seconds: float) -> dict[str, 
         try:
             process = subprocess.run(
                 python_child.command(module, str(request_file), str(out)),
-                env=python_child.environment(),
+                env=without_launcher(python_child.environment()),
                 capture_output=True,
                 text=True,
                 timeout=seconds,

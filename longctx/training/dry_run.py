@@ -24,7 +24,7 @@ from longctx import attention
 from longctx.distributed.devices import this_machine
 from longctx.distributed.parallel import Parallel
 from longctx.kernels.timing import Laps
-from longctx.training.batches import StepBatch, train_loader
+from longctx.training.batches import StepBatch, read_ahead, train_loader
 from longctx.training.child import OUT_OF_MEMORY, DryRun
 from longctx.training.loop import TrainState, optimizer_step
 from longctx.training.out_of_memory import is_out_of_memory, within_memory
@@ -129,7 +129,7 @@ def random_batches(run: Run, document: int | None) -> Iterator[StepBatch]:
         pin=work.device == "cuda",
         windows=work.model.windows(),
     )
-    return iter(loader)
+    return read_ahead(loader)
 
 
 def main(argv: list[str]) -> None:

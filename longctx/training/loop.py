@@ -22,14 +22,21 @@ from longctx.attention import kernels_run
 from longctx.config.request import Request
 from longctx.data import load
 from longctx.distributed import sharding
-from longctx.distributed.devices import choose_device, this_machine
-from longctx.distributed.parallel import Parallel, go_on
+from longctx.distributed.devices import this_machine
+from longctx.distributed.heartbeat import go_on
+from longctx.distributed.parallel import Parallel, parallel_of
 from longctx.kernels.selftest import SelfTestFailed
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import PARAMETERS, predict
 from longctx.runs import checkpoints, run_folder
 from longctx.training import out_of_memory
-from longctx.training.batches import StepBatch, train_loader
+from longctx.training.batches import (
+    StepBatch,
+    is_lost_worker,
+    lost_worker,
+    read_ahead,
+    train_loader,
+)
 from longctx.training.learning_rate import LearningRate, learning_rate
 from longctx.training.module import TrainingModule
 from longctx.training.resolve import continue_folder, data_config, resolve
@@ -48,10 +55,14 @@ def train(request: Request) -> int:
     """
     sys.excepthook = without_lost_connections(sys.excepthook)
     machine = this_machine()
-    parallel = Parallel(request.config, choose_device(request.config, machine), machine)
-    request = request._replace(config=replace(request.config, devices=parallel.ranks))
-    run = resolve(request, machine) if parallel.is_first else None
-    parallel.launch("" if run is None else str(run.folder))
+    parallel = parallel_of(request.config, machine)
+    try:
+        request = request._replace(config=replace(request.config, devices=parallel.ranks))
+        run = resolve(request, machine) if parallel.is_first else None
+        parallel.launch("" if run is None else str(run.folder))
+    except (ValueError, OSError) as error:
+        parallel.fail(str(error), code=2)
+        raise
     shared = parallel.share({} if run is None else run.shared())
     if run is None:
         run = of_shared(shared)
@@ -199,7 +210,7 @@ def step_batches(run: Run, schedule: Schedule, parallel: Parallel) -> Iterator[S
         windows=work.model.windows(),
         tokens=work.batch_size * work.seq_len,
     )
-    return iter(loader)
+    return read_ahead(loader)
 
 
 def save(
@@ -333,8 +344,8 @@ def train_safely(run: Run, parallel: Parallel) -> int:
         elif parallel.is_lost_connection(error):
             first = str(error).splitlines()[0].partition(". ")[0]
             problem = f"a process of the run is gone ({first}); {go_on()}"
-        elif "DataLoader worker" in str(error):
-            problem = f"{str(error).splitlines()[0].rstrip('. ')}; {go_on()}"
+        elif is_lost_worker(error):
+            problem = f"{lost_worker(error)}; {go_on()}"
         else:
             parallel.fail(str(error))
             raise
@@ -347,6 +358,7 @@ def train_safely(run: Run, parallel: Parallel) -> int:
         log.end(code)
     log.summary(code, stop.number)
     if problem:
-        print(f"error: {problem}", file=sys.stderr)
+        if parallel.is_first:
+            print(f"error: {problem}", file=sys.stderr, flush=True)
         parallel.fail(problem)
     return code

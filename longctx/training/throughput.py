@@ -11,7 +11,8 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from longctx.distributed.parallel import Parallel
 from longctx.planner.hardware import peak_flops
 from longctx.planner.workload import Workload
+from longctx.runs.metrics import BUSY_OF_RANK
 from longctx.training.batches import StepBatch
 
 
@@ -41,6 +43,7 @@ class Meter:
         self.waited = 0.0  # for data
         self.spent = 0.0  # before this process
         self.aside = 0.0  # on validation and checkpoints
+        self.steps_before = 0  # of `steps`, those before this process
         self.peak = None  # FLOP/s of one device
         if self.device.type == "cuda":
             self.peak = peak_flops(torch.cuda.get_device_name(self.device))
@@ -71,8 +74,9 @@ class Meter:
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Time spent inside is not part of a step."""
-        start = time.perf_counter()
-        yield
+        start, clock = time.perf_counter(), self.parallel.clock
+        with nullcontext() if clock is None else clock.aside():
+            yield
         self.aside += time.perf_counter() - start
 
     def row(self, grad_norm: Tensor) -> dict[str, Any]:
@@ -98,11 +102,33 @@ class Meter:
         }
         if self.peak is not None:
             row["mfu"] = self.flops(real, pairs) / elapsed / (self.peak * self.parallel.ranks)
+        row |= self.ranks(real / elapsed, now - max(self.window, self.started) - self.aside)
         row |= memory(self.device) | {"seconds": self.seconds + now - self.started}
         self.loss.zero_()
-        self.steps, self.counts = 0, [0, 0, 0, 0]
+        self.steps, self.steps_before, self.counts = 0, 0, [0, 0, 0, 0]
         self.waited, self.aside, self.window = 0.0, 0.0, now
         return row
+
+    def ranks(self, tokens_per_second: float, elapsed: float) -> dict[str, Any]:
+        """What several ranks have beside their sums: how long they wait in collectives, and which
+        of them the others wait for.
+
+        A rank is busy while it does not wait in a collective; `elapsed` are the seconds of the
+        window in this process.
+        """
+        if self.parallel.clock is None:
+            return {}
+        steps = max(self.steps - self.steps_before, 1)
+        waits = 1000 * self.parallel.clock.take() / steps
+        of_ranks = self.parallel.gathered([waits, max(1000 * elapsed / steps - waits, 0.0)])
+        busy = [ms for _, ms in of_ranks]
+        return {
+            "tokens_per_second_per_device": tokens_per_second / self.parallel.ranks,
+            "communication_ms": fmean(waits for waits, _ in of_ranks),
+            "slowest_rank": busy.index(max(busy)),
+            "imbalance": max(busy) / max(fmean(busy), 1e-9),
+            **{f"{BUSY_OF_RANK}/{rank}": ms for rank, ms in enumerate(busy)},
+        }
 
     def flops(self, tokens: float, pairs: float) -> float:
         """FLOPs of forward and backward for `tokens` that see `pairs` in all."""
@@ -128,6 +154,7 @@ class Meter:
         """Continue from `state`; what it has summed over the ranks, the first rank carries."""
         self.tokens_seen, self.seconds = state["tokens_seen"], state["seconds"]
         self.steps, self.spent, self.waited = state["steps"], state["spent"], state["waited"]
+        self.steps_before = self.steps
         if first_rank:
             self.counts = list(state["counts"])
             self.loss.fill_(state["loss"])

@@ -1,11 +1,6 @@
-"""Runs over several devices: rows and weights shared, resumed on other numbers of them, and a
-process that dies or stands still.
-"""
+"""Runs over several devices: rows and weights shared, resumed on other numbers of them."""
 
-import os
 import shutil
-import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +12,7 @@ import train
 from longctx.cli import main
 from longctx.runs import checkpoints, run_folder
 from tests.training.sample_run import Overrides, steps
-from tests.training.test_processes import start, wait_for_step
+from tests.training.test_processes import start
 
 SHAPE: dict[str, Any] = {"seq_len": 63, "batch_size": 1, "max_steps": 4, "val_rows": 3}
 Refused = Callable[[int, str], str]
@@ -149,60 +144,3 @@ def test_a_resumed_step_keeps_its_rows(
     capsys.readouterr()
     code = train.main([f"resume={tmp_path}/runs/r", "devices=3", "max_steps=2"])
     refused(code, "devices=3: a step of the run has 4 rows")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("victim", "number"),
-    [
-        ("second process", signal.SIGKILL),
-        ("second process", signal.SIGSTOP),
-        ("first process", signal.SIGSTOP),
-        ("data worker", signal.SIGKILL),
-    ],
-)
-def test_a_lost_process_ends_the_run_with_one_line(
-    victim: str, number: signal.Signals, overrides: Overrides, tmp_path: Path
-) -> None:
-    process = start(
-        overrides(name="r", max_steps=100_000, devices=2, accumulate=1, workers=1), tmp_path
-    )
-    folder = tmp_path / "runs" / "r"
-    wait_for_step(folder, 1, process)
-    second = next(pid for pid in children(process.pid) if b"LOCAL_RANK=1" in environment(pid))
-    pids = {"first process": process.pid, "second process": second}
-    pids["data worker"] = children(second)[0]
-    os.kill(pids[victim], number)
-    try:
-        _, err = process.communicate(timeout=70)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    assert process.returncode not in (0, None)
-    errors = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert 1 <= len(errors) <= 2, err
-    assert f"resume={folder} goes on" in errors[0]
-    assert "Traceback" not in err
-    if number == signal.SIGSTOP:
-        assert f"PID {pids[victim]} " in errors[0]
-    assert not alive(process.pid)
-
-
-def children(pid: int) -> list[int]:
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(word) for word in text.split()]
-
-
-def environment(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/environ").read_bytes()
-
-
-def alive(group: int) -> bool:
-    """Whether a process of the group still runs, a few seconds later at the latest."""
-    for _ in range(100):
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return False
-        signal.sigtimedwait([], 0.1)
-    return True

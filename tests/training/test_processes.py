@@ -211,7 +211,7 @@ def test_two_processes_equal_one(overrides: Overrides, tmp_path: Path) -> None:
     a, b = (run_folder.read_metrics(folder) for folder in folders)
     for left, right in zip(a, b, strict=True):
         assert left["tokens_seen"] == right["tokens_seen"]
-        assert left.keys() == right.keys()
+        assert left.keys() <= right.keys()
         for key in {
             "loss",
             "grad_norm",
@@ -292,36 +292,6 @@ def test_a_sweep_that_is_told_to_end_has_its_job_save_first(
     assert "stopped by SIGTERM" in out
     assert "val perplexity" in out, "the table of all jobs"
     assert newest(folder)["steps_done"] == run_folder.read_metrics(folder)[-1]["step"]
-
-
-@pytest.mark.slow
-def test_a_process_that_is_lost_ends_the_run_with_a_line(
-    overrides: Overrides, tmp_path: Path
-) -> None:
-    process = start(
-        overrides(name="r", max_steps=100_000, devices=2, accumulate=1, workers=0), tmp_path
-    )
-    folder = tmp_path / "runs" / "r"
-    wait_for_step(folder, 1, process)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    [other] = [
-        int(pid)
-        for pid in children
-        if str(SCRIPT).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-    os.kill(other, signal.SIGKILL)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode in (1, -signal.SIGKILL), (
-        "who notices first: the process that talked to it, or Lightning"
-    )
-    assert "Traceback" not in err
-    errors = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert 1 <= len(errors) <= 2, "one, or both"
-    for line in errors:
-        assert (
-            "a process of the run is gone" in line or f"PID {other} terminated with code -9" in line
-        )
-        assert f"python train.py resume={folder} goes on" in line
 
 
 @pytest.mark.slow

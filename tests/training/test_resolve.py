@@ -7,7 +7,6 @@ import pytest
 
 from longctx import cli
 from longctx.config.request import Request
-from longctx.distributed.parallel import processes
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB, Machine
 from longctx.planner.workload import Workload, workload_of
@@ -83,18 +82,3 @@ def test_model_auto_is_the_preset_of_the_device_with_what_is_overridden() -> Non
         _, model, source = resolve.choose_model(request, device)
         assert (model.layers, model.channels) == (3, channels)
         assert source.endswith("(model=auto)")
-
-
-def test_processes_are_those_that_a_launcher_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = cli.compose("train", ["devices=2"]).config
-    assert processes(config)[1:] == (2, 2)
-    for name, value in (
-        ("TORCHELASTIC_RUN_ID", "none"),
-        ("WORLD_SIZE", "4"),
-        ("LOCAL_WORLD_SIZE", "2"),
-        ("RANK", "3"),
-    ):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="devices=2: torchrun has started 4 processes"):
-        processes(config)
-    assert processes(replace(config, devices=1))[1:] == (4, 2)

@@ -1,0 +1,78 @@
+"""The clock of collectives: what counts, and what does not."""
+
+import pytest
+import torch
+
+from longctx.attention import communication
+from longctx.attention.communication import Clock, measured, measuring
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, in a list of one number that a test moves on."""
+    time = [100.0]
+    monkeypatch.setattr("longctx.attention.communication.time.perf_counter", lambda: time[0])
+    return time
+
+
+def test_a_span_inside_another_counts_once(now: list[float]) -> None:
+    clock = Clock(torch.device("cpu"))
+    with clock:
+        now[0] += 1.0
+        with clock:
+            now[0] += 2.0
+        now[0] += 4.0
+    now[0] += 8.0
+    assert clock.take() == pytest.approx(7.0)
+    assert clock.take() == 0.0
+
+
+def test_what_is_set_aside_does_not_count(now: list[float]) -> None:
+    clock = Clock(torch.device("cpu"))
+    with clock.aside(), clock:
+        now[0] += 1.0
+    with clock:
+        now[0] += 2.0
+    assert clock.take() == pytest.approx(2.0)
+
+
+def test_a_wait_lasts_from_the_last_mark(now: list[float]) -> None:
+    clock = Clock(torch.device("cpu"))
+    clock.until_now()
+    clock.mark()
+    now[0] += 1.0
+    clock.mark()
+    now[0] += 2.0
+    clock.until_now()
+    now[0] += 4.0
+    clock.until_now()
+    assert clock.take() == pytest.approx(2.0)
+
+
+def test_a_collective_is_measured_where_a_clock_runs(now: list[float]) -> None:
+    clock = Clock(torch.device("cpu"))
+
+    @measuring
+    def collective() -> None:
+        now[0] += 1.0
+
+    collective()
+    communication.start(clock)
+    try:
+        collective()
+        with measured():
+            collective()
+    finally:
+        communication.start(None)
+    collective()
+    assert clock.take() == pytest.approx(2.0)
+
+
+@pytest.mark.gpu
+def test_a_gpu_counts_what_its_stream_waits_for() -> None:
+    clock = Clock(torch.device("cuda"))
+    with clock:
+        torch.cuda._sleep(100_000_000)
+    assert clock.take() > 0.01
+    torch.cuda._sleep(100_000_000)
+    assert clock.take() == 0.0

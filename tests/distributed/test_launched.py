@@ -1,0 +1,98 @@
+"""What starts the processes of a run, and environments that contradict themselves."""
+
+from dataclasses import replace
+
+import pytest
+
+from longctx import cli
+from longctx.config.parallel_config import ContextConfig
+from longctx.distributed.launched import Launched, launched, number_here, without_launcher
+
+CONFIG = cli.compose("train", []).config
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29500",
+}
+SRUN = {
+    "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_NNODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+}
+
+
+def test_the_processes_are_those_that_a_launcher_has_started() -> None:
+    own = launched(replace(CONFIG, devices=2), {})
+    assert (own.by, own.ranks, own.local_ranks, own.rank) == ("train.py", 2, 2, 0)
+    expected = Launched("torchrun", 4, 2, 3, 1, "node1", 29500)
+    assert launched(CONFIG, TORCHRUN) == expected
+    assert launched(replace(CONFIG, devices=4), TORCHRUN) == expected
+    assert launched(CONFIG, SRUN) == Launched("srun", 4, 2, 2, 0, "gpu07", 18456)
+    several = TORCHRUN | SRUN  # torchrun inside srun
+    assert launched(CONFIG, several).by == "torchrun"
+    assert number_here(TORCHRUN) == 3 and number_here(SRUN) == 2 and number_here({}) == 0
+
+
+def test_one_task_of_srun_starts_the_others_itself() -> None:
+    shell = SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "0"}
+    assert launched(replace(CONFIG, devices=4), shell).by == "train.py"
+
+
+def test_a_child_that_is_no_process_of_the_run_sees_no_launcher() -> None:
+    assert launched(CONFIG, without_launcher(TORCHRUN | SRUN)).ranks == 1
+
+
+def changed(environment: dict[str, str], **changes: str | None) -> dict[str, str]:
+    """`environment` with `changes`; None takes a variable out."""
+    merged = environment | changes
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (changed(TORCHRUN, WORLD_SIZE="5"), "WORLD_SIZE=5: no multiple of LOCAL_WORLD_SIZE=2"),
+        (changed(TORCHRUN, RANK="4"), "RANK=4: of WORLD_SIZE=4"),
+        (changed(TORCHRUN, LOCAL_RANK="2"), "LOCAL_RANK=2: of LOCAL_WORLD_SIZE=2"),
+        (changed(TORCHRUN, WORLD_SIZE="two"), "WORLD_SIZE=two: not a number"),
+        (changed(TORCHRUN, MASTER_PORT="0"), "MASTER_PORT=0"),
+        (changed(TORCHRUN, MASTER_ADDR=None), "MASTER_ADDR: not set"),
+        (changed(TORCHRUN, MASTER_PORT=None), "MASTER_PORT: not set"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "LOCAL_RANK, LOCAL_WORLD_SIZE"),
+        ({"LOCAL_RANK": "0"}, "RANK, WORLD_SIZE"),
+        (changed(SRUN, SLURM_STEP_TASKS_PER_NODE="3,1"), "3, 1 tasks on its 2 nodes"),
+        (changed(SRUN, SLURM_STEP_NUM_TASKS="5"), "every node must have as many"),
+        (changed(SRUN, SLURM_PROCID=None), "SLURM_PROCID: not set"),
+        (changed(SRUN, SLURM_STEP_NODELIST=None), "MASTER_ADDR: not set"),
+        (changed(SRUN, WORLD_SIZE="8"), "WORLD_SIZE=8: srun has it 4"),
+        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}, "devices=1: SLURM has set 4 tasks aside"),
+        ({"SLURM_JOB_ID": "1", "SLURM_NNODES": "2"}, "SLURM: 2 nodes, and one process"),
+        (
+            changed(SRUN, SLURM_STEP_NUM_TASKS="1", SLURM_STEP_TASKS_PER_NODE=None),
+            "SLURM: 2 nodes, and one process",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_refused(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        launched(CONFIG, environment)
+
+
+def test_a_request_fits_what_the_launcher_has_started() -> None:
+    for environment, by in ((TORCHRUN, "torchrun"), (SRUN, "srun")):
+        with pytest.raises(ValueError, match=f"devices=2: {by} has started 4 processes"):
+            launched(replace(CONFIG, devices=2), environment)
+        with pytest.raises(ValueError, match="context=3: does not divide devices=4"):
+            launched(replace(CONFIG, context=ContextConfig(degree=3)), environment)

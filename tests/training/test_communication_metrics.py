@@ -1,0 +1,71 @@
+"""What a run of several processes logs of their time: communication, the slowest, imbalance."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+import train
+from longctx.runs import run_folder
+from longctx.runs.metrics import METRICS
+from tests.training.sample_run import Overrides, steps
+
+UNEVEN = Path(__file__).parent / "uneven_run.py"
+OF_SEVERAL = {"communication_ms", "imbalance", "slowest_rank", "tokens_per_second_per_device"}
+
+
+def uneven_rows(overrides: list[str], cwd: Path) -> list[dict[str, Any]]:
+    """The rows of a run whose process 1 sleeps for 0.5 s in every step."""
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+            str(UNEVEN),
+            *overrides,
+        ],
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "slowest rank 1" in done.stdout
+    return steps(cwd / "runs" / "r")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [{"strategy": "ddp"}, {"strategy": "fsdp"}, {"strategy": "ddp", "context": 2}],
+    ids=["ddp", "fsdp", "context"],
+)
+def test_the_process_that_others_wait_for_is_named(
+    layout: dict[str, Any], overrides: Overrides, tmp_path: Path
+) -> None:
+    shape = {"max_steps": 7, "log_every": 2, "checkpoint_every": 3, "val_every": 3}
+    rows = uneven_rows(overrides(name="r", **shape, **layout), tmp_path)
+    for row in rows:
+        assert row.keys() >= OF_SEVERAL
+        busy = [row["busy_ms/0"], row["busy_ms/1"]]
+        assert row["imbalance"] == pytest.approx(max(busy) / fmean(busy))
+        assert row["tokens_per_second_per_device"] == pytest.approx(row["tokens_per_second"] / 2)
+        assert max(busy) + row["communication_ms"] >= row["ms_per_step"] / 2
+    for row in rows[1:]:  # the first warms up
+        assert row["slowest_rank"] == 1
+        assert row["busy_ms/1"] >= row["busy_ms/0"] + 300, row
+        assert row["communication_ms"] >= 150
+
+
+def test_a_run_of_one_process_logs_none_of_it(overrides: Overrides, tmp_path: Path) -> None:
+    assert train.main(overrides(name="r", max_steps=2)) == 0
+    keys = set().union(*run_folder.read_metrics(tmp_path / "runs" / "r"))
+    assert not keys & OF_SEVERAL and not any(key.startswith("busy_ms") for key in keys)
+
+
+def test_every_metric_of_several_processes_is_in_the_table() -> None:
+    assert {metric.key for metric in METRICS} >= OF_SEVERAL | {"busy_ms/*"}

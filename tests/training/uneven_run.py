@@ -1,0 +1,25 @@
+"""A training run whose process 1 sleeps for 0.5 s in every step.
+
+python -m torch.distributed.run --nproc-per-node 2 tests/training/uneven_run.py key=value ...
+"""
+
+import os
+import sys
+import time
+from typing import Any
+
+from longctx import cli
+from longctx.training import loop
+
+whole_step = loop.optimizer_step
+
+
+def slow_step(*arguments: Any, **options: Any) -> Any:
+    time.sleep(0.5)
+    return whole_step(*arguments, **options)
+
+
+if __name__ == "__main__":
+    if os.environ["RANK"] == "1":
+        loop.optimizer_step = slow_step
+    sys.exit(cli.main(["train", *sys.argv[1:]]))
