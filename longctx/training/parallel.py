@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -55,6 +56,7 @@ class Parallel:
 
     def __init__(self, config: TrainConfig, device: str, machine: Machine) -> None:
         self.environment, self.ranks, self.local_ranks = processes(config)
+        self.rank = rank_of(self.environment)  # this process's number among those of the run
         self.config = replace(config, devices=self.ranks)
         config.context.validate(self.ranks)
         if device == "cuda" and self.local_ranks > machine.gpus:
@@ -66,22 +68,10 @@ class Parallel:
         precision = PRECISION[device] if config.precision == "auto" else config.precision
         self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         several = self.ranks > 1 or config.strategy.name != "auto"
-        self.fabric = Fabric(
-            accelerator="gpu" if device == "cuda" else "cpu",
-            devices=self.local_ranks,
-            num_nodes=self.ranks // self.local_ranks,
-            strategy=launcher(several, device),
-            precision=LIGHTNING_PRECISION[precision],  # type: ignore[arg-type]
-            plugins=[self.environment],
-        )
+        self.fabric = self._fabric(launcher(several, device), device, precision)
         self.mesh: DeviceMesh | None = None
         self.context = Context()
         self.heartbeat: Heartbeat | None = None
-
-    @property
-    def rank(self) -> int:
-        """This process's number among those of the run."""
-        return rank_of(self.environment)
 
     @property
     def data_rank(self) -> int:
@@ -138,6 +128,26 @@ class Parallel:
             )
             if workload.context > 1:
                 self.context = Context(self.mesh.get_group("context"))
+
+    def in_fp32(self) -> Parallel:
+        """The same processes, launched and with their mesh, in fp32."""
+        other = copy(self)
+        other.dtype = torch.float32
+        device = self.device.type
+        other.fabric = self._fabric(launcher(self.ranks > 1, device), device, "fp32")
+        other.fabric.launch()
+        return other
+
+    def alone(self) -> Parallel:
+        """This process as the one rank of a run, which talks to no other."""
+        other = copy(self)
+        other.rank, other.ranks, other.local_ranks, other.data_ranks = 0, 1, 1, 1
+        other.environment, other.strategy = LightningEnvironment(), "none"
+        other.mesh, other.context, other.heartbeat = None, Context(), None
+        precision = "bf16" if self.dtype == torch.bfloat16 else "fp32"
+        single = SingleDeviceStrategy(device=self.device)
+        other.fabric = other._fabric(single, self.device.type, precision)
+        return other
 
     def share(self, plain: T) -> T:
         """What the first rank has for `plain`, a value that JSON can hold, on every rank."""
@@ -203,19 +213,27 @@ class Parallel:
 
     def max(self, number: int) -> int:
         """The largest `number` of any rank."""
-        if self.ranks == 1:
+        if self.ranks == 1:  # which waits for no device
             return number
-        largest = torch.tensor(number, device=self.device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return int(largest)
+        return int(self.largest(torch.tensor(number, device=self.device)))
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The largest of each value of `x` of any rank, in place."""
+        if self.ranks > 1:
+            dist.all_reduce(x, op=dist.ReduceOp.MAX)
+        return x
+
+    def of_every_rank(self, x: T) -> list[T]:
+        """What each rank has for `x`, in their order."""
+        every: list[Any] = [x]
+        if self.ranks > 1:
+            every = [None] * self.ranks
+            dist.all_gather_object(every, x)
+        return every
 
     def first_problem(self, problem: str | None) -> str | None:
         """Wait for all ranks; the `problem` of the first that has one, told to all of them."""
-        if self.ranks == 1:
-            return problem
-        problems: list[str | None] = [None] * self.ranks
-        dist.all_gather_object(problems, problem)
-        return next((x for x in problems if x is not None), None)
+        return next((x for x in self.of_every_rank(problem) if x is not None), None)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -233,6 +251,16 @@ class Parallel:
         """Whether another process went away inside a collective; gloo has no exception for that."""
         return self.ranks > 1 and (
             isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+        )
+
+    def _fabric(self, strategy: Any, device: str, precision: str) -> Fabric:
+        return Fabric(
+            accelerator="gpu" if device == "cuda" else "cpu",
+            devices=self.local_ranks,
+            num_nodes=self.ranks // self.local_ranks,
+            strategy=strategy,
+            precision=LIGHTNING_PRECISION[precision],  # type: ignore[arg-type]
+            plugins=[self.environment],
         )
 
     def kill_others(self) -> None:
