@@ -130,7 +130,7 @@ def compare_with_one(run: Run, data: Data | Mixture, parallel: Parallel) -> Find
         exact = results(begin(one, alone), whole, alone)
         bf16 = differences(ours, exact, parallel)
         allowed = differences(theirs, exact, parallel)
-        require(run, bf16, {name: max(TIMES * x, BF16) for name, x in allowed.items()}, "in bf16 ")
+        require(run, bf16, {name: max(TIMES * x, BF16) for name, x in allowed.items()}, " in bf16")
         if takes_fp32:
             ours = results(begin(precise, exactly), mine, exactly)
             fp32 = differences(ours, exact, parallel)
@@ -283,8 +283,8 @@ def require(run: Run, found: Differences, allowed: Differences, where: str) -> N
     if found[name] > allowed[name]:
         raise failed(
             run,
-            f"the {name} of a step {where}differs by {found[name]:.1e} of its largest value from "
-            f"one device's, and {allowed[name]:.0e} is allowed",
+            f"the {name} of a step{where} differs by {found[name]:.1e} from one device's in fp32, "
+            f"where {allowed[name]:.0e} is allowed",
         )
 
 
