@@ -1,9 +1,10 @@
 """context.check in one group of processes, for runs in which something is wrong, or nothing.
 
     python -m torch.distributed.run --nproc-per-node 2 tests/training/checked_layouts.py CASES OUT
+    python tests/training/checked_layouts.py train FAULT KEY=VALUE ...
 
 CASES is JSON: case → {"fault": a name of FAULTS or null, "keys": the command line of the run}.
-Rank 0 writes OUT: case → what the check says.
+Rank 0 writes OUT: case → what the check says. The second line is train.py with a fault.
 """
 
 import json
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import train
 from longctx.attention import Mask
 from longctx.attention.registry import Attention
 from longctx.cli.composition import compose
@@ -180,9 +182,9 @@ def said(keys: list[str], fault: str | None) -> str:
     run = scheduled(config, with_vocabulary(work, data.tokenizer.vocab_size))
     parallel.form(run.workload, "")
     try:
-        with patch.object(TrainState, "__init__", begun):
-            with FAULTS[fault]() if fault else nullcontext():
-                return str(context_check.compare_with_one(run, data, parallel))
+        faulty = FAULTS[fault]() if fault else nullcontext()
+        with patch.object(TrainState, "__init__", begun), faulty:
+            return str(context_check.compare_with_one(run, data, parallel))
     except context_check.CheckFailed as error:
         return f"failed: {error}"
     finally:
@@ -201,4 +203,7 @@ def main(cases: dict[str, Any], out: Path) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "train":
+        with patch.object(TrainState, "__init__", begun), FAULTS[sys.argv[2]]():
+            sys.exit(train.main(sys.argv[3:]))
     main(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))

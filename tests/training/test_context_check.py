@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
+import train
+from longctx.runs import run_folder
 from tests.training.sample_run import Overrides
+from tests.training.test_devices import Refused, alive, close, run
 
 SCRIPT = Path(__file__).with_name("checked_layouts.py")
 ROOT = SCRIPT.parents[2]
@@ -37,6 +40,64 @@ def said(cases: dict[str, dict[str, Any]], ranks: int, tmp_path: Path) -> dict[s
     answers: dict[str, str] = json.loads(out.read_text())
     assert answers.keys() == cases.keys()
     return answers
+
+
+def test_a_checked_run_says_so_and_trains_as_on_one_device(
+    overrides: Overrides, tmp_path: Path
+) -> None:
+    shape = {"seq_len": 63, "max_steps": 2, "batch_size": 1, "val_rows": 3}
+    assert train.main(overrides(name="one", **shape)) == 0
+    run(tmp_path, overrides(name="checked", context__check=True, **SHARED, **shape))
+    close(tmp_path / "runs" / "checked", tmp_path / "runs" / "one")
+    first, *others = run_folder.read_metrics(tmp_path / "runs" / "checked")
+    assert 0 <= first["context_check/loss_fp32"] < 1e-5
+    assert 0 <= first["context_check/gradients_fp32"] < 1e-5
+    assert not [key for row in others for key in row if key.startswith("context_check/")]
+
+
+@pytest.mark.parametrize("new", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_run_that_fails_the_check_does_not_begin(
+    new: bool, overrides: Overrides, tmp_path: Path
+) -> None:
+    keys = overrides(name="r", context__check=True, **SHARED)
+    runs, log = tmp_path / "runs", ""
+    if not new:
+        assert train.main(overrides(name="r", max_steps=1)) == 0
+        log = (runs / "r" / "metrics.jsonl").read_text()
+        keys = [f"resume={runs / 'r'}", "max_steps=2", "context.check=true", "devices=2"]
+        keys += ["context=2"]
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), "train", "shifted labels", *keys],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    _, error = process.communicate(timeout=240)
+    assert process.returncode == 1, error
+    errors = [line for line in error.splitlines() if "error" in line.lower()]
+    assert len(errors) == 1, error
+    assert errors[0].startswith("error: context.check=true: the gradient of ")
+    assert "Traceback" not in error
+    assert not alive(process.pid)
+    assert [path.name for path in runs.iterdir()] == ([] if new else ["r"])
+    assert new or (runs / "r" / "metrics.jsonl").read_text() == log
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context.check": True}, "context.check=true: compares several devices with one"),
+        ({"context.check": True, "devices": 2, "seq_len": 4}, "seq_len=4: too short"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused(
+    changes: dict[str, object], message: str, overrides: Overrides, refused: Refused, tmp_path: Path
+) -> None:
+    refused(train.main(overrides(name="r", **changes)), message)
+    assert not (tmp_path / "runs").exists()
 
 
 # fault → what else the run has, what the check names
@@ -110,11 +171,18 @@ def test_layouts_that_compute_what_one_device_does_pass(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_every_fault_is_found(precision: str, overrides: Overrides, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("precision", "strategy", "method"),
+    [("fp32", "ddp", "ulysses"), ("bf16", "ddp", "allgather"), ("fp32", "fsdp", "ulysses")],
+)
+def test_every_fault_is_found(
+    precision: str, strategy: str, method: str, overrides: Overrides, tmp_path: Path
+) -> None:
+    layout = {"precision": precision, "strategy": strategy, "context.method": method}
     cases = {
-        fault: {"fault": fault, "keys": overrides(**SHAPE | SHARED | changes, precision=precision)}
+        fault: {"fault": fault, "keys": overrides(**SHAPE | SHARED | layout | changes)}
         for fault, (changes, _) in FAULTS.items()
+        if (fault, strategy) != ("no average", "fsdp")  # which averages in every backward
     }
     for fault, answer in said(cases, 2, tmp_path).items():
         assert answer.startswith("failed: context.check=true: "), (fault, answer)
