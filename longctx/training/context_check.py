@@ -74,7 +74,7 @@ class Finding(NamedTuple):
     def __str__(self) -> str:
         parts = [f"0 of {self.unchanged:,} logits of other documents changed"]
         if self.borders:
-            parts[0] += f" ({self.borders} rows of one document were given a second)"
+            parts[0] += f" (rows given a second document: {self.borders})"
         if self.fp32 is not None:
             loss, gradients = summary(self.fp32).values()
             parts.append(f"loss differs by {loss:.0e}, gradients by {gradients:.0e}")
@@ -278,9 +278,10 @@ def summary(found: Differences) -> Differences:
 
 
 def require(run: Run, found: Differences, allowed: Differences, where: str) -> None:
-    """Raise CheckFailed where a difference is more than is allowed, by the largest factor."""
-    name = max(found, key=lambda name: found[name] / allowed[name])
-    if found[name] > allowed[name]:
+    """Raise CheckFailed where a difference is more than is allowed; it names a weight if it can."""
+    over = {name: x / allowed[name] for name, x in found.items() if not x <= allowed[name]}
+    if over:
+        name = max(over, key=lambda name: (name.startswith("gradient of"), over[name]))
         raise failed(
             run,
             f"the {name} of a step{where} differs by {found[name]:.1e} from one device's in fp32, "
