@@ -39,7 +39,8 @@ class ContextConfig:
         choices=("auto", "ulysses", "allgather"),
     )
     check: bool = key(
-        False, "before the run, compare a small step and a leak probe with one device"
+        False,
+        "before the run, small: do documents leak, are loss and gradients those of one device?",
     )
 
     def validate(self, devices: int) -> None:
@@ -48,6 +49,11 @@ class ContextConfig:
         if devices % self.degree:
             raise ValueError(
                 f"context={self.degree}: does not divide devices={devices}; give a number that does"
+            )
+        if self.check and devices == 1:
+            raise ValueError(
+                "context.check=true: compares several devices with one, and there is one; use "
+                "context.check=false"
             )
 
     def method_for(self, heads: int) -> str:

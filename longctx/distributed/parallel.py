@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -88,14 +89,7 @@ class Parallel:
         precision = PRECISION[device] if config.precision == "auto" else config.precision
         self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         several = self.ranks > 1 or config.strategy.name != "auto"
-        self.fabric = Fabric(
-            accelerator="gpu" if device == "cuda" else "cpu",
-            devices=self.launched.local_ranks,
-            num_nodes=self.launched.nodes,
-            strategy=self._lightning_strategy(several, device),
-            precision=LIGHTNING_PRECISION[precision],  # type: ignore[arg-type]
-            plugins=[self.environment],
-        )
+        self.fabric = self._fabric(self._lightning_strategy(several, device), device, precision)
         self.mesh: DeviceMesh | None = None
         self.context = Context()
         self.heartbeat: Heartbeat | None = None
@@ -193,6 +187,29 @@ class Parallel:
                 fetches_windows = takes_intervals(workload.attention_backend)
                 self.context = Context(group, workload.context_method, fetches_windows)
 
+    def in_fp32(self) -> Parallel:
+        """The same processes, launched and with their mesh, in fp32."""
+        other = copy(self)
+        other.dtype = torch.float32
+        other.environment = Processes(replace(self.launched, by="the run"))  # starts no others
+        device = self.device.type
+        strategy = DDPStrategy(broadcast_buffers=False, gradient_as_bucket_view=True)
+        other.fabric = other._fabric(strategy, device, "fp32")
+        other.fabric.launch()
+        return other
+
+    def alone(self) -> Parallel:
+        """This process as the one rank of a run, which talks to no other."""
+        other = copy(self)
+        one = replace(self.launched, ranks=1, local_ranks=1, rank=0, local_rank=0)
+        other.launched, other.environment = one, Processes(one)
+        other.rank, other.ranks, other.data_ranks, other.strategy = 0, 1, 1, "none"
+        other.mesh, other.context, other.heartbeat, other.clock = None, Context(), None, None
+        precision = "bf16" if self.dtype == torch.bfloat16 else "fp32"
+        single = SingleDeviceStrategy(device=self.device)
+        other.fabric = other._fabric(single, self.device.type, precision)
+        return other
+
     def share(self, plain: T) -> T:
         """What the first rank has for `plain`, a value that JSON can hold, on every rank."""
         if self.ranks == 1:
@@ -285,20 +302,28 @@ class Parallel:
 
     def max(self, number: int) -> int:
         """The largest `number` of any rank."""
-        if self.ranks == 1:
+        if self.ranks == 1:  # which waits for no device
             return number
-        largest = torch.tensor(number, device=self.device)
-        with measured():
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return int(largest)
+        return int(self.largest(torch.tensor(number, device=self.device)))
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The largest of each value of `x` of any rank, in place."""
+        if self.ranks > 1:
+            with measured():
+                dist.all_reduce(x, op=dist.ReduceOp.MAX)
+        return x
+
+    def of_every_rank(self, x: T) -> list[T]:
+        """What each rank has for `x`, in their order."""
+        every: list[Any] = [x]
+        if self.ranks > 1:
+            every = [None] * self.ranks
+            dist.all_gather_object(every, x)
+        return every
 
     def first_problem(self, problem: str | None) -> str | None:
         """Wait for all ranks; the `problem` of the first that has one, told to all of them."""
-        if self.ranks == 1:
-            return problem
-        problems: list[str | None] = [None] * self.ranks
-        dist.all_gather_object(problems, problem)
-        return next((x for x in problems if x is not None), None)
+        return next((x for x in self.of_every_rank(problem) if x is not None), None)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -334,6 +359,16 @@ class Parallel:
         for process in self.started:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
+
+    def _fabric(self, strategy: Any, device: str, precision: str) -> Fabric:
+        return Fabric(
+            accelerator="gpu" if device == "cuda" else "cpu",
+            devices=self.launched.local_ranks,
+            num_nodes=self.launched.nodes,
+            strategy=strategy,
+            precision=LIGHTNING_PRECISION[precision],  # type: ignore[arg-type]
+            plugins=[self.environment],
+        )
 
     def _lightning_strategy(self, several: bool, device: str) -> Any:
         """Lightning's strategy: it starts the processes of the run, and wraps its model under

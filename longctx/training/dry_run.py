@@ -26,10 +26,10 @@ from longctx.distributed.parallel import Parallel
 from longctx.kernels.timing import Laps
 from longctx.training.batches import StepBatch, read_ahead, train_loader
 from longctx.training.child import OUT_OF_MEMORY, DryRun
-from longctx.training.loop import TrainState, optimizer_step
 from longctx.training.out_of_memory import is_out_of_memory, within_memory
 from longctx.training.run import Run, run_of
 from longctx.training.throughput import memory
+from longctx.training.train_step import TrainState, optimizer_step
 from longctx.training.validation import validation_losses
 
 

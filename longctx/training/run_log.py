@@ -15,6 +15,7 @@ from longctx.planner.peak_memory import predict
 from longctx.planner.workload import Workload
 from longctx.runs.tracking import Tracker
 from longctx.training.console import Display, closing_table
+from longctx.training.context_check import Finding
 from longctx.training.run import Run
 
 
@@ -26,11 +27,17 @@ class RunLog:
         self.display = Display(run.max_steps, run.steps_done, silent=not self.first)
         self.tracker = Tracker(run.folder, run.config.wandb) if self.first else None
         self.facts = facts(run) if self.first else {}
+        self.figures: dict[str, float] = {}  # of context.check, for the first row
         if self.first:
             for line in opening(run, parallel):
                 self.display.say(line)
         if self.tracker is not None and (how := self.tracker.how_to_look()):
             self.display.say(how)
+
+    def checked(self, finding: Finding) -> None:
+        """Show what context.check found; its figures stand in the next row."""
+        self.display.say(f"check      {finding}")
+        self.figures = finding.figures()
 
     def begin(self) -> None:
         """Show the progress bar."""
@@ -44,7 +51,8 @@ class RunLog:
     def record(self, row: dict[str, Any]) -> None:
         """Write a row to metrics.jsonl and wandb, and show it."""
         if self.tracker is not None:
-            self.tracker.log(row)
+            self.tracker.log(row | self.figures)
+        self.figures = {}
         self.display.show(row)
 
     def start_wandb(self, kernels: dict[str, str]) -> None:
