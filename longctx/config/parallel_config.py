@@ -71,7 +71,6 @@ class ContextConfig:
             return self.method
         return "allgather" if heads % self.degree else "ulysses"
 
-
     def each(self, devices: int, heads: int, backend: str) -> list[ContextConfig]:
         """Every choice of degree and method that this may stand for on `devices` devices: those
         that are possible, or itself where it asks for what is not.

@@ -1,0 +1,103 @@
+"""Layouts: how the devices of a run share its model and its rows, and which way is fastest. Free of
+torch.
+
+A layout is a strategy, a degree of context parallelism and its method. Where the request leaves
+them open they stand in one order, the plainest first: fewer devices to a row, ulysses before
+allgather, ddp before fsdp. A later one is taken only where the earlier do not fit, or are slower by
+more than the prediction is sure of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import lcm
+from typing import NamedTuple
+
+from longctx.config.model_config import GPTConfig
+from longctx.config.parallel_config import StrategyConfig
+from longctx.config.train_config import TrainConfig
+from longctx.planner import fitting
+from longctx.planner.hardware import Chip
+from longctx.planner.peak_memory import predict
+from longctx.planner.workload import Workload
+
+SURE = 0.95  # a speed of less than this share of another is slower
+
+
+class Choice(NamedTuple):
+    """A step whose layout is decided, and why it is this one, in a few words."""
+
+    workload: Workload
+    reason: str
+
+
+def each(config: TrainConfig, model: GPTConfig) -> list[TrainConfig]:
+    """`config` in every layout that it leaves open for `model`, the plainest first."""
+    name = config.strategy.name
+    strategies = ["ddp", "fsdp"] if name == "auto" and config.devices > 1 else [name]
+    return [
+        replace(config, context=context, strategy=StrategyConfig(strategy))
+        for context in config.context.each(config.devices, model.heads, config.attention.backend)
+        for strategy in strategies
+    ]
+
+
+def choose(candidates: Sequence[Workload], chip: Chip, host: float, merge: bool = False) -> Choice:
+    """The plainest of `candidates` of those that fit and are about as fast as the fastest; memory
+    and, with `merge`, micro-batches are decided for each, see `fitting.decide`.
+    """
+    decided = [fitting.decide(candidate, chip, host, merge) for candidate in candidates]
+    fit = [work for work in decided if fitting.fits(work, fitting.room(chip), host)]
+    if not fit:
+        least = min(decided, key=lambda work: predict(work).peak)
+        return Choice(least, "takes least, though none is predicted to fit")
+    speeds = [tokens_per_second(work, chip) for work in fit]
+    fastest = max(speeds)
+    first = next(n for n, speed in enumerate(speeds) if speed >= SURE * fastest)
+    chosen = fit[first]
+    if first:
+        gain = f"{speeds[first] / speeds[0] - 1:.0%}" if speeds[0] else "much"
+        return Choice(chosen, f"{gain} faster than {name_of(fit[0])}")
+    if chosen is not decided[0]:
+        return Choice(chosen, f"{name_of(decided[0])} does not fit")
+    if len(fit) == 1:
+        return Choice(chosen, "no other fits")
+    return Choice(
+        chosen, f"no other is {1 - SURE:.0%} faster" if fastest else "the first that fits"
+    )
+
+
+def longest(
+    candidates: Sequence[Callable[[int], Workload]], chip: Chip, host: float, multiple: int = 128
+) -> Workload | None:
+    """The longest rows for which one of `candidates`, tokens per row → step, fits with some memory
+    policy; None if none does.
+
+    All devices of a row have as many of its tokens.
+    """
+    found = [
+        fitting.longest(at, fitting.room(chip), host, lcm(multiple, at(multiple).context))
+        for at in candidates
+    ]
+    fit = [work for work in found if work is not None]
+    return max(fit, key=lambda work: work.seq_len, default=None)
+
+
+def tokens_per_second(workload: Workload, chip: Chip) -> float:
+    """Of all devices; 0 where the chip's figures are not known."""
+    time = fitting.seconds(workload, chip)
+    return time.tokens / time.total if time is not None else 0.0
+
+
+def name_of(workload: Workload) -> str:
+    """The layout in words of the command line."""
+    return " ".join([workload.strategy, *context_of(workload)])
+
+
+def context_of(workload: Workload) -> list[str]:
+    """How rows are shared: context=N, and context.method=NAME where that is not ulysses."""
+    method = workload.context_method
+    shared = [f"context={workload.context}"]
+    shared += [f"context.method={method}"] if method != "ulysses" else []
+    return shared if workload.context > 1 else []
