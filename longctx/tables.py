@@ -20,7 +20,7 @@ def grid(
     headings = (column.replace("_", " ") for column in columns)
     shown = Table(*headings, title=title, title_justify="left")
     if not lines:
-        shown.box, shown.padding, shown.pad_edge = box.SIMPLE_HEAD, (0, 1, 0, 0), False
+        shown.box, shown.padding, shown.pad_edge = box.SIMPLE_HEAD, (0, 0), False
     for row in rows:
         shown.add_row(*(cell(row.get(column)) for column in columns))
     console = Console(highlight=False)

@@ -117,14 +117,14 @@ def longest(
     chosen; or None.
     """
 
-    def fitting(units: int) -> Workload | None:
-        return first_that_fits(at(units * multiple), gpu, host)
+    def fitting(units: int) -> bool:  # what takes least comes last
+        return any(fits(chosen, gpu, host) for chosen in reversed(policies(at(units * multiple))))
 
     low, high = 0, most // multiple
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fitting(middle) else (low, middle - 1)
-    return fitting(low) if low else None
+    return first_that_fits(at(low * multiple), gpu, host) if low else None
 
 
 def one_row(workload: Workload) -> Callable[[int], Workload]:

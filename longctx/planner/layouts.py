@@ -55,17 +55,17 @@ def choose(candidates: Sequence[Workload], chip: Chip, host: float, merge: bool 
     speeds = [tokens_per_second(work, chip) for work in fit]
     fastest = max(speeds)
     first = next(n for n, speed in enumerate(speeds) if speed >= SURE * fastest)
-    chosen = fit[first]
-    if first:
-        gain = f"{speeds[first] / speeds[0] - 1:.0%}" if speeds[0] else "much"
-        return Choice(chosen, f"{gain} faster than {name_of(fit[0])}")
-    if chosen is not decided[0]:
-        return Choice(chosen, f"{name_of(decided[0])} does not fit")
+    chosen, best = fit[first], fit[speeds.index(fastest)]
+    if not fastest:
+        return Choice(chosen, "the first that fits")
     if len(fit) == 1:
-        return Choice(chosen, "no other fits")
-    return Choice(
-        chosen, f"no other is {1 - SURE:.0%} faster" if fastest else "the first that fits"
-    )
+        return Choice(chosen, "nothing else fits")
+    if chosen is not best:
+        return Choice(chosen, f"within {1 - SURE:.0%} of the fastest, {name_of(best)}")
+    plainest = f"{name_of(decided[0])} does not fit"
+    if decided[0] is fit[0]:
+        plainest = f"{fastest / speeds[0] - 1:.0%} faster than {name_of(fit[0])}"
+    return Choice(chosen, "the fastest" if chosen is decided[0] else f"the fastest, {plainest}")
 
 
 def longest(
@@ -76,12 +76,13 @@ def longest(
 
     All devices of a row have as many of its tokens.
     """
-    found = [
-        fitting.longest(at, fitting.room(chip), host, lcm(multiple, at(multiple).context))
-        for at in candidates
-    ]
-    fit = [work for work in found if work is not None]
-    return max(fit, key=lambda work: work.seq_len, default=None)
+    best: Workload | None = None
+    for at in reversed(candidates):  # the longest come last
+        unit = lcm(multiple, at(multiple).context)
+        longer = unit if best is None else (best.seq_len // unit + 1) * unit
+        if fitting.first_that_fits(at(longer), fitting.room(chip), host):
+            best = fitting.longest(at, fitting.room(chip), host, unit)
+    return best
 
 
 def tokens_per_second(workload: Workload, chip: Chip) -> float:

@@ -58,7 +58,8 @@ def run(options: PlanOptions, requests: Mapping[str, TrainConfig]) -> None:
     sizes = ("GPU GiB", "host GiB")
     columns = ("backend", "memory", "rows", *terms, *sizes, "fits", *SPEED)
     rows = [row(backend, config, chip, host) for backend, config in configs]
-    grid("Predicted peak by term, GiB", columns, rows)
+    layout = f" on {configs[0][1].devices:,} GPUs" if configs[0][1].devices > 1 else ""
+    grid(f"Predicted peak by term, GiB{layout}", columns, rows)
 
     columns = ("backend", "memory", "tokens", "rows", *sizes, *SPEED)
     rows = [longest(backend, config, chip, host) for backend, config in configs]
@@ -101,7 +102,7 @@ def print_layouts(request: TrainConfig, chip: Chip, host: float, per_machine: in
     columns = ("strategy", "context", "method", "memory", "GiB", "s/step", "tokens/s")
     grid(title, (*columns, "longest row"), rows, lines=False)
     chosen, reason = layouts.choose(steps, chip, host, merge)
-    print(f"strategy=auto context=auto: {layouts.name_of(chosen)}: {reason}\n")
+    print(f"strategy=auto context=auto: {layouts.name_of(chosen)} ({reason})\n")
 
     rows = []
     for devices in numbers_of_gpus(request):
@@ -132,7 +133,11 @@ def layout_row(step: Workload, chip: Chip, host: float) -> dict[str, Any]:
     }
     if not fitting.fits(step, fitting.room(chip), host):
         return row | {"s/step": "too much"}
-    return row | _speed(step, chip)
+    time = fitting.seconds(step, chip)
+    speed = (
+        {} if time is None else {"s/step": time.total, "tokens/s": int(time.tokens / time.total)}
+    )
+    return row | speed
 
 
 def longest_tokens(steps: Sequence[Workload], chip: Chip, host: float) -> int | str:

@@ -117,8 +117,10 @@ class _Step:
         self.lora_gate_up = 6 if "gate_up" in targets else 0  # gate and up, uncompiled
         self.tile = self.tile_of(self.memory.mlp_tile or self.N)
         # Bytes that the first 0, 1, ... blocks keep on the GPU
-        kept = (0.0 if layer < self.away() else self.kept_by(layer) for layer in range(self.L))
-        self.kept_by_first = [0.0, *accumulate(kept)]
+        self.exchanged = self.exchange()
+        self.kept_by_block = [self.kept_by(layer) for layer in range(self.L)]
+        here = [0.0] * self.away() + self.kept_by_block[self.away() :]
+        self.kept_by_first = [0.0, *accumulate(here)]
 
     def moments(self) -> Iterator[tuple[str, Terms]]:
         """Every moment that can be the peak, with its bytes by term."""
@@ -224,7 +226,7 @@ class _Step:
         """Bytes of host memory that grow with the run: the optimizer's, and kept activations in
         pinned memory.
         """
-        away = [self.kept_by(layer) for layer in range(self.away())]
+        away = self.kept_by_block[: self.away()]
         optimizer = optimizer_cost.state_on_host(self.workload) / self.slices
         return {OPTIMIZER: optimizer, KEPT: float(sum(away))}
 
@@ -315,14 +317,14 @@ class _Step:
         # Blocks to go back to the last input that was kept
         missing = (layer - 1) % (self.memory.keep_every or 1)
         needed = range(layer - 1 - max(1, missing), layer)
-        brought = sum(self.kept_by(i) for i in needed if 0 <= i < self.away())
+        brought = sum(self.kept_by_block[i] for i in needed if 0 <= i < self.away())
         return brought + min(missing, 2) * self.e * self.C * self.N
 
     def attention_backward(self, layer: int) -> Terms:
         """Backward of attention, with what comes before it computed again where it was not kept."""
         N, C, e, q, kv = self.N, self.C, self.e, self.q, self.kv
         # Residual; do, dq, dk, dv
-        work = e * C * N + e * (2 * q + 2 * kv) * N + self.kernel_workspace() + self.exchange()
+        work = e * C * N + e * (2 * q + 2 * kv) * N + self.kernel_workspace() + self.exchanged
         if self.memory.recompute == "none":
             gone = e * ((2 if self.fused else 3) * self.F + C) * N + self.copy * (
                 self.after_weights - q * C

@@ -92,8 +92,8 @@ def predicted(
             "model=, more devices=, or give a length"
         )
     say(
-        f"seq_len=max: {work.seq_len:,} tokens with memory={work.memory.policy} and "
-        f"{layouts.name_of(work)}, predicted with {fitting.LEFT_FREE:.0%} left free, not tried"
+        f"seq_len=max: {work.seq_len:,} tokens on {work.devices} GPUs, predicted to fit with "
+        f"{fitting.LEFT_FREE:.0%} left free, not tried"
     )
     return work.seq_len
 
