@@ -3,8 +3,8 @@ torch.
 
 A layout is a strategy, a degree of context parallelism and its method. Where the request leaves
 them open they stand in one order, the plainest first: fewer devices to a row, ulysses before
-allgather, ddp before fsdp. A later one is taken only where the earlier do not fit, or are slower by
-more than the prediction is sure of.
+allgather, ddp before fsdp. A later one is taken only where the earlier do not fit, are slower by
+more than the prediction is sure of, or keep on the host what the later one need not.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def each(config: TrainConfig, model: GPTConfig) -> list[TrainConfig]:
 
 
 def choose(candidates: Sequence[Workload], chip: Chip, host: float, merge: bool = False) -> Choice:
-    """The plainest of `candidates` of those that fit and are about as fast as the fastest; memory
-    and, with `merge`, micro-batches are decided for each, see `fitting.decide`.
+    """The plainest of those `candidates` that fit and are about as fast as the fastest.
+
+    Memory and, with `merge`, micro-batches are decided for each, see `fitting.decide`.
     """
     decided = [fitting.decide(candidate, chip, host, merge) for candidate in candidates]
     fit = [work for work in decided if fitting.fits(work, fitting.room(chip), host)]
@@ -53,19 +54,21 @@ def choose(candidates: Sequence[Workload], chip: Chip, host: float, merge: bool 
         least = min(decided, key=lambda work: predict(work).peak)
         return Choice(least, "takes least, though none is predicted to fit")
     speeds = [tokens_per_second(work, chip) for work in fit]
-    fastest = max(speeds)
-    first = next(n for n, speed in enumerate(speeds) if speed >= SURE * fastest)
-    chosen, best = fit[first], fit[speeds.index(fastest)]
-    if not fastest:
-        return Choice(chosen, "the first that fits")
+    as_fast = [n for n, speed in enumerate(speeds) if speed >= SURE * max(speeds)]
+    taken = min(as_fast, key=lambda n: fitting.on_host(fit[n]) > 0)  # the first of the least
     if len(fit) == 1:
-        return Choice(chosen, "nothing else fits")
-    if chosen is not best:
-        return Choice(chosen, f"within {1 - SURE:.0%} of the fastest, {name_of(best)}")
-    plainest = f"{name_of(decided[0])} does not fit"
-    if decided[0] is fit[0]:
-        plainest = f"{fastest / speeds[0] - 1:.0%} faster than {name_of(fit[0])}"
-    return Choice(chosen, "the fastest" if chosen is decided[0] else f"the fastest, {plainest}")
+        reason = "nothing else fits"
+    elif not speeds[0]:
+        reason = "the first that fits"
+    elif taken and 0 in as_fast:
+        reason = f"as fast as {name_of(fit[0])}, and needs no host memory"
+    elif taken:
+        reason = f"{speeds[taken] / speeds[0] - 1:.0%} faster than {name_of(fit[0])}"
+    elif fit[0] is not decided[0]:
+        reason = f"{name_of(decided[0])} does not fit"
+    else:
+        reason = f"no other is {1 - SURE:.0%} faster"
+    return Choice(fit[taken], reason)
 
 
 def longest(
