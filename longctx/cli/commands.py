@@ -191,6 +191,8 @@ def _plan(argv: list[str]) -> None:
     check_backends(chosen.backends)
     check_unused(training, {"device": "it is a GPU"})
     composed = with_model(compose("train", training), gpu=True)
+    if "context.degree" not in composed.changed:
+        composed.config.context.degree = "auto"  # all are shown
     backends, attention = chosen.backends, composed.changed.get("attention")
     if attention is not None:
         if backends != command_config.PlanOptions.backends:
@@ -288,6 +290,7 @@ COMMANDS: dict[str, Command] = {
         (
             "longctx plan model=1b seq_len=262144",
             "longctx plan model=1b seq_len=262144 gpu=H200 gpu_memory=139",
+            "longctx plan model=8b seq_len=262144 devices=64",
         ),
         command_config.PlanOptions,
         _plan,

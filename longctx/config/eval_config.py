@@ -127,6 +127,8 @@ class EvalConfig:
             raise ValueError(f"contexts={self.contexts}: too short; give lengths from 2 up")
         check(self.strategy, "strategy.")
         check(self.context, "context.")
+        if self.context.degree == "auto":
+            raise ValueError("context=auto: is chosen for training; give eval.py a number")
         if self.devices > 1:  # else a launcher may have started more
             self.context.validate(self.devices)
         if self.context.check:

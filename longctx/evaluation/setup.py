@@ -68,6 +68,7 @@ def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
     check_attention(config, subject.model, device, dtype_of(precision))
     seq_len = config.seq_len or subject.seq_len
     sharing = config.context.degree
+    assert isinstance(sharing, int)
     batch_size = config.batch_size or max(1, TOKENS_PER_BATCH[device] * sharing // seq_len)
     tokens = -(-batch_size * seq_len // sharing)  # of a device, at a time
     setup = Setup(
@@ -103,7 +104,7 @@ def dtype_of(precision: str) -> torch.dtype:
 def check_attention(config: EvalConfig, model: GPTConfig, device: str, dtype: torch.dtype) -> None:
     """Raise ValueError, saying what to use instead, where the backend cannot run as asked."""
     shard = None
-    if config.context.degree > 1 and config.context.method_for(model.heads) == "allgather":
+    if config.context.degree != 1 and config.context.method_for(model.heads) == "allgather":
         shard = Mask("intervals")  # the queries of a rank see any of them
     check(
         config.attention.backend,

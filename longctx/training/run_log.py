@@ -149,4 +149,5 @@ def opening(run: Run, parallel: Parallel) -> list[str]:
         f"length     {run.max_steps:,} steps, {run.max_steps * work.tokens_per_step:,} tokens"
         + (f", {shorter} first" if shorter else ""),
     ]
+    lines += [f"layout     {run.layout_note}"] if run.layout_note else []
     return [*lines, f"kernels    {run.lock_note}"] if run.lock_note else lines
