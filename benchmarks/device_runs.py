@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = 2**22  # tokens of the one document: whole rows of any length that divides them
 TOKENIZER, TEXT = "tokenizer.json", "document.txt"
 CLOSE = 1e-6  # of a loss, relative, in fp32
+COMPOSING = threading.Lock()  # Hydra composes one configuration at a time
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,8 @@ def overrides_of(case: Case, place: Place) -> list[str]:
 def decided(overrides: Iterable[str], place: Place) -> Workload:
     """The step that train.py would take on these GPUs."""
     words = cli.read("train", list(overrides)).overrides
-    work = training_run(words, "cuda").workload
+    with COMPOSING:
+        work = training_run(words, "cuda").workload
     if work.memory.policy != "auto":
         return work
     return fitting.decide(work, place.chip, place.host * work.devices)

@@ -69,7 +69,9 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     numbers, cuda = slots(options.gpus)
     for name in options.cases:
         if CASES[name].gpus > len(numbers):
-            raise ValueError(f"cases={name}: needs {CASES[name].gpus} GPUs of gpus={numbers}")
+            raise ValueError(
+                f"cases={name}: needs {CASES[name].gpus} GPUs, and gpus= has {len(numbers)}"
+            )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     chip = hardware.here() or hardware.chip(hardware.ASSUMED[0], hardware.ASSUMED[1] * GIB)
     rows: list[dict[str, Any]] = []
@@ -138,10 +140,12 @@ def slots(asked: tuple[str, ...]) -> tuple[tuple[int, ...], bool]:
     import torch
 
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    numbers = range(there or 4) if asked == ("all",) else [int(n) for n in asked if n.isdigit()]
-    if not numbers or max(numbers) >= (there or 4):
-        raise ValueError(f"gpus={','.join(asked)}: numbers below {there or 4}, or all")
-    return tuple(numbers), there > 0
+    known = [str(n) for n in range(there or 4)]
+    wrong = [n for n in asked if n not in known]
+    if wrong and asked != ("all",):
+        raise ValueError(f"gpus={','.join(asked)}: of {','.join(known)}, or all")
+    numbers = known if asked == ("all",) else asked
+    return tuple(map(int, numbers)), there > 0
 
 
 def compare(rows: list[dict[str, Any]]) -> None:
