@@ -62,12 +62,12 @@ CASES: dict[str, Case] = {
         shared=True,
     ),
     # One row over all
-    "1b-256k-4-ulysses": _row("1b", 262144, 4, "ulysses", 5 * 8, one="1b-256k-1"),
-    "1b-256k-4-allgather": _row("1b", 262144, 4, "allgather", 5 * 8, one="1b-256k-1"),
+    "1b-256k-4-ulysses": _row("1b", 262144, 4, "ulysses", 4 * 8, steps=4, one="1b-256k-1"),
+    "1b-256k-4-allgather": _row("1b", 262144, 4, "allgather", 4 * 8, steps=4, one="1b-256k-1"),
     "1b-1m-4": _row("1b", 1048576, 4, "ulysses", 130, steps=1),
-    "1b-256k-1": _row("1b", 262144, 1, "", 4 * 31, steps=4),
-    "1b-256k-2-ulysses": _row("1b", 262144, 2, "ulysses", 5 * 16, one="1b-256k-1"),
-    "1b-256k-2-allgather": _row("1b", 262144, 2, "allgather", 5 * 16, one="1b-256k-1"),
+    "1b-256k-1": _row("1b", 262144, 1, "", 3 * 31, steps=3),
+    "1b-256k-2-ulysses": _row("1b", 262144, 2, "ulysses", 4 * 16, steps=4, one="1b-256k-1"),
+    "1b-256k-2-allgather": _row("1b", 262144, 2, "allgather", 4 * 16, steps=4, one="1b-256k-1"),
     # Rows of its own for each
     "1b-64k-4": _rows("1b", 65536, 1, 4, "fsdp", steps=7, one="1b-64k-1"),
     "1b-64k-2": _rows("1b", 65536, 1, 2, "fsdp", steps=7, one="1b-64k-1"),

@@ -82,57 +82,66 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
         "options": asdict(options),
         "rows": rows,
     }
-    stop, begun = threading.Event(), time.monotonic()
-    end = begun + 60 * options.minutes
-    folder = Path(options.folder).resolve()
+    begun = time.monotonic()
+    folder, end = Path(options.folder).resolve(), begun + 60 * options.minutes
+    stop, writing = threading.Event(), threading.Lock()
 
-    def measure(name: str, case: Case, gpus: tuple[int, ...], corpus: Future[None]) -> None:
-        limit = min(end, time.monotonic() + options.slack * case.seconds + 20)
-        words, host = tuple(overrides), options.host_memory * GIB
-        place = Place(gpus, folder, cuda, limit, stop, words, chip, host)
+    def report(row: dict[str, Any]) -> None:
+        with writing:
+            rows.append(row)
+            compare(rows)
+            write_json(Path(options.out), result)
+            print(f"{time.monotonic() - begun:5.0f} s  {outcome(row)}", flush=True)
+
+    def measure(name: str, gpus: tuple[int, ...], corpus: Future[None]) -> None:
+        case = CASES[name]
         row: dict[str, Any] = {"case": name, "gpus": case.gpus, "on": gpus}
-        row["begun"] = time.monotonic() - begun
+        (folder / f"{name}.log").unlink(missing_ok=True)
         try:
             if case.what in NEEDS_CORPUS:
                 corpus.result()
+            row["begun"] = time.monotonic() - begun
+            limit = min(end, time.monotonic() + options.slack * case.seconds + 20)
+            words, host = tuple(overrides), options.host_memory * GIB
+            place = Place(gpus, folder, cuda, limit, stop, words, chip, host)
             row |= MEASURES[case.what](name, case, place)
         except Exception as error:  # one case, whatever is wrong with it, costs no other
             row["note"] = f"{type(error).__name__}: {error}".partition("\n")[0]
-        row["took"] = time.monotonic() - begun - row["begun"]
-        rows.append(row)
-        compare(rows)
-        write_json(Path(options.out), result)
-        print(f"{time.monotonic() - begun:5.0f} s  {outcome(row)}", flush=True)
+        report(row | {"took": time.monotonic() - begun - row.get("begun", 0.0)})
 
-    waiting, running = list(options.cases), dict[Future[None], tuple[Case, tuple[int, ...]]]()
     with ThreadPoolExecutor(len(numbers) + len(CASES)) as pool:
         corpus = pool.submit(make_corpus, folder)
+        running: dict[Future[None], tuple[Case, tuple[int, ...]]] = {}
         try:
-            while waiting or running:
-                taken = {n for case, gpus in running.values() if not case.shared for n in gpus}
-                free = [n for n in numbers if n not in taken]
-                case = CASES[waiting[0]] if waiting else None
-                among = (
-                    all(other.shared == case.shared for other, _ in running.values())
-                    if case
-                    else False
-                )
-                if case and (not running or among) and (case.shared or case.gpus <= len(free)):
-                    name, gpus = waiting.pop(0), tuple(free[: case.gpus])
-                    if time.monotonic() + case.seconds > end:
-                        rows.append({"case": name, "gpus": case.gpus, "note": "left out: no time"})
-                        print(f"{name}: left out, it takes {case.seconds:.0f} s", flush=True)
-                        continue
-                    running[pool.submit(measure, name, case, gpus, corpus)] = case, gpus
-                    continue
-                for done in wait(running, return_when=FIRST_COMPLETED).done:
-                    done.result()
-                    del running[done]
+            for name in options.cases:
+                case = CASES[name]
+                while (gpus := free_for(case, list(running.values()), numbers)) is None:
+                    for done in wait(running, return_when=FIRST_COMPLETED).done:
+                        del running[done]
+                if time.monotonic() + case.seconds > end:
+                    note = f"left out: it would take {case.seconds:.0f} s"
+                    report({"case": name, "gpus": case.gpus, "took": 0.0, "note": note})
+                else:
+                    running[pool.submit(measure, name, gpus, corpus)] = case, gpus
+            wait(running)
         finally:
             stop.set()
-    write_json(Path(options.out), result)
     grid("Several GPUs", SHOWN, rows)
     print(f"wrote {options.out}")
+
+
+def free_for(
+    case: Case, running: list[tuple[Case, tuple[int, ...]]], numbers: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """GPUs on which `case` may begin beside those that run, or None until one of these has ended.
+
+    Cases that measure no speed share all GPUs with one another, and with no other.
+    """
+    if any(other.shared != case.shared for other, _ in running):
+        return None
+    taken = set() if case.shared else {n for _, gpus in running for n in gpus}
+    free = tuple(n for n in numbers if n not in taken)
+    return free[: case.gpus] if len(free) >= case.gpus else None
 
 
 def slots(asked: tuple[str, ...]) -> tuple[tuple[int, ...], bool]:

@@ -13,7 +13,7 @@ import torch
 from benchmarks import device_runs
 from benchmarks.device_cases import CASES, PACKED, Case
 from benchmarks.device_runs import MEASURES, Place, Started, group
-from benchmarks.devices import compare
+from benchmarks.devices import compare, free_for
 from benchmarks.words import main
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB
@@ -61,6 +61,17 @@ def test_a_case_is_compared_with_the_same_rows_on_one_gpu(place: Place) -> None:
     compare(rows)
     assert rows[0]["over_one"] == 3.8
     assert "over_one" not in rows[2]
+
+
+def test_cases_have_gpus_of_their_own_unless_they_share() -> None:
+    one, two, shared = (Case(1, 1, "train"), Case(2, 1, "train"), Case(4, 1, "lost", shared=True))
+    four = (0, 1, 2, 3)
+    assert free_for(two, [(one, (0,))], four) == (1, 2)
+    assert free_for(two, [(one, (0,)), (two, (1, 2))], four) is None
+    assert free_for(one, [(one, (0,)), (two, (1, 2))], four) == (3,)
+    assert free_for(shared, [(shared, four)], four) == four
+    assert free_for(shared, [(one, (0,))], four) is None
+    assert free_for(one, [(shared, four)], four) is None
 
 
 def test_the_steps_after_the_first_count() -> None:
