@@ -25,6 +25,7 @@ class Case:
     steps: int = 5  # that are waited for
     log_every: int = 1
     one: str = ""  # the case of the same rows per GPU, or of the same row, on one GPU
+    ours: str = ""  # of a peer: the case of longctx on the same rows and GPUs
     checkpointing: bool = False  # of a peer
     victim: str = ""  # of what = lost
     shared: bool = False  # its speed is not measured: it runs beside others of the kind
@@ -97,7 +98,12 @@ CASES: dict[str, Case] = {
     "8b-longest-4": Case(4, 300, "longest", "model=8b", PACKED, steps=1),
     # Others
     "torch-context-parallel-256k-4": Case(
-        4, 100, "torch-context-parallel", "model=1b seq_len=262144", steps=3, one="1b-256k-1"
+        4,
+        100,
+        "torch-context-parallel",
+        "model=1b seq_len=262144",
+        steps=3,
+        ours="1b-256k-4-ulysses",
     ),
     "torch-context-parallel-256k-2": Case(
         2,
@@ -105,14 +111,14 @@ CASES: dict[str, Case] = {
         "torch-context-parallel",
         "model=1b seq_len=262144",
         steps=3,
-        one="1b-256k-1",
+        ours="1b-256k-2-ulysses",
         checkpointing=True,
     ),
     "accelerate-64k-4": Case(
-        4, 65, "accelerate-fsdp2", "model=1b seq_len=65536", steps=6, one="1b-64k-1"
+        4, 65, "accelerate-fsdp2", "model=1b seq_len=65536", steps=6, ours="1b-64k-4"
     ),
     "accelerate-64k-2": Case(
-        2, 65, "accelerate-fsdp2", "model=1b seq_len=65536", steps=6, one="1b-64k-1"
+        2, 65, "accelerate-fsdp2", "model=1b seq_len=65536", steps=6, ours="1b-64k-2"
     ),
     # What is right, and what ends
     "resumed": Case(4, 150, "resumed", shared=True),

@@ -117,7 +117,9 @@ def group(pgid: int) -> list[int]:
 def last_words(log: Path) -> str:
     """The last line of a log that says what went wrong, else its last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    said = [line for line in lines if line.startswith("error: ") or "Error" in line]
+    launcher = "ChildFailedError"  # torchrun's own, after what a rank said
+    errors = [line for line in lines if line.startswith("error: ") or "Error: " in line]
+    said = [line for line in errors if launcher not in line]
     return (said or lines or ["it said nothing"])[-1][:400]
 
 

@@ -10,6 +10,7 @@ not counted.
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import threading
@@ -38,6 +39,7 @@ SHOWN = (
     "memory",
     "tokens_per_second",
     "over_one",
+    "longctx_over_it",
     "mfu",
     "seconds",
     "predicted_full_seconds",
@@ -57,7 +59,7 @@ class Options:
     minutes: float = key(60.0, "cases that would end after that are left out")
     slack: float = key(1.5, "a case is ended after so many times the seconds it is thought to take")
     folder: str = key("runs/devices", "of runs, logs and documents")
-    out: str = key("results/devices.json", "file of the result")
+    out: str = key("results/devices.json", "file of the result; other cases that it has stay")
 
 
 def run(options: Options, command: str, overrides: list[str]) -> None:
@@ -74,9 +76,10 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
             )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     chip = hardware.here() or hardware.chip(hardware.ASSUMED[0], hardware.ASSUMED[1] * GIB)
-    rows: list[dict[str, Any]] = []
+    earlier = json.loads(Path(options.out).read_text()) if Path(options.out).exists() else {}
+    rows = [row for row in earlier.get("rows", []) if row["case"] not in options.cases]
     result: dict[str, Any] = {
-        "command": command,
+        "commands": [*earlier.get("commands", []), command],
         **machine(),
         "predicted_for": chip.name,
         "options": asdict(options),
@@ -158,12 +161,17 @@ def slots(asked: tuple[str, ...]) -> tuple[tuple[int, ...], bool]:
 
 
 def compare(rows: list[dict[str, Any]]) -> None:
-    """`over_one`: how many times as fast a case is as the same work on one GPU, where both ran."""
+    """Set `over_one`, how many times as fast a case is as the same work on one GPU, and of a peer
+    `longctx_over_it`, where both were measured.
+    """
     speeds = {row["case"]: row.get("tokens_per_second") for row in rows}
     for row in rows:
-        mine, one = speeds[row["case"]], speeds.get(CASES[row["case"]].one)
+        case, mine = CASES[row["case"]], speeds[row["case"]]
+        one, ours = speeds.get(case.one), speeds.get(case.ours)
         if mine and one:
             row["over_one"] = mine / one
+        if mine and ours:
+            row["longctx_over_it"] = ours / mine
 
 
 def outcome(row: dict[str, Any]) -> str:
@@ -177,4 +185,6 @@ def outcome(row: dict[str, Any]) -> str:
         text += f" ({row['predicted_gib']:.1f} predicted)" if "predicted_gib" in row else ""
         text += f", MFU {row['mfu']:.1%}" if row.get("mfu") else ""
         text += f", {row['over_one']:.2f} × one" if "over_one" in row else ""
+        ratio = row.get("longctx_over_it")
+        text += f", longctx {ratio:.2f} × as fast" if ratio else ""
     return f"{text} {row.get('note', '')}"

@@ -44,6 +44,7 @@ def test_a_case_is_compared_with_the_same_rows_on_one_gpu(place: Place) -> None:
     }
     for name, case in CASES.items():
         assert case.what in MEASURES
+        assert not case.ours or CASES[case.ours].gpus == case.gpus
         if case.one and name in works:
             mine, one = works[name], works[case.one]
             assert CASES[case.one].gpus == 1
@@ -57,10 +58,12 @@ def test_a_case_is_compared_with_the_same_rows_on_one_gpu(place: Place) -> None:
         {"case": "1b-64k-4", "tokens_per_second": 76.0},
         {"case": "1b-64k-1", "tokens_per_second": 20.0},
         {"case": "1b-64k-2", "note": "ended"},
+        {"case": "accelerate-64k-4", "tokens_per_second": 38.0},
     ]
     compare(rows)
     assert rows[0]["over_one"] == 3.8
     assert "over_one" not in rows[2]
+    assert rows[3]["longctx_over_it"] == 2.0
 
 
 def test_cases_have_gpus_of_their_own_unless_they_share() -> None:
@@ -98,7 +101,11 @@ def test_a_command_leaves_no_process(place: Place) -> None:
 
 @pytest.mark.parametrize(
     ("command", "problem"),
-    [("echo 'error: no'; echo end; exit 3", "exit code 3: error: no"), ("sleep 9", "ended after")],
+    [
+        ("echo 'error: no'; echo end; exit 3", "exit code 3: error: no"),
+        ("echo '[rank0]: ValueError: x'; echo ChildFailedError: y; exit 1", "exit code 1: [rank0]"),
+        ("sleep 9", "ended after"),
+    ],
 )
 def test_why_a_command_shows_nothing(command: str, problem: str, place: Place) -> None:
     with Started(["bash", "-c", command], place.folder / "log", place) as one:
@@ -127,9 +134,14 @@ def test_a_run_is_measured_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(CASES, "wrong", Case(1, 60, "train", "devices=1 device=cuda", PACKED))
     out = tmp_path / "out.json"
     monkeypatch.setattr("benchmarks.devices.make_corpus", lambda folder: None)
+    before = {"commands": ["a"], "rows": [{"case": "tiny-4", "gpus": 4}, {"case": "small"}]}
+    out.write_text(json.dumps(before))
     argv = ["devices", "cases=small,wrong", f"folder={tmp_path}/all", f"out={out}", *TINY]
     assert main(argv) == 0
-    rows = {row["case"]: row for row in json.loads(out.read_text())["rows"]}
+    result = json.loads(out.read_text())
+    assert len(result["rows"]) == 3
+    assert len(result["commands"]) == 2
+    rows = {row["case"]: row for row in result["rows"]}
     assert [one["step"] for one in rows["small"]["metrics"]] == [1, 2, 3]
     assert rows["small"]["tokens_per_second"] > 0
     assert "exit code 2: error: device=cuda" in rows["wrong"]["note"]
