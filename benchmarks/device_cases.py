@@ -55,7 +55,7 @@ CASES: dict[str, Case] = {
     # Whether anything runs at all
     "tiny-4": Case(
         4,
-        40,
+        60,
         "train",
         "model=tiny seq_len=4096 batch_size=1 accumulate=1 devices=4 context=2 strategy=fsdp",
         PACKED,
