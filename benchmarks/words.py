@@ -30,6 +30,7 @@ BENCHMARKS = {
     "peers": "whole training steps beside nanoGPT, transformers, Liger and peft",
     "memory": "predicted peak memory beside the measured, over many configurations",
     "picture": "the picture of the README, drawn from results/",
+    "devices": "training on 1, 2 and 4 GPUs, beside torch's context_parallel and accelerate",
     "optimizers": "tokens to the same validation loss with each optimizer, each tuned alike",
 }
 
