@@ -62,6 +62,15 @@ CASES: dict[str, Case] = {
         steps=2,
         shared=True,
     ),
+    "tiny-2": Case(
+        2,
+        60,
+        "train",
+        "model=tiny seq_len=4096 batch_size=1 accumulate=1 devices=2 context=2 strategy=fsdp",
+        PACKED,
+        steps=2,
+        shared=True,
+    ),
     # One row over all
     "1b-256k-4-ulysses": _row("1b", 262144, 4, "ulysses", 4 * 8, steps=4, one="1b-256k-1"),
     "1b-256k-4-allgather": _row("1b", 262144, 4, "allgather", 4 * 8, steps=4, one="1b-256k-1"),
@@ -122,7 +131,7 @@ CASES: dict[str, Case] = {
     ),
     # What is right, and what ends
     "resumed": Case(4, 150, "resumed", shared=True),
-    "killed": Case(4, 60, "lost", victim="process", shared=True),
-    "stopped": Case(4, 110, "lost", victim="stopped process", shared=True),
-    "worker-killed": Case(4, 60, "lost", victim="data worker", shared=True),
+    "killed": Case(2, 60, "lost", victim="process", shared=True),
+    "stopped": Case(2, 110, "lost", victim="stopped process", shared=True),
+    "worker-killed": Case(2, 60, "lost", victim="data worker", shared=True),
 }
