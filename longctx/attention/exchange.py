@@ -17,7 +17,7 @@ the order of the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from longctx.attention.communication import measured
-from longctx.config.parallel_config import kv_copies
+from longctx.config.parallel_config import allgather_group, kv_copies, ulysses_parts
 
 # torch 2.13 gave it another name
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -65,6 +65,10 @@ class Exchange:
         """Attention's output of one part, for the tokens of this rank."""
         return out
 
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """(B, n, H, D) of all heads, from outputs or gradients of the parts, in their order."""
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=2)
+
     def gradients(
         self, dq: Tensor, dk: Tensor, dv: Tensor, kv_heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,6 +82,9 @@ WHOLE_ROWS = Exchange()
 class Ulysses(Exchange):
     """All tokens of 1/P of the heads. Each key-value head goes to every rank with query heads of
     it.
+
+    Long rows go in parts of one key-value head per rank, so that what is sent and received at a
+    time stays small (UPipe, arXiv 2602.21196).
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -88,25 +95,40 @@ class Ulysses(Exchange):
         copies = kv_copies(q.shape[2], k.shape[2], P)
         k, v = (x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (k, v))
         slots = [x.unflatten(2, (P, -1)) for x in (q, k, v, *like_q)]
-        sent = torch.cat(slots, dim=3).permute(2, 0, 1, 3, 4).contiguous()
-        received = all_to_all(sent, self.ranks.group)
-        heads = [x.shape[3] for x in slots]
-        return [received.transpose(0, 1).flatten(1, 2).split(heads, dim=2)]
+        count = 1 if copies > 1 else ulysses_parts(k.shape[2] // P, q.shape[0] * q.shape[1])
+        if count == 1:
+            return [self._to_heads(*slots)]
+        parts = zip(*(x.chunk(count, dim=3) for x in slots), strict=True)
+        return (self._to_heads(*part) for part in parts)
 
     def output(self, out: Tensor) -> Tensor:
         return self._to_tokens(out)[0]
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        if len(parts) == 1:
+            return parts[0]
+        # Every part has some heads of each rank
+        slots = [x.unflatten(2, (self.ranks.count, -1)) for x in parts]
+        return torch.cat(slots, dim=3).flatten(2, 3)
 
     def gradients(
         self, dq: Tensor, dk: Tensor, dv: Tensor, kv_heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = self._to_tokens(dq, dk, dv)
-        copies = dk.shape[2] // kv_heads
+        copies = max(1, dk.shape[2] // kv_heads)  # then all are in one part
         if copies > 1:
             dk, dv = (x.unflatten(2, (kv_heads, copies)).float().sum(3) for x in (dk, dv))
         return dq, dk, dv
 
+    def _to_heads(self, *slots: Tensor) -> tuple[Tensor, ...]:
+        """Tensors (B, n, P, heads, D) of this rank's tokens → (B, N, heads, D) of its heads."""
+        sent = torch.cat(slots, dim=3).permute(2, 0, 1, 3, 4).contiguous()
+        received = all_to_all(sent, self.ranks.group)
+        heads = [x.shape[3] for x in slots]
+        return received.transpose(0, 1).flatten(1, 2).split(heads, dim=2)
+
     def _to_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Tensors (B, N, H/P, D) of this rank's heads → (B, n, H, D) of its tokens."""
+        """Tensors (B, N, heads, D) of this rank's heads → (B, n, P · heads, D) of its tokens."""
         heads = [x.shape[2] for x in tensors]
         sent = torch.cat(tensors, dim=2).unflatten(1, (self.ranks.count, -1)).transpose(0, 1)
         received = all_to_all(sent.contiguous(), self.ranks.group)
@@ -125,16 +147,22 @@ class AllGather(Exchange):
         self.ranks, self.order, self.places = ranks, order, places
 
     def parts(self, q: Tensor, k: Tensor, v: Tensor, *like_q: Tensor) -> Iterable[tuple[Any, ...]]:
-        size = max(1, k.shape[2] // self.ranks.count)
+        size = allgather_group(k.shape[2], self.ranks.count)
         per_key = q.shape[2] // k.shape[2]
         for first in range(0, k.shape[2], size):
             heads = slice(first, first + size)
             queries = slice(first * per_key, (first + size) * per_key)
             sent = torch.cat([k[:, :, heads], v[:, :, heads]], dim=2)
-            kv = all_gather_rows(
-                sent, self.order, self.places, self.ranks.count, self.ranks.group
-            ).chunk(2, dim=2)
-            yield q[:, :, queries], *kv, *(x[:, :, queries] for x in like_q)
+            yield (
+                q[:, :, queries],
+                *self._gathered(sent).chunk(2, dim=2),
+                *(x[:, :, queries] for x in like_q),
+            )
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        ranks = self.ranks
+        received: Tensor = all_gather_rows(x, self.order, self.places, ranks.count, ranks.group)
+        return received
 
     def gradients(
         self, dq: Tensor, dk: Tensor, dv: Tensor, kv_heads: int

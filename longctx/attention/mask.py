@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.attention.exchange import WHOLE_ROWS, Exchange
+from longctx.attention.exchange import Exchange
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Mask:
     offsets: Tensor | None = None
     longest: int = 0
     visible: int = -1
-    exchange: Exchange = WHOLE_ROWS  # of q, k, v and out, where ranks share the rows
+    exchange: Exchange | None = None  # of q, k, v and out, where ranks share the rows
     # what a backend derives from a bound mask, once per batch
     cache: dict[str, Any] = field(default_factory=dict)
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from longctx.attention.exchange import WHOLE_ROWS
 from longctx.attention.mask import Mask
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -194,9 +195,15 @@ class Attention:
         if torch.is_autocast_enabled(q.device.type):
             dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        parts = [self._run(mask, *qkv) for qkv in mask.exchange.parts(q, k, v)]
-        out = _cat([mask.exchange.output(out) for out, _ in parts], dim=2)
-        return (out, _cat([lse for _, lse in parts], dim=1)) if return_lse else out
+        exchange = mask.exchange or WHOLE_ROWS
+        outs, lses = [], []
+        for part in exchange.parts(q, k, v):
+            out, lse = self._run(mask, *part)
+            outs.append(exchange.output(out))
+            lses.append(lse)
+            del part, out
+        out = exchange.joined(outs)
+        return (out, lses[0] if len(lses) == 1 else torch.cat(lses, dim=1)) if return_lse else out
 
     def _run(self, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out and lse of the backend."""
@@ -237,7 +244,7 @@ class Attention:
             dq, dk, dv = torch.autograd.grad(again, leaves, do)
             return dq, dk, dv
         q16, k16, v16 = (x.to(out.dtype) for x in (q, k, v))
-        exchange, scale, heads = mask.exchange, self._scale(q.shape[3]), 0
+        exchange, scale, heads = mask.exchange or WHOLE_ROWS, self._scale(q.shape[3]), 0
         parts: list[Gradients] = []
         for qs, ks, vs, dos, outs in exchange.parts(q16, k16, v16, do, out):
             bound = mask.bind(qs.shape[0], qs.shape[1], ks.shape[1], q.device)
@@ -248,7 +255,8 @@ class Attention:
                     dos, qs, ks, vs, outs, lses, bound, scale, **self.options
                 )
             parts.append(exchange.gradients(*gradients, k.shape[2]))
-        dq, dk, dv = (_cat(list(each), dim=2) for each in zip(*parts, strict=True))
+            del qs, ks, vs, dos, outs, gradients
+        dq, dk, dv = (exchange.joined(each) for each in zip(*parts, strict=True))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     def _ask(self, q: Tensor, mask: Mask) -> None:
@@ -324,10 +332,6 @@ def _lookup(backend: str, options: Mapping[str, Any]) -> Backend:
             choices = ", ".join(str(x) for x in chosen.options[key])
             raise ValueError(f"attention.options.{key}={value} must be one of {choices}")
     return chosen
-
-
-def _cat(parts: list[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _refuse(name: str, backend: Backend, request: Request) -> None:

@@ -105,3 +105,20 @@ def kv_copies(heads: int, kv_heads: int, ranks: int) -> int:
     if kv_heads % ranks == 0:
         return 1
     return ranks // kv_heads if ranks % kv_heads == 0 else heads // kv_heads
+
+
+MANY_TOKENS = 65536  # of a rank: then one key-value head at a time still keeps a GPU busy
+
+
+def ulysses_parts(heads: int, tokens: int) -> int:
+    """Parts, one after another, in which a rank with so many `tokens` exchanges rows of which it
+    gets so many key-value `heads`.
+    """
+    return heads if tokens >= MANY_TOKENS else 1
+
+
+def allgather_group(kv_heads: int, ranks: int) -> int:
+    """Key-value heads of which `ranks` gather keys and values at a time: as many as Ulysses would
+    give one of them.
+    """
+    return max(1, kv_heads // ranks)

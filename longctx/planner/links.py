@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from longctx.config.parallel_config import FREE_INTERVALS, kv_copies
+from longctx.config.parallel_config import FREE_INTERVALS, allgather_group, kv_copies
 from longctx.planner.hardware import Chip
 from longctx.planner.workload import Workload
 
@@ -52,7 +52,9 @@ def _of_layer(workload: Workload, window: int | None, chip: Chip) -> float:
         return sent / (chip.link if inside else chip.network)
     if workload.context_method == "allgather":
         # K and V in forward and in backward; partial sums of their gradients in fp32
-        groups = -(-m.kv_heads // max(1, m.kv_heads // ranks))  # of heads, one after the other
+        groups = -(
+            -m.kv_heads // allgather_group(m.kv_heads, ranks)
+        )  # of heads, one after the other
         gathered = 2 * ring(e * kv * n * ranks * rows, groups, ranks, workload, chip)
         return gathered + all_to_all(FP32 * kv * n * ranks * rows, workload, chip)
     # Forward q, k, v and the output; backward those, the output's gradient, and dq, dk, dv; and

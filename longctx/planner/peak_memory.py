@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from longctx.config.parallel_config import kv_copies
+from longctx.config.parallel_config import allgather_group, kv_copies, ulysses_parts
 from longctx.planner import links, optimizer_cost
 from longctx.planner.workload import Workload
 
@@ -213,14 +213,24 @@ class _Step:
         if links.is_with_neighbour(self.workload, window):
             keys = self.N + self.B * ((window or 1) - 1)
             return 4.0 * self.e * self.kv * keys  # k and v with the neighbour's, dk and dv
+        parts = self.parts_of_heads()
         if self.workload.context_method == "allgather":
-            # Of a group of heads: k and v as received and in order, dk and dv, their sums in fp32
-            # as sent and as received
-            group = max(1, heads // ranks) * self.model.head_size * ranks * self.N
-            return 2.0 * (3 * self.e + 2 * FP32) * group
+            # Of a group of heads, k and v of all tokens: in order, their gradients, those in one
+            # tensor, by rank and as received; and their sum in fp32
+            group = self.kv / parts * ranks * self.N
+            return 2.0 * (5 * self.e * group + FP32 * group / ranks)
         # Ulysses: q, the output and its gradient, and k and v twice, as sent and as received
         copies = kv_copies(self.model.heads, heads, ranks)
-        return 2.0 * self.e * (3 * self.q + 2 * copies * self.kv) * self.N
+        return 2.0 * self.e * (3 * self.q + 2 * copies * self.kv) * self.N / parts
+
+    def parts_of_heads(self) -> int:
+        """Parts in which attention goes through the heads where ranks share rows."""
+        m, ranks = self.model, self.workload.context
+        if ranks == 1:
+            return 1
+        if self.workload.context_method == "allgather":
+            return -(-m.kv_heads // allgather_group(m.kv_heads, ranks))
+        return ulysses_parts(m.kv_heads // ranks, self.N) if m.kv_heads % ranks == 0 else 1
 
     def host(self) -> Terms:
         """Bytes of host memory that grow with the run: the optimizer's, and kept activations in
@@ -351,7 +361,7 @@ class _Step:
         rows = 2 * FP32 * self.H * N  # lse and delta
         if self.backend == "flash":
             padded = 64 if self.workload.model.head_size <= 64 else 128
-            sums = FP32 * self.H * padded * N  # of dq
+            sums = FP32 * self.H * padded * N / self.parts_of_heads()  # of dq
             return rows + (sums if self.device == "cuda" and for_hopper(self.workload) else 0)
         again = e * q * N if self.memory.recompute == "block" else 0
         # Dk and dv of every query head, before they are summed

@@ -28,7 +28,7 @@ from longctx.distributed.devices import choose_device
 from longctx.distributed.launched import launched
 from longctx.model.context_extension import extended
 from longctx.model.restore import mapped_model
-from longctx.planner import layouts
+from longctx.planner import fitting, layouts
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import Workload, with_vocabulary, workload_of
 from longctx.runs import checkpoints, run_folder
@@ -92,6 +92,8 @@ def resolve(request: Request, machine: Machine, say: Say = print) -> Run:
     if device == "cuda" and (merge or several or config.memory.policy == "auto"):
         assert machine.gpu is not None
         work, reason = layouts.choose(candidates, machine.gpu, machine.host_memory, merge)
+    elif device == "cuda":
+        work = fitting.with_policy(work, config.memory.policy)
 
     # Schedule
     run = scheduled(config, work)

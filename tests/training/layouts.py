@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longctx.config import parallel_config
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import AttentionConfig, GPTConfig, LoraConfig
 from longctx.config.optimizer_config import OptimizerConfig
@@ -192,6 +193,7 @@ def main(cases: int, seed: int, out: Path) -> None:
     for case in range(cases):
         draw = random.Random(seed + case)
         config = drawn(draw, dist.get_world_size())
+        parallel_config.MANY_TOKENS = draw.choice([1, 10**9])  # in parts, or all heads at a time
         shown = f"{config.strategy.name} context={config.context.degree} {config}"
         try:
             result = compared(config, draw)
