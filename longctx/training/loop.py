@@ -37,7 +37,7 @@ from longctx.training.heartbeat import go_on
 from longctx.training.launched import OWN, launched
 from longctx.training.learning_rate import LearningRate, learning_rate
 from longctx.training.module import TrainingModule
-from longctx.training.parallel import Parallel
+from longctx.training.parallel import EXIT, Parallel, exit_within
 from longctx.training.resolve import (
     choose_device,
     continue_folder,
@@ -354,6 +354,8 @@ def train_safely(run: Run, parallel: Parallel) -> int:
     except KeyboardInterrupt:
         parallel.kill_others()
         code = 128 + int(stop.number or signal.SIGINT)
+        if parallel.ranks > 1:
+            exit_within(EXIT, code)
         raise SystemExit(code) from None
     except (SelfTestFailed, FloatingPointError) as error:
         problem = str(error)
