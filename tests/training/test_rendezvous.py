@@ -132,7 +132,10 @@ def test_two_tasks_of_srun_train_together(overrides: Overrides, tmp_path: Path) 
         ({"context": 3}, "context=3: does not divide devices=2"),
         ({"seq_len": "abc"}, "seq_len=abc"),
         ({"device": "cuda"}, "device=cuda: torch finds no GPU here"),
-        ({"context": 2, "model__heads": 1, "context__method": "ulysses"}, "context=2"),
+        (
+            {"context": 2, "model__heads": 1, "model__kv_heads": 1, "context__method": "ulysses"},
+            "context=2",
+        ),
         ({"data__path": "nowhere"}, "nowhere"),
     ],
 )
