@@ -110,9 +110,9 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
 
 def find_longest(run: Run, options: Options, end: float) -> dict[str, Any]:
     """Tokens of the longest rows of `run`, and how that is known: probed, predicted, or given."""
+    from longctx.distributed.devices import this_machine
     from longctx.training.child import dry_run_in_child
     from longctx.training.longest import MULTIPLE, find
-    from longctx.training.resolve import this_machine
 
     at, host = fitting.one_row(run.workload), this_machine().host_memory
 
@@ -212,7 +212,7 @@ def report(row: dict[str, Any], run: Run) -> None:
 
 def gpu() -> Chip:
     """This machine's GPU, which `run` has checked to be there."""
-    from longctx.training.resolve import this_machine
+    from longctx.distributed.devices import this_machine
 
     chip = this_machine().gpu
     assert chip is not None

@@ -170,10 +170,11 @@ def measure(options: Options, out: Path) -> dict[str, Any]:
     from longctx.evaluation.heatmap import content
     from longctx.evaluation.passkey import filler_of, recall
     from longctx.evaluation.perplexity import perplexity
+    from longctx.evaluation.scorer import Scorer
     from longctx.evaluation.windows import Document
 
     device = "cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else None
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     tokenizer = Tokenizer.load(out / "short")
     source = DataConfig(
         source="text" if options.path else "embedded",
@@ -192,8 +193,9 @@ def measure(options: Options, out: Path) -> dict[str, Any]:
         lengths.append(lengths[-1] * 2)
     models = {}
     for name, model in _models(options, out, device):
-        cells = recall(model, tokenizer, filler, lengths, samples=options.samples, dtype=dtype)
-        scored = perplexity(model, islice(longest, 64), options.long, options.long, dtype=dtype)
+        scorer = Scorer(model, dtype)
+        cells = recall(scorer, tokenizer, filler, lengths, samples=options.samples)
+        scored = perplexity(scorer, islice(longest, 64), options.long, options.long)
         models[name] = {
             "recall": content(cells)["kinds"],
             "by_position": scored.positions.buckets(),

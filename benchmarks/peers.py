@@ -354,7 +354,7 @@ def steps_of(run: Run, options: Options) -> tuple[int, int]:
 
 def gpu_of(run: Run) -> Chip | None:
     """The GPU that `run` is on; None on a CPU."""
-    from longctx.training.resolve import this_machine
+    from longctx.distributed.devices import this_machine
 
     return this_machine().gpu if run.workload.device == "cuda" else None
 

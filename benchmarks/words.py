@@ -30,6 +30,7 @@ BENCHMARKS = {
     "peers": "whole training steps beside nanoGPT, transformers, Liger and peft",
     "memory": "predicted peak memory beside the measured, over many configurations",
     "picture": "the picture of the README, drawn from results/",
+    "devices": "training on 1, 2 and 4 GPUs, beside torch's context_parallel and accelerate",
     "optimizers": "tokens to the same validation loss with each optimizer, each tuned alike",
 }
 
@@ -90,7 +91,7 @@ def training_run(overrides: list[str], device: str) -> Run:
 
 def decided(run: Run) -> Run:
     """`run` with what it takes of the GPU decided by prediction, as `resolve` does it."""
-    from longctx.training.resolve import this_machine
+    from longctx.distributed.devices import this_machine
 
     work, machine = run.workload, this_machine()
     merge = run.config.batch_size is None and run.config.accumulate is None

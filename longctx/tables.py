@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 
-def grid(title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
-    """Print `columns` of `rows`; numbers to three figures, what a row lacks left empty."""
+def grid(
+    title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]], lines: bool = True
+) -> None:
+    """Print `columns` of `rows`; numbers to three figures, what a row lacks left empty.
+
+    Without `lines` between the columns more of them go into a terminal.
+    """
     headings = (column.replace("_", " ") for column in columns)
     shown = Table(*headings, title=title, title_justify="left")
+    if not lines:
+        shown.box, shown.padding, shown.pad_edge = box.SIMPLE_HEAD, (0, 0), False
     for row in rows:
         shown.add_row(*(cell(row.get(column)) for column in columns))
     console = Console(highlight=False)

@@ -17,7 +17,6 @@ from types import ModuleType
 import pytest
 import torch
 
-from longctx import python_child
 from longctx.cli import main as export
 from longctx.config.eval_config import EvalConfig
 from longctx.config.model_config import AttentionConfig
@@ -130,33 +129,6 @@ def test_any_text_is_scored_with_the_tokenizer_of_the_run(
     assert document["bytes"] < 9 * 23
 
 
-@pytest.mark.slow
-def test_processes_share_the_documents_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evaluate: Evaluate
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    one, _ = evaluate("split=train", "documents=5")
-    two, _ = evaluate("split=train", "documents=5", "devices=2")
-    torch.set_num_threads(threads)
-    for a, b in zip(one["documents"], two["documents"], strict=True):
-        assert a.pop("name") == b.pop("name")
-        assert a == pytest.approx(b, rel=1e-6)
-    assert two["devices"] == 2
-    assert one["by_context"][-1]["nats"] == pytest.approx(two["by_context"][-1]["nats"], rel=1e-6)
-
-
-def test_failure_of_another_process_is_one_line(
-    script: ModuleType,
-    run: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(python_child, "command", lambda *_: [sys.executable, "none.py"])
-    assert script.main([f"checkpoint={run}", "device=cpu", "devices=2"]) == 2
-    assert "devices=2: process 1: " in capsys.readouterr().err
-
-
 OWN_TEXT = ["data=text", "data.path={docs}"]
 MISTAKES = [  # overrides beside checkpoint={run}, and the key=value that the message begins with
     (["seq_len=abc"], "seq_len=abc"),
@@ -168,11 +140,15 @@ MISTAKES = [  # overrides beside checkpoint={run}, and the key=value that the me
     (["fewshot=2"], "fewshot=2"),
     (["fewshot=-1", "tasks=[a]"], "fewshot=-1"),
     (["tasks_path=x"], "tasks_path=x"),
-    (["tasks=[a]", "devices=2"], "devices=2"),
     (["tasks=[a]", "contexts=[16]"], "contexts=[16]"),
     (["tasks=[a]", "passkey=true"], "tasks=[a]"),
     (["passkey=true", "stride=8"], "stride=8"),
-    (["passkey=true", "devices=2"], "devices=2"),
+    (["strategy=best"], "strategy=best"),
+    (["context=0"], "context.degree=0"),
+    (["context=2"], "context=2: does not divide devices=1"),
+    (["devices=4", "context=3"], "context=3: does not divide devices=4"),
+    (["devices=4", "context=4", "context.method=ulysses"], "context=4"),
+    (["context.check=true"], "context.check=true"),
     (["passkey.samples=3"], "passkey.samples=3"),
     (["passkey=true", "passkey.lengths=[256,256]"], "passkey.lengths=[256, 256]"),
     (["passkey=true", "passkey.lengths=[64]"], "passkey.lengths=[64]"),

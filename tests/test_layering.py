@@ -15,15 +15,17 @@ MAY_IMPORT = {
     "attention": GROUND | {"kernels"},
     "model": GROUND | {"attention", "kernels"},
     "data": GROUND,
-    "evaluation": GROUND | {"model", "attention", "kernels", "data"},
+    "distributed": GROUND | {"planner", "model", "attention"},
+    "evaluation": GROUND | {"planner", "distributed", "model", "attention", "kernels", "data"},
     # Training validates with evaluation.
-    "training": GROUND | {"planner", "model", "attention", "kernels", "data", "evaluation"},
+    "training": GROUND
+    | {"planner", "distributed", "model", "attention", "kernels", "data", "evaluation"},
     "report": GROUND,
 }
 MAY_IMPORT["cli"] = GROUND | MAY_IMPORT.keys()
 ONLY_IN = {
     "triton": ("longctx/kernels/",),
-    "lightning": ("longctx/training/", "longctx/runs/checkpoints.py"),
+    "lightning": ("longctx/distributed/", "longctx/training/"),
     "datasets": ("longctx/data/",),
     "tokenizers": ("longctx/data/",),
     "wandb": ("longctx/runs/tracking.py", "longctx/report/dashboard.py"),

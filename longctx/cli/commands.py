@@ -23,8 +23,8 @@ from longctx.config.eval_config import EvalRequest
 from longctx.config.model_config import AttentionConfig
 from longctx.config.request import Request
 from longctx.config.train_config import TrainConfig
+from longctx.distributed.launched import launched, leave_to_first
 from longctx.runs import run_folder
-from longctx.training.launched import launched, leave_to_first
 
 
 class Command(NamedTuple):
@@ -178,20 +178,11 @@ def _sweep(overrides: list[str]) -> int:
 
 def _evaluate(argv: list[str]) -> int:
     """Run one evaluation, print its tables and write its files."""
-    overrides = read("eval", argv).overrides
-    composed = compose("eval", overrides)
-    request = EvalRequest.of(composed.config, composed.changed, overrides)
+    composed = compose("eval", read("eval", argv).overrides)
+    request = EvalRequest.of(composed.config, composed.changed)
     with libraries():
-        from longctx.evaluation.measure import measure
-        from longctx.evaluation.results import save
-        from longctx.evaluation.setup import resolve
-
-    setup = resolve(request)
-    result = measure(setup)
-    if result is not None:
-        result.show(result.content)
-        print(save(result, setup))
-    return 0
+        from longctx.evaluation.evaluate import evaluate
+    return evaluate(request)
 
 
 def _plan(argv: list[str]) -> None:
@@ -200,6 +191,8 @@ def _plan(argv: list[str]) -> None:
     check_backends(chosen.backends)
     check_unused(training, {"device": "it is a GPU"})
     composed = with_model(compose("train", training), gpu=True)
+    if "context.degree" not in composed.changed:
+        composed.config.context.degree = "auto"  # all are shown
     backends, attention = chosen.backends, composed.changed.get("attention")
     if attention is not None:
         if backends != command_config.PlanOptions.backends:
@@ -297,6 +290,7 @@ COMMANDS: dict[str, Command] = {
         (
             "longctx plan model=1b seq_len=262144",
             "longctx plan model=1b seq_len=262144 gpu=H200 gpu_memory=139",
+            "longctx plan model=8b seq_len=262144 devices=64",
         ),
         command_config.PlanOptions,
         _plan,

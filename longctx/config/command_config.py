@@ -35,6 +35,10 @@ class PlanOptions:
     gpu: str = key("auto", "such as H100; auto: the one here, else an H200")
     gpu_memory: str = key("auto", "GiB of it, such as 80; auto: the GPU's")
     host_memory: str = key("auto", "GiB of host memory; auto: this machine's")
+    gpus_per_machine: int = key(
+        8, "beyond them, GPUs reach each other by network", between=(1, 4096)
+    )
+    network: float = key(400.0, "Gbit/s from each GPU to other machines", between=(1.0, 1e5))
     backends: tuple[str, ...] = key(("naive", "sdpa", "flash"), "attention backends")
 
 

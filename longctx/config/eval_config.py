@@ -9,6 +9,7 @@ from typing import NamedTuple
 from longctx.config.data_config import DataConfig
 from longctx.config.fields import check, group, key
 from longctx.config.model_config import AttentionConfig
+from longctx.config.parallel_config import ContextConfig, StrategyConfig
 
 KINDS = ("passkey", "needle")  # of facts: one number, or one number among others
 SHORTEST = 128  # tokens of a text with facts
@@ -88,9 +89,7 @@ class EvalConfig:
     device: str = key(
         "auto", "auto: a GPU if there is one | cpu | cuda", choices=("auto", "cpu", "cuda")
     )
-    devices: int = key(
-        1, "GPUs, or processes on a CPU; each scores its own documents", between=(1, 4096)
-    )
+    devices: int = key(1, "GPUs, or processes on a CPU", between=(1, 4096))
     precision: str = key(
         "auto", "auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp32", choices=("auto", "bf16", "fp32")
     )
@@ -113,6 +112,8 @@ class EvalConfig:
     attention: AttentionConfig = group(AttentionConfig)
     passkey: PasskeyConfig = group(PasskeyConfig)
     data: DataConfig = group(DataConfig)  # the run's own documents unless data= is given
+    strategy: StrategyConfig = group(StrategyConfig)
+    context: ContextConfig = group(ContextConfig)
 
     def validate(self) -> None:
         """Raise ValueError naming the first key whose value makes no sense.
@@ -124,6 +125,17 @@ class EvalConfig:
         check(self)
         if any(context < 2 for context in self.contexts or []):
             raise ValueError(f"contexts={self.contexts}: too short; give lengths from 2 up")
+        check(self.strategy, "strategy.")
+        check(self.context, "context.")
+        if self.context.degree == "auto":
+            raise ValueError("context=auto: is chosen for training; give eval.py a number")
+        if self.devices > 1:  # else a launcher may have started more
+            self.context.validate(self.devices)
+        if self.context.check:
+            raise ValueError(
+                "context.check=true: compares a step of training; give it to train.py, or leave "
+                "it out"
+            )
         self.passkey.validate()
         self._validate_passkey()
         self._validate_tasks()
@@ -162,11 +174,7 @@ class EvalConfig:
             )
 
     def _check_unused(self, kind: str, *names: str) -> None:
-        """ValueError where one of `names` is set, or several devices, which this kind ignores."""
-        if self.devices > 1:
-            raise ValueError(
-                f"devices={self.devices}: {kind} runs on one device; leave devices out"
-            )
+        """ValueError where one of `names` is set, which this kind of evaluation ignores."""
         for name in names:
             value = getattr(self, name)
             if value is not None:
@@ -179,10 +187,9 @@ class EvalRequest(NamedTuple):
     config: EvalConfig
     changed: dict[str, str]  # key → value of the overrides
     other_data: bool  # whether data= names the documents; otherwise they are the run's own
-    overrides: list[str]  # as typed, for further processes
 
     @classmethod
-    def of(cls, config: EvalConfig, changed: dict[str, str], overrides: list[str]) -> EvalRequest:
+    def of(cls, config: EvalConfig, changed: dict[str, str]) -> EvalRequest:
         """The request of a checked `config`; ValueError for overrides that contradict it."""
         other_data = names_data(changed)
         for key_name in ("data", "split"):
@@ -191,7 +198,7 @@ class EvalRequest(NamedTuple):
                     f"{key_name}={changed[key_name]}: tasks bring their own documents; "
                     f"leave {key_name} out"
                 )
-        return cls(config, changed, other_data, overrides)
+        return cls(config, changed, other_data)
 
 
 def names_data(changed: dict[str, str]) -> bool:

@@ -4,7 +4,7 @@ rows. Free of torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from longctx.config.fields import check, key
 
@@ -22,14 +22,20 @@ class StrategyConfig:
     )
 
 
+# Backends that take a mask of free intervals, which allgather and exchange with a neighbour leave
+FREE_INTERVALS = ("naive", "flash", "flex")
+
+
 @dataclass
 class ContextConfig:
     """Context parallelism: several devices share each row, and attention sees all of it."""
 
-    degree: int = key(
+    degree: int | str = key(
         1,
-        "set by context=N: devices that each hold a part of every row",
+        "set by context=N: devices that each hold a part of every row; auto: as many as make the "
+        "run fit and fastest, by prediction",
         between=(1, 4096),
+        word="auto",
         short=True,
     )
     method: str = key(
@@ -39,15 +45,21 @@ class ContextConfig:
         choices=("auto", "ulysses", "allgather"),
     )
     check: bool = key(
-        False, "before the run, compare a small step and a leak probe with one device"
+        False,
+        "before the run, small: do documents leak, are loss and gradients those of one device?",
     )
 
     def validate(self, devices: int) -> None:
         """Raise ValueError where groups of `degree` cannot be made of `devices` devices."""
         check(self, "context.")
-        if devices % self.degree:
+        if isinstance(self.degree, int) and devices % self.degree:
             raise ValueError(
                 f"context={self.degree}: does not divide devices={devices}; give a number that does"
+            )
+        if self.check and devices == 1:
+            raise ValueError(
+                "context.check=true: compares several devices with one, and there is one; use "
+                "context.check=false"
             )
 
     def method_for(self, heads: int) -> str:
@@ -55,6 +67,7 @@ class ContextConfig:
 
         Raises ValueError where the devices cannot divide the heads as asked.
         """
+        assert isinstance(self.degree, int)
         if self.method == "ulysses" and heads % self.degree:
             raise ValueError(
                 f"context={self.degree}: context.method=ulysses divides the model's {heads} heads, "
@@ -63,6 +76,26 @@ class ContextConfig:
         if self.method != "auto":
             return self.method
         return "allgather" if heads % self.degree else "ulysses"
+
+    def each(self, devices: int, heads: int, backend: str) -> list[ContextConfig]:
+        """Every choice of degree and method that this may stand for on `devices` devices: those
+        that are possible, or itself where it asks for what is not.
+        """
+        degrees = [self.degree] if isinstance(self.degree, int) else divisors(devices)
+        choices = [replace(self, degree=1)] if 1 in degrees else []
+        for degree in degrees:
+            methods = {"ulysses": heads % degree == 0, "allgather": backend in FREE_INTERVALS}
+            choices += [
+                replace(self, degree=degree, method=name)
+                for name, possible in methods.items()
+                if possible and degree > 1 and self.method in ("auto", name)
+            ]
+        return choices or [self]
+
+
+def divisors(number: int) -> list[int]:
+    """All whole numbers that divide `number`, in order."""
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def kv_copies(heads: int, kv_heads: int, ranks: int) -> int:

@@ -185,6 +185,11 @@ class TrainConfig:
         check(self.context, "context.")
         if self.devices > 1:  # else a launcher may have started more
             self.context.validate(self.devices)
+        if self.context.check and isinstance(self.seq_len, int) and self.seq_len < 8:
+            raise ValueError(
+                f"seq_len={self.seq_len}: too short for context.check=true, which puts two "
+                "documents into each row; give 8 or more, or leave the check out"
+            )
         check(self.wandb, "wandb.")
         if self.name is not None:
             check_name(self.name)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,13 +24,13 @@ from torch import Tensor
 from longctx.data import Tokenizer
 from longctx.evaluation.result_tables import show_tasks
 from longctx.evaluation.results import Result
+from longctx.evaluation.scorer import Scorer
 from longctx.evaluation.scoring import losses
 from longctx.evaluation.setup import Setup
 from longctx.evaluation.windows import sliding, stride_of
-from longctx.model import GPT
 from longctx.runs import evaluations
 
-PLACES = 4096  # places of which logits exist at one time
+PLACES = 4096  # places of which logits exist at one time on a device
 MOST_GENERATED = 256  # tokens, where a task does not say
 
 
@@ -43,26 +42,32 @@ class Piece(NamedTuple):
     scored: int
 
 
+class Question(NamedTuple):
+    """A prompt to continue by at most `most` tokens, up to one of the words `until`."""
+
+    prompt: list[int]
+    until: Sequence[str]
+    most: int
+    answer: list[int]  # so far
+
+
 class Harness(TemplateLM):
     """A GPT in eval mode, as lm-eval asks it."""
 
     def __init__(
         self,
-        model: GPT,
+        scorer: Scorer,
         tokenizer: Tokenizer,
         context: int,
         stride: int,
         rows: int,
-        dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        self.model = model
+        self.scorer = scorer
         self.vocabulary = tokenizer
         self.context = context
         self.stride = stride
-        self.rows = rows
-        self.dtype = dtype
-        self.place = next(model.parameters()).device
+        self.rows = rows  # of `context` tokens, at a time on each data rank
 
     @property
     def eot_token_id(self) -> int:
@@ -97,14 +102,14 @@ class Harness(TemplateLM):
             most = max(piece.scored for piece in batch)
             ends = [len(piece.ids) - 1 for piece in batch]
             at = torch.tensor([[max(0, end - most + k) for k in range(most)] for end in ends])
-            logp = self._logits([piece.ids[:-1] for piece in batch], at).log_softmax(dim=-1)
-            for piece, each in zip(batch, logp, strict=True):
-                wanted = torch.from_numpy(piece.ids[-piece.scored :].astype(np.int64)).to(
-                    self.place
-                )
-                each = each[most - piece.scored :]
-                sums[piece.owner] += float(each.gather(1, wanted[:, None]).double().sum())
-                greedy[piece.owner] &= bool((each.argmax(dim=-1) == wanted).all())
+            tokens = _padded([piece.ids[:-1] for piece in batch])
+            # At places before a continuation nothing is wanted, and what is found there left out.
+            wanted = _padded([piece.ids[::-1][: piece.scored] for piece in batch]).flip(1)
+            logp, likeliest = self.scorer.predictions(tokens, at, wanted)
+            right = likeliest == wanted
+            for piece, each, hits in zip(batch, logp, right, strict=True):
+                sums[piece.owner] += float(each[most - piece.scored :].sum())
+                greedy[piece.owner] &= bool(hits[most - piece.scored :].all())
         return list(zip(sums, greedy, strict=True))
 
     def loglikelihood_rolling(
@@ -121,39 +126,43 @@ class Harness(TemplateLM):
             for n, ids in enumerate(texts)
             for window in sliding(n, ids, self.context, self.stride)
         )
-        for window, nats in losses(self.model, windows, self.context, self.rows, self.dtype):
+        for window, nats in losses(self.scorer, windows, self.context, self.rows):
             sums[window.owner] -= float(nats.sum())
         return sums
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Greedy answers, each up to the first of its stop words or the end of the text."""
-        answers = [""] * len(requests)
-        for n, request in enumerate(requests):
+        questions = []
+        for request in requests:
             prompt, settings = request.args
             if settings.get("do_sample") and settings.get("temperature", 1.0) > 0:
                 raise ValueError("a task asks for sampling; generation is greedy here")
             until = settings.get("until") or []
             until = [until] if isinstance(until, str) else until
             most = int(settings.get("max_gen_toks", settings.get("max_tokens", MOST_GENERATED)))
-            answers[n] = self._continue(
-                self.tok_encode(prompt) or [self.prefix_token_id], until, most
-            )
-        return answers
+            ids = self.tok_encode(prompt) or [self.prefix_token_id]
+            questions.append(Question(ids, until, most, []))
+        together = self.scorer.data_ranks
+        for first in range(0, len(questions), together):
+            self._answer(questions[first : first + together])
+        return [self._text(question)[0] for question in questions]
 
-    def _continue(self, prompt: list[int], until: Sequence[str], most: int) -> str:
-        answer: list[int] = []
-        text = ""
-        while len(answer) < most:
-            shown = np.array((prompt + answer)[-self.context :], dtype=np.int64)
-            token = int(self._logits([shown], torch.tensor([[len(shown) - 1]])).argmax())
-            if token == self.eot_token_id:
-                break
-            answer.append(token)
-            text = self.vocabulary.decode(answer)
-            ends = [place for stop in until if stop and (place := text.find(stop)) >= 0]
-            if ends:
-                return text[: min(ends)]
-        return text
+    def _answer(self, questions: Sequence[Question]) -> None:
+        """Continue each question, a token of all that go on at a time."""
+        while going := [question for question in questions if not self._text(question)[1]]:
+            shown = [np.array((q.prompt + q.answer)[-self.context :]) for q in going]
+            last = torch.tensor([[len(ids) - 1] for ids in shown])
+            _, likeliest = self.scorer.predictions(_padded(shown), last, torch.zeros_like(last))
+            for question, token in zip(going, likeliest[:, 0].tolist(), strict=True):
+                question.answer.append(token)
+
+    def _text(self, question: Question) -> tuple[str, bool]:
+        """The text of an answer, and whether it has ended."""
+        tokens = question.answer
+        ended = len(tokens) >= question.most or tokens[-1:] == [self.eot_token_id]
+        text = self.vocabulary.decode([x for x in tokens if x != self.eot_token_id])
+        ends = [place for stop in question.until if stop and (place := text.find(stop)) >= 0]
+        return (text[: min(ends)], True) if ends else (text, ended)
 
     def _pieces(self, owner: int, before: list[int], after: list[int]) -> Iterator[Piece]:
         """A continuation in one piece, or where it is longer than the context in pieces of `stride`
@@ -169,13 +178,14 @@ class Harness(TemplateLM):
 
     def _batches(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         """Pieces of falling length, as many as the rows and the places of logits allow."""
+        ranks = self.scorer.data_ranks
         batch: list[Piece] = []
         for piece in pieces:
             most = max(piece.scored, *(other.scored for other in batch)) if batch else piece.scored
             longest = len(batch[0].ids) - 1 if batch else 1
             if batch and (
-                (len(batch) + 1) * longest > self.rows * self.context
-                or (len(batch) + 1) * most > PLACES
+                (len(batch) + 1) * longest > self.rows * self.context * ranks
+                or (len(batch) + 1) * most > PLACES * ranks
             ):
                 yield batch
                 batch = []
@@ -183,28 +193,20 @@ class Harness(TemplateLM):
         if batch:
             yield batch
 
-    def _logits(self, ids: Sequence[np.ndarray], at: Tensor) -> Tensor:
-        """(rows, n, V) fp32 logits at the places `at` (rows, n) of texts, which stand at the
-        beginning of padded rows.
-        """
-        shown = np.zeros((len(ids), max(map(len, ids))), dtype=np.int64)
-        for row, text in zip(shown, ids, strict=True):
-            row[: len(text)] = text
-        kind = self.place.type
-        with (
-            torch.inference_mode(),
-            torch.autocast(kind, self.dtype) if self.dtype is not None else nullcontext(),
-        ):
-            return self.model(torch.from_numpy(shown).to(self.place), at=at.to(self.place)).float()
+
+def _padded(texts: Sequence[np.ndarray]) -> Tensor:
+    """(texts, longest) int64, each at the beginning of its row."""
+    rows = np.zeros((len(texts), max(map(len, texts))), dtype=np.int64)
+    for row, text in zip(rows, texts, strict=True):
+        row[: len(text)] = text
+    return torch.from_numpy(rows)
 
 
-def measure_tasks(setup: Setup) -> Result:
+def measure_tasks(setup: Setup, scorer: Scorer) -> Result:
     """Run the tasks that are asked for; ValueError for one that does not exist or has no data."""
     config, subject = setup.config, setup.subject
     stride = stride_of(config.stride, setup.context)
-    lm = Harness(
-        subject.model, subject.tokenizer, setup.context, stride, setup.batch_size, setup.autocast
-    )
+    lm = Harness(scorer, subject.tokenizer, setup.context, stride, setup.batch_size)
     folder = None if config.tasks_path is None else Path(config.tasks_path)
     results = evaluate_tasks(
         lm, config.tasks, subject.folder, folder, config.documents, config.fewshot

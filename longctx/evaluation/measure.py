@@ -6,7 +6,6 @@ once, in `measure`.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -16,18 +15,19 @@ import torch
 
 from longctx.attention import kernels_run
 from longctx.config.eval_config import SHORTEST, doubling
-from longctx.evaluation import heatmap, plots, processes, result_tables
+from longctx.evaluation import heatmap, plots, result_tables
 from longctx.evaluation.passkey import DEPTHS, filler_of, recall
-from longctx.evaluation.perplexity import Perplexity, merged, perplexity, to_plain
+from longctx.evaluation.perplexity import perplexity
 from longctx.evaluation.results import Result, decisive, perplexity_content
+from longctx.evaluation.scorer import Scorer
 from longctx.evaluation.setup import Setup
-from longctx.evaluation.subject import Share, documents_of
+from longctx.evaluation.subject import documents_of
 from longctx.runs import evaluations
 
 
-def measure(setup: Setup) -> Result | None:
-    """Run the evaluation; None in a process that scored its documents for another process."""
-    kind: Callable[[Setup], Result | None] = measure_perplexity
+def measure(setup: Setup, scorer: Scorer) -> Result:
+    """Run the evaluation, as the first process of it."""
+    kind: Callable[[Setup, Scorer], Result] = measure_perplexity
     if setup.config.passkey.enabled:
         kind = measure_passkeys
     elif setup.config.tasks:
@@ -35,9 +35,7 @@ def measure(setup: Setup) -> Result | None:
 
         kind = measure_tasks
     began = time.perf_counter()
-    result = kind(setup)
-    if result is None:
-        return None
+    result = kind(setup, scorer)
     backend = setup.config.attention.backend
     about = {
         "asked": decisive(setup.config),
@@ -50,16 +48,19 @@ def measure(setup: Setup) -> Result | None:
     return result._replace(content=about | result.content)
 
 
-def measure_perplexity(setup: Setup) -> Result | None:
-    """Perplexity of the documents; None in a process that scored a part, ValueError where they hold
-    no token to score.
-    """
-    result = score_documents(setup)
-    if result is None:
-        return None
+def measure_perplexity(setup: Setup, scorer: Scorer) -> Result:
+    """Perplexity of the documents; ValueError where they hold no token to score."""
+    config, decode, gpu = setup.config, setup.subject.tokenizer.decode, setup.device == "cuda"
+    result = perplexity(
+        scorer,
+        documents_of(setup.subject, setup.request),
+        setup.context,
+        config.stride,
+        batch_size=setup.batch_size,
+        progress=True,
+        contexts=doubling(setup.context) if config.contexts is None else config.contexts,
+    )
     result.require_scores()
-    config, decode = setup.config, setup.subject.tokenizer.decode
-    gpu = setup.device.type == "cuda"
     stem = evaluations.perplexity_stem(
         config.split if setup.scores_own_split else config.data.source,
         setup.subject.name,
@@ -84,46 +85,20 @@ def measure_perplexity(setup: Setup) -> Result | None:
     return Result(stem, content, show, plots.draw)
 
 
-def score_documents(setup: Setup) -> Perplexity | None:
-    """Score this process's documents, and put together what the others scored.
-
-    None where this is one of the others: its scores are in the file that `setup.part` names.
-    """
-    config, context = setup.config, setup.context
-    share = Share(setup.process, config.devices, config.documents)
-    devices = 1 if setup.part else config.devices
-    with processes.others(setup.request.overrides, devices) as others:
-        result = perplexity(
-            setup.subject.model,
-            documents_of(setup.subject, setup.request, share),
-            context,
-            config.stride,
-            batch_size=setup.batch_size,
-            dtype=setup.autocast,
-            progress=setup.part is None,
-            contexts=doubling(context) if config.contexts is None else config.contexts,
-        )
-        if setup.part:
-            setup.part.write_text(json.dumps(to_plain(result)))
-            return None
-        return merged([to_plain(result), *others.parts()]) if devices > 1 else result
-
-
-def measure_passkeys(setup: Setup) -> Result:
+def measure_passkeys(setup: Setup, scorer: Scorer) -> Result:
     """Hide facts in documents and ask for them; ValueError where the documents are too short."""
     config, subject = setup.config, setup.subject
     usual = [length for length in doubling(setup.context) if length >= SHORTEST]
     lengths = config.passkey.lengths or usual or [setup.context]
-    documents = documents_of(subject, setup.request, Share(most=config.documents))
+    documents = documents_of(subject, setup.request)
     cells = recall(
-        subject.model,
+        scorer,
         subject.tokenizer,
         filler_of(documents, subject.tokenizer, 4 * max(lengths)),
         lengths,
         config.passkey.depths or DEPTHS,
         config.passkey.samples,
         config.passkey.kinds,
-        setup.autocast,
     )
     return Result(
         evaluations.passkey_stem(subject.name, max(lengths), config.attention.backend),

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import groupby, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -20,8 +20,8 @@ import torch
 from longctx.config.eval_config import KINDS
 from longctx.data import Tokenizer
 from longctx.data.facts import Task, task
+from longctx.evaluation.scorer import Scorer, in_eval_mode
 from longctx.evaluation.windows import Document
-from longctx.model import GPT
 
 DEPTHS = tuple(n / 10 for n in range(11))
 TOKENS_TOGETHER = {"cuda": 65536, "cpu": 8192}
@@ -59,36 +59,24 @@ class Text(NamedTuple):
 
 
 def recall(
-    model: GPT,
+    scorer: Scorer,
     tokenizer: Tokenizer,
     filler: np.ndarray,
     lengths: Sequence[int],
     depths: Sequence[float] = DEPTHS,
     samples: int = 10,
     kinds: Sequence[str] = KINDS,
-    dtype: torch.dtype | None = None,
 ) -> list[Cell]:
     """Score `samples` texts of each kind, length and depth, made of the tokens `filler`.
 
-    The same arguments give the same texts. `dtype` is autocast's. Raises ValueError where `filler`
+    The same arguments give the same texts. Raises ValueError where `filler`
     is shorter than a quarter of a text: it would be repeated too often to be a text.
     """
     check_texts(tokenizer, filler, lengths, kinds)
     cells = [Cell(kind, length, depth) for kind in kinds for length in lengths for depth in depths]
-    device = next(model.parameters()).device
-    training = model.training
-    model.eval()
-    try:
-        with (
-            torch.no_grad(),
-            torch.autocast(device.type, dtype) if dtype is not None else nullcontext(),
-        ):
-            for batch in _batches(
-                _texts(cells, tokenizer, filler, samples), TOKENS_TOGETHER[device.type]
-            ):
-                _score(model, batch, device)
-    finally:
-        model.train(training)
+    with in_eval_mode(scorer.model):
+        for batch in _batches(_texts(cells, tokenizer, filler, samples), scorer):
+            _score(scorer, batch)
     return cells
 
 
@@ -174,27 +162,23 @@ def _texts(
             yield Text(cell, *text(hidden, tokenizer, rotated, cell.length, cell.depth, others))
 
 
-def _batches(texts: Iterable[Text], tokens: int) -> Iterator[list[Text]]:
-    batch: list[Text] = []
-    for one in texts:
-        if batch and (len(one.ids) != len(batch[0].ids) or len(batch) * len(one.ids) >= tokens):
+def _batches(texts: Iterable[Text], scorer: Scorer) -> Iterator[list[Text]]:
+    """Texts of one length, as many as go through the model at a time."""
+    tokens = TOKENS_TOGETHER[scorer.device.type]
+    for length, group in groupby(texts, lambda one: len(one.ids)):
+        while batch := list(islice(group, scorer.rows_together(tokens, length))):
             yield batch
-            batch = []
-        batch.append(one)
-    if batch:
-        yield batch
 
 
-def _score(model: GPT, batch: Sequence[Text], device: torch.device) -> None:
-    ids = torch.from_numpy(np.stack([one.ids for one in batch])).to(device)  # (B, T)
+def _score(scorer: Scorer, batch: Sequence[Text]) -> None:
+    ids = torch.from_numpy(np.stack([one.ids for one in batch]))  # (B, T)
     most = max(one.answer for one in batch)
     length = ids.shape[1]
-    at = torch.arange(length - 1 - most, length - 1, device=device).expand(len(batch), most)
-    logp = model(ids[:, :-1], at=at).double().log_softmax(dim=-1)  # (B, most, V)
+    at = torch.arange(length - 1 - most, length - 1).expand(len(batch), most)
     wanted = ids[:, length - most :]
-    right = (logp.argmax(dim=-1) == wanted).tolist()
-    nats = logp.gather(2, wanted[..., None])[..., 0].tolist()
-    for one, hits, each in zip(batch, right, nats, strict=True):
+    logp, likeliest = scorer.predictions(ids[:, :-1], at, wanted)
+    right = (likeliest == wanted).tolist()
+    for one, hits, each in zip(batch, right, logp.tolist(), strict=True):
         one.cell.samples += 1
         one.cell.right += all(hits[-one.answer :])
         one.cell.nats += sum(each[-one.answer :])

@@ -17,16 +17,14 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
-import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from torch import nn
 
-from longctx.evaluation.contexts import Contexts, Gain, most
+from longctx.evaluation.contexts import Contexts
 from longctx.evaluation.positions import Positions
+from longctx.evaluation.scorer import Scorer, in_eval_mode
 from longctx.evaluation.scoring import Speed, losses
 from longctx.evaluation.windows import Document, Window, sliding, stride_of
 
@@ -93,21 +91,20 @@ class Perplexity:
 
 
 def perplexity(
-    model: nn.Module,
+    scorer: Scorer,
     documents: Iterable[Document],
     context: int,
     stride: int | None = None,
     batch_size: int = 1,
-    dtype: torch.dtype | None = None,
     progress: bool = False,
     contexts: Sequence[int] = (),
 ) -> Perplexity:
-    """Score `documents` with `model` (a GPT) in windows of `context` tokens that advance by
+    """Score `documents` in windows of `context` tokens that advance by
     `stride`, half of it by default; the last tokens of long documents also at each of `contexts`
     (none over `context`).
 
-    `batch_size` rows of `context` tokens go through the model at a time; `dtype` is autocast's.
-    Losses are added in fp64. Raises ValueError for a stride that would leave tokens out; see also
+    `batch_size` rows of `context` tokens go through the model at a time, on each data rank. Losses
+    are added in fp64. Raises ValueError for a stride that would leave tokens out; see also
     `Perplexity.require_scores`.
     """
     stride = stride_of(stride, context)
@@ -116,22 +113,16 @@ def perplexity(
             f"contexts={list(contexts)}: a length does not fit; give 1 to seq_len={context}"
         )
     result = Perplexity(context, stride, contexts=Contexts(sorted(set(contexts))))
-    training = model.training
-    model.eval()
-    try:
-        with _Bar(progress) as bar:
-            for window, nats in losses(
-                model, _windows(documents, result), context, batch_size, dtype, result.speed
-            ):
-                if window.context:
-                    result.contexts.add(window, nats)
-                    continue
-                result.documents[window.owner].nats += math.fsum(nats)
-                if window.begin == 0:
-                    result.positions.add(window.owner, nats)
-                bar.show(result)
-    finally:
-        model.train(training)
+    windows = _windows(documents, result)
+    with in_eval_mode(scorer.model), _Bar(progress) as bar:
+        for window, nats in losses(scorer, windows, context, batch_size, result.speed):
+            if window.context:
+                result.contexts.add(window, nats)
+                continue
+            result.documents[window.owner].nats += math.fsum(nats)
+            if window.begin == 0:
+                result.positions.add(window.owner, nats)
+            bar.show(result)
     return result
 
 
@@ -143,49 +134,6 @@ def _windows(documents: Iterable[Document], result: Perplexity) -> Iterator[Wind
             yield window
         if result.contexts.contexts:
             yield from result.contexts.windows(owner, ids)
-
-
-def to_plain(result: Perplexity) -> dict[str, Any]:
-    """A result as JSON can hold it, for another process; `merged` reads it."""
-    plain = asdict(result)
-    plain["contexts"].pop("waiting")
-    return plain
-
-
-def merged(parts: Sequence[dict[str, Any]]) -> Perplexity:
-    """One result of the parts of n processes, of which part r scored the documents r, r + n,
-    r + 2n, …
-    """
-    n = len(parts)
-    documents: list[Score] = [Score("")] * sum(len(part["documents"]) for part in parts)
-    positions: dict[int, list[float]] = {}
-    contexts = Contexts(parts[0]["contexts"]["contexts"])
-    gains = []
-    for r, part in enumerate(parts):
-        for place, score in enumerate(part["documents"]):
-            documents[place * n + r] = Score(**score)
-        positions |= {
-            int(owner) * n + r: sums for owner, sums in part["positions"]["documents"].items()
-        }
-        theirs = part["contexts"]
-        contexts.tokens += theirs["tokens"]
-        contexts.documents += theirs["documents"]
-        contexts.nats = [a + b for a, b in zip(contexts.nats, theirs["nats"], strict=True)]
-        gains += [Gain(**gain | {"owner": gain["owner"] * n + r}) for gain in theirs["gains"]]
-    contexts.gains = most(gains)
-    speed = Speed(
-        sum(part["speed"]["tokens"] for part in parts),
-        max(part["speed"]["seconds"] for part in parts),
-    )
-    return Perplexity(
-        parts[0]["context"],
-        parts[0]["stride"],
-        documents,
-        sum(part["windows"] for part in parts),
-        Positions(positions),
-        contexts,
-        speed,
-    )
 
 
 def _exp(nats: float, count: int) -> float:

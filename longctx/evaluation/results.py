@@ -19,7 +19,16 @@ from longctx.runs.tracking import log_evaluation
 
 Decode = Callable[[Sequence[int]], str]
 # Keys that say where an evaluation runs and how fast, not what it measures.
-PLACE = ("checkpoint", "device", "devices", "batch_size", "compile", "wandb")
+PLACE = (
+    "checkpoint",
+    "device",
+    "devices",
+    "strategy",
+    "context",
+    "batch_size",
+    "compile",
+    "wandb",
+)
 
 
 class Result(NamedTuple):

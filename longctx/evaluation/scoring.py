@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from longctx.attention import Mask
 from longctx.data.rows import IGNORED
+from longctx.evaluation.scorer import Scorer
 from longctx.evaluation.windows import Window, batches
 
 
@@ -48,22 +47,20 @@ class Speed:
 
 
 def losses(
-    model: nn.Module,
+    scorer: Scorer,
     windows: Iterable[Window],
     context: int,
     rows: int,
-    dtype: torch.dtype | None = None,
     speed: Speed | None = None,
 ) -> Iterator[tuple[Window, np.ndarray]]:
     """Each window with -ln p of the tokens that it scores, (scored,) float64, in any order.
 
-    `rows` rows of `context` tokens go through `model` (a GPT in eval mode) at a time; `dtype` is
-    autocast's, None: none.
+    `rows` rows of `context` tokens go through the model at a time, on each data rank.
     """
     speed = speed or Speed()
     pending: _Launched | None = None
-    for batch in batches(windows, context, rows):
-        launched = _launch(model, batch, dtype)
+    for batch in batches(windows, context, rows * scorer.data_ranks):
+        launched = _launch(scorer, batch)
         if launched.arrived is None:  # a CPU has computed it by now, in the time of this batch
             yield from launched.read()
             speed.add(launched.tokens)
@@ -75,15 +72,6 @@ def losses(
     if pending is not None:
         yield from pending.read()
         speed.add(pending.tokens)
-
-
-def round_matrices(model: nn.Module, dtype: torch.dtype) -> None:
-    """Round the weights of linear layers once, as autocast would in every forward; everything else
-    stays as it is.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.weight = nn.Parameter(module.weight.detach().to(dtype), requires_grad=False)
 
 
 class _Launched(NamedTuple):
@@ -106,10 +94,9 @@ class _Launched(NamedTuple):
                 at = end
 
 
-def _launch(model: nn.Module, batch: list[list[Window]], dtype: torch.dtype | None) -> _Launched:
+def _launch(scorer: Scorer, batch: list[list[Window]]) -> _Launched:
     """Send a batch to the model's device and begin on it; waits for nothing there."""
     # Lay the windows side by side in rows.
-    device = next(model.parameters()).device
     B = len(batch)
     T = max(sum(len(window.ids) - 1 for window in row) for row in batch)
     tokens = np.zeros((B, T), dtype=np.int64)
@@ -130,16 +117,8 @@ def _launch(model: nn.Module, batch: list[list[Window]], dtype: torch.dtype | No
     # no token of the window sees.
     alone = all(len(row) == 1 for row in batch)
     x, y, ids = (torch.from_numpy(array) for array in (tokens, targets, doc_ids))
-    if device.type == "cuda":
-        x, y, ids = x.pin_memory(), y.pin_memory(), ids.pin_memory()
-    mask = Mask.causal() if alone else Mask.documents(ids)
-    x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-    with (
-        torch.inference_mode(),
-        torch.autocast(device.type, dtype) if dtype is not None else nullcontext(),
-    ):
-        values = model(x, y, mask, reduction="none")
-    if device.type != "cuda":
+    values = scorer.losses(x, y, None if alone else ids)
+    if values.device.type != "cuda":
         return _Launched(batch, values, None, count)
     # Copy back while the next batch is computed.
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

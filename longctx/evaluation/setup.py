@@ -5,15 +5,28 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from longctx.attention import check
+from longctx.attention import Mask, check
 from longctx.config.eval_config import TOKENS_PER_BATCH, EvalConfig, EvalRequest
-from longctx.evaluation import processes
-from longctx.evaluation.scoring import round_matrices
+from longctx.config.model_config import GPTConfig
 from longctx.evaluation.subject import Subject, open_subject
+from longctx.evaluation.weights import skeleton
+from longctx.planner.hardware import Machine
+from longctx.planner.workload import PRECISION
 from longctx.runs import evaluations
+
+
+class Layout(NamedTuple):
+    """How the devices of an evaluation share the model and the rows; see `Parallel.form`."""
+
+    strategy: str  # none | ddp | fsdp
+    data_ranks: int  # groups of devices that take rows of their own
+    context: int  # devices that share each row
+    context_method: str  # ulysses | allgather
+    attention_backend: str
 
 
 @dataclass(frozen=True)
@@ -22,21 +35,15 @@ class Setup:
 
     request: EvalRequest
     subject: Subject
-    device: torch.device
+    device: str  # cuda | cpu
     precision: str  # bf16 | fp32
     context: int  # tokens that the model sees at most
-    batch_size: int  # windows per forward
-    process: int  # number of this process, from 0; each scores its own documents
-    part: Path | None  # where process 0 expects the scores of this one; None in process 0
+    batch_size: int  # windows per forward of one device, or of those that share rows
+    layout: Layout
 
     @property
     def config(self) -> EvalConfig:
         return self.request.config
-
-    @property
-    def autocast(self) -> torch.dtype | None:
-        """The dtype of autocast; None: none."""
-        return torch.bfloat16 if self.precision == "bf16" else None
 
     @property
     def results(self) -> Path:
@@ -49,66 +56,85 @@ class Setup:
         return self.subject.run is not None and not self.request.other_data
 
 
-def resolve(request: EvalRequest) -> Setup:
-    """Open what `request` names and choose where and how it runs.
+def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
+    """Open what `request` names and choose how it runs on `device`, "cuda" or "cpu".
 
     Says in one line where the context is longer than the model trained at. Raises ValueError or
     OSError, one line naming the key, for what cannot be done here.
     """
     config = request.config
-    process, part = processes.part()
-    device = choose_device(config, process)
-    precision = config.precision
-    if precision == "auto":
-        precision = {"cuda": "bf16", "cpu": "fp32"}[device.type]
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    subject = open_subject(request, device)
-    check(
-        config.attention.backend,
-        device=device,
-        dtype=dtype,
-        head_dim=subject.model.config.head_size,
-        options=config.attention.options,
-    )
-    context = config.seq_len or subject.seq_len
+    precision = PRECISION[device] if config.precision == "auto" else config.precision
+    subject = open_subject(request)
+    check_attention(config, subject.model, device, dtype_of(precision))
+    seq_len = config.seq_len or subject.seq_len
+    sharing = config.context.degree
+    assert isinstance(sharing, int)
+    batch_size = config.batch_size or max(1, TOKENS_PER_BATCH[device] * sharing // seq_len)
+    tokens = -(-batch_size * seq_len // sharing)  # of a device, at a time
     setup = Setup(
         request=request,
         subject=subject,
         device=device,
         precision=precision,
-        context=context,
-        batch_size=config.batch_size or max(1, TOKENS_PER_BATCH[device.type] // context),
-        process=process,
-        part=part,
+        context=seq_len,
+        batch_size=batch_size,
+        layout=Layout(
+            strategy=choose_strategy(config, subject.model, precision, tokens, machine),
+            data_ranks=config.devices // sharing,
+            context=sharing,
+            context_method=config.context.method_for(subject.model.heads),
+            attention_backend=config.attention.backend,
+        ),
     )
     check_writable(setup.results, config)
-    if context > subject.seq_len and part is None:
+    if seq_len > subject.seq_len:
         origin = "the run trained at" if subject.run else "the model is made for"
         print(
-            f"seq_len={context:,} is longer than the {subject.seq_len:,} tokens per sequence "
+            f"seq_len={seq_len:,} is longer than the {subject.seq_len:,} tokens per sequence "
             f"that {origin}"
         )
-    if setup.autocast is not None:
-        round_matrices(subject.model, setup.autocast)
-    if config.compile:
-        subject.model.compile_blocks()
     return setup
 
 
-def choose_device(config: EvalConfig, process: int) -> torch.device:
-    """The device of `process`; ValueError where there is none. Takes its share of a CPU's cores."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if config.device == "cuda" and not gpus:
-        raise ValueError(
-            "device=cuda: torch finds no GPU here; use device=cpu, or device=auto for what there is"
-        )
-    if config.device == "cpu" or not gpus:
-        torch.set_num_threads(max(1, torch.get_num_threads() // config.devices))
-        return torch.device("cpu")
-    if config.devices > gpus:
-        raise ValueError(f"devices={config.devices}: more than the GPUs here; use 1 to {gpus}")
-    torch.cuda.set_device(process)
-    return torch.device("cuda", process)
+def dtype_of(precision: str) -> torch.dtype:
+    """The dtype in which products are computed."""
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+def check_attention(config: EvalConfig, model: GPTConfig, device: str, dtype: torch.dtype) -> None:
+    """Raise ValueError, saying what to use instead, where the backend cannot run as asked."""
+    shard = None
+    if config.context.degree != 1 and config.context.method_for(model.heads) == "allgather":
+        shard = Mask("intervals")  # the queries of a rank see any of them
+    check(
+        config.attention.backend,
+        device=device,
+        dtype=dtype,
+        head_dim=model.head_size,
+        mask=shard,
+        options=config.attention.options,
+    )
+
+
+def choose_strategy(
+    config: EvalConfig, model: GPTConfig, precision: str, tokens: int, machine: Machine
+) -> str:
+    """How the devices share the model: as asked; with auto a copy for each, or slices where a copy
+    does not fit beside `tokens` tokens.
+    """
+    if config.strategy.name != "auto":
+        return config.strategy.name
+    if config.devices == 1:
+        return "none"
+    copy = skeleton(model, config.attention, dtype_of(precision))
+    weights = sum(x.numel() * x.element_size() for x in copy.parameters())
+    # Of a token: the residual stream, its norm, attention's q, k, v and output, and of the MLP gate
+    # and up in one tensor, their product, and its input and output.
+    size = {"bf16": 2, "fp32": 4}[precision]
+    heads = (2 * model.heads + 2 * model.kv_heads) * model.head_size
+    activations = size * tokens * (4 * model.channels + heads + 3 * model.ffn)
+    room = machine.host_memory / config.devices if machine.gpu is None else machine.gpu.usable
+    return "ddp" if weights + activations <= 0.95 * room else "fsdp"
 
 
 def check_writable(folder: Path, config: EvalConfig) -> None:

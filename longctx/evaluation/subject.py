@@ -8,31 +8,30 @@ Bytes and words are counted in the text after the first token, which is not scor
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from longctx.config.eval_config import EvalRequest
-from longctx.config.model_config import AttentionConfig, GPTConfig, LoraConfig
+from longctx.config.model_config import AttentionConfig, GPTConfig
 from longctx.data import DataConfig, Tokenizer, load, read_documents
+from longctx.evaluation.weights import build_model
 from longctx.evaluation.windows import Document
-from longctx.model import GPT, huggingface, lora
-from longctx.model.restore import mapped_model
+from longctx.model import GPT, huggingface
 from longctx.runs import checkpoints, run_folder
 
-T = TypeVar("T")
 TOGETHER = 32  # texts that are tokenized at a time, on all cores
 
 
 class Subject(NamedTuple):
-    """A model to evaluate and where it lies."""
+    """What is evaluated, and where it lies."""
 
-    model: GPT
+    model: GPTConfig
     tokenizer: Tokenizer
     folder: Path  # of the run, or the Hugging Face folder
     file: Path  # the checkpoint, or the Hugging Face folder
@@ -45,22 +44,7 @@ class Subject(NamedTuple):
         return self.file.stem if self.run else self.file.name
 
 
-class Share(NamedTuple):
-    """Documents number, number + of, number + 2·of, … of the first `most` (None: of all)."""
-
-    number: int = 0
-    of: int = 1
-    most: int | None = None
-
-    def take(self, everything: Iterable[T]) -> Iterator[T]:
-        """This share of `everything`."""
-        return islice(everything, self.number, self.most, self.of)
-
-
-ALL = Share()
-
-
-def open_subject(request: EvalRequest, device: torch.device) -> Subject:
+def open_subject(request: EvalRequest) -> Subject:
     """The run, checkpoint or Hugging Face folder that `checkpoint` names; ValueError for anything
     else.
     """
@@ -69,10 +53,9 @@ def open_subject(request: EvalRequest, device: torch.device) -> Subject:
         raise ValueError("checkpoint=: names nothing; give a run, such as checkpoint=runs/NAME")
     path = Path(config.checkpoint)
     if not huggingface.is_folder(path):
-        model, tokenizer, run = load_model(path, device, config.attention)
-        file = run_folder.checkpoints(path)[-1] if path.is_dir() else path.resolve()
-        folder = path if path.is_dir() else file.parent.parent
-        return Subject(model, tokenizer, folder, file, run["seq_len"], run)
+        file, folder, run = open_run(path)
+        model = GPTConfig.of_saved(run["model"])
+        return Subject(model, Tokenizer.load(folder), folder, file, run["seq_len"], run)
     if not request.other_data and not config.passkey.enabled and not config.tasks:
         raise ValueError(
             f"checkpoint={path}: a Hugging Face folder has no documents of its own; "
@@ -83,9 +66,9 @@ def open_subject(request: EvalRequest, device: torch.device) -> Subject:
             f"split={config.split}: a Hugging Face folder has no documents of its own to split; "
             "leave it out"
         )
-    tokenizer = Tokenizer.load(path)
-    model = huggingface.pretrained(path, config.attention, device, torch.float32).eval()
-    return Subject(model, tokenizer, path, path.resolve(), model.config.context or 1, None)
+    model = huggingface.read_config(path)
+    huggingface.check_weights(model, path)
+    return Subject(model, Tokenizer.load(path), path, path.resolve(), model.context or 1, None)
 
 
 def load_model(
@@ -100,22 +83,28 @@ def load_model(
     with. Raises ValueError naming `path` where there is no such thing, or one that is no longer
     what was written.
     """
-    file = _checkpoint_file(Path(path))
+    file, folder, config = open_run(Path(path))
+    backend = AttentionConfig(**config["attention"]) if attention is None else attention
+    backend = AttentionConfig(backend) if isinstance(backend, str) else backend
+    return build_model(file, backend, device), Tokenizer.load(folder), config
+
+
+def open_run(path: Path) -> tuple[Path, Path, dict[str, Any]]:
+    """The checkpoint that `path` means, whole as it was written, its run's folder, and what the run
+    was configured to be; raises as `load_model`.
+    """
+    file = _checkpoint_file(path)
     checkpoints.verify(file)
-    checkpoint = checkpoints.read(file)
-    config = checkpoint["longctx"]["config"]
-    folder = file.resolve().parent.parent
+    config: dict[str, Any] = checkpoints.read(file)["longctx"]["config"]
+    if file == path:  # or a link to one
+        file = path.resolve()
+    folder = file.parent.parent
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(
-            f"checkpoint={file}: {folder} has no tokenizer.json; leave checkpoints in the "
+            f"checkpoint={path}: {folder} has no tokenizer.json; leave checkpoints in the "
             "run's folder"
         )
-    backend = AttentionConfig(**config["attention"]) if attention is None else attention
-    adapter = LoraConfig(**config.get("lora", {}))
-    model = mapped_model(file, checkpoint, GPTConfig.of_saved(config["model"]), backend, adapter)
-    if adapter.rank is not None:
-        model = lora.merge(model.float())
-    return model.to(device).eval(), Tokenizer.load(folder), config
+    return file, folder, config
 
 
 def _checkpoint_file(path: Path) -> Path:
@@ -136,20 +125,20 @@ def _checkpoint_file(path: Path) -> Path:
     raise ValueError(f"checkpoint={path}: not the folder of a run; give one, such as runs/NAME")
 
 
-def documents_of(subject: Subject, request: EvalRequest, share: Share = ALL) -> Iterator[Document]:
-    """This share of the documents that `request` scores."""
+def documents_of(subject: Subject, request: EvalRequest) -> Iterator[Document]:
+    """The documents that `request` scores, at most as many as it says."""
     config = request.config
     if subject.run is None or request.other_data:
-        return of_source(config.data, subject.tokenizer, share)
+        return of_source(config.data, subject.tokenizer, config.documents)
     fingerprint = checkpoints.read(subject.file)["longctx"]["data"]
-    return of_run(subject.folder, subject.run, config.split, fingerprint, share)
+    return of_run(subject.folder, subject.run, config.split, fingerprint, config.documents)
 
 
 def of_run(
-    folder: Path, run: dict[str, Any], split: str, fingerprint: str, share: Share = ALL
+    folder: Path, run: dict[str, Any], split: str, fingerprint: str, most: int | None = None
 ) -> Iterator[Document]:
-    """Documents of `split` of the data that the run in `folder` trained on; ValueError if there are
-    none.
+    """The first `most` (None: all) documents of `split` of the data that the run in `folder`
+    trained on; ValueError if there are none.
 
     A line on stderr says where they are no longer those of `fingerprint`, which the run began with.
     """
@@ -160,28 +149,32 @@ def of_run(
             f"split={split}: the run has no such documents; use the other split or "
             "data=text data.path=..."
         )
-    if data.fingerprint != fingerprint and share.number == 0:
+    if data.fingerprint != fingerprint:
         print(
             f"data: the documents are not those that {folder} began with; "
             "it may have seen some of them",
             file=sys.stderr,
         )
     tokenizer = data.tokenizer
-    for name, ids, n_bytes in share.take(data.documents(split)):
+    for name, ids, n_bytes in islice(data.documents(split), most):
         after = ids[1:-1] if ids[-1] == tokenizer.eos_id else ids[1:]
         scored_bytes = n_bytes - _text_bytes(tokenizer, int(ids[0]))
         yield Document(name, ids, scored_bytes, len(tokenizer.decode(after).split()))
 
 
-def of_source(config: DataConfig, tokenizer: Tokenizer, share: Share = ALL) -> Iterator[Document]:
-    """Documents of `config`, which names files or a data set; nothing is cached."""
+def of_source(
+    config: DataConfig, tokenizer: Tokenizer, most: int | None = None
+) -> Iterator[Document]:
+    """The first `most` (None: all) documents of `config`, which names files or a data set; nothing
+    is cached.
+    """
     if config.source == "mix":
         raise ValueError(
             "data=mix: an evaluation scores one source; name one, such as data=text data.path=..."
         )
     if config.chat:
         raise ValueError("data.chat=true: an evaluation scores plain text; leave data.chat out")
-    texts = share.take(read_documents(config))
+    texts = islice(read_documents(config), most)
     while group := list(islice(texts, TOGETHER)):
         encoded = tokenizer.encode_documents([text for _, text in group])
         for (name, text), ids in zip(group, encoded, strict=True):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,34 @@ def merge(model: GPT) -> GPT:
             if isinstance(layer, LoraLinear):
                 setattr(getattr(block, part), name, layer.merged())
     return model.requires_grad_(True)
+
+
+class MergedRows:
+    """The sum W + scale · B A of a checkpoint's tensors; x[first:last] computes those rows alone,
+    in fp32.
+    """
+
+    def __init__(self, weight: Any, a: Any, b: Any, scale: float) -> None:
+        self.weight, self.a, self.b, self.scale = weight, a, b, scale
+        self.shape = weight.shape
+
+    def __getitem__(self, at: slice) -> Tensor:
+        total: Tensor = self.weight[at].float() + self.scale * (self.b[at] @ self.a[:])
+        return total
+
+
+def merged_weights(weights: Mapping[str, Any], config: LoraConfig) -> dict[str, Any]:
+    """The weights of a plain GPT from those of one with `config`'s products: name → what gives
+    rows, as a tensor or `Rows` does.
+    """
+    plain = {name: x for name, x in weights.items() if not name.endswith((".lora_a", ".lora_b"))}
+    for name in weights:
+        if name.endswith(".lora_b"):
+            layer = name.removesuffix(".lora_b")
+            factors = weights[f"{layer}.lora_a"], weights[name]
+            weight = plain[f"{layer}.weight"]
+            plain[f"{layer}.weight"] = MergedRows(weight, *factors, config.scaling)
+    return plain
 
 
 def export_adapter(

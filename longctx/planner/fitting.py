@@ -12,17 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from longctx.config.memory_config import POLICIES
-from longctx.config.parallel_config import kv_copies
 from longctx.config.train_config import LONGEST_ROW
-from longctx.planner import optimizer_cost
+from longctx.planner import links, optimizer_cost
 from longctx.planner.hardware import Chip
-from longctx.planner.peak_memory import KEPT, OPTIMIZER, for_hopper, predict
+from longctx.planner.peak_memory import KEPT, OPTIMIZER, Memory, for_hopper, predict
 from longctx.planner.workload import Workload
 
 HOST_LEFT = 12 * 2**30  # bytes of host memory left to the process, its libraries and the data
+IMBALANCE = 1.02  # the most work of a rank to the mean where rows are dealt out in chunks
 LINK = 55e9  # bytes per second between a GPU and pinned memory
-SURE = 0.95  # a prediction of less than this share of another is faster
-NVLINK = 3.5e11  # bytes per second that a device sends to the others of its machine
+LEFT_FREE = 0.05  # of the GPU where nobody probes what is decided
 # Share of the chip's peak that attention reaches forward and backward on long rows, head sizes up
 # to 64 and above (results/attention.json).
 RATES: dict[str, dict[int, tuple[float, float]]] = {
@@ -58,13 +57,19 @@ def policies(workload: Workload) -> list[Workload]:
 
 def fits(workload: Workload, gpu: float, host: float) -> bool:
     """Whether `workload`, its policy decided, fits so many bytes of GPU and host memory."""
-    host_bytes = on_host(workload)
-    return predict(workload).peak <= gpu and (not host_bytes or host_bytes <= host - HOST_LEFT)
+    memory = predict(workload)
+    host_bytes = on_host(workload, memory)
+    return memory.peak <= gpu and (not host_bytes or host_bytes <= host - HOST_LEFT)
 
 
-def on_host(workload: Workload) -> float:
-    """Bytes of host memory that all processes of the machine take, each of which has its own."""
-    return workload.devices * sum(predict(workload).host.values())
+def on_host(workload: Workload, memory: Memory | None = None) -> float:
+    """Bytes of host memory that all processes of a machine take, each of which has its own."""
+    return workload.devices_per_machine * sum((memory or predict(workload)).host.values())
+
+
+def room(chip: Chip) -> float:
+    """Bytes of the GPU that a decision fills which nobody probes."""
+    return (1 - LEFT_FREE) * chip.usable
 
 
 def first_that_fits(workload: Workload, gpu: float, host: float) -> Workload | None:
@@ -82,30 +87,13 @@ def decide(workload: Workload, chip: Chip, host: float, merge: bool = False) -> 
     a GPU waits for the host between small kernels; where no more than those of `workload` fit, they
     stay. A twentieth of the GPU is left free, since nobody probes this choice.
     """
-    room = 0.95 * chip.usable
     for one_batch in merged(workload) if merge else []:
         fastest = policies(one_batch)[0]
-        if fits(fastest, room, host):
+        if fits(fastest, room(chip), host):
             return fastest
-    return first_that_fits(workload, room, host) or min(
+    return first_that_fits(workload, room(chip), host) or min(
         policies(workload), key=lambda chosen: predict(chosen).peak
     )
-
-
-def decide_strategy(workload: Workload, chip: Chip, host: float, merge: bool = False) -> Workload:
-    """`workload` with strategy=auto decided too: ddp, or fsdp where ddp does not fit or is slower
-    by more than the prediction is sure of.
-    """
-    ddp, fsdp = (
-        decide(replace(workload, strategy=name), chip, host, merge) for name in ("ddp", "fsdp")
-    )
-    if not fits(ddp, 0.95 * chip.usable, host):
-        return fsdp
-    if not fits(fsdp, 0.95 * chip.usable, host):
-        return ddp
-    times = [seconds(each, chip) for each in (ddp, fsdp)]
-    known = [time.total for time in times if time is not None]
-    return fsdp if len(known) == 2 and known[1] < SURE * known[0] else ddp
 
 
 def merged(workload: Workload) -> list[Workload]:
@@ -129,14 +117,14 @@ def longest(
     chosen; or None.
     """
 
-    def fitting(units: int) -> Workload | None:
-        return first_that_fits(at(units * multiple), gpu, host)
+    def fitting(units: int) -> bool:  # what takes least comes last
+        return any(fits(chosen, gpu, host) for chosen in reversed(policies(at(units * multiple))))
 
     low, high = 0, most // multiple
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fitting(middle) else (low, middle - 1)
-    return fitting(low) if low else None
+    return first_that_fits(at(low * multiple), gpu, host) if low else None
 
 
 def one_row(workload: Workload) -> Callable[[int], Workload]:
@@ -241,43 +229,12 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     }
     parts[OPTIMIZER] = update_seconds(workload, chip)
     if workload.devices > 1:
-        exchanged = workload.accumulate * exchange_bytes(workload) / NVLINK
-        behind = 0.8 * sum(parts.values())  # gradients and weights travel while blocks compute
-        waits = max(0.0, shared_bytes(workload) / NVLINK - behind)
-        parts["waiting for other devices"] = exchanged + waits
+        exchanged = workload.accumulate * links.attention_exchange(workload, chip)
+        weights = links.waiting_for_weights(workload, chip, compute)
+        parts["waiting for other devices"] = exchanged + weights
     tokens = N * workload.accumulate
     work = tokens * m.flops_per_token(seen(workload) / m.layers / T, added)
     return Seconds(parts, tokens * workload.devices, work / sum(parts.values()) / chip.flops)
-
-
-def exchange_bytes(workload: Workload) -> float:
-    """Bytes that a device sends for attention of one micro-batch under context parallelism.
-
-    Forward q, k, v and the output; backward those, the output's gradient, and dq, dk, dv; and q, k
-    and v once more where they are computed again.
-    """
-    m, ranks = workload.model, workload.context
-    if ranks == 1:
-        return 0.0
-    e = 2 if workload.precision == "bf16" else 4
-    tokens = workload.batch_size * workload.seq_len / ranks
-    q = m.heads * m.head_size
-    kv = 2 * kv_copies(m.heads, m.kv_heads, ranks) * m.kv_heads * m.head_size
-    again = workload.memory.recompute == "block"
-    each = 2 * q + kv + (4 * q + 2 * kv if again else 2 * q + kv)
-    return (1 - 1 / ranks) * tokens * each * e * m.layers
-
-
-def shared_bytes(workload: Workload) -> float:
-    """Bytes that a device sends in a step for weights and gradients: their sum over the devices,
-    or under fsdp weights gathered for forward and for backward, and gradients summed into slices.
-    """
-    share, weights = 1 - 1 / workload.devices, float(workload.model.parameters())
-    trained = float(workload.lora.parameters(workload.model) or weights)
-    if workload.strategy != "fsdp":
-        return 2 * share * 4 * trained
-    e = 2 if workload.precision == "bf16" else 4
-    return workload.accumulate * share * (2 * e * weights + 4 * trained)
 
 
 def update_seconds(workload: Workload, chip: Chip) -> float:
@@ -309,6 +266,8 @@ def attention_seconds(workload: Workload, chip: Chip) -> float:
     )
     forward, backward = RATES.get(key, RATES["sdpa"])[64 if m.head_size <= 64 else 128]
     flops = 4 * pairs * m.heads * m.head_size / workload.context
+    if workload.context > 1 and workload.context_method == "allgather":
+        flops *= IMBALANCE
     times = 2 if workload.memory.recompute == "block" and backend != "flash" else 1
     return flops * (times / forward + 2.5 / backward) / chip.flops
 

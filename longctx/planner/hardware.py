@@ -1,4 +1,6 @@
-"""GPUs by name: their peak, their bandwidth, their memory; and which one is here. Free of torch."""
+"""GPUs by name: their peak, their bandwidth, their memory, their links; and which one is here. Free
+of torch.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,38 @@ CHIPS = {
     "L40S": (362e12, 0.864e12),
     "L4": (121e12, 0.3e12),
 }
+# What a GPU sends to the others of its machine, bytes per second in one direction, from the same
+# sheets: NVLink, or PCI Express where there is none.
+LINKS = {
+    "H200 NVL": 450e9,
+    "H200": 450e9,
+    "GH200": 450e9,
+    "H100 NVL": 300e9,
+    "H100 PCIe": 64e9,
+    "H100": 450e9,
+    "B200": 900e9,
+    "A100": 300e9,
+    "L40S": 32e9,
+    "L4": 32e9,
+}
+REACHED = 3.5 / 4.5  # of that; measured on two H200
+NETWORK = 5e10  # what a GPU sends to other machines: 400 Gbit/s for each, assumed
 HOPPERS = {"H100", "H200", "GH200", "H800", "H20"}
 ASSUMED = "NVIDIA H200", 139.8  # GiB; where there is no GPU and none is named
 
 
 @dataclass(frozen=True)
 class Chip:
-    """A GPU, or what is assumed of one; `flops` and `bandwidth` are None where the name is not
-    known.
+    """A GPU and its links, or what is assumed of them; `flops` and `bandwidth` are None where the
+    name is not known.
     """
 
     name: str
     memory: float  # bytes
     flops: float | None
     bandwidth: float | None
+    link: float = REACHED * LINKS["H200"]  # bytes per second to GPUs of the same machine
+    network: float = NETWORK  # and to those of others
 
     @property
     def hopper(self) -> bool:
@@ -62,20 +82,22 @@ class Machine:
 def chip(name: str, memory: float) -> Chip:
     """The chip that torch calls `name`, with so many bytes of memory."""
     flops, bandwidth = known(name) or (None, None)
-    return Chip(name, memory, flops, bandwidth)
+    link = next((LINKS[of] for of in CHIPS if _is_named(name, of)), min(LINKS.values()))
+    return Chip(name, memory, flops, bandwidth, REACHED * link)
 
 
 def known(name: str) -> tuple[float, float] | None:
     """Dense bf16 FLOP/s and bytes per second of the GPU that torch calls `name`; None where it is
     not in the table.
     """
-    words = name.upper().replace("-", " ").split()
-    if "MIG" in words:  # a part of the chip
+    if _is_named(name, "MIG"):  # a part of the chip
         return None
-    for of, figures in CHIPS.items():
-        if all(word in words for word in of.upper().split()):
-            return figures
-    return None
+    return next((figures for of, figures in CHIPS.items() if _is_named(name, of)), None)
+
+
+def _is_named(name: str, of: str) -> bool:
+    """Whether every word of `of` is one of `name`."""
+    return set(of.upper().split()) <= set(name.upper().replace("-", " ").split())
 
 
 def peak_flops(name: str) -> float | None:

@@ -1,5 +1,5 @@
 """Predict what a configuration takes of memory and time, per policy and backend, and the longest
-context that fits.
+context that fits; on several GPUs in every layout, and how that goes on with their number.
 
 Nothing is run and torch is not imported, so the answer comes in a moment on any machine, for any
 GPU: `longctx plan model=1b seq_len=262144 gpu_memory=80`.
@@ -8,13 +8,13 @@ GPU: `longctx plan model=1b seq_len=262144 gpu_memory=80`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from longctx.config.command_config import PlanOptions
 from longctx.config.train_config import TrainConfig
-from longctx.planner import fitting, hardware
+from longctx.planner import fitting, hardware, layouts
 from longctx.planner.hardware import GIB, Chip
 from longctx.planner.peak_memory import (
     ATTENTION,
@@ -43,33 +43,107 @@ def run(options: PlanOptions, requests: Mapping[str, TrainConfig]) -> None:
     attention backend.
     """
     chip, host = machine(options)
+    per_machine = options.gpus_per_machine
     configs = [
         (backend, config)
         for backend, request in requests.items()
-        for config in each_policy(request, chip, host)
+        for config in each_policy(request, chip, host, per_machine)
     ]
     print_machine(configs[0][1], chip, host, assumed=options.host_memory == "auto")
+    if configs[0][1].devices > 1:
+        shown = "flash" if "flash" in requests else next(iter(requests))
+        print_layouts(requests[shown], chip, host, per_machine)
 
     terms = (SHORT.get(term, term) for term in TERMS)
     sizes = ("GPU GiB", "host GiB")
     columns = ("backend", "memory", "rows", *terms, *sizes, "fits", *SPEED)
     rows = [row(backend, config, chip, host) for backend, config in configs]
-    grid("Predicted peak by term, GiB", columns, rows)
+    layout = f" on {configs[0][1].devices:,} GPUs" if configs[0][1].devices > 1 else ""
+    grid(f"Predicted peak by term, GiB{layout}", columns, rows)
 
     columns = ("backend", "memory", "tokens", "rows", *sizes, *SPEED)
     rows = [longest(backend, config, chip, host) for backend, config in configs]
     grid("The longest row that fits, in about as many tokens a step", columns, rows)
 
 
-def each_policy(request: TrainConfig, chip: Chip, host: float) -> list[Workload]:
+def each_layout(request: TrainConfig, per_machine: int) -> list[Workload]:
+    """The step of `request` on a GPU in every layout that it leaves open."""
+    machines = -(-request.devices // per_machine)
+    return [
+        replace(without_data(config, "cuda"), machines=machines)
+        for config in layouts.each(request, request.model)
+    ]
+
+
+def each_policy(request: TrainConfig, chip: Chip, host: float, per_machine: int) -> list[Workload]:
     """The step of `request` on a GPU with the memory policy that it names, or with each where that
-    is auto.
+    is auto; in the layout that a run would choose.
     """
     merge = request.batch_size is None and request.accumulate is None
-    return [
-        fitting.decide(chosen, chip, host, merge)
-        for chosen in fitting.policies(without_data(request, "cuda"))
+    steps = each_layout(request, per_machine)
+    chosen = layouts.choose(steps, chip, host, merge).workload
+    in_layout = next(step for step in steps if layouts.name_of(step) == layouts.name_of(chosen))
+    return [fitting.decide(step, chip, host, merge) for step in fitting.policies(in_layout)]
+
+
+def print_layouts(request: TrainConfig, chip: Chip, host: float, per_machine: int) -> None:
+    """Print what each layout of `request` takes, which one a run would choose, and how that goes on
+    with the number of GPUs.
+    """
+    merge = request.batch_size is None and request.accumulate is None
+    steps = each_layout(request, per_machine)
+    rows = [
+        layout_row(fitting.decide(step, chip, host, merge), chip, host)
+        | {"longest row": longest_tokens([step], chip, host)}
+        for step in steps
     ]
+    backend = request.attention.backend
+    title = f"Layouts on {request.devices:,} GPUs, attention={backend}"
+    columns = ("strategy", "context", "method", "memory", "GiB", "s/step", "tokens/s")
+    grid(title, (*columns, "longest row"), rows, lines=False)
+    chosen, reason = layouts.choose(steps, chip, host, merge)
+    print(f"strategy=auto context=auto: {layouts.name_of(chosen)} ({reason})\n")
+
+    rows = []
+    for devices in numbers_of_gpus(request):
+        of_number = each_layout(replace(request, devices=devices), per_machine)
+        chosen = layouts.choose(of_number, chip, host, merge).workload
+        most = longest_tokens(of_number, chip, host)
+        row = layout_row(chosen, chip, host)
+        rows.append({"GPUs": devices, **row, "longest row": most})
+    title = f"The layout chosen by number of GPUs, attention={backend}"
+    grid(title, ("GPUs", *columns, "longest row"), rows, lines=False)
+
+
+def numbers_of_gpus(request: TrainConfig) -> list[int]:
+    """1, 2, 4, ... up to the devices of `request`, as far as they can share rows as it asks for."""
+    doubling = [2**n for n in range(request.devices.bit_length())]
+    degree = 1 if isinstance(request.context.degree, str) else request.context.degree
+    return [n for n in sorted({*doubling, request.devices}) if n % degree == 0]
+
+
+def layout_row(step: Workload, chip: Chip, host: float) -> dict[str, Any]:
+    """One line of the tables of layouts."""
+    row = {
+        "strategy": "" if step.strategy == "none" else step.strategy,
+        "context": step.context,
+        "method": step.context_method if step.context > 1 else "",
+        "memory": step.memory.policy,
+        "GiB": f"{predict(step).peak / GIB:.1f}",
+    }
+    if not fitting.fits(step, fitting.room(chip), host):
+        return row | {"s/step": "too much"}
+    time = fitting.seconds(step, chip)
+    speed = (
+        {} if time is None else {"s/step": time.total, "tokens/s": int(time.tokens / time.total)}
+    )
+    return row | speed
+
+
+def longest_tokens(steps: Sequence[Workload], chip: Chip, host: float) -> int | str:
+    """Tokens of the longest row that fits in one of the layouts of `steps`."""
+    most = layouts.longest([fitting.one_row(step) for step in steps], chip, host)
+    return "none" if most is None else most.seq_len
 
 
 def without_data(request: TrainConfig, device: str) -> Workload:
@@ -84,6 +158,8 @@ def without_data(request: TrainConfig, device: str) -> Workload:
                 f"{key}={getattr(request, key)}: the weights are random here; describe the model "
                 "by model="
             )
+    if isinstance(request.context.degree, str):
+        raise ValueError("context=auto: a run chooses that; here give a number")
     if isinstance(request.seq_len, str):
         raise ValueError("seq_len=max: a run finds that on its GPU; here give a number of tokens")
     work = workload_of(request, device, request.seq_len)
@@ -92,7 +168,7 @@ def without_data(request: TrainConfig, device: str) -> Workload:
 
 def print_machine(config: Workload, chip: Chip, host: float, assumed: bool) -> None:
     """Print the model, the rows of a step and the machine; `assumed`: the host is this machine."""
-    count = f"{config.rows_per_step} row{'s' if config.rows_per_step > 1 else ''}"
+    count = count_of(config.rows_per_step, "row")
     print(
         f"{config.model.parameters() / 1e6:,.0f} million parameters, "
         f"{count} of {config.seq_len:,} tokens a step, {config.precision}"
@@ -100,8 +176,20 @@ def print_machine(config: Workload, chip: Chip, host: float, assumed: bool) -> N
     advice = ", this machine: host_memory= says another" if assumed else ""
     print(
         f"{chip.name}, {chip.memory / GIB:.1f} GiB, {chip.usable / GIB:.1f} of them for tensors; "
-        f"host {host / GIB:.0f} GiB{advice}\n"
+        f"host {host / GIB:.0f} GiB{advice}"
     )
+    if config.devices > 1:
+        print(
+            f"{config.devices:,} GPUs on {count_of(config.machines, 'machine')}, "
+            f"{chip.link / 1e9:,.0f} GB/s from each to others of its machine"
+            + (f", {chip.network / 1e9:,.0f} beyond" if config.machines > 1 else "")
+        )
+    print()
+
+
+def count_of(number: int, thing: str) -> str:
+    """A number and the noun, in the plural where it has to be."""
+    return f"{number:,} {thing}{'s' if number > 1 else ''}"
 
 
 def machine(options: PlanOptions) -> tuple[Chip, float]:
@@ -124,7 +212,7 @@ def machine(options: PlanOptions) -> tuple[Chip, float]:
         if options.host_memory == "auto"
         else gib("host_memory", options.host_memory)
     )
-    return replace(base, memory=memory), host
+    return replace(base, memory=memory, network=options.network / 8 * 1e9), host
 
 
 def gib(key: str, text: str) -> float:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from longctx.config.parallel_config import kv_copies
-from longctx.planner import optimizer_cost
+from longctx.planner import links, optimizer_cost
 from longctx.planner.workload import Workload
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
@@ -115,6 +116,11 @@ class _Step:
         self.lora_product = 1 if "down" in targets else 0  # the gradient of gate and up's product
         self.lora_gate_up = 6 if "gate_up" in targets else 0  # gate and up, uncompiled
         self.tile = self.tile_of(self.memory.mlp_tile or self.N)
+        # Bytes that the first 0, 1, ... blocks keep on the GPU
+        self.exchanged = self.exchange()
+        self.kept_by_block = [self.kept_by(layer) for layer in range(self.L)]
+        here = [0.0] * self.away() + self.kept_by_block[self.away() :]
+        self.kept_by_first = [0.0, *accumulate(here)]
 
     def moments(self) -> Iterator[tuple[str, Terms]]:
         """Every moment that can be the peak, with its bytes by term."""
@@ -193,20 +199,34 @@ class _Step:
         added = 0 if self.added else FP32 * block
         return float(self.e * (outside + 2 * block) + added)
 
-    def exchange(self, tensors: int) -> float:
-        """Context parallelism: what is sent and received at one time, of the size of q and of k and
-        v `tensors` times and twice.
+    def exchange(self) -> float:
+        """Context parallelism: what is sent and received at one time in attention's backward, in
+        the layers where that is most.
         """
         if self.workload.context == 1:
             return 0.0
-        copies = kv_copies(self.model.heads, self.model.kv_heads, self.workload.context)
-        return 2.0 * self.e * (tensors * self.q + 2 * copies * self.kv) * self.N
+        return max(map(self.exchange_of, self.model.windows()))
+
+    def exchange_of(self, window: int | None) -> float:
+        """`exchange` of a layer with this `window`."""
+        ranks, heads = self.workload.context, self.model.kv_heads
+        if links.is_with_neighbour(self.workload, window):
+            keys = self.N + self.B * ((window or 1) - 1)
+            return 4.0 * self.e * self.kv * keys  # k and v with the neighbour's, dk and dv
+        if self.workload.context_method == "allgather":
+            # Of a group of heads: k and v as received and in order, dk and dv, their sums in fp32
+            # as sent and as received
+            group = max(1, heads // ranks) * self.model.head_size * ranks * self.N
+            return 2.0 * (3 * self.e + 2 * FP32) * group
+        # Ulysses: q, the output and its gradient, and k and v twice, as sent and as received
+        copies = kv_copies(self.model.heads, heads, ranks)
+        return 2.0 * self.e * (3 * self.q + 2 * copies * self.kv) * self.N
 
     def host(self) -> Terms:
         """Bytes of host memory that grow with the run: the optimizer's, and kept activations in
         pinned memory.
         """
-        away = [self.kept_by(layer) for layer in range(self.away())]
+        away = self.kept_by_block[: self.away()]
         optimizer = optimizer_cost.state_on_host(self.workload) / self.slices
         return {OPTIMIZER: optimizer, KEPT: float(sum(away))}
 
@@ -239,7 +259,7 @@ class _Step:
 
     def kept(self, layers: int) -> Terms:
         """What the first `layers` blocks keep on the GPU."""
-        return {KEPT: sum(self.kept_by(layer) for layer in range(self.away(), layers))}
+        return {KEPT: self.kept_by_first[layers]}
 
     def scores_kept(self) -> float:
         """Bytes per score that naive attention leaves for backward."""
@@ -297,14 +317,14 @@ class _Step:
         # Blocks to go back to the last input that was kept
         missing = (layer - 1) % (self.memory.keep_every or 1)
         needed = range(layer - 1 - max(1, missing), layer)
-        brought = sum(self.kept_by(i) for i in needed if 0 <= i < self.away())
+        brought = sum(self.kept_by_block[i] for i in needed if 0 <= i < self.away())
         return brought + min(missing, 2) * self.e * self.C * self.N
 
     def attention_backward(self, layer: int) -> Terms:
         """Backward of attention, with what comes before it computed again where it was not kept."""
         N, C, e, q, kv = self.N, self.C, self.e, self.q, self.kv
         # Residual; do, dq, dk, dv
-        work = e * C * N + e * (2 * q + 2 * kv) * N + self.kernel_workspace() + self.exchange(3)
+        work = e * C * N + e * (2 * q + 2 * kv) * N + self.kernel_workspace() + self.exchanged
         if self.memory.recompute == "none":
             gone = e * ((2 if self.fused else 3) * self.F + C) * N + self.copy * (
                 self.after_weights - q * C

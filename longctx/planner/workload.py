@@ -36,6 +36,12 @@ class Workload:
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     validates: bool = True
+    machines: int = 1  # that the devices are spread over evenly, those of one row side by side
+
+    @property
+    def devices_per_machine(self) -> int:
+        """Devices of one machine."""
+        return -(-self.devices // self.machines)
 
     @property
     def rows_per_step(self) -> int:
@@ -46,6 +52,11 @@ class Workload:
     def data_ranks(self) -> int:
         """Groups of devices that take rows of their own."""
         return self.devices // self.context
+
+    @property
+    def attention_backend(self) -> str:
+        """The name of the attention backend."""
+        return self.attention.backend
 
     @property
     def tokens_per_step(self) -> int:
@@ -59,10 +70,13 @@ def workload_of(
     """The step that `config` asks for on `device` ("cuda" or "cpu") with rows of `seq_len` tokens.
 
     Nulls get their defaults; the memory policy stays as asked. On a GPU `fitting.decide` may make
-    fewer, larger micro-batches of the same step.
+    fewer, larger micro-batches of the same step. context=auto is decided before, see
+    `longctx.planner.layouts`.
     """
+    degree = config.context.degree
+    assert isinstance(degree, int)
     batch_size = config.batch_size or max(1, TOKENS_PER_MICRO_BATCH[device] // seq_len)
-    micro_batch = batch_size * seq_len * config.devices // config.context.degree
+    micro_batch = batch_size * seq_len * config.devices // degree
     strategy = config.strategy.name
     if strategy == "auto":
         strategy = "ddp" if config.devices > 1 else "none"
@@ -71,7 +85,7 @@ def workload_of(
         device=device,
         devices=config.devices,
         strategy=strategy,
-        context=config.context.degree,
+        context=degree,
         context_method=config.context.method_for((model or config.model).heads),
         seq_len=seq_len,
         batch_size=batch_size,

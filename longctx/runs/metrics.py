@@ -250,6 +250,11 @@ METRICS: tuple[Metric, ...] = (
         panel=Panel("Memory", "Peak memory of the process (GiB)"),
     ),
     Metric(
+        "context_check/*",  # before the first step: see longctx.training.context_check
+        "context.check:",
+        hidden=True,
+    ),
+    Metric(
         f"{BY_POSITION}/*",
         "val loss at",
         "{:.4f}".format,

@@ -39,7 +39,7 @@ RESUMABLE = {
         "log_every",
     ),
     *("workers", "device", "devices", "compile", "kernel.lock"),
-    *("strategy", "strategy.name", "context.degree"),
+    *("strategy", "strategy.name", "context.degree", "context.method", "context.check"),
     *(f"passkey.{key}" for key in ("enabled", "lengths", "depths", "samples", "kinds")),
     *(
         f"wandb.{key}"

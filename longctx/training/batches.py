@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from longctx.attention import Mask
 from longctx.attention.mask import causal_pairs
 from longctx.data.rows import IGNORED
-from longctx.training.heartbeat import state_of
+from longctx.distributed.heartbeat import state_of
 
 LOOK = 5.0  # seconds between two looks at the data workers
 LOOKS = 6  # in a row that find one stopped by a signal, which is ended then

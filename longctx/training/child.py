@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx import python_child
-from longctx.training.launched import without_launcher
+from longctx.distributed.launched import without_launcher
 from longctx.training.run import Run
 
 OUT_OF_MEMORY = "out of memory"

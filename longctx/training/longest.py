@@ -1,5 +1,5 @@
 """seq_len=max: the longest rows that fit the GPU, predicted by the planner and confirmed by dry
-runs.
+runs, but where several GPUs share rows or weights, which one cannot show.
 
 A probe is two steps in a child process on packed documents of 4,096 tokens: memory goes by the row,
 so it is that of the run, while attention costs little. Memory that runs out in a child harms
@@ -8,10 +8,10 @@ nobody.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from longctx.planner import fitting
+from longctx.planner import fitting, layouts
 from longctx.planner.hardware import GIB, Chip
 from longctx.planner.peak_memory import predict
 from longctx.planner.workload import Workload
@@ -69,6 +69,33 @@ def find(
             "smaller model=, or give a length"
         )
     return longest
+
+
+def is_shared(work: Workload) -> bool:
+    """Whether a GPU of `work` needs others for its rows or weights."""
+    return work.context > 1 or work.strategy == "fsdp"
+
+
+def predicted(
+    candidates: Sequence[Callable[[int], Workload]],
+    gpu: Chip,
+    host_memory: float,
+    say: Callable[[str], None],
+) -> int:
+    """Tokens per row: the longest that are predicted to fit in one of the layouts that `candidates`
+    are steps of, a part of the GPU left free; ValueError if none.
+    """
+    work = layouts.longest(candidates, gpu, host_memory, MULTIPLE)
+    if work is None:
+        raise ValueError(
+            f"seq_len=max: no length is predicted to fit {gpu.memory / GIB:.1f} GiB; use a smaller "
+            "model=, more devices=, or give a length"
+        )
+    say(
+        f"seq_len=max: {work.seq_len:,} tokens on {work.devices} GPUs, predicted to fit with "
+        f"{fitting.LEFT_FREE:.0%} left free, not tried"
+    )
+    return work.seq_len
 
 
 def probe(run: Run) -> DryRun:

@@ -5,27 +5,29 @@ from __future__ import annotations
 import gc
 import math
 import os
+import shutil
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from longctx.attention import kernels_run
 from longctx.config.request import Request
-from longctx.config.train_config import TrainConfig
 from longctx.data import load
+from longctx.distributed import sharding
+from longctx.distributed.devices import this_machine
+from longctx.distributed.heartbeat import go_on
+from longctx.distributed.parallel import EXIT, Parallel, exit_within, parallel_of
 from longctx.kernels.selftest import SelfTestFailed
-from longctx.planner.hardware import GIB, Machine
+from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import PARAMETERS, predict
 from longctx.runs import checkpoints, run_folder
-from longctx.training import out_of_memory, rendezvous, sharding
+from longctx.training import context_check, out_of_memory
 from longctx.training.batches import (
     StepBatch,
     is_lost_worker,
@@ -33,23 +35,14 @@ from longctx.training.batches import (
     read_ahead,
     train_loader,
 )
-from longctx.training.heartbeat import go_on
-from longctx.training.launched import OWN, launched
-from longctx.training.learning_rate import LearningRate, learning_rate
-from longctx.training.module import TrainingModule
-from longctx.training.parallel import EXIT, Parallel, exit_within
-from longctx.training.resolve import (
-    choose_device,
-    continue_folder,
-    data_config,
-    resolve,
-    this_machine,
-)
+from longctx.training.learning_rate import learning_rate
+from longctx.training.resolve import continue_folder, data_config, resolve
 from longctx.training.run import Run, of_shared
 from longctx.training.run_log import RunLog
 from longctx.training.schedule import Schedule
 from longctx.training.sweep import RESULT_VARIABLE
 from longctx.training.throughput import Meter, StepSplit, resident
+from longctx.training.train_step import TrainState, optimizer_step
 from longctx.training.validation import facts_found, validate
 
 
@@ -62,9 +55,7 @@ def train(request: Request) -> int:
     machine = this_machine()
     parallel = parallel_of(request.config, machine)
     try:
-        if parallel.launched.by != OWN:
-            parallel.meet()
-        request = request._replace(config=parallel.config)
+        request = request._replace(config=replace(request.config, devices=parallel.ranks))
         run = resolve(request, machine) if parallel.is_first else None
         parallel.launch("" if run is None else str(run.folder))
     except (ValueError, OSError) as error:
@@ -82,21 +73,11 @@ def train(request: Request) -> int:
         return train_safely(run, parallel)
 
 
-def parallel_of(config: TrainConfig, machine: Machine) -> Parallel:
-    """The processes that `config` asks for.
-
-    Raises ValueError where this one cannot be among them; the others are told why.
-    """
-    try:
-        return Parallel(config, choose_device(config, machine), machine)
-    except ValueError as error:
-        rendezvous.refuse(launched(config), str(error))
-        raise
-
-
 def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal) -> None:
     """Every step of `run`: forward and backward, clipping and update, log, validate, save, stop."""
     data = run.data or load(data_config(run.config), run.workload.seq_len)
+    if run.config.context.check:
+        log.checked(context_check.compare_with_one(run, data, parallel))
     shorter = [
         load(data_config(run.config), seq_len) for seq_len, _ in run.config.seq_len_schedule or []
     ]
@@ -157,63 +138,6 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal) -> None:
         if stopped:
             break
         meter.waits()
-
-
-def optimizer_step(
-    state: TrainState,
-    batch: StepBatch,
-    parallel: Parallel,
-    mark: Callable[[str], None] = lambda part: None,
-) -> Tensor:
-    """One update of the weights; returns the loss summed over this rank's scored tokens.
-
-    The gradient is that of the mean loss over the scored tokens of all micro-batches and ranks.
-    `mark` is told when "forward", "backward" and "optimizer" have been queued.
-    """
-    weight = parallel.loss_weight(batch.scored)
-    batch.weigh(weight)
-    total = torch.zeros((), device=parallel.device)
-    with parallel.autocast():  # around all micro-batches, so that weights are cast once
-        for micro in batch.micro:
-            with parallel.accumulates(state.prepared, last=micro is batch.micro[-1]):
-                loss = state.prepared.training_step(micro)
-                mark("forward")
-                parallel.backward(loss)
-                mark("backward")
-            total += loss.detach() / weight
-    state.module.configure_gradient_clipping(state.optimizer)
-    state.optimizer.step()
-    state.optimizer.zero_grad()
-    state.scheduler.step()
-    state.steps_done += 1
-    mark("optimizer")
-    return total
-
-
-class TrainState:
-    """What a step changes: weights, optimizer, learning rate."""
-
-    def __init__(self, run: Run, parallel: Parallel) -> None:
-        self.run, self.steps_done = run, run.steps_done
-        self.module = TrainingModule(run, parallel.shard)
-        parallel.build(self.module.configure_model)
-        self.module.model.share_rows(parallel.context)
-        configured = self.module.configure_optimizers()
-        self.optimizer: torch.optim.Optimizer = configured["optimizer"]
-        self.scheduler: LearningRate = configured["lr_scheduler"]["scheduler"]
-        self.prepared = parallel.prepare(self.module)
-
-    def restore(self, path: Path, meter: Meter, parallel: Parallel) -> None:
-        """Continue from the checkpoint at `path`, bit for bit."""
-        checkpoint = checkpoints.read(path, checkpoints.TO_RESUME)
-        for name, weight in self.module.named_parameters():
-            sharding.write_rows_of(checkpoint["state_dict"][name], weight)
-        self.optimizer.load_state_dict(
-            sharding.state_of_rank(checkpoint["optimizer_states"][0], self.optimizer)
-        )
-        self.scheduler = LearningRate(self.optimizer, self.run)
-        meter.restore(checkpoint["meter"], parallel.is_first)
-        checkpoints.restore_random_state(checkpoint["random"])
 
 
 def step_batches(run: Run, schedule: Schedule, parallel: Parallel) -> Iterator[StepBatch]:
@@ -346,6 +270,7 @@ def train_safely(run: Run, parallel: Parallel) -> int:
     state_of_gc = gc.get_freeze_count()
     code: int = 1
     problem: str | None = None
+    untrained = False  # a new run that ends before its first step leaves no folder
     try:
         with out_of_memory.within_memory(work.device), stop.caught():
             loop(run, parallel, log, stop)
@@ -357,6 +282,11 @@ def train_safely(run: Run, parallel: Parallel) -> int:
         if parallel.ranks > 1:
             exit_within(EXIT, code)
         raise SystemExit(code) from None
+    except context_check.CheckFailed as error:  # on every rank
+        parallel.leave()
+        if not parallel.is_first:
+            return 0  # the first says it for all
+        problem, untrained = str(error), run.checkpoint is None
     except (SelfTestFailed, FloatingPointError) as error:
         problem = str(error)
     except (RuntimeError, MemoryError) as error:
@@ -377,7 +307,10 @@ def train_safely(run: Run, parallel: Parallel) -> int:
         if gc.get_freeze_count() > state_of_gc:
             gc.unfreeze()
         log.end(code)
-    log.summary(code, stop.number)
+    if untrained:
+        shutil.rmtree(run.folder, ignore_errors=True)
+    else:
+        log.summary(code, stop.number)
     if problem:
         if parallel.is_first:
             print(f"error: {problem}", file=sys.stderr, flush=True)

@@ -14,9 +14,10 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from longctx.distributed import sharding
 from longctx.model import GPT, lora
 from longctx.model.huggingface import load_weights
-from longctx.training import optimizers, sharding
+from longctx.training import optimizers
 from longctx.training.batches import MicroBatch
 from longctx.training.learning_rate import LearningRate
 from longctx.training.run import Run

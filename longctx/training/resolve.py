@@ -1,6 +1,6 @@
 """From what is asked for to what is done: every decision of a training run, made once, in order.
 
-`resolve` reads top to bottom: device, model, attention, length, vocabulary, memory policy,
+`resolve` reads top to bottom: device, model, attention, length, vocabulary, layout, memory policy,
 schedule, kernel lock, folder. Everything that can be wrong is found before the folder is made, so a
 mistake leaves nothing behind. What follows reads the frozen `Run` (run.py).
 """
@@ -11,6 +11,7 @@ import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,9 +24,11 @@ from longctx.config.model_config import GPTConfig
 from longctx.config.request import Request
 from longctx.config.train_config import TrainConfig
 from longctx.data import load, sources
+from longctx.distributed.devices import choose_device
+from longctx.distributed.launched import launched
 from longctx.model.context_extension import extended
 from longctx.model.restore import mapped_model
-from longctx.planner import fitting, hardware
+from longctx.planner import layouts
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import Workload, with_vocabulary, workload_of
 from longctx.runs import checkpoints, run_folder
@@ -55,10 +58,15 @@ def resolve(request: Request, machine: Machine, say: Say = print) -> Run:
         run_folder.check_free(Path(config.runs), config.name)
 
     # Model: a preset, the weights of a folder, or what the run began with
-    if resumed:
-        request = request._replace(config=with_steps_of_run(config))
     config, model, source = choose_model(request, device)
+    if resumed and {"context.degree", "context.method"} & request.overrides.keys() == {
+        "context.degree"
+    }:  # the method of the run may not go with another degree
+        config = replace(config, context=replace(config.context, method="auto"))
     check_attention(config, model, device)
+    open_layouts = layouts.each(config, model)
+    if resumed:
+        open_layouts = with_steps_of_run(open_layouts)
 
     # Length of a row, its vocabulary with it where the length depends on memory
     seq_len = config.seq_len
@@ -74,19 +82,21 @@ def resolve(request: Request, machine: Machine, say: Say = print) -> Run:
         source += f", rope {rope}" if rope else ""
     data = load(data_config(config), seq_len)
     tokens = data.tokenizer.vocab_size
-    work = workload_of(config, device, seq_len, check_vocabulary(model, tokens))
-    work = with_vocabulary(work, tokens)
+    check_vocabulary(model, tokens)
+    candidates = [step_of(one, device, seq_len, model, tokens) for one in open_layouts]
 
-    # Memory policy, and the rows of a micro-batch where neither is given
+    # Layout, memory policy, and the rows of a micro-batch where neither is given
     merge = config.batch_size is None and config.accumulate is None
-    several = work.devices > 1 and config.strategy.name == "auto"
+    several = len(candidates) > 1
+    work, reason = candidates[0], "nothing is predicted on a CPU"
     if device == "cuda" and (merge or several or config.memory.policy == "auto"):
         assert machine.gpu is not None
-        decide = fitting.decide_strategy if several else fitting.decide
-        work = decide(work, machine.gpu, machine.host_memory, merge)
+        work, reason = layouts.choose(candidates, machine.gpu, machine.host_memory, merge)
 
     # Schedule
     run = scheduled(config, work)
+    if several:
+        run = replace(run, layout_note=f"{layouts.name_of(work)} (auto: {reason})")
     check_schedule(run)
     check_facts(data, config, seq_len)
     check_validation(data, config, request.overrides)
@@ -110,30 +120,6 @@ def resolve(request: Request, machine: Machine, say: Say = print) -> Run:
     run = replace(run, config=config, folder=folder, kernel_lock=lock)
     fill_folder(run)
     return run
-
-
-def this_machine() -> Machine:
-    """The machine as torch sees it from this process."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not gpus:
-        return Machine(0, None, False, hardware.host_memory())
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    gpu = hardware.chip(properties.name, float(properties.total_memory))
-    return Machine(gpus, gpu, torch.cuda.is_bf16_supported(), hardware.host_memory())
-
-
-def choose_device(config: TrainConfig, machine: Machine) -> str:
-    """ "cuda" or "cpu"; ValueError for a GPU that is asked for and not there, or lacks bf16."""
-    if config.device == "cuda" and not machine.gpus:
-        raise ValueError(
-            "device=cuda: torch finds no GPU here; use device=cpu, or device=auto for what there is"
-        )
-    if config.device == "cpu" or not machine.gpus:
-        return "cpu"
-    if not machine.bf16 and config.precision in ("auto", "bf16"):
-        name = machine.gpu.name if machine.gpu else "this GPU"
-        raise ValueError(f"precision=bf16: {name} has no bf16; use precision=fp32")
-    return "cuda"
 
 
 def choose_model(request: Request, device: str) -> tuple[TrainConfig, GPTConfig, str]:
@@ -165,8 +151,8 @@ def choices_of(request: Request, device: str) -> dict[str, str]:
 
 def check_attention(config: TrainConfig, model: GPTConfig, device: str) -> None:
     """Raise ValueError, saying what to use instead, where the backend cannot run as asked."""
-    shard = None
-    if config.context.degree > 1 and config.context.method_for(model.heads) == "allgather":
+    shard, sharing = None, config.context
+    if sharing.degree not in (1, "auto") and sharing.method_for(model.heads) == "allgather":
         shard = Mask("intervals")  # the queries of a rank see any of them
     bf16 = config.precision == "bf16" or (config.precision == "auto" and device == "cuda")
     attention.check(
@@ -209,19 +195,27 @@ def longest_rows(
             "seq_len=max: finds what fits a GPU, and this run is on a CPU; give a number of tokens"
         )
 
-    if config.context.degree > 1 or config.strategy.name == "fsdp":
-        raise ValueError(
-            "seq_len=max: is tried out on one GPU, which cannot show what fits where several share "
-            "rows or weights; give a number of tokens"
-        )
-
-    def at(length: int) -> Workload:
-        return with_vocabulary(workload_of(config, "cuda", length, model), tokens)
+    candidates = [
+        partial(step_of, one, "cuda", model=model, tokens=tokens)
+        for one in layouts.each(config, model)
+    ]
+    if config.devices > 1 and any(longest.is_shared(at(SOME_LENGTH)) for at in candidates):
+        return longest.predicted(candidates, machine.gpu, machine.host_memory, say)
 
     def probe(work: Workload) -> DryRun:
         return longest.probe(scheduled(config, work))
 
-    return longest.find(at, probe, machine.gpu, machine.host_memory, say)
+    return longest.find(candidates[0], probe, machine.gpu, machine.host_memory, say)
+
+
+def step_of(
+    config: TrainConfig, device: str, seq_len: int, model: GPTConfig, tokens: int
+) -> Workload:
+    """The step of `config`, its layout decided, with rows of `seq_len` and a vocabulary of
+    `tokens`, on the machines that there are.
+    """
+    work = with_vocabulary(workload_of(config, device, seq_len, model), tokens)
+    return replace(work, machines=launched(config).nodes)
 
 
 def scheduled(config: TrainConfig, work: Workload) -> Run:
@@ -262,23 +256,30 @@ def check_schedule(run: Run) -> None:
         )
 
 
-def with_steps_of_run(config: TrainConfig) -> TrainConfig:
-    """`config` of a resumed run with the rows of its steps, spread over the devices there are now.
+def with_steps_of_run(open_layouts: list[TrainConfig]) -> list[TrainConfig]:
+    """The layouts in which a resumed run can go on with the rows of its steps, spread over the
+    devices there are now.
 
-    ValueError where they cannot be spread evenly.
+    ValueError where they can be spread evenly in none.
     """
-    saved = run_folder.read_config(Path(config.resume or ""))
+    saved = run_folder.read_config(Path(open_layouts[0].resume or ""))
     before = saved["devices"] // saved.get("context.degree", 1)
-    now = config.devices // config.context.degree
-    assert config.batch_size is not None and config.accumulate is not None
-    rows = config.batch_size * config.accumulate * before
-    if rows % now:
+    possible = []
+    for config in open_layouts:
+        assert config.batch_size is not None and config.accumulate is not None
+        assert isinstance(config.context.degree, int)
+        rows = config.batch_size * config.accumulate * before
+        groups = config.devices // config.context.degree
+        if rows % groups == 0:
+            batch_size = math.gcd(config.batch_size, rows // groups)
+            accumulate = rows // groups // batch_size
+            possible.append(replace(config, batch_size=batch_size, accumulate=accumulate))
+    if not possible:
         raise ValueError(
-            f"devices={config.devices}: a step of the run has {rows} rows, which {now} groups of "
-            "devices cannot share evenly; choose another number"
+            f"devices={config.devices}: a step of the run has {rows} rows, which {groups} groups "
+            "of devices cannot share evenly; choose another number"
         )
-    batch_size = math.gcd(config.batch_size, rows // now)
-    return replace(config, batch_size=batch_size, accumulate=rows // now // batch_size)
+    return possible
 
 
 def continued(run: Run) -> Run:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class Run:
     steps_done: int = 0  # at that checkpoint
     kernel_lock: Lock | None = None
     lock_note: str = ""  # what is to be said about kernels that changed
+    layout_note: str = ""  # and about a layout that was chosen here
     data: Data | Mixture | None = field(default=None, compare=False, repr=False)
 
     def logs(self, step: int) -> bool:
@@ -57,6 +58,7 @@ class Run:
             "compile": str(work.compile).lower(),
             "devices": work.devices,
             "strategy": {"name": "auto" if work.strategy == "none" else work.strategy},
+            "context": self.context(),
             "model": asdict(work.model),
             "memory": asdict(work.memory),
             "optimizer": asdict(work.optimizer),
@@ -66,11 +68,18 @@ class Run:
             decided["kernel"] = {"lock": "auto"}
         return run_folder.plain(self.config) | run_folder.plain(decided)
 
+    def context(self) -> dict[str, Any]:
+        """The keys of context= as decided; how rows are shared is left open where none are."""
+        work = self.workload
+        method = work.context_method if work.context > 1 else self.config.context.method
+        return asdict(replace(self.config.context, degree=work.context, method=method))
+
     def shared(self) -> dict[str, Any]:
         """All but the data, as values that JSON can hold: what other processes are told."""
         return {
             "settings": self.settings() | {"resume": self.config.resume},
             "device": self.workload.device,
+            "machines": self.workload.machines,
             "model_source": self.model_source,
             "folder": str(self.folder),
             "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
@@ -98,7 +107,7 @@ def run_of(settings: dict[str, Any], device: str, **about: Any) -> Run:
 def of_shared(shared: dict[str, Any]) -> Run:
     """The run that another process told of by `Run.shared`."""
     checkpoint = shared["checkpoint"]
-    return run_of(
+    run = run_of(
         shared["settings"],
         shared["device"],
         model_source=shared["model_source"],
@@ -107,3 +116,4 @@ def of_shared(shared: dict[str, Any]) -> Run:
         steps_done=shared["steps_done"],
         kernel_lock=shared["kernel_lock"],
     )
+    return replace(run, workload=replace(run.workload, machines=shared["machines"]))

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from longctx import attention
+from longctx.distributed.parallel import Parallel
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import predict
 from longctx.planner.workload import Workload
 from longctx.runs.tracking import Tracker
 from longctx.training.console import Display, closing_table
-from longctx.training.parallel import Parallel
+from longctx.training.context_check import Finding
 from longctx.training.run import Run
 
 
@@ -26,11 +27,17 @@ class RunLog:
         self.display = Display(run.max_steps, run.steps_done, silent=not self.first)
         self.tracker = Tracker(run.folder, run.config.wandb) if self.first else None
         self.facts = facts(run) if self.first else {}
+        self.figures: dict[str, float] = {}  # of context.check, for the first row
         if self.first:
             for line in opening(run, parallel):
                 self.display.say(line)
         if self.tracker is not None and (how := self.tracker.how_to_look()):
             self.display.say(how)
+
+    def checked(self, finding: Finding) -> None:
+        """Show what context.check found; its figures stand in the next row."""
+        self.display.say(f"check      {finding}")
+        self.figures = finding.figures()
 
     def begin(self) -> None:
         """Show the progress bar."""
@@ -44,7 +51,8 @@ class RunLog:
     def record(self, row: dict[str, Any]) -> None:
         """Write a row to metrics.jsonl and wandb, and show it."""
         if self.tracker is not None:
-            self.tracker.log(row)
+            self.tracker.log(row | self.figures)
+        self.figures = {}
         self.display.show(row)
 
     def start_wandb(self, kernels: dict[str, str]) -> None:
@@ -141,4 +149,5 @@ def opening(run: Run, parallel: Parallel) -> list[str]:
         f"length     {run.max_steps:,} steps, {run.max_steps * work.tokens_per_step:,} tokens"
         + (f", {shorter} first" if shorter else ""),
     ]
+    lines += [f"layout     {run.layout_note}"] if run.layout_note else []
     return [*lines, f"kernels    {run.lock_note}"] if run.lock_note else lines

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longctx.distributed.parallel import Parallel
 from longctx.planner.hardware import peak_flops
 from longctx.planner.workload import Workload
 from longctx.runs.metrics import BUSY_OF_RANK
 from longctx.training.batches import StepBatch
-from longctx.training.parallel import Parallel
 
 
 class Meter:

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from longctx.config.train_config import TrainConfig
 from longctx.data import Data, Mixture
 from longctx.data.rows import IGNORED
+from longctx.distributed.parallel import Parallel
 from longctx.evaluation.passkey import check_texts, filler_of, recall
 from longctx.evaluation.positions import Filled, mean_losses, packed_buckets
+from longctx.evaluation.scorer import Scorer
 from longctx.evaluation.windows import Document
 from longctx.runs.metrics import BY_POSITION, FACTS_FOUND
 from longctx.training.batches import MicroBatch, validation_batches
-from longctx.training.parallel import Parallel
 from longctx.training.run import Run
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -82,14 +83,13 @@ def facts_found(module: Any, data: Data | Mixture, run: Run) -> dict[str, float]
     depths = keys.depths or DEPTHS
     cells = _eager(
         recall,
-        module.model,
+        Scorer(module.model, torch.bfloat16 if run.workload.precision == "bf16" else torch.float32),
         data.tokenizer,
         _filler(data, lengths),
         lengths,
         depths,
         keys.samples,
         keys.kinds,
-        torch.bfloat16 if run.workload.precision == "bf16" else None,
     )
     right = {(cell.kind, cell.length): 0 for cell in cells}
     for cell in cells:

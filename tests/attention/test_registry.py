@@ -16,8 +16,10 @@ from longctx.attention import (
     kernels_run,
     register,
     registry,
+    takes_intervals,
 )
 from longctx.attention.naive import Naive
+from longctx.config.parallel_config import FREE_INTERVALS
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs" / "attention"
 q = torch.randn(1, 5, 2, 16)
@@ -172,3 +174,8 @@ def test_lse_is_natural_log():
     expected = (q[0, 0] ** 2).sum(-1) * 16**-0.5
     torch.testing.assert_close(lse[0, :, 0], expected)
     torch.testing.assert_close(out, q[:, :1])
+
+
+def test_the_planner_knows_who_takes_free_intervals() -> None:
+    own = ("naive", "sdpa", "flash", "flex", "flash_attn")
+    assert [name for name in own if takes_intervals(name)] == list(FREE_INTERVALS)

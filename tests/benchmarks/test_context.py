@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import context
 from benchmarks.words import main, training_run
+from longctx.distributed import devices
 from longctx.planner import hardware
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import predict
@@ -42,7 +43,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> hardware.Chip:
         return DryRun([9e3, 500.0], work.seq_len, work.seq_len**2 / 2, memory, kernels)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(resolve, "this_machine", lambda: machine)
+    monkeypatch.setattr(devices, "this_machine", lambda: machine)
     monkeypatch.setattr(resolve, "check_attention", lambda config, model, device: None)
     monkeypatch.setattr(child, "dry_run_in_child", in_child)
     monkeypatch.setattr(context, "machine", lambda: {"gpu": "made up"})

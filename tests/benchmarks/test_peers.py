@@ -15,6 +15,7 @@ import torch
 
 from benchmarks import peers, trainers
 from benchmarks.words import main, training_run
+from longctx.distributed import devices
 from longctx.planner import hardware
 from longctx.planner.hardware import GIB
 from longctx.training import child, resolve
@@ -206,7 +207,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         }
 
     machine = hardware.Machine(1, hardware.chip("NVIDIA H200", 139.8 * GIB), True, 2048 * GIB)
-    monkeypatch.setattr(resolve, "this_machine", lambda: machine)
+    monkeypatch.setattr(devices, "this_machine", lambda: machine)
     monkeypatch.setattr(child, "in_child", in_child)
     monkeypatch.setattr(peers, "version", lambda package: "1.0")
     return requests

@@ -17,6 +17,7 @@ from longctx.data import Tokenizer
 from longctx.data.tokenizer import train
 from longctx.evaluation.harness import Harness, evaluate_tasks
 from longctx.evaluation.perplexity import perplexity
+from longctx.evaluation.scorer import Scorer
 from longctx.evaluation.windows import Document
 from longctx.model import GPT, GPTConfig
 from longctx.runs.evaluations import task_scores
@@ -37,7 +38,7 @@ def model(tokenizer: Tokenizer) -> GPT:
 
 
 def harness(model: GPT, tokenizer: Tokenizer, context: int = 32) -> Harness:
-    return Harness(model, tokenizer, context, context // 2, rows=3, dtype=None)
+    return Harness(Scorer(model), tokenizer, context, context // 2, rows=3)
 
 
 def one_by_one(model: GPT, before: list[int], after: list[int], context: int) -> tuple[float, bool]:
@@ -95,7 +96,7 @@ def test_rolling_text_is_the_perplexity_of_the_document(model: GPT, tokenizer: T
     documents = [
         Document("x", np.array([tokenizer.eos_id, *tokenizer.encode(text)]), 0) for text in texts
     ]
-    ours = perplexity(model, documents, context=32, stride=16)
+    ours = perplexity(Scorer(model), documents, context=32, stride=16)
     assert sums == pytest.approx([-score.nats for score in ours.documents], rel=1e-6)
 
 

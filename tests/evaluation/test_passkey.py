@@ -17,6 +17,7 @@ from longctx.data.facts import task
 from longctx.data.tokenizer import Tokenizer, train
 from longctx.evaluation import heatmap
 from longctx.evaluation.passkey import Cell, filler_of, recall, text
+from longctx.evaluation.scorer import Scorer
 from longctx.evaluation.windows import Document
 from longctx.model import GPT, GPTConfig
 
@@ -87,12 +88,13 @@ def test_a_text_has_its_length_and_its_fact_at_its_depth(
 def test_recall_is_right_where_the_model_sees_the_fact(
     tokenizer: Tokenizer, filler: np.ndarray
 ) -> None:
-    cells = recall(Oracle(tokenizer), tokenizer, filler, [256, 300], [0.0, 0.5, 1.0], samples=3)
+    scorer = Scorer(Oracle(tokenizer))
+    cells = recall(scorer, tokenizer, filler, [256, 300], [0.0, 0.5, 1.0], samples=3)
     assert len(cells) == 2 * 2 * 3
     assert all(cell.accuracy == 1 and cell.samples == 3 for cell in cells)
     assert all(-0.1 < cell.logprob <= 0 for cell in cells)
     blind = recall(
-        Oracle(tokenizer, sight=150),
+        Scorer(Oracle(tokenizer, sight=150)),
         tokenizer,
         filler,
         [400],
@@ -107,7 +109,7 @@ def test_recall_is_right_where_the_model_sees_the_fact(
 def test_a_model_is_scored_by_its_own_logits(tokenizer: Tokenizer, filler: np.ndarray) -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=448, layers=1, channels=16, heads=2, ffn=16)).train()
-    [cell] = recall(model, tokenizer, filler, [150], [0.5], samples=1, kinds=["passkey"])
+    [cell] = recall(Scorer(model), tokenizer, filler, [150], [0.5], samples=1, kinds=["passkey"])
     assert model.training
     rng = Random("measure passkey 150 0")
     hidden = task("passkey", rng)
@@ -135,9 +137,9 @@ def test_lengths_that_cannot_be_filled_are_refused(
 ) -> None:
     model = Oracle(tokenizer)
     with pytest.raises(ValueError, match=r"passkey\.lengths=\[256\]:"):
-        recall(model, tokenizer, filler[:10], [256])
+        recall(Scorer(model), tokenizer, filler[:10], [256])
     with pytest.raises(ValueError, match=r"passkey\.lengths=\[40\]:"):
-        recall(model, tokenizer, filler, [40])
+        recall(Scorer(model), tokenizer, filler, [40])
 
 
 def test_tables_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@ batched.
 """
 
 import copy
-import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,8 +16,9 @@ from torch import Tensor, nn
 
 from longctx.attention import Attention
 from longctx.evaluation import scoring
-from longctx.evaluation.perplexity import merged, perplexity, to_plain
-from longctx.evaluation.scoring import round_matrices
+from longctx.evaluation.perplexity import perplexity
+from longctx.evaluation.scorer import Scorer
+from longctx.evaluation.weights import round_matrices
 from longctx.evaluation.windows import Document
 from longctx.model import GPT, GPTConfig
 
@@ -69,7 +69,7 @@ def test_one_window_agrees_with_fp64_over_the_whole_document(model: GPT) -> None
         block.attention.attend = Attention("naive", {})
     docs = documents(150, 97, 33)
     expected = [nats(exact, document.ids) for document in docs]
-    result = perplexity(model, docs, context=150)
+    result = perplexity(Scorer(model), docs, context=150)
     for score, sums in zip(result.documents, expected, strict=True):
         assert score.perplexity == pytest.approx(math.exp(sums.mean().item()), rel=1e-6)
     assert result.total.perplexity == pytest.approx(
@@ -103,14 +103,14 @@ def test_windows_agree_with_transformers_own_recipe(model: GPT, tmp_path: Path) 
             total, scored, previous = total + mean.item() * count, scored + count, end
             if end == ids.shape[1]:
                 break
-        ours = perplexity(model, [document], context=length - 1, stride=stride).total
+        ours = perplexity(Scorer(model), [document], context=length - 1, stride=stride).total
         assert ours.tokens == scored == len(document.ids) - 1
         assert ours.perplexity == pytest.approx(math.exp(total / scored), rel=1e-6)
 
 
 def test_one_window_is_the_whole_document_exactly(model: GPT) -> None:
     docs = documents(150, 97, 2)
-    result = perplexity(model, docs, context=150)
+    result = perplexity(Scorer(model), docs, context=150)
     for score, document in zip(result.documents, docs, strict=True):
         expected = nats(model, document.ids)
         assert score.tokens == len(document.ids) - 1
@@ -124,7 +124,7 @@ def test_windows_agree_with_the_strided_recipe(model: GPT, length: int, stride: 
     prediction.
     """
     docs = documents(100, 33, 34, 20)
-    result = perplexity(model, docs, context=length - 1, stride=stride)
+    result = perplexity(Scorer(model), docs, context=length - 1, stride=stride)
     for score, document in zip(result.documents, docs, strict=True):
         assert score.nats == pytest.approx(strided(model, document.ids, length, stride), rel=1e-6)
 
@@ -132,23 +132,23 @@ def test_windows_agree_with_the_strided_recipe(model: GPT, length: int, stride: 
 def test_context_helps_where_it_is_read(model: GPT) -> None:
     """Else a mistake in which window scores a token could hide."""
     document = documents(100)
-    assert perplexity(model, document, 8).total.nats != pytest.approx(
-        perplexity(model, document, 99).total.nats, rel=1e-3
+    assert perplexity(Scorer(model), document, 8).total.nats != pytest.approx(
+        perplexity(Scorer(model), document, 99).total.nats, rel=1e-3
     )
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 7, 100])
 def test_scores_do_not_depend_on_the_batch(model: GPT, batch_size: int) -> None:
     docs = documents(70, 5, 1, 2, 11, 30, 3)
-    together = perplexity(model, docs, context=24, stride=10, batch_size=batch_size)
+    together = perplexity(Scorer(model), docs, context=24, stride=10, batch_size=batch_size)
     for score, document in zip(together.documents, docs, strict=True):
         if len(document.ids) > 1:
-            alone = perplexity(model, [document], context=24, stride=10)
+            alone = perplexity(Scorer(model), [document], context=24, stride=10)
             assert score.nats == pytest.approx(alone.total.nats, rel=1e-6)
 
 
 def test_totals_are_sums_and_not_means(model: GPT) -> None:
-    result = perplexity(model, documents(60, 4, 1), context=20)
+    result = perplexity(Scorer(model), documents(60, 4, 1), context=20)
     total = result.total
     assert total.tokens == 59 + 3
     assert total.n_bytes == 4 * 64
@@ -179,14 +179,14 @@ def test_bits_per_byte_of_uniform_bytes_is_8() -> None:
     document = Document(
         "bytes", np.frombuffer(text, dtype=np.uint8).astype(np.int64), len(text) - 1
     )
-    result = perplexity(Uniform(), [document] * 3, context=4, stride=3)
+    result = perplexity(Scorer(Uniform()), [document] * 3, context=4, stride=3)
     assert result.total.bits_per_byte == pytest.approx(8, rel=1e-15)
     assert result.total.perplexity == pytest.approx(256, rel=1e-12)
 
 
 def test_the_model_is_left_as_it_was() -> None:
     model = Uniform().train()
-    perplexity(model, documents(9), context=4)
+    perplexity(Scorer(model), documents(9), context=4)
     assert model.training
 
 
@@ -201,25 +201,25 @@ def test_documents_are_read_as_they_are_needed(model: GPT) -> None:
         raise AssertionError("read on after the last window")
 
     with pytest.raises(AssertionError):
-        perplexity(model, endless(), context=10, batch_size=2)
+        perplexity(Scorer(model), endless(), context=10, batch_size=2)
     assert read == 8
 
 
 @pytest.mark.parametrize("stride", [0, -1, 11])
 def test_a_stride_that_leaves_tokens_out_is_refused(model: GPT, stride: int) -> None:
     with pytest.raises(ValueError, match=rf"stride={stride}: .*seq_len=10"):
-        perplexity(model, documents(30), context=10, stride=stride)
+        perplexity(Scorer(model), documents(30), context=10, stride=stride)
 
 
 @pytest.mark.parametrize("lengths", [(), (1, 1), (0,)])
 def test_nothing_to_score_is_refused(model: GPT, lengths: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="documents:"):
-        perplexity(model, documents(*lengths), context=10).require_scores()
+        perplexity(Scorer(model), documents(*lengths), context=10).require_scores()
 
 
 def test_autocast_stays_near(model: GPT) -> None:
-    exact = perplexity(model, documents(80), context=40).total
-    rounded = perplexity(model, documents(80), context=40, dtype=torch.bfloat16).total
+    exact = perplexity(Scorer(model), documents(80), context=40).total
+    rounded = perplexity(Scorer(model, torch.bfloat16), documents(80), context=40).total
     assert rounded.nats != exact.nats
     assert rounded.nats == pytest.approx(exact.nats, rel=0.02)
 
@@ -230,7 +230,8 @@ def test_matrices_rounded_once_equal_autocast(model: GPT) -> None:
     assert rounded.embed.weight.dtype == torch.float32
     assert rounded.blocks[0].mlp.down.weight.dtype == torch.bfloat16
     one, other = (
-        perplexity(m, documents(80, 9), context=40, dtype=torch.bfloat16) for m in (model, rounded)
+        perplexity(Scorer(m, torch.bfloat16), documents(80, 9), context=40)
+        for m in (model, rounded)
     )
     assert one.total.nats == other.total.nats
 
@@ -238,7 +239,7 @@ def test_matrices_rounded_once_equal_autocast(model: GPT) -> None:
 def test_the_same_tokens_are_scored_at_every_context(model: GPT) -> None:
     """Against one forward per target and context over exactly the tokens that it may see."""
     docs, contexts = documents(100, 33, 32, 70), [8, 16, 32]
-    result = perplexity(model, docs, context=32, contexts=contexts, batch_size=3)
+    result = perplexity(Scorer(model), docs, context=32, contexts=contexts, batch_size=3)
     rows = result.contexts.rows()
     assert [row["context"] for row in rows] == contexts
     assert result.contexts.documents == 3
@@ -254,7 +255,7 @@ def test_the_same_tokens_are_scored_at_every_context(model: GPT) -> None:
     assert rows[0]["gain"] == 0
     assert rows[-1]["gain"] == pytest.approx(np.subtract(losses[8], losses[32]).mean(), abs=1e-5)
     assert result.total.nats == pytest.approx(
-        perplexity(model, docs, context=32).total.nats, rel=1e-6
+        perplexity(Scorer(model), docs, context=32).total.nats, rel=1e-6
     )
     best = result.contexts.gains[0]
     assert all(gain.short > gain.long for gain in result.contexts.gains)
@@ -273,7 +274,7 @@ def test_the_same_tokens_are_scored_at_every_context(model: GPT) -> None:
 def test_loss_by_position_is_of_the_same_documents_in_every_bucket(model: GPT) -> None:
     lengths = [40, 33, 32, *[90] * 8, 5]
     docs = documents(*lengths)
-    result = perplexity(model, docs, context=63)
+    result = perplexity(Scorer(model), docs, context=63)
     rows = result.positions.buckets()
     assert [(row["first"], row["last"]) for row in rows] == [
         (1, 1),
@@ -288,30 +289,9 @@ def test_loss_by_position_is_of_the_same_documents_in_every_bucket(model: GPT) -
     for row in rows:
         expected = torch.stack([losses[row["first"] - 1 : row["last"]] for losses in longest])
         assert row["loss"] == pytest.approx(expected.mean().item(), rel=1e-5)
-    assert perplexity(model, documents(5, 2), context=63).positions.buckets()[-1]["last"] == 3
-
-
-@pytest.mark.parametrize("processes", [1, 2, 3, 7])
-def test_parts_of_several_processes_are_the_whole(model: GPT, processes: int) -> None:
-    docs, settings = (
-        documents(70, 5, 1, 2, 41, 30),
-        {"context": 20, "stride": 7, "contexts": [5, 20]},
+    assert (
+        perplexity(Scorer(model), documents(5, 2), context=63).positions.buckets()[-1]["last"] == 3
     )
-    single = perplexity(model, docs, **settings)
-    parts = [to_plain(perplexity(model, docs[r::processes], **settings)) for r in range(processes)]
-    together = merged(json.loads(json.dumps(parts)))
-    assert [score.name for score in together.documents] == [document.name for document in docs]
-    assert [score.nats for score in together.documents] == pytest.approx(
-        [s.nats for s in single.documents], rel=1e-5
-    )
-    assert together.windows == single.windows
-    rows = together.contexts.rows() + together.positions.buckets()
-    expected = single.contexts.rows() + single.positions.buckets()
-    for one, other in zip(rows, expected, strict=True):
-        assert one == pytest.approx(other, rel=1e-5)
-    assert [(g.owner, g.position) for g in together.contexts.gains] == [
-        (g.owner, g.position) for g in single.contexts.gains
-    ]
 
 
 def test_speed_on_a_cpu_is_that_of_every_batch_but_the_first(
@@ -328,5 +308,5 @@ def test_speed_on_a_cpu_is_that_of_every_batch_but_the_first(
 
     monkeypatch.setattr(GPT, "forward", counted)
     monkeypatch.setattr(scoring, "time", SimpleNamespace(perf_counter=lambda: float(clock)))
-    speed = perplexity(model, documents(31, 31, 31), 32).speed
+    speed = perplexity(Scorer(model), documents(31, 31, 31), 32).speed
     assert (speed.tokens, speed.seconds) == (60, 2.0)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from longctx.evaluation.perplexity import perplexity
+from longctx.evaluation.scorer import Scorer
 from longctx.evaluation.windows import Document
 from longctx.model import GPT, GPTConfig
 
@@ -29,9 +30,9 @@ def test_many_batches_agree_with_the_cpu() -> None:
     ]
     cpu = model(1000)
     gpu = copy.deepcopy(cpu).cuda()
-    expected = perplexity(cpu, documents, 256, 100, batch_size=4)
+    expected = perplexity(Scorer(cpu), documents, 256, 100, batch_size=4)
     for rows in (1, 3, 16):
-        scores = perplexity(gpu, documents, 256, 100, batch_size=rows)
+        scores = perplexity(Scorer(gpu), documents, 256, 100, batch_size=rows)
         for a, b in zip(scores.documents, expected.documents, strict=True):
             assert a.nats == pytest.approx(b.nats, rel=2e-3)
     assert scores.speed.tokens_per_second
@@ -42,7 +43,7 @@ def test_memory_does_not_grow_with_vocabulary_times_tokens() -> None:
     ids = np.random.default_rng(0).integers(50_000, size=65_537)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    perplexity(gpu, [Document("x", ids, 9)], 65_536, 65_536, dtype=torch.bfloat16)
+    perplexity(Scorer(gpu, torch.bfloat16), [Document("x", ids, 9)], 65_536, 65_536)
     used = torch.cuda.max_memory_allocated() - before
     # All logits would be 13 GB in fp32, in which the loss reads them.
     assert used < 65_536 * 50_000 * 4 / 6

@@ -6,7 +6,7 @@ import pytest
 
 from longctx.data import DataConfig, Tokenizer, load
 from longctx.data.tokenizer import train
-from longctx.evaluation.subject import Share, of_run, of_source
+from longctx.evaluation.subject import of_run, of_source
 
 TEXTS = {
     f"{n:02d}.txt": f"# file {n}\n" + "a rose is a rose – naïve 𝄞\n" * (n + 1) for n in range(30)
@@ -82,11 +82,7 @@ def test_documents_of_a_run_are_those_of_its_split(
     assert str(run) in capsys.readouterr().err
 
 
-def test_shares_are_disjoint_and_cover_the_limit(folder: Path, tokenizer: Tokenizer) -> None:
+def test_the_first_documents_alone_are_read(folder: Path, tokenizer: Tokenizer) -> None:
     config = DataConfig(source="text", path=str(folder / "docs"))
     everything = [document.name for document in of_source(config, tokenizer)]
-    shares = [
-        [document.name for document in of_source(config, tokenizer, Share(n, 3, 20))]
-        for n in range(3)
-    ]
-    assert shares == [everything[n:20:3] for n in range(3)]
+    assert [document.name for document in of_source(config, tokenizer, 20)] == everything[:20]

@@ -85,3 +85,28 @@ def test_too_little_host_memory_is_said(capsys: pytest.CaptureFixture[str]) -> N
     out = capsys.readouterr().out
     assert "no: host" not in out
     assert "1 row of 1,048,576 tokens" in out
+
+
+def test_many_gpus_that_nobody_has(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["gpu=H100", "gpu_memory=80", "host_memory=1024", "model=1b", "attention=flash"]
+    assert main(["plan", *words, "seq_len=262144", "devices=16"]) == 0
+    out = capsys.readouterr().out
+    assert "16 GPUs on 2 machines" in out
+    tables = out.partition("Predicted peak by term")[0].splitlines()
+    assert max(map(len, tables)) <= 80 and "…" not in out
+    layouts = [line.split()[:3] for line in tables if line.split()[:1] in (["ddp"], ["fsdp"])]
+    for strategy in ("ddp", "fsdp"):
+        for method in ("ulysses", "allgather"):
+            degrees = [row[1] for row in layouts if row[0] == strategy and row[2] == method]
+            assert degrees == ["2", "4", "8", "16"]
+
+
+def test_a_layout_that_is_given_is_the_only_one_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["gpu=H100", "gpu_memory=80", "model=1b", "seq_len=262144", "attention=flash"]
+    assert main(["plan", *words, "devices=8", "context=4", "strategy=fsdp"]) == 0
+    tables = capsys.readouterr().out.partition("Predicted peak by term")[0]
+    assert "ddp" not in tables
+    assert main(["plan", *words, "devices=8", "gpus_per_machine=4", "network=100"]) == 0
+    assert "on 2 machines" in (out := capsys.readouterr().out) and "12 beyond" in out

@@ -17,20 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longctx.attention.context_parallel import Context
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import AttentionConfig, GPTConfig, LoraConfig
 from longctx.config.optimizer_config import OptimizerConfig
 from longctx.config.parallel_config import ContextConfig, StrategyConfig
 from longctx.config.train_config import TrainConfig
+from longctx.distributed import sharding
+from longctx.distributed.parallel import Parallel
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import workload_of
-from longctx.training import sharding
 from longctx.training.batches import StepBatch, micro_batch
-from longctx.training.loop import TrainState, optimizer_step
-from longctx.training.parallel import Parallel
 from longctx.training.resolve import scheduled
 from longctx.training.run import Run
+from longctx.training.train_step import TrainState, optimizer_step
 
 MEMORIES = (
     MemoryConfig("fast"),
@@ -157,7 +156,7 @@ def largest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return max(difference(ours[name], theirs[name]) for name in theirs)
 
 
-def compared(config: TrainConfig, draw: random.Random, alone: Parallel) -> dict[str, Any]:
+def compared(config: TrainConfig, draw: random.Random) -> dict[str, Any]:
     """The step of `config` on all ranks against that on one."""
     machine = Machine(0, None, False, 2.0**40)
     parallel = Parallel(config, "cpu", machine)
@@ -175,7 +174,7 @@ def compared(config: TrainConfig, draw: random.Random, alone: Parallel) -> dict[
         strategy=StrategyConfig(),
         context=ContextConfig(),
     )
-    theirs = step_of(run_of(single), alone, rows)
+    theirs = step_of(run_of(single), parallel.alone(), rows)
     if parallel.heartbeat is not None:
         parallel.heartbeat.stop()
     return {
@@ -186,41 +185,16 @@ def compared(config: TrainConfig, draw: random.Random, alone: Parallel) -> dict[
     }
 
 
-class Alone(Parallel):
-    """One rank that talks to no other, in a process of several."""
-
-    def __init__(self) -> None:
-        self.ranks = self.data_ranks = 1
-        self.strategy, self.deterministic, self.dtype = "none", False, torch.float32
-        self.context = Context()
-
-    rank = property(lambda self: 0)  # type: ignore[assignment]
-    data_rank = property(lambda self: 0)  # type: ignore[assignment]
-    device = property(lambda self: torch.device("cpu"))  # type: ignore[assignment]
-
-    def build(self, make: Any) -> None:
-        make()
-
-    def prepare(self, module: Any) -> Any:
-        return module
-
-    def autocast(self) -> Any:
-        return torch.autocast("cpu", enabled=False)
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-
 def main(cases: int, seed: int, out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    results, alone = [], Alone()
+    results = []
     for case in range(cases):
         draw = random.Random(seed + case)
         config = drawn(draw, dist.get_world_size())
         shown = f"{config.strategy.name} context={config.context.degree} {config}"
         try:
-            result = compared(config, draw, alone)
+            result = compared(config, draw)
         except Exception as error:
             raise RuntimeError(f"case {seed + case}: {shown}") from error
         results.append({"case": seed + case, "config": shown, **result})

@@ -18,6 +18,7 @@ import train
 from longctx import cli
 from longctx.config.request import Request
 from longctx.data import Data, DataConfig, SampleStream, load
+from longctx.distributed.parallel import Parallel
 from longctx.evaluation.subject import load_model
 from longctx.planner.hardware import Machine
 from longctx.runs import run_folder
@@ -25,7 +26,6 @@ from longctx.training import resolve
 from longctx.training.batches import micro_batch
 from longctx.training.loop import step_batches
 from longctx.training.module import TrainingModule
-from longctx.training.parallel import Parallel
 from longctx.training.schedule import Schedule
 from tests.training.sample_run import Overrides, steps, weights
 

@@ -1,5 +1,6 @@
 """What is decided about a run, on machines of which only the description exists."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,12 +8,13 @@ import pytest
 
 from longctx import cli
 from longctx.config.request import Request
-from longctx.planner import fitting, hardware
+from longctx.planner import fitting, hardware, layouts
 from longctx.planner.hardware import GIB, Machine
 from longctx.planner.workload import Workload, workload_of
 from longctx.runs import run_folder
 from longctx.training import resolve
 from longctx.training.child import DryRun
+from longctx.training.run import Run, of_shared
 
 H200 = Machine(1, hardware.chip("NVIDIA H200", 139.8 * GIB), True, 128 * GIB)
 CPU = Machine(0, None, False, 16 * GIB)
@@ -82,3 +84,74 @@ def test_model_auto_is_the_preset_of_the_device_with_what_is_overridden() -> Non
         _, model, source = resolve.choose_model(request, device)
         assert (model.layers, model.channels) == (3, channels)
         assert source.endswith("(model=auto)")
+
+
+HOST_OF_EIGHT = 1536 * GIB
+EIGHT = replace(H200, gpus=8, host_memory=HOST_OF_EIGHT)
+
+
+def decided_on_eight(runs: Path, corpus: Path, *overrides: str) -> Run:
+    """The run of a command line on eight GPUs, its folder made."""
+    words = ["device=cuda", "devices=8", "data=text", f"data.path={corpus}", f"runs={runs}"]
+    words += ["kernel.lock=off", "model=1b", "model.vocab_size=128256", *overrides]
+    return resolve.resolve(Request(*cli.compose("train", words)), EIGHT, say=lambda line: None)
+
+
+def test_context_auto_is_decided_once_and_written_down(tmp_path: Path, corpus: Path) -> None:
+    words = ["context.degree=auto", "seq_len=4194304", "memory=balanced", "batch_size=1"]
+    run = decided_on_eight(tmp_path, corpus, *words)
+    assert (run.workload.strategy, run.workload.context) == ("fsdp", 8)
+    assert "context=8" in run.layout_note
+    saved = run_folder.read_config(run.folder)
+    assert saved["context.degree"] == 8
+    assert saved["context.method"] == run.workload.context_method
+    told = of_shared(json.loads(json.dumps(run.shared())))  # as another process hears of it
+    assert told.workload == run.workload
+    short = decided_on_eight(tmp_path, corpus, "context.degree=auto", "seq_len=4096")
+    assert run_folder.read_config(short.folder)["context.degree"] == 1
+
+
+def test_the_rows_of_a_step_follow_the_degree_chosen(tmp_path: Path, corpus: Path) -> None:
+    words = ["seq_len=4194304", "memory=balanced", "batch_size=1"]
+    auto, given = (
+        decided_on_eight(tmp_path, corpus, f"context.degree={degree}", *words).workload
+        for degree in ("auto", "8")
+    )
+    assert (auto.batch_size, auto.accumulate, auto.rows_per_step) == (1, 1, 1)
+    assert auto == given
+
+
+def test_longest_rows_of_several_gpus_are_predicted(tmp_path: Path, corpus: Path) -> None:
+    lines: list[str] = []
+    lengths = []
+    for overrides in (["context.degree=8"], ["strategy.name=fsdp"], ["context.degree=auto"]):
+        words = ["model=1b", "seq_len=max", "devices=8", *overrides]
+        config = replace(cli.compose("train", words).config, batch_size=1)
+        length = resolve.longest_rows(config, config.model, 128, EIGHT, "cuda", lines.append)
+        assert f"{length:,}" in lines[-1] and "predicted" in lines[-1] and "not tried" in lines[-1]
+        lengths.append(length)
+    assert lengths[2] == lengths[0] > 4 * lengths[1]
+    run = decided_on_eight(tmp_path, corpus, "context.degree=auto", "seq_len=max")
+    assert fitting.fits(run.workload, fitting.room(H200.gpu), HOST_OF_EIGHT)
+    small = replace(EIGHT, gpu=hardware.chip("NVIDIA H200", 2 * GIB))
+    with pytest.raises(ValueError, match="seq_len=max: no length is predicted to fit"):
+        resolve.longest_rows(config, config.model, 128, small, "cuda", lines.append)
+
+
+def test_a_resumed_run_keeps_its_degree_unless_asked(tmp_path: Path) -> None:
+    begun = cli.compose("train", ["devices=8", "context.degree=4", "batch_size=1"]).config
+    work = workload_of(begun, "cpu", 4096)
+    run_folder.write_config(tmp_path, resolve.scheduled(begun, work).settings())
+
+    def layouts_of(*overrides: str) -> list[tuple[object, int]]:
+        words = ["max_steps=900", *overrides]
+        config = cli.from_file("train", tmp_path / "config.yaml", words).config
+        config.resume = str(tmp_path)
+        each = resolve.with_steps_of_run(layouts.each(config, config.model))
+        return [(one.context.degree, one.batch_size * one.accumulate) for one in each]
+
+    assert layouts_of() == [(4, 1)]
+    assert layouts_of("devices=4") == [(4, 2)]
+    # Two rows are for one group of devices or for two
+    every = layouts_of("context.degree=auto", "context.method=auto")
+    assert set(every) == {(4, 1), (8, 2)}

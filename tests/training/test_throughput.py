@@ -8,11 +8,11 @@ import torch
 
 import train
 from longctx.config.train_config import TrainConfig
+from longctx.distributed.parallel import Parallel
 from longctx.model import GPTConfig
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import workload_of
 from longctx.training.batches import MicroBatch, StepBatch
-from longctx.training.parallel import Parallel
 from longctx.training.throughput import Meter, StepSplit, peak_flops
 from tests.training.sample_run import Overrides, steps
 

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import adamw as functional
 
 from longctx.config.optimizer_config import SLICE
+from longctx.distributed.sharding import local
 from longctx.kernels import HAS_TRITON
 from longctx.model.offload import pinned
 from longctx.training.run import Run
-from longctx.training.sharding import local
 
 AVERAGES = ("exp_avg", "exp_avg_sq")
 

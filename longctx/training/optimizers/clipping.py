@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from longctx.distributed.sharding import full
 from longctx.training.optimizers.adamw import AdamW
-from longctx.training.sharding import full
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float | None) -> Tensor:

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from longctx.config.optimizer_config import STACK
+from longctx.distributed.sharding import full, like, local, rows
 from longctx.model.layers import Linear
 from longctx.training.optimizers.adamw import AdamW, count, groups
 from longctx.training.run import Run
-from longctx.training.sharding import full, like, local, rows
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Newton-Schulz, from Jordan's post
 EPS = 1e-7  # the least norm that a matrix is divided by

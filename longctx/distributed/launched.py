@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from longctx.config.eval_config import EvalConfig
 from longctx.config.train_config import TrainConfig
 
 OWN_VARIABLE = "LONGCTX_DEVICES"  # set by the first process for those that it starts
@@ -44,7 +45,7 @@ class Launched:
         return f"{self.by} starts {self.ranks} {processes}{nodes}"
 
 
-def launched(config: TrainConfig, environ: Mapping[str, str] = os.environ) -> Launched:
+def launched(config: TrainConfig | EvalConfig, environ: Mapping[str, str] = os.environ) -> Launched:
     """Who starts the processes of a run, and how many there are.
 
     Raises ValueError where variables are missing or contradict one another, where devices= asks for

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from longctx.distributed.heartbeat import is_alive, state_of
 from longctx.runs import run_folder
-from longctx.training.heartbeat import is_alive, state_of
 from tests.training.sample_run import Overrides
 from tests.training.test_processes import SCRIPT, start, wait_for_step
 

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from longctx.config.eval_config import EvalConfig
 from longctx.config.train_config import TrainConfig
-from longctx.training.launched import OWN, Launched, leave_to_first
+from longctx.distributed.launched import OWN, Launched, leave_to_first
 
 WAIT_VARIABLE = "LONGCTX_ARRIVAL_SECONDS"  # instead of
 WAIT = 120.0  # seconds until all have arrived: torch alone takes 30 to import from a cold disk
@@ -172,7 +173,7 @@ class Meeting:
 
 
 def meet(
-    config: TrainConfig,
+    config: TrainConfig | EvalConfig,
     launched: Launched,
     here: Arrival,
     started: Callable[[], str | None] = lambda: None,
@@ -278,14 +279,14 @@ def crowded(arrivals: list[Arrival]) -> str:
     return ""
 
 
-def about(config: TrainConfig, launched: Launched, arrivals: list[Arrival]) -> str:
+def about(config: TrainConfig | EvalConfig, launched: Launched, arrivals: list[Arrival]) -> str:
     """What was asked, what the launcher gave, what the machines have."""
     machines = list(dict.fromkeys(map(str, arrivals)))
     has = "; ".join(machines[:4]) + ("; ..." if len(machines) > 4 else "")
     return f"asked: {asked(config)}; {launched}; {has}"
 
 
-def asked(config: TrainConfig) -> str:
+def asked(config: TrainConfig | EvalConfig) -> str:
     """The devices that a request names, and how they share rows and weights."""
     return (
         f"devices={config.devices} context={config.context.degree} strategy={config.strategy.name}"

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import train
-from longctx.training.launched import Launched
-from longctx.training.rendezvous import Arrival, crowded, misfit
+from longctx.distributed.launched import Launched
+from longctx.distributed.rendezvous import Arrival, crowded, misfit
 from tests.training.sample_run import Overrides, steps
 
 ROOT = Path(__file__).parents[2]

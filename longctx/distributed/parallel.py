@@ -18,8 +18,9 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,18 +35,35 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from longctx.attention import communication, takes_intervals
 from longctx.attention.communication import Clock, measured
 from longctx.attention.context_parallel import Context
+from longctx.config.eval_config import EvalConfig
 from longctx.config.train_config import TrainConfig
+from longctx.distributed import rendezvous, sharding
+from longctx.distributed.devices import choose_device
+from longctx.distributed.heartbeat import RUN_VARIABLE, SILENCE, Heartbeat
+from longctx.distributed.launched import OWN, OWN_VARIABLE, Launched, launched
 from longctx.model import GPT
 from longctx.planner.hardware import Machine
-from longctx.planner.workload import PRECISION, Workload
-from longctx.training import rendezvous, sharding
-from longctx.training.heartbeat import RUN_VARIABLE, SILENCE, Heartbeat
-from longctx.training.launched import OWN, OWN_VARIABLE, Launched, launched
+from longctx.planner.workload import PRECISION
 
 T = TypeVar("T")
 EXIT = 20.0  # seconds that a process that has failed may take to exit
 LAST = 16  # weights, of the embedding and the first block, among which is the last with a gradient
 LIGHTNING_PRECISION = {"bf16": "bf16-mixed", "fp32": "32-true"}
+
+
+class Layout(Protocol):
+    """What decides how the processes share rows and weights, of a workload or an evaluation."""
+
+    @property
+    def strategy(self) -> str: ...  # none | ddp | fsdp
+    @property
+    def data_ranks(self) -> int: ...  # groups of devices that take rows of their own
+    @property
+    def context(self) -> int: ...  # devices that share each row
+    @property
+    def context_method(self) -> str: ...  # ulysses | allgather
+    @property
+    def attention_backend(self) -> str: ...
 
 
 class Parallel:
@@ -56,7 +74,7 @@ class Parallel:
     `launch`.
     """
 
-    def __init__(self, config: TrainConfig, device: str, machine: Machine) -> None:
+    def __init__(self, config: TrainConfig | EvalConfig, device: str, machine: Machine) -> None:
         self.launched = launched(config)
         self.environment = Processes(self.launched)
         self.asked, self.machine = config, machine
@@ -66,18 +84,12 @@ class Parallel:
             raise ValueError(too_few_gpus(config, self.launched, machine))
         self.data_ranks = self.ranks
         self.strategy = "none"
-        self.deterministic = config.deterministic
+        # Evaluation computes no gradients, whose order of sums is all that is not deterministic.
+        self.deterministic = isinstance(config, TrainConfig) and config.deterministic
         precision = PRECISION[device] if config.precision == "auto" else config.precision
         self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         several = self.ranks > 1 or config.strategy.name != "auto"
-        self.fabric = Fabric(
-            accelerator="gpu" if device == "cuda" else "cpu",
-            devices=self.launched.local_ranks,
-            num_nodes=self.launched.nodes,
-            strategy=self._lightning_strategy(several, device),
-            precision=LIGHTNING_PRECISION[precision],  # type: ignore[arg-type]
-            plugins=[self.environment],
-        )
+        self.fabric = self._fabric(self._lightning_strategy(several, device), device, precision)
         self.mesh: DeviceMesh | None = None
         self.context = Context()
         self.heartbeat: Heartbeat | None = None
@@ -157,7 +169,7 @@ class Parallel:
             exit_within(EXIT, code)
         self.kill_others()
 
-    def form(self, workload: Workload, folder: str) -> None:
+    def form(self, workload: Layout, folder: str) -> None:
         """Form the mesh of the launched processes as `workload` shares rows and weights over it."""
         os.environ[RUN_VARIABLE] = folder
         self.strategy, self.data_ranks = workload.strategy, workload.data_ranks
@@ -172,8 +184,31 @@ class Parallel:
             )
             if workload.context > 1:
                 group = self.mesh.get_group("context")
-                fetches_windows = takes_intervals(workload.attention.backend)
+                fetches_windows = takes_intervals(workload.attention_backend)
                 self.context = Context(group, workload.context_method, fetches_windows)
+
+    def in_fp32(self) -> Parallel:
+        """The same processes, launched and with their mesh, in fp32."""
+        other = copy(self)
+        other.dtype = torch.float32
+        other.environment = Processes(replace(self.launched, by="the run"))  # starts no others
+        device = self.device.type
+        strategy = DDPStrategy(broadcast_buffers=False, gradient_as_bucket_view=True)
+        other.fabric = other._fabric(strategy, device, "fp32")
+        other.fabric.launch()
+        return other
+
+    def alone(self) -> Parallel:
+        """This process as the one rank of a run, which talks to no other."""
+        other = copy(self)
+        one = replace(self.launched, ranks=1, local_ranks=1, rank=0, local_rank=0)
+        other.launched, other.environment = one, Processes(one)
+        other.rank, other.ranks, other.data_ranks, other.strategy = 0, 1, 1, "none"
+        other.mesh, other.context, other.heartbeat, other.clock = None, Context(), None, None
+        precision = "bf16" if self.dtype == torch.bfloat16 else "fp32"
+        single = SingleDeviceStrategy(device=self.device)
+        other.fabric = other._fabric(single, self.device.type, precision)
+        return other
 
     def share(self, plain: T) -> T:
         """What the first rank has for `plain`, a value that JSON can hold, on every rank."""
@@ -188,13 +223,13 @@ class Parallel:
         with self.fabric.init_module():
             make()
 
-    def shard(self, model: GPT) -> None:
+    def shard(self, model: GPT, cast: bool = True) -> None:
         """Spread the weights of `model`, which hold nothing yet, over all ranks if that is asked
-        for.
+        for. Blocks compute with weights in the precision of the run if `cast`, else as they are.
         """
         if self.strategy == "fsdp":
             ranks = init_device_mesh(self.device.type, (self.ranks,))
-            sharding.shard(model, ranks, self.dtype)
+            sharding.shard(model, ranks, self.dtype if cast else None)
             sharding.measure_waits()
 
     def prepare(self, module: nn.Module) -> Any:
@@ -247,6 +282,15 @@ class Parallel:
                 dist.all_reduce(x)
         return x
 
+    def gathered_rows(self, x: Tensor) -> Tensor:
+        """The rows x (B, ...) of every data rank, in their order: (data ranks · B, ...)."""
+        if self.data_ranks == 1:
+            return x
+        assert self.mesh is not None
+        parts = [torch.empty_like(x) for _ in range(self.data_ranks)]
+        dist.all_gather(parts, x.contiguous(), group=self.mesh.get_group("data"))
+        return torch.cat(parts)
+
     def gathered(self, numbers: list[float]) -> list[list[float]]:
         """The `numbers` of every rank, in order."""
         mine = torch.tensor(numbers, dtype=torch.float64, device=self.device)
@@ -258,20 +302,28 @@ class Parallel:
 
     def max(self, number: int) -> int:
         """The largest `number` of any rank."""
-        if self.ranks == 1:
+        if self.ranks == 1:  # which waits for no device
             return number
-        largest = torch.tensor(number, device=self.device)
-        with measured():
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return int(largest)
+        return int(self.largest(torch.tensor(number, device=self.device)))
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The largest of each value of `x` of any rank, in place."""
+        if self.ranks > 1:
+            with measured():
+                dist.all_reduce(x, op=dist.ReduceOp.MAX)
+        return x
+
+    def of_every_rank(self, x: T) -> list[T]:
+        """What each rank has for `x`, in their order."""
+        every: list[Any] = [x]
+        if self.ranks > 1:
+            every = [None] * self.ranks
+            dist.all_gather_object(every, x)
+        return every
 
     def first_problem(self, problem: str | None) -> str | None:
         """Wait for all ranks; the `problem` of the first that has one, told to all of them."""
-        if self.ranks == 1:
-            return problem
-        problems: list[str | None] = [None] * self.ranks
-        dist.all_gather_object(problems, problem)
-        return next((x for x in problems if x is not None), None)
+        return next((x for x in self.of_every_rank(problem) if x is not None), None)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -307,6 +359,16 @@ class Parallel:
         for process in self.started:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
+
+    def _fabric(self, strategy: Any, device: str, precision: str) -> Fabric:
+        return Fabric(
+            accelerator="gpu" if device == "cuda" else "cpu",
+            devices=self.launched.local_ranks,
+            num_nodes=self.launched.nodes,
+            strategy=strategy,
+            precision=LIGHTNING_PRECISION[precision],  # type: ignore[arg-type]
+            plugins=[self.environment],
+        )
 
     def _lightning_strategy(self, several: bool, device: str) -> Any:
         """Lightning's strategy: it starts the processes of the run, and wraps its model under
@@ -383,7 +445,22 @@ class Processes(LightningEnvironment):
         return self.launched.rank // self.launched.local_ranks
 
 
-def too_few_gpus(config: TrainConfig, launched: Launched, machine: Machine) -> str:
+def parallel_of(config: TrainConfig | EvalConfig, machine: Machine) -> Parallel:
+    """The processes that `config` asks for; those of a launcher have met.
+
+    Raises ValueError where this one cannot be among them; the others are told why.
+    """
+    try:
+        parallel = Parallel(config, choose_device(config, machine), machine)
+    except ValueError as error:
+        rendezvous.refuse(launched(config), str(error))
+        raise
+    if parallel.launched.by != OWN:
+        parallel.meet()
+    return parallel
+
+
+def too_few_gpus(config: TrainConfig | EvalConfig, launched: Launched, machine: Machine) -> str:
     """Why the processes of this machine cannot have a GPU each."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     there = f"there {'is' if machine.gpus == 1 else 'are'} {machine.gpus} here"

@@ -39,10 +39,10 @@ def measure_waits() -> None:
             setattr(FSDPParamGroup, name, measuring(method))
 
 
-def shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+def shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
     """Shard every weight of `model` by rows over the ranks of `mesh` (one dimension), in place.
 
-    Blocks compute with weights gathered in `dtype`.
+    Blocks compute with weights gathered in `dtype`; None: in that which they have.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False

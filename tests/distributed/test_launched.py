@@ -6,7 +6,7 @@ import pytest
 
 from longctx import cli
 from longctx.config.parallel_config import ContextConfig
-from longctx.training.launched import Launched, launched, number_here, without_launcher
+from longctx.distributed.launched import Launched, launched, number_here, without_launcher
 
 CONFIG = cli.compose("train", []).config
 TORCHRUN = {

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from longctx.training.rendezvous import Arrival
+from longctx.distributed.rendezvous import Arrival
 
 EVERY = 2.0  # seconds between beats
 SILENCE = 40.0  # seconds without a beat after which a process is given up

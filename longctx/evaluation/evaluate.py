@@ -1,0 +1,97 @@
+"""One evaluation, from the request to its files, on one device or several."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longctx.config.eval_config import EvalRequest
+from longctx.distributed.devices import this_machine
+from longctx.distributed.heartbeat import EVERY
+from longctx.distributed.parallel import Parallel, parallel_of
+from longctx.evaluation.measure import measure
+from longctx.evaluation.results import save
+from longctx.evaluation.scorer import Scorer
+from longctx.evaluation.setup import Layout, Setup, dtype_of, resolve
+from longctx.evaluation.weights import build_model
+
+
+def evaluate(request: EvalRequest) -> int:
+    """Evaluate as `request` says, print the tables, write the files and return the exit code.
+
+    Raises ValueError or OSError, one line, for whatever is wrong with the request.
+    """
+    machine = this_machine()
+    parallel = parallel_of(request.config, machine)
+    try:
+        request = request._replace(config=replace(request.config, devices=parallel.ranks))
+        device = parallel.device.type
+        setup = resolve(request, device, machine) if parallel.is_first else None
+        parallel.launch("")
+    except (ValueError, OSError) as error:
+        parallel.fail(str(error), code=2)
+        raise
+    try:
+        scorer = build_scorer(request, setup, parallel)
+        if setup is None:
+            scorer.serve()
+        else:
+            result = measure(setup, scorer)
+            scorer.end()
+            result.show(result.content)
+            print(save(result, setup))
+        parallel.leave()
+    except Exception as error:
+        problem = why(error, request, parallel)
+        parallel.fail(problem or str(error))
+        if problem is None:
+            raise
+        print(f"error: {problem}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def build_scorer(request: EvalRequest, setup: Setup | None, parallel: Parallel) -> Scorer:
+    """The model of this process, as the first one has decided in `setup`."""
+    decided: dict[str, Any] = {}
+    if setup is not None:
+        decided = {
+            "file": str(setup.subject.file),
+            "precision": setup.precision,
+            "layout": setup.layout._asdict(),
+        }
+    decided = parallel.share(decided)
+    config, layout = request.config, Layout(**decided["layout"])
+    parallel.form(layout, "")
+    dtype = dtype_of(decided["precision"])
+    model = build_model(
+        Path(decided["file"]),
+        config.attention,
+        parallel.device,
+        dtype,
+        lambda model: parallel.shard(model, cast=False),
+    )
+    model.share_rows(parallel.context)
+    if config.compile:
+        model.compile_blocks()
+    return Scorer(model, dtype, parallel)
+
+
+def why(error: Exception, request: EvalRequest, parallel: Parallel) -> str | None:
+    """What this process has to say about `error`; None where it is to be raised."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return (
+            f"out of GPU memory on process {parallel.rank}; let more devices share a row "
+            "(context=N) or the model (strategy=fsdp), or give a smaller batch_size or seq_len"
+        )
+    if parallel.is_lost_connection(error):
+        time.sleep(3 * EVERY)  # for the heartbeat, which names the process and ends this one
+        return f"a process of the evaluation is gone ({str(error).splitlines()[0]})"
+    if parallel.is_first:
+        return None
+    return f"process {parallel.rank}: {' '.join(str(error).split())}"

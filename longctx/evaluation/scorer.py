@@ -1,0 +1,143 @@
+"""Forward passes of an evaluation, on one device or several.
+
+The first process leads: it reads the documents, lays out rows, and adds up what comes back. It
+deals the rows of each batch to the data ranks; the other processes wait for theirs in `serve`, and
+those that share rows get the same ones. So documents are read once, a result exists once, and a
+mistake is said once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from longctx.attention import Mask
+from longctx.distributed.parallel import Parallel
+
+# The first process may load a data set between two batches. Who is lost, the heartbeat notices.
+PATIENCE = timedelta(days=7)
+
+
+class Rows(NamedTuple):
+    """Rows of one data rank, in the memory of the CPU, and what is asked about them: the losses of
+    `targets`, or what is predicted at the places `at`.
+    """
+
+    tokens: Tensor  # (B, T) int64
+    targets: Tensor | None = None  # (B, T)
+    doc_ids: Tensor | None = None  # (B, T); None: each row is of one document
+    at: Tensor | None = None  # (B, n)
+    wanted: Tensor | None = None  # (B, n) tokens
+
+    def dealt(self, ranks: int) -> list[Rows]:
+        """Equal parts for each of `ranks`; the last row stands in for those that are lacking."""
+        B = len(self.tokens)
+        parts = torch.arange(-(-B // ranks) * ranks).clamp(max=B - 1).view(ranks, -1)
+        return [Rows(*(None if x is None else x[part] for x in self)) for part in parts]  # type: ignore[arg-type]
+
+
+class Scorer:
+    """`model`, a GPT in eval mode, which the processes of `parallel` hold; None: this one alone.
+
+    Products are computed in `dtype`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype = torch.float32,
+        parallel: Parallel | None = None,
+    ) -> None:
+        self.model, self.dtype, self.parallel = model, dtype, parallel
+        self.device = next(model.parameters()).device
+        self.data_ranks = 1 if parallel is None else parallel.data_ranks
+        self.ranks = 1 if parallel is None else parallel.ranks
+        self.group: dist.ProcessGroup | None = None
+        if self.ranks > 1:
+            self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
+
+    def rows_together(self, tokens: int, length: int) -> int:
+        """How many rows of `length` tokens go through the model at a time, `tokens` per device."""
+        return max(1, tokens * (self.ranks // self.data_ranks) // length) * self.data_ranks
+
+    def losses(self, tokens: Tensor, targets: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+        """(B, T) losses of `targets`, 0 where one is -100, on the device; waits for nothing there.
+
+        `tokens`, `targets` and `doc_ids` (B, T) lie in the memory of the CPU.
+        """
+        return self._led(Rows(tokens, targets, doc_ids))
+
+    def predictions(self, tokens: Tensor, at: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """ln p of the tokens `wanted` (B, n) after the places `at` (B, n) of rows (B, T), in fp64,
+        and the likeliest tokens there; on the CPU.
+        """
+        logp, likeliest = self._led(Rows(tokens, at=at, wanted=wanted)).cpu().unbind(-1)
+        return logp, likeliest.long()
+
+    def serve(self) -> None:
+        """Compute the rows that the first process deals to this one, until it ends."""
+        while (rows := self._share(None)) is not None:
+            self._forward(rows)
+
+    def end(self) -> None:
+        """Let the others return from `serve`."""
+        if self.group is not None:
+            self._share([None] * self.ranks)
+
+    def _led(self, rows: Rows) -> Tensor:
+        count = len(rows.tokens)
+        if self.group is not None:
+            parts = rows.dealt(self.data_ranks)
+            sharing = self.ranks // self.data_ranks
+            own = self._share([parts[rank // sharing] for rank in range(self.ranks)])
+            assert own is not None
+            rows = own
+        return self._forward(rows)[:count]
+
+    def _share(self, parts: list[Any] | None) -> Rows | None:
+        """This rank's part of those that the first one deals out."""
+        own: list[Rows | None] = [None]
+        dist.scatter_object_list(own, parts, src=0, group=self.group)
+        return own[0]
+
+    def _forward(self, rows: Rows) -> Tensor:
+        """The answer about `rows`, and about those of all other data ranks."""
+        mask = Mask.causal() if rows.doc_ids is None else Mask.documents(self._pinned(rows.doc_ids))
+        kind = self.device.type
+        with (
+            torch.no_grad(),  # inference_mode would leave tensors that training cannot use
+            torch.autocast(kind, self.dtype, enabled=self.dtype != torch.float32),
+        ):
+            tokens = self._sent(rows.tokens)
+            if rows.targets is not None:
+                answer = self.model(tokens, self._sent(rows.targets), mask, reduction="none")
+            else:
+                assert rows.at is not None and rows.wanted is not None
+                logits = self.model(tokens, at=self._sent(rows.at)).float()  # (B, n, V)
+                wanted = logits.gather(-1, self._sent(rows.wanted)[..., None])[..., 0]
+                logp = wanted.double() - logits.logsumexp(-1).double()
+                answer = torch.stack([logp, logits.argmax(-1).double()], dim=-1)
+            return answer if self.parallel is None else self.parallel.gathered_rows(answer)
+
+    def _sent(self, x: Tensor) -> Tensor:
+        return self._pinned(x).to(self.device, non_blocking=True)
+
+    def _pinned(self, x: Tensor) -> Tensor:
+        return x.pin_memory() if self.device.type == "cuda" else x
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put `model` in eval mode inside the block."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)

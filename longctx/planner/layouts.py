@@ -1,0 +1,107 @@
+"""Layouts: how the devices of a run share its model and its rows, and which way is fastest. Free of
+torch.
+
+A layout is a strategy, a degree of context parallelism and its method. Where the request leaves
+them open they stand in one order, the plainest first: fewer devices to a row, ulysses before
+allgather, ddp before fsdp. A later one is taken only where the earlier do not fit, are slower by
+more than the prediction is sure of, or keep on the host what the later one need not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import lcm
+from typing import NamedTuple
+
+from longctx.config.model_config import GPTConfig
+from longctx.config.parallel_config import StrategyConfig
+from longctx.config.train_config import TrainConfig
+from longctx.planner import fitting
+from longctx.planner.hardware import Chip
+from longctx.planner.peak_memory import predict
+from longctx.planner.workload import Workload
+
+SURE = 0.95  # a speed of less than this share of another is slower
+
+
+class Choice(NamedTuple):
+    """A step whose layout is decided, and why it is this one, in a few words."""
+
+    workload: Workload
+    reason: str
+
+
+def each(config: TrainConfig, model: GPTConfig) -> list[TrainConfig]:
+    """`config` in every layout that it leaves open for `model`, the plainest first."""
+    name = config.strategy.name
+    strategies = ["ddp", "fsdp"] if name == "auto" and config.devices > 1 else [name]
+    return [
+        replace(config, context=context, strategy=StrategyConfig(strategy))
+        for context in config.context.each(config.devices, model.heads, config.attention.backend)
+        for strategy in strategies
+    ]
+
+
+def choose(candidates: Sequence[Workload], chip: Chip, host: float, merge: bool = False) -> Choice:
+    """The plainest of those `candidates` that fit and are about as fast as the fastest.
+
+    Memory and, with `merge`, micro-batches are decided for each, see `fitting.decide`.
+    """
+    decided = [fitting.decide(candidate, chip, host, merge) for candidate in candidates]
+    fit = [work for work in decided if fitting.fits(work, fitting.room(chip), host)]
+    if not fit:
+        least = min(decided, key=lambda work: predict(work).peak)
+        return Choice(least, "takes least, though none is predicted to fit")
+    speeds = [tokens_per_second(work, chip) for work in fit]
+    as_fast = [n for n, speed in enumerate(speeds) if speed >= SURE * max(speeds)]
+    taken = min(as_fast, key=lambda n: fitting.on_host(fit[n]) > 0)  # the first of the least
+    if len(fit) == 1:
+        reason = "nothing else fits"
+    elif not speeds[0]:
+        reason = "the first that fits"
+    elif taken and 0 in as_fast:
+        reason = f"as fast as {name_of(fit[0])}, and needs no host memory"
+    elif taken:
+        reason = f"{speeds[taken] / speeds[0] - 1:.0%} faster than {name_of(fit[0])}"
+    elif fit[0] is not decided[0]:
+        reason = f"{name_of(decided[0])} does not fit"
+    else:
+        reason = f"no other is {1 - SURE:.0%} faster"
+    return Choice(fit[taken], reason)
+
+
+def longest(
+    candidates: Sequence[Callable[[int], Workload]], chip: Chip, host: float, multiple: int = 128
+) -> Workload | None:
+    """The longest rows for which one of `candidates`, tokens per row → step, fits with some memory
+    policy; None if none does.
+
+    All devices of a row have as many of its tokens.
+    """
+    best: Workload | None = None
+    for at in reversed(candidates):  # the longest come last
+        unit = lcm(multiple, at(multiple).context)
+        longer = unit if best is None else (best.seq_len // unit + 1) * unit
+        if fitting.first_that_fits(at(longer), fitting.room(chip), host):
+            best = fitting.longest(at, fitting.room(chip), host, unit)
+    return best
+
+
+def tokens_per_second(workload: Workload, chip: Chip) -> float:
+    """Of all devices; 0 where the chip's figures are not known."""
+    time = fitting.seconds(workload, chip)
+    return time.tokens / time.total if time is not None else 0.0
+
+
+def name_of(workload: Workload) -> str:
+    """The layout in words of the command line."""
+    return " ".join([workload.strategy, *context_of(workload)])
+
+
+def context_of(workload: Workload) -> list[str]:
+    """How rows are shared: context=N, and context.method=NAME where that is not ulysses."""
+    method = workload.context_method
+    shared = [f"context={workload.context}"]
+    shared += [f"context.method={method}"] if method != "ulysses" else []
+    return shared if workload.context > 1 else []

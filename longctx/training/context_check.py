@@ -1,0 +1,310 @@
+"""context.check: before a run, small, whether its ranks together compute what one of them does.
+
+The run's own step on the run's own rows, cut short, with few layers and random weights:
+
+1. The leak probe. A token is changed: the logits of later tokens of its document may change, and
+   no others. Packed rows that ranks share have leaked elsewhere without a word (trl#6843).
+2. Loss, gradient norm and every gradient of a step over all ranks, against the same step on each
+   rank alone. In fp32 they agree but for the order of sums. What runs in bf16 is compared there
+   too: all ranks may be no further from one rank's fp32 than one rank's bf16 is.
+
+A second step leaves out targets so that some ranks have none. The row's length is not divisible.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longctx.config.model_config import AttentionConfig
+from longctx.data import Data, Mixture
+from longctx.distributed import sharding
+from longctx.distributed.parallel import Parallel
+from longctx.model import lora
+from longctx.training.batches import StepBatch, micro_batch
+from longctx.training.resolve import check_attention
+from longctx.training.run import Run
+from longctx.training.small_run import (
+    Row,
+    cut_rows,
+    documents,
+    in_fp32,
+    of_one_rank,
+    small,
+    without_targets,
+)
+from longctx.training.train_step import TrainState, optimizer_step
+
+# Allowed differences, relative to the largest value of a tensor.
+FP32 = 1e-5
+BF16 = 2.0**-7  # from fp32, and more where one rank is as far: the spacing of bf16's numbers
+TIMES = 2.0  # as far as one rank
+
+Differences = dict[str, float]  # "loss", "gradient norm", "gradient of NAME" → relative difference
+
+
+class CheckFailed(RuntimeError):
+    """The ranks together compute something else than one of them; raised on every rank."""
+
+
+class Finding(NamedTuple):
+    """What a check that passed has seen; None: this precision is not that of the run, or not to be
+    had.
+    """
+
+    unchanged: int  # logits that no changed token may change
+    borders: int  # rows that were of one document, and got a border
+    fp32: Differences | None
+    bf16: Differences | None  # from fp32
+
+    def figures(self) -> dict[str, float]:
+        """For metrics.jsonl."""
+        each = {"fp32": self.fp32, "bf16": self.bf16}
+        return {
+            f"context_check/{part}_{name}": value
+            for name, differences in each.items()
+            if differences is not None
+            for part, value in summary(differences).items()
+        }
+
+    def __str__(self) -> str:
+        parts = [f"0 of {self.unchanged:,} logits of other documents changed"]
+        if self.borders:
+            parts[0] += f" (rows given a second document: {self.borders})"
+        if self.fp32 is not None:
+            loss, gradients = summary(self.fp32).values()
+            parts.append(f"loss differs by {loss:.0e}, gradients by {gradients:.0e}")
+        if self.bf16 is not None:
+            loss, gradients = summary(self.bf16).values()
+            parts.append(f"bf16 from fp32 by {loss:.0e} and {gradients:.0e}, no more than alone")
+        return "; ".join(parts)
+
+
+class Result(NamedTuple):
+    """What a step came to; of a gradient this rank holds the rows `places`."""
+
+    loss: float  # mean over the scored tokens of all ranks
+    grad_norm: float
+    gradients: dict[str, Tensor]
+    places: dict[str, slice]
+
+
+def compare_with_one(run: Run, data: Data | Mixture, parallel: Parallel) -> Finding:
+    """Check `run` before its first step, of which nothing stays; every rank calls it.
+
+    Raises CheckFailed, with one line that names what differs and by how much.
+    """
+    trial = small(run)
+    groups, borders = rows_of_groups(trial, data, parallel)
+    fewer = [
+        [without_targets(row, all_of_it=0 < number == len(groups) - 1) for row in rows]
+        for number, rows in enumerate(groups)
+    ]
+    mine = [rows[parallel.data_rank] for rows in (groups, fewer)]
+    whole = [[row for rows in step for row in rows] for step in (groups, fewer)]
+
+    # As the run computes
+    state = begin(trial, parallel)
+    unchanged = probe(state, mine[0][: trial.workload.batch_size], parallel)
+    ours = results(state, mine, parallel)
+    del state
+    alone = parallel.alone()
+    theirs = results(begin(of_one_rank(trial), alone), whole, alone)
+
+    # fp32, and against it bf16
+    fp32: Differences | None = None
+    bf16: Differences | None = None
+    if trial.workload.precision == "fp32":
+        fp32 = differences(ours, theirs, parallel)
+    else:
+        precise, exactly = in_fp32(trial), parallel.in_fp32()
+        alone = exactly.alone()
+        takes_fp32 = has_fp32(precise)
+        one = of_one_rank(precise)
+        if not takes_fp32:
+            one = replace(one, workload=replace(one.workload, attention=AttentionConfig("naive")))
+        exact = results(begin(one, alone), whole, alone)
+        bf16 = differences(ours, exact, parallel)
+        allowed = differences(theirs, exact, parallel)
+        require(run, bf16, {name: max(TIMES * x, BF16) for name, x in allowed.items()}, " in bf16")
+        if takes_fp32:
+            ours = results(begin(precise, exactly), mine, exactly)
+            fp32 = differences(ours, exact, parallel)
+    if fp32 is not None:
+        require(run, fp32, dict.fromkeys(fp32, FP32), "")
+    forget(trial)
+    return Finding(unchanged, borders, fp32, bf16)
+
+
+def has_fp32(run: Run) -> bool:
+    """Whether the run's attention can compute in fp32."""
+    try:
+        check_attention(run.config, run.workload.model, run.workload.device)
+    except ValueError:
+        return False
+    return True
+
+
+def rows_of_groups(
+    run: Run, data: Data | Mixture, parallel: Parallel
+) -> tuple[list[list[Row]], int]:
+    """The first rows of each data rank, cut short, and how many of them were given a border."""
+    every = parallel.of_every_rank(cut_rows(run, data, parallel.data_rank))
+    context = run.workload.context
+    for rank, (numbers, _, _) in enumerate(every):
+        first = rank - rank % context
+        if numbers != every[first][0]:
+            raise failed(run, f"ranks {first} and {rank} share rows, and take different ones")
+    groups = every[::context]
+    return [rows for _, rows, _ in groups], sum(borders for _, _, borders in groups)
+
+
+def begin(run: Run, parallel: Parallel) -> TrainState:
+    """A model with its optimizer; what LoRA adds is not zero, as it is in a run that begins."""
+    state, r = TrainState(run, parallel), 0.05
+    with torch.no_grad():
+        for layer in lora.layers(state.module.model):
+            sharding.draw(
+                layer.lora_b, lambda x: x.copy_(torch.linspace(-r, r, x.numel()).view(x.shape))
+            )
+    return state
+
+
+def probe(state: TrainState, rows: list[Row], parallel: Parallel) -> int:
+    """Change a token of the first document of each row, then of its last; returns how many logits
+    must not change, and have not.
+    """
+    unchanged, problem = 0, None
+    before = logits(state, rows, parallel)
+    for which in (0, -1):
+        changed, reached, later = [], [], []
+        for row in rows:
+            start, count = documents(row["doc_ids"], int(row["padding"]))[which]
+            place = start + (count - 2) // 2
+            tokens = row["tokens"].clone()
+            tokens[place] = (tokens[place] + 1) % before.shape[2]
+            changed.append(row | {"tokens": tokens})
+            positions = torch.arange(len(tokens))
+            same = row["doc_ids"] == row["doc_ids"][place]
+            reached.append(same & (positions >= place))
+            later.append(same & (positions > place))
+        # (B, T): logits that differ at each token; NaN differs from itself
+        differ = (logits(state, changed, parallel) != before).sum(2).cpu()
+        words = before.shape[2]
+        may, must = torch.stack(reached), torch.stack(later)
+        unchanged += int((~may).sum()) * words
+        leaks = differ.masked_fill(may, 0)
+        if leaks.any():
+            b, t = leaks.nonzero()[0].tolist()
+            problem = problem or (
+                f"a changed token changes {int(leaks.sum()):,} of {int((~may).sum()) * words:,} "
+                f"logits of other documents or before it, first at token {t} of row {b}"
+            )
+        if not differ[must].any():
+            problem = problem or "a changed token changes no logit after it in its own document"
+    problem = parallel.first_problem(problem)
+    if problem is not None:
+        raise failed(state.run, problem)
+    total = torch.tensor(parallel.once(unchanged), device=parallel.device)
+    return int(parallel.sum(total))
+
+
+def logits(state: TrainState, rows: list[Row], parallel: Parallel) -> Tensor:
+    """(B, T, V) of `rows`, by the forward of training."""
+    batch = micro_batch(rows).to(parallel.device)
+    with parallel.autocast():
+        scores: Tensor = state.module.model(batch.tokens, None, batch.mask)
+    return scores.detach()
+
+
+def results(state: TrainState, steps: list[list[Row]], parallel: Parallel) -> list[Result]:
+    """What each of the steps comes to, of which this rank takes these rows."""
+    size, found = state.run.workload.batch_size, []
+    for rows in steps:
+        groups = [rows[i : i + size] for i in range(0, len(rows), size)]
+        batch = StepBatch([micro_batch(group) for group in groups]).to(parallel.device)
+        gradients: dict[str, Tensor] = {}
+
+        def keep(part: str, kept: dict[str, Tensor] = gradients) -> None:
+            if part == "backward":  # the last micro-batch's has the sum
+                for name, p in state.module.model.named_parameters():
+                    if p.grad is not None:
+                        kept[name] = sharding.local(p.grad).clone()
+
+        total = optimizer_step(state, batch, parallel, keep)
+        weights = dict(state.module.model.named_parameters())
+        scored = torch.tensor(float(parallel.once(batch.scored)), device=parallel.device)
+        loss = float(parallel.sum(total) / parallel.sum(scored).clamp(min=1))
+        places = {name: sharding.rows(weights[name]) for name in gradients}
+        found.append(Result(loss, float(state.module.grad_norm), gradients, places))
+    return found
+
+
+def differences(ours: list[Result], theirs: list[Result], parallel: Parallel) -> Differences:
+    """The largest difference of any step and rank, by what differs; `theirs` are of one rank."""
+    of_step: list[Differences] = []
+    for mine, one in zip(ours, theirs, strict=True):
+        pairs = {"loss": (mine.loss, one.loss), "gradient norm": (mine.grad_norm, one.grad_norm)}
+        step = {name: relative(torch.tensor(x), torch.tensor(y)) for name, (x, y) in pairs.items()}
+        for name, exact in one.gradients.items():
+            there = mine.gradients.get(name)
+            part = exact[mine.places[name]] if there is not None else exact
+            step[f"gradient of {name}"] = relative(
+                torch.zeros_like(exact) if there is None else there, part, exact
+            )
+        of_step.append(step)
+    values = torch.tensor([list(step.values()) for step in of_step]).amax(0).to(parallel.device)
+    return dict(zip(of_step[0], parallel.largest(values).tolist(), strict=True))
+
+
+def relative(x: Tensor, y: Tensor, whole: Tensor | None = None) -> float:
+    """The largest difference of x and y, relative to the largest value of y, or of the `whole` that
+    it is a part of; infinite where a value is no number.
+    """
+    if not x.numel():
+        return 0.0
+    largest = (y if whole is None else whole).abs().max().clamp(min=torch.finfo(y.dtype).tiny)
+    return float(((x - y).abs().max() / largest).nan_to_num(nan=torch.inf))
+
+
+def summary(found: Differences) -> Differences:
+    """The difference of the loss, and the largest of the gradients and their norm."""
+    gradients = max(x for name, x in found.items() if name != "loss")
+    return {"loss": found["loss"], "gradients": gradients}
+
+
+def require(run: Run, found: Differences, allowed: Differences, where: str) -> None:
+    """Raise CheckFailed where a difference is more than is allowed; it names a weight if it can."""
+    over = {name: x / allowed[name] for name, x in found.items() if not x <= allowed[name]}
+    if over:
+        name = max(over, key=lambda name: (name.startswith("gradient of"), over[name]))
+        raise failed(
+            run,
+            f"the {name} of a step{where} differs by {found[name]:.1e} from one device's in fp32, "
+            f"where {allowed[name]:.0e} is allowed",
+        )
+
+
+def failed(run: Run, problem: str) -> CheckFailed:
+    """The error, in one line, that says how the run is spread and what to do."""
+    work = run.workload
+    shared = f" context.method={work.context_method}" if work.context > 1 else ""
+    return CheckFailed(
+        f"context.check=true: {problem} (strategy={work.strategy} context={work.context}{shared} "
+        f"attention={work.attention.backend} memory={work.memory.policy}); nothing was trained: "
+        "try another context.method or attention, or fewer devices"
+    )
+
+
+def forget(run: Run) -> None:
+    """Leave nothing behind that the run would notice: memory, or compiled code for short rows."""
+    if run.workload.compile:
+        torch._dynamo.reset()
+    gc.collect()
+    if run.workload.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()

@@ -1,0 +1,75 @@
+"""One optimizer step, and the state that it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from longctx.distributed import sharding
+from longctx.distributed.parallel import Parallel
+from longctx.runs import checkpoints
+from longctx.training.batches import StepBatch
+from longctx.training.learning_rate import LearningRate
+from longctx.training.module import TrainingModule
+from longctx.training.run import Run
+from longctx.training.throughput import Meter
+
+
+def optimizer_step(
+    state: TrainState,
+    batch: StepBatch,
+    parallel: Parallel,
+    mark: Callable[[str], None] = lambda part: None,
+) -> Tensor:
+    """One update of the weights; returns the loss summed over this rank's scored tokens.
+
+    The gradient is that of the mean loss over the scored tokens of all micro-batches and ranks.
+    `mark` is told when "forward", "backward" and "optimizer" have been queued.
+    """
+    weight = parallel.loss_weight(batch.scored)
+    batch.weigh(weight)
+    total = torch.zeros((), device=parallel.device)
+    with parallel.autocast():  # around all micro-batches, so that weights are cast once
+        for micro in batch.micro:
+            with parallel.accumulates(state.prepared, last=micro is batch.micro[-1]):
+                loss = state.prepared.training_step(micro)
+                mark("forward")
+                parallel.backward(loss)
+                mark("backward")
+            total += loss.detach() / weight
+    state.module.configure_gradient_clipping(state.optimizer)
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    state.scheduler.step()
+    state.steps_done += 1
+    mark("optimizer")
+    return total
+
+
+class TrainState:
+    """What a step changes: weights, optimizer, learning rate."""
+
+    def __init__(self, run: Run, parallel: Parallel) -> None:
+        self.run, self.steps_done = run, run.steps_done
+        self.module = TrainingModule(run, parallel.shard)
+        parallel.build(self.module.configure_model)
+        self.module.model.share_rows(parallel.context)
+        configured = self.module.configure_optimizers()
+        self.optimizer: torch.optim.Optimizer = configured["optimizer"]
+        self.scheduler: LearningRate = configured["lr_scheduler"]["scheduler"]
+        self.prepared = parallel.prepare(self.module)
+
+    def restore(self, path: Path, meter: Meter, parallel: Parallel) -> None:
+        """Continue from the checkpoint at `path`, bit for bit."""
+        checkpoint = checkpoints.read(path, checkpoints.TO_RESUME)
+        for name, weight in self.module.named_parameters():
+            sharding.write_rows_of(checkpoint["state_dict"][name], weight)
+        self.optimizer.load_state_dict(
+            sharding.state_of_rank(checkpoint["optimizer_states"][0], self.optimizer)
+        )
+        self.scheduler = LearningRate(self.optimizer, self.run)
+        meter.restore(checkpoint["meter"], parallel.is_first)
+        checkpoints.restore_random_state(checkpoint["random"])

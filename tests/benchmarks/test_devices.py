@@ -1,0 +1,147 @@
+"""Several GPUs: every case is a run that train.py accepts, every one leaves a row, and none a
+process.
+"""
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import device_runs
+from benchmarks.device_cases import CASES, PACKED, Case
+from benchmarks.device_runs import MEASURES, Place, Started, group
+from benchmarks.devices import compare, free_for
+from benchmarks.words import main
+from longctx.planner import fitting, hardware
+from longctx.planner.hardware import GIB
+
+TINY = ["model=tiny", "model.layers=1", "seq_len=96", "attention=naive", "data.documents=20"]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    chip = hardware.chip(hardware.ASSUMED[0], hardware.ASSUMED[1] * GIB)
+    end = time.monotonic() + 300
+    return Place((0,), tmp_path, False, end, threading.Event(), (), chip, 110 * GIB)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.what == "train"])
+def test_every_run_is_one_that_fits(name: str, place: Place) -> None:
+    case = CASES[name]
+    work = device_runs.decided(device_runs.overrides_of(case, place), place)
+    assert work.devices == case.gpus
+    assert fitting.fits(work, place.chip.usable, place.host * case.gpus)
+
+
+def test_a_case_is_compared_with_the_same_rows_on_one_gpu(place: Place) -> None:
+    works = {
+        name: device_runs.decided(device_runs.overrides_of(case, place), place)
+        for name, case in CASES.items()
+        if case.what == "train"
+    }
+    for name, case in CASES.items():
+        assert case.what in MEASURES
+        assert not case.ours or CASES[case.ours].gpus == case.gpus
+        if case.one and name in works:
+            mine, one = works[name], works[case.one]
+            assert CASES[case.one].gpus == 1
+            assert CASES[case.one].data == case.data
+            assert (mine.model, mine.seq_len, mine.batch_size) == (
+                one.model,
+                one.seq_len,
+                one.batch_size,
+            )
+    rows = [
+        {"case": "1b-64k-4", "tokens_per_second": 76.0},
+        {"case": "1b-64k-1", "tokens_per_second": 20.0},
+        {"case": "1b-64k-2", "note": "ended"},
+        {"case": "accelerate-64k-4", "tokens_per_second": 38.0},
+    ]
+    compare(rows)
+    assert rows[0]["over_one"] == 3.8
+    assert "over_one" not in rows[2]
+    assert rows[3]["longctx_over_it"] == 2.0
+
+
+def test_cases_have_gpus_of_their_own_unless_they_share() -> None:
+    one, two, shared = (Case(1, 1, "train"), Case(2, 1, "train"), Case(4, 1, "lost", shared=True))
+    four = (0, 1, 2, 3)
+    assert free_for(two, [(one, (0,))], four) == (1, 2)
+    assert free_for(two, [(one, (0,)), (two, (1, 2))], four) is None
+    assert free_for(one, [(one, (0,)), (two, (1, 2))], four) == (3,)
+    assert free_for(shared, [(shared, four)], four) == four
+    assert free_for(shared, [(one, (0,))], four) is None
+    assert free_for(one, [(shared, four)], four) is None
+
+
+def test_the_steps_after_the_first_count() -> None:
+    rows = [
+        {"step": 5, "ms_per_step": 900.0, "loss": 3.0, "memory_peak_gib": 2.0},
+        {"step": 10, "ms_per_step": 100.0, "loss": 2.0, "memory_peak_gib": 4.0, "extra": 7},
+        {"step": 15, "ms_per_step": 300.0, "loss": 1.0, "memory_peak_gib": 3.0},
+    ]
+    row = device_runs.measured(rows)
+    assert row["seconds"] == 0.2
+    assert row["first_seconds"] == 4.5
+    assert row["memory_peak_gib"] == 4.0
+    assert row["extra"] == 7
+    assert row["loss"] == [3.0, 2.0, 1.0]
+    assert device_runs.measured([]) == {}
+
+
+def test_a_command_leaves_no_process(place: Place) -> None:
+    with Started(["bash", "-c", "sleep 60 & echo out; wait"], place.folder / "log", place) as one:
+        assert one.wait(lambda: "out" in one.log.read_text())
+        assert len(group(one.process.pid)) == 2
+    assert not group(one.process.pid)
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        ("echo 'error: no'; echo end; exit 3", "exit code 3: error: no"),
+        ("echo '[rank0]: ValueError: x'; echo ChildFailedError: y; exit 1", "exit code 1: [rank0]"),
+        ("sleep 9", "ended after"),
+    ],
+)
+def test_why_a_command_shows_nothing(command: str, problem: str, place: Place) -> None:
+    with Started(["bash", "-c", command], place.folder / "log", place) as one:
+        assert not one.wait(end=time.monotonic() + 0.3 + 9 * command.startswith("echo"))
+        assert one.problem().startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["cases=2b"], "cases=2b: choose from"),
+        (["gpus=0,x"], "gpus=0,x: of 0"),
+        (["cases=1b-64k-4", "gpus=0"], "needs 4 GPUs"),
+        (["devices=2"], "devices=2: is set for each point"),
+    ],
+)
+def test_mistakes_are_one_line(argv, message, refused):
+    refused(main(["devices", *argv]), message)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_run_is_measured_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(CASES, "small", Case(2, 60, "train", "devices=2", PACKED, steps=3))
+    monkeypatch.setitem(CASES, "wrong", Case(1, 60, "train", "devices=1 device=cuda", PACKED))
+    out = tmp_path / "out.json"
+    monkeypatch.setattr("benchmarks.devices.make_corpus", lambda folder: None)
+    before = {"commands": ["a"], "rows": [{"case": "tiny-4", "gpus": 4}, {"case": "small"}]}
+    out.write_text(json.dumps(before))
+    argv = ["devices", "cases=small,wrong", f"folder={tmp_path}/all", f"out={out}", *TINY]
+    assert main(argv) == 0
+    result = json.loads(out.read_text())
+    assert len(result["rows"]) == 3
+    assert len(result["commands"]) == 2
+    rows = {row["case"]: row for row in result["rows"]}
+    assert [one["step"] for one in rows["small"]["metrics"]] == [1, 2, 3]
+    assert rows["small"]["tokens_per_second"] > 0
+    assert "exit code 2: error: device=cuda" in rows["wrong"]["note"]

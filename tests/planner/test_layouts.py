@@ -1,0 +1,127 @@
+"""The layout that is chosen fits, is about the fastest, and is the plainest of those."""
+
+from dataclasses import replace
+
+import pytest
+
+from longctx import cli
+from longctx.config.train_config import TrainConfig
+from longctx.planner import fitting, hardware, layouts
+from longctx.planner.hardware import GIB
+from longctx.planner.workload import Workload, with_vocabulary, workload_of
+
+H200 = hardware.chip("NVIDIA H200", 139.8 * GIB)
+HOST = 1536 * GIB
+
+
+def request(*overrides: str) -> TrainConfig:
+    words = ["model=1b", "context.degree=auto", *overrides]
+    config: TrainConfig = cli.compose("train", words).config
+    return config
+
+
+def steps(config: TrainConfig) -> list[Workload]:
+    """The step of each layout that `config` leaves open."""
+    assert isinstance(config.seq_len, int)
+    return [
+        with_vocabulary(workload_of(one, "cuda", config.seq_len), 128256)
+        for one in layouts.each(config, config.model)
+    ]
+
+
+def test_layouts_are_those_that_devices_heads_and_backend_allow() -> None:
+    def possible(*overrides: str) -> set[tuple[str, int, str]]:
+        each = steps(request(*overrides))
+        return {(work.strategy, work.context, work.context_method) for work in each}
+
+    both = possible("devices=6", "strategy.name=fsdp")  # 32 heads
+    assert both == {
+        ("fsdp", 1, "ulysses"),
+        ("fsdp", 2, "ulysses"),
+        ("fsdp", 2, "allgather"),
+        ("fsdp", 3, "allgather"),
+        ("fsdp", 6, "allgather"),
+    }
+    assert possible("devices=6", "attention=sdpa", "strategy.name=ddp") == {
+        ("ddp", 1, "ulysses"),
+        ("ddp", 2, "ulysses"),
+    }
+    assert {strategy for strategy, _, _ in possible("devices=2")} == {"ddp", "fsdp"}
+    assert {degree for _, degree, _ in possible("devices=4", "context.method=ulysses")} == {1, 2, 4}
+    assert len(possible("devices=1")) == 1
+    named = request("devices=8")
+    named = replace(named, context=replace(named.context, degree=4, method="allgather"))
+    assert {work.context for work in steps(named)} == {4}
+
+
+def test_short_rows_are_not_shared() -> None:
+    for words in (("seq_len=4096",), ("seq_len=65536", "model=124m")):
+        chosen, _ = layouts.choose(steps(request("devices=8", *words)), H200, HOST, merge=True)
+        assert (chosen.strategy, chosen.context) == ("ddp", 1)
+
+
+def test_what_is_chosen_fits_and_is_about_the_fastest() -> None:
+    for words in (
+        ["seq_len=262144"],
+        ["seq_len=1048576", "batch_size=1"],
+        ["seq_len=2097152"],
+        ["seq_len=262144", "model=8b"],
+    ):
+        each = steps(request("devices=8", *words))
+        chosen, reason = layouts.choose(each, H200, HOST)
+        decided = [fitting.decide(work, H200, HOST) for work in each]
+        fit = [work for work in decided if fitting.fits(work, fitting.room(H200), HOST)]
+        fastest = max(layouts.tokens_per_second(work, H200) for work in fit)
+        assert chosen in fit
+        assert layouts.tokens_per_second(chosen, H200) >= layouts.SURE * fastest
+        plainer = fit[: fit.index(chosen)]
+        assert all(
+            layouts.tokens_per_second(work, H200) < layouts.SURE * fastest
+            or (fitting.on_host(work) and not fitting.on_host(chosen))
+            for work in plainer
+        )
+        assert reason
+
+
+def test_a_row_that_one_gpu_cannot_hold_is_shared() -> None:
+    config = request("devices=8", "seq_len=4194304", "strategy.name=fsdp", "memory=balanced")
+    chosen, reason = layouts.choose(steps(config), H200, HOST)
+    assert chosen.context == 8
+    assert reason == "fsdp does not fit"
+
+
+def test_where_nothing_fits_or_the_gpu_is_not_known() -> None:
+    each = steps(request("devices=8", "seq_len=16777216"))
+    chosen, reason = layouts.choose(each, replace(H200, memory=8 * GIB), HOST)
+    assert chosen.context == 8 and chosen.strategy == "fsdp"
+    assert "none is predicted to fit" in reason
+    unknown = hardware.chip("Toaster", 139.8 * GIB)
+    chosen, _ = layouts.choose(steps(request("devices=8", "seq_len=65536")), unknown, HOST)
+    assert chosen.context == 1
+
+
+def test_ulysses_stands_where_both_methods_are_about_as_fast() -> None:
+    for method in ("auto", "ulysses", "allgather"):
+        config = request("devices=8", "seq_len=1048576", f"context.method={method}")
+        config = replace(config, context=replace(config.context, degree=8))
+        chosen, _ = layouts.choose(steps(config), H200, HOST)
+        assert chosen.context_method == ("ulysses" if method == "auto" else method)
+
+
+@pytest.mark.parametrize("words", [("strategy.name=fsdp",), ("context.degree=8",), ()])
+def test_the_longest_row_of_all_layouts_fits_and_a_longer_one_in_none(
+    words: tuple[str, ...],
+) -> None:
+    config = request("devices=8", "batch_size=1", "accumulate=1", *words)
+    ats = [
+        lambda tokens, one=one: with_vocabulary(workload_of(one, "cuda", tokens), 128256)
+        for one in layouts.each(config, config.model)
+    ]
+    work = layouts.longest(ats, H200, HOST, 512)
+    assert work is not None
+    assert work.seq_len % (512 * 1) == 0 and work.seq_len % work.context == 0
+    assert fitting.fits(work, fitting.room(H200), HOST)
+    for at in ats:
+        longer = at(work.seq_len + 4096)
+        assert fitting.first_that_fits(longer, fitting.room(H200), HOST) is None
+    assert layouts.longest(ats, replace(H200, memory=GIB), HOST, 512) is None

@@ -1,0 +1,122 @@
+"""What devices wait for one another: nothing alone, more over slower links, and the bytes of each
+way to share a row.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from longctx import cli
+from longctx.planner import fitting, hardware, links
+from longctx.planner.hardware import GIB
+from longctx.planner.peak_memory import _Step, predict
+from longctx.planner.workload import Workload, with_vocabulary, workload_of
+
+H200 = hardware.chip("NVIDIA H200", 139.8 * GIB)
+
+
+def step(policy: str, *overrides: str, **changes: Any) -> Workload:
+    """A step of 1b under a memory policy; keyword arguments replace what it is."""
+    words = ["model=1b", "batch_size=1", "accumulate=1", *overrides]
+    config = cli.compose("train", words).config
+    work = workload_of(config, "cuda", config.seq_len)
+    work = with_vocabulary(work, config.data.vocab_size)
+    return replace(fitting.with_policy(work, policy), **changes)
+
+
+def shared(ranks: int, method: str = "ulysses", **changes: Any) -> Workload:
+    """A row of 262,144 tokens on so many devices, which also share the weights."""
+    words = [f"devices={ranks}", f"context.degree={ranks}", "strategy.name=fsdp", "seq_len=262144"]
+    return step("balanced", *words, context_method=method, **changes)
+
+
+# torch 2.11, two H200 of one machine: seconds per step and GiB per GPU
+MEASURED = [
+    (shared(2), 15.36, 38.5),
+    (step("fast", "seq_len=65536", devices=2, strategy="fsdp"), 131072 / 52129, 75.6),
+]
+
+
+@pytest.mark.parametrize(("work", "seconds", "gib"), MEASURED)
+def test_steps_measured_on_two_gpus_take_the_time_and_memory_predicted(
+    work: Workload, seconds: float, gib: float
+) -> None:
+    time = fitting.seconds(work, H200)
+    assert time is not None
+    assert time.total == pytest.approx(seconds, rel=0.03)
+    assert predict(work).peak / GIB == pytest.approx(gib, rel=0.02)
+
+
+def test_one_device_waits_for_nobody() -> None:
+    alone = step("fast", "seq_len=65536")
+    assert links.attention_exchange(alone, H200) == 0
+    assert links.waiting_for_weights(alone, H200, 1.0) == 0
+
+
+def test_bytes_of_each_method_go_over_the_link() -> None:
+    chip, n = replace(H200, link=1.0), 262144 // 4
+    q, kv, layers = 32 * 64, 2 * 8 * 64, 16
+    ulysses = links.attention_exchange(shared(4), chip)
+    assert ulysses == 3 / 4 * n * (2 * q + kv + 4 * q + 2 * kv) * 2 * layers
+    gathered = links.attention_exchange(shared(4, "allgather"), chip)
+    # K and V of the three others, twice in bf16; parts of dK and dV in fp32
+    assert gathered == pytest.approx(3 * n * kv * (2 * 2 + 4) * layers, rel=1e-6)
+
+
+def test_a_window_needs_the_end_of_the_neighbour_only() -> None:
+    chip = replace(H200, link=1.0)
+    work = shared(4, model=replace(shared(4).model, window=1025))
+    assert links.attention_exchange(work, chip) == 3 * 1024 * 2 * (2 * 8 * 64) * 16
+    wide = shared(4, model=replace(work.model, window=65538))  # more than a rank has
+    assert links.attention_exchange(wide, chip) == links.attention_exchange(shared(4), chip)
+    sdpa = shared(4, model=work.model, attention=replace(work.attention, backend="sdpa"))
+    assert links.attention_exchange(sdpa, chip) == links.attention_exchange(shared(4), chip)
+
+
+def test_a_row_within_a_machine_does_not_know_the_network() -> None:
+    slow = replace(H200, network=1e9)
+    row = replace(shared(8), devices=16, machines=2)
+    assert links.attention_exchange(row, slow) == links.attention_exchange(row, H200)
+    for method in ("ulysses", "allgather"):
+        wide = replace(shared(16, method), machines=2)
+        inside = replace(wide, machines=1)
+        assert links.attention_exchange(wide, slow) > links.attention_exchange(wide, H200)
+        assert links.attention_exchange(wide, H200) > links.attention_exchange(inside, H200)
+
+
+def test_weights_travel_behind_blocks_that_compute_long_enough() -> None:
+    work = replace(shared(16), machines=2)
+    times = [links.waiting_for_weights(work, H200, compute) for compute in (0.0, 0.01, 10.0)]
+    assert times[0] > times[1] > times[2] > 0  # what comes first and last is never hidden
+    slow = replace(H200, network=1e9)
+    assert links.waiting_for_weights(work, slow, 0.01) > times[1]
+    copies = replace(work, strategy="ddp")
+    assert links.waiting_for_weights(copies, slow, 0.01) > links.waiting_for_weights(
+        copies, H200, 0.01
+    )
+    thousand = replace(work, devices=1024, machines=128)
+    assert links.waiting_for_weights(thousand, H200, 0.0) > times[0]
+
+
+def test_lora_shares_the_gradients_of_what_it_trains() -> None:
+    full = shared(2)
+    thin = replace(full, lora=replace(full.lora, rank=8))
+    assert links.waiting_for_weights(thin, H200, 0.0) < links.waiting_for_weights(full, H200, 0.0)
+
+
+def test_host_memory_is_that_of_each_machine() -> None:
+    work = replace(shared(16), memory=step("long").memory)
+    assert fitting.on_host(work) == 2 * fitting.on_host(replace(work, machines=2))
+
+
+def test_gathered_keys_take_room_by_groups_of_heads() -> None:
+    def room(ranks: int, method: str, **changes: Any) -> float:
+        return _Step(shared(ranks, method, **changes)).exchanged
+
+    assert room(1, "ulysses") == 0
+    # As many heads in a group as make it of the size of a rank's own keys: all 8 on 1, 1 on 8
+    assert room(8, "allgather") == room(2, "allgather") / 4
+    assert room(64, "allgather") == room(8, "allgather")  # whole rows of one head on every rank
+    windowed = replace(shared(8).model, window=1025)
+    assert room(8, "ulysses", model=windowed) < room(8, "ulysses") / 4

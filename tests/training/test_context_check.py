@@ -1,0 +1,190 @@
+"""context.check passes where all ranks compute what one does, and finds every fault that others had
+in silence.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import train
+from longctx.runs import run_folder
+from tests.training.sample_run import Overrides
+from tests.training.test_devices import Refused, alive, close, run
+
+SCRIPT = Path(__file__).with_name("checked_layouts.py")
+ROOT = SCRIPT.parents[2]
+SHAPE: dict[str, Any] = {"model.layers": 2, "seq_len": 120, "accumulate": 1}
+SHARED = {"devices": 2, "context": 2}
+LEAK = "logits of other documents"
+
+
+def said(cases: dict[str, dict[str, Any]], ranks: int, tmp_path: Path) -> dict[str, str]:
+    """What the check says in each case, all in one group of `ranks` processes."""
+    request, out = tmp_path / "cases.json", tmp_path / "out.json"
+    request.write_text(json.dumps(cases))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    port = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    process = subprocess.run(
+        [*launcher, *port, str(SCRIPT), str(request), str(out)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    answers: dict[str, str] = json.loads(out.read_text())
+    assert answers.keys() == cases.keys()
+    return answers
+
+
+def test_a_checked_run_says_so_and_trains_as_on_one_device(
+    overrides: Overrides, tmp_path: Path
+) -> None:
+    shape = {"seq_len": 63, "max_steps": 2, "batch_size": 1, "val_rows": 3}
+    assert train.main(overrides(name="one", **shape)) == 0
+    run(tmp_path, overrides(name="checked", context__check=True, **SHARED, **shape))
+    close(tmp_path / "runs" / "checked", tmp_path / "runs" / "one")
+    first, *others = run_folder.read_metrics(tmp_path / "runs" / "checked")
+    assert 0 <= first["context_check/loss_fp32"] < 1e-5
+    assert 0 <= first["context_check/gradients_fp32"] < 1e-5
+    assert not [key for row in others for key in row if key.startswith("context_check/")]
+
+
+@pytest.mark.parametrize("new", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_run_that_fails_the_check_does_not_begin(
+    new: bool, overrides: Overrides, tmp_path: Path
+) -> None:
+    keys = overrides(name="r", context__check=True, **SHARED)
+    runs, log = tmp_path / "runs", ""
+    if not new:
+        assert train.main(overrides(name="r", max_steps=1)) == 0
+        log = (runs / "r" / "metrics.jsonl").read_text()
+        keys = [f"resume={runs / 'r'}", "max_steps=2", "context.check=true", "devices=2"]
+        keys += ["context=2"]
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), "train", "shifted labels", *keys],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    _, error = process.communicate(timeout=240)
+    assert process.returncode == 1, error
+    errors = [line for line in error.splitlines() if "error" in line.lower()]
+    assert len(errors) == 1, error
+    assert errors[0].startswith("error: context.check=true: the gradient of ")
+    assert "Traceback" not in error
+    assert not alive(process.pid)
+    assert [path.name for path in runs.iterdir()] == ([] if new else ["r"])
+    assert new or (runs / "r" / "metrics.jsonl").read_text() == log
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context.check": True}, "context.check=true: compares several devices with one"),
+        ({"context.check": True, "devices": 2, "seq_len": 4}, "seq_len=4: too short"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused(
+    changes: dict[str, object], message: str, overrides: Overrides, refused: Refused, tmp_path: Path
+) -> None:
+    refused(train.main(overrides(name="r", **changes)), message)
+    assert not (tmp_path / "runs").exists()
+
+
+# fault → what else the run has, what the check names
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "no mask": ({}, LEAK),
+    "full mask": ({}, LEAK),
+    "rounded documents": ({}, LEAK),
+    "shifted labels": ({}, "gradient of"),
+    "rounded length": ({}, "gradient of"),
+    "mixed ranks": ({}, LEAK),
+    "no windows": ({"model.window": 20}, "gradient of"),
+    "stale keys": ({}, "gradient of"),
+    "lost gradients": ({}, "gradient of"),
+    "means of ranks": ({"context": 1}, "gradient of"),
+    "counted twice": ({}, "gradient of"),
+    "no number": ({}, "gradient of"),
+    "larger norm": ({}, "gradient norm"),
+    "no average": ({"context": 1}, "gradient of"),
+    "rows of each rank": ({}, "ranks 0 and 1 share rows"),
+}
+
+
+# What must pass: number of ranks → case → what it has beside SHAPE.
+PASSING: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "ulysses": SHARED,
+        "all-gather": SHARED | {"context.method": "allgather"},
+        "copies": {"strategy": "ddp", "accumulate": 3},
+        "slices": {"strategy": "fsdp"},
+        "slices of shared rows": SHARED | {"strategy": "fsdp"},
+        "bf16": SHARED | {"precision": "bf16"},
+        "slices in bf16": SHARED | {"strategy": "fsdp", "precision": "bf16"},
+        "windows in some layers": SHARED
+        | {"model.layers": 5, "model.window": 30, "model.window_layers": "[1,2]"},
+        "layers without positions": SHARED | {"model.layers": 4, "model.nope_layers": "[3]"},
+        "recomputed": SHARED | {"memory": "balanced", "memory.keep_every": 2, "model.layers": 4},
+        "recomputed MLP": SHARED
+        | {"memory": "fast", "memory.recompute": "mlp", "memory.mlp_tile": 4096},
+        "LoRA": SHARED | {"lora.rank": 4},
+        "LoRA in slices": SHARED | {"lora.rank": 4, "strategy": "fsdp", "precision": "bf16"},
+        "muon": SHARED | {"optimizer": "muon", "strategy": "fsdp"},
+        "naive": SHARED | {"attention": "naive"},
+        "sdpa": SHARED | {"attention": "sdpa"},
+        "biases and norms": SHARED
+        | {"model.qkv_bias": True, "model.qk_norm": True, "model.tied": False},
+        "one key-value head": SHARED | {"model.kv_heads": 1},
+        "long documents": SHARED | {"seq_len": 16},
+        "rows longer than documents": SHARED | {"seq_len": 1000},
+    },
+    4: {
+        "ulysses": {"devices": 4, "context": 4},
+        "all-gather": {"devices": 4, "context": 4, "context.method": "allgather"},
+        "two groups": {"devices": 4, "context": 2},
+        "two groups in slices": {"devices": 4, "context": 2, "strategy": "fsdp"},
+        "slices in bf16": {"devices": 4, "context": 4, "strategy": "fsdp", "precision": "bf16"},
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", PASSING)
+def test_layouts_that_compute_what_one_device_does_pass(
+    ranks: int, overrides: Overrides, tmp_path: Path
+) -> None:
+    cases = {
+        name: {"fault": None, "keys": overrides(**SHAPE | {"devices": ranks} | changes)}
+        for name, changes in PASSING[ranks].items()
+    }
+    for case, answer in said(cases, ranks, tmp_path).items():
+        assert answer.startswith("0 of "), (case, answer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("precision", "strategy", "method"),
+    [("fp32", "ddp", "ulysses"), ("bf16", "ddp", "allgather"), ("fp32", "fsdp", "ulysses")],
+)
+def test_every_fault_is_found(
+    precision: str, strategy: str, method: str, overrides: Overrides, tmp_path: Path
+) -> None:
+    layout = {"precision": precision, "strategy": strategy, "context.method": method}
+    cases = {
+        fault: {"fault": fault, "keys": overrides(**SHAPE | SHARED | layout | changes)}
+        for fault, (changes, _) in FAULTS.items()
+        if (fault, strategy) != ("no average", "fsdp")  # which averages in every backward
+    }
+    for fault, answer in said(cases, 2, tmp_path).items():
+        assert answer.startswith("failed: context.check=true: "), (fault, answer)
+        assert FAULTS[fault][1] in answer, (fault, answer)
+        assert "\n" not in answer
