@@ -62,8 +62,12 @@ class Heartbeat:
         """
         if first:
             self.store.set("decided", "yes")
-        while not self.store.check(["decided"]):
-            time.sleep(0.1)
+        try:
+            while not self.store.check(["decided"]):
+                time.sleep(0.1)
+        except (RuntimeError, OSError):  # the store is gone, which the beats end this process for
+            time.sleep(SILENCE)
+            raise
 
     def fail(self, problem: str, code: int) -> bool:
         """Tell the others that this process ends with `code`, and wait until they know.

@@ -181,7 +181,7 @@ def meet(
     """Wait until all processes of a run are here and fit together; then the run begins.
 
     Raises ValueError, one line, on the first process where one is missing or something is wrong;
-    on the others SystemExit, since the first one says it.
+    on the others SystemExit: the first one says it, or they where it is the one that is missing.
     """
     try:
         meeting = Meeting(launched, arrival_seconds())
@@ -203,7 +203,8 @@ def meet(
             raise SystemExit(2) from None  # others say so
         missing = isinstance(error, NotAll)
         problem = str(error) if missing else f"process 0 is gone ({first_line(error)})"
-        raise ValueError(problem) from None
+        print(f"error: {problem} ({about(config, launched, [here])})", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
     if problem:
         raise ValueError(problem)
     if note := crowded(arrivals):

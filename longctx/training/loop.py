@@ -22,7 +22,7 @@ from longctx.data import load
 from longctx.distributed import sharding
 from longctx.distributed.devices import this_machine
 from longctx.distributed.heartbeat import go_on
-from longctx.distributed.parallel import Parallel, parallel_of
+from longctx.distributed.parallel import EXIT, Parallel, exit_within, parallel_of
 from longctx.kernels.selftest import SelfTestFailed
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import PARAMETERS, predict
@@ -279,6 +279,8 @@ def train_safely(run: Run, parallel: Parallel) -> int:
     except KeyboardInterrupt:
         parallel.kill_others()
         code = 128 + int(stop.number or signal.SIGINT)
+        if parallel.ranks > 1:
+            exit_within(EXIT, code)
         raise SystemExit(code) from None
     except context_check.CheckFailed as error:  # on every rank
         parallel.leave()
