@@ -61,6 +61,7 @@ def launched(config: TrainConfig | EvalConfig, environ: Mapping[str, str] = os.e
         found = _of_srun(environ)
     else:
         _check_allocation(config.devices, environ)
+        config.context.validate(config.devices)
         return _own(config.devices, environ)
     if config.devices not in (1, found.ranks):
         raise ValueError(

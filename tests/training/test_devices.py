@@ -122,6 +122,7 @@ def test_a_sharded_run_resumes_on_any_number_of_devices(
     ("changes", "message"),
     [
         ({"devices": 4, "context": 3}, "context=3: does not divide devices=4"),
+        ({"context": 2}, "context=2: does not divide devices=1"),
         (
             {"devices": 3, "context": 3, "context.method": "ulysses"},
             "context=3: context.method=ulysses divides the model's",
