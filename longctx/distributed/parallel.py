@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from longctx.attention.context_parallel import Context
 from longctx.config.eval_config import EvalConfig
+from longctx.config.model_config import AttentionConfig
 from longctx.config.train_config import TrainConfig
 from longctx.distributed import sharding
 from longctx.distributed.heartbeat import Heartbeat
@@ -57,6 +58,8 @@ class Layout(Protocol):
     def context(self) -> int: ...  # devices that share each row
     @property
     def context_method(self) -> str: ...  # ulysses | allgather
+    @property
+    def attention(self) -> AttentionConfig: ...
 
 
 class Parallel:

@@ -59,10 +59,10 @@ def build_scorer(request: EvalRequest, setup: Setup | None, parallel: Parallel) 
         decided = {
             "file": str(setup.subject.file),
             "precision": setup.precision,
-            "layout": setup.layout._asdict(),
+            "layout": setup.layout[:-1],  # the rest every process has in `request`
         }
     decided = parallel.share(decided)
-    config, layout = request.config, Layout(**decided["layout"])
+    config, layout = request.config, Layout(*decided["layout"], request.config.attention)
     parallel.form(layout, "")
     dtype = dtype_of(decided["precision"])
     model = build_model(

@@ -11,7 +11,7 @@ import torch
 
 from longctx.attention import Mask, check
 from longctx.config.eval_config import TOKENS_PER_BATCH, EvalConfig, EvalRequest
-from longctx.config.model_config import GPTConfig
+from longctx.config.model_config import AttentionConfig, GPTConfig
 from longctx.evaluation.subject import Subject, open_subject
 from longctx.evaluation.weights import skeleton
 from longctx.planner.hardware import Machine
@@ -26,7 +26,7 @@ class Layout(NamedTuple):
     data_ranks: int  # groups of devices that take rows of their own
     context: int  # devices that share each row
     context_method: str  # ulysses | allgather
-    attention_backend: str
+    attention: AttentionConfig
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
             data_ranks=config.devices // sharing,
             context=sharing,
             context_method=config.context.method_for(subject.model.heads),
-            attention_backend=config.attention.backend,
+            attention=config.attention,
         ),
     )
     check_writable(setup.results, config)
