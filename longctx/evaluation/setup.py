@@ -77,12 +77,10 @@ def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
         precision=precision,
         context=seq_len,
         batch_size=batch_size,
-        layout=Layout(
-            strategy=choose_strategy(config, subject.model, precision, tokens, machine),
-            data_ranks=config.devices // sharing,
-            context=sharing,
-            context_method=config.context.method_for(subject.model.heads),
-            attention=config.attention,
+        layout=layout_of(
+            config,
+            choose_strategy(config, subject.model, precision, tokens, machine),
+            subject.model.heads,
         ),
     )
     check_writable(setup.results, config)
@@ -93,6 +91,18 @@ def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
             f"that {origin}"
         )
     return setup
+
+
+def layout_of(config: EvalConfig, strategy: str, heads: int) -> Layout:
+    """The layout of `config` with a decided `strategy`, for a model of `heads` query heads."""
+    context = config.context
+    return Layout(
+        strategy,
+        config.devices // context.degree,
+        context.degree,
+        context.method_for(heads),
+        config.attention,
+    )
 
 
 def dtype_of(precision: str) -> torch.dtype:
