@@ -36,6 +36,7 @@ from longctx.attention import communication, takes_intervals
 from longctx.attention.communication import Clock, measured
 from longctx.attention.context_parallel import Context
 from longctx.config.eval_config import EvalConfig
+from longctx.config.model_config import AttentionConfig
 from longctx.config.train_config import TrainConfig
 from longctx.distributed import rendezvous, sharding
 from longctx.distributed.devices import choose_device
@@ -63,7 +64,7 @@ class Layout(Protocol):
     @property
     def context_method(self) -> str: ...  # ulysses | allgather
     @property
-    def attention_backend(self) -> str: ...
+    def attention(self) -> AttentionConfig: ...
 
 
 class Parallel:
@@ -184,7 +185,7 @@ class Parallel:
             )
             if workload.context > 1:
                 group = self.mesh.get_group("context")
-                fetches_windows = takes_intervals(workload.attention_backend)
+                fetches_windows = takes_intervals(workload.attention.backend)
                 self.context = Context(group, workload.context_method, fetches_windows)
 
     def in_fp32(self) -> Parallel:

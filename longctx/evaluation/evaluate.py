@@ -17,7 +17,7 @@ from longctx.distributed.parallel import Parallel, parallel_of
 from longctx.evaluation.measure import measure
 from longctx.evaluation.results import save
 from longctx.evaluation.scorer import Scorer
-from longctx.evaluation.setup import Layout, Setup, dtype_of, resolve
+from longctx.evaluation.setup import Setup, dtype_of, layout_of, resolve
 from longctx.evaluation.weights import build_model
 
 
@@ -63,11 +63,12 @@ def build_scorer(request: EvalRequest, setup: Setup | None, parallel: Parallel) 
         decided = {
             "file": str(setup.subject.file),
             "precision": setup.precision,
-            "layout": setup.layout._asdict(),
+            "strategy": setup.layout.strategy,
+            "heads": setup.subject.model.heads,
         }
     decided = parallel.share(decided)
-    config, layout = request.config, Layout(**decided["layout"])
-    parallel.form(layout, "")
+    config = request.config
+    parallel.form(layout_of(config, decided["strategy"], decided["heads"]), "")
     dtype = dtype_of(decided["precision"])
     model = build_model(
         Path(decided["file"]),

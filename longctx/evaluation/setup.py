@@ -11,7 +11,7 @@ import torch
 
 from longctx.attention import Mask, check
 from longctx.config.eval_config import TOKENS_PER_BATCH, EvalConfig, EvalRequest
-from longctx.config.model_config import GPTConfig
+from longctx.config.model_config import AttentionConfig, GPTConfig
 from longctx.evaluation.subject import Subject, open_subject
 from longctx.evaluation.weights import skeleton
 from longctx.planner.hardware import Machine
@@ -26,7 +26,7 @@ class Layout(NamedTuple):
     data_ranks: int  # groups of devices that take rows of their own
     context: int  # devices that share each row
     context_method: str  # ulysses | allgather
-    attention_backend: str
+    attention: AttentionConfig
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,10 @@ def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
         precision=precision,
         context=seq_len,
         batch_size=batch_size,
-        layout=Layout(
-            strategy=choose_strategy(config, subject.model, precision, tokens, machine),
-            data_ranks=config.devices // sharing,
-            context=sharing,
-            context_method=config.context.method_for(subject.model.heads),
-            attention_backend=config.attention.backend,
+        layout=layout_of(
+            config,
+            choose_strategy(config, subject.model, precision, tokens, machine),
+            subject.model.heads,
         ),
     )
     check_writable(setup.results, config)
@@ -94,6 +92,19 @@ def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
             f"that {origin}"
         )
     return setup
+
+
+def layout_of(config: EvalConfig, strategy: str, heads: int) -> Layout:
+    """The layout of `config` with a decided `strategy`, for a model of `heads` query heads."""
+    context, degree = config.context, config.context.degree
+    assert isinstance(degree, int)
+    return Layout(
+        strategy,
+        config.devices // degree,
+        degree,
+        context.method_for(heads),
+        config.attention,
+    )
 
 
 def dtype_of(precision: str) -> torch.dtype:

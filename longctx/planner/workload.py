@@ -54,11 +54,6 @@ class Workload:
         return self.devices // self.context
 
     @property
-    def attention_backend(self) -> str:
-        """The name of the attention backend."""
-        return self.attention.backend
-
-    @property
     def tokens_per_step(self) -> int:
         """Tokens of an optimizer step over all devices, padding included."""
         return self.rows_per_step * self.seq_len
