@@ -107,7 +107,7 @@ def kv_copies(heads: int, kv_heads: int, ranks: int) -> int:
     return ranks // kv_heads if ranks % kv_heads == 0 else heads // kv_heads
 
 
-MANY_TOKENS = 65536  # of a rank: then one key-value head at a time still keeps a GPU busy
+MANY_TOKENS = 262144  # of a rank: then one key-value head at a time saves memory that counts
 
 
 def ulysses_parts(heads: int, tokens: int) -> int:
