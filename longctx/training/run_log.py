@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +72,12 @@ class RunLog:
         if self.tracker is not None:
             self.tracker.finish(code)
 
-    def summary(self, code: int, stopped_by: int | None) -> None:
+    def summary(self, code: int, stopped_by: str | None) -> None:
         """Print what the run came to."""
         if not self.first:
             return
         if stopped_by is not None:
-            name = signal.Signals(stopped_by).name
-            self.display.say(f"stopped by {name} after step {self.steps_done:,}, saved")
+            self.display.say(f"stopped by {stopped_by} after step {self.steps_done:,}, saved")
         self.display.say("")
         table = closing_table(self.run.folder, attention.kernels_run(), finished=code == 0)
         self.display.console.print(table)
