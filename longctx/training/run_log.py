@@ -51,15 +51,14 @@ class RunLog:
         """Write a row to metrics.jsonl and wandb, and show it."""
         if self.tracker is not None:
             self.tracker.log(row | self.figures)
+            self.say_problem()
         self.figures = {}
         self.display.show(row)
 
     def start_wandb(self, kernels: dict[str, str]) -> None:
         """Begin the copy at wandb, once."""
         if self.tracker is not None:
-            problem = self.tracker.start_wandb(self.facts | {"kernels": kernels})
-            if problem:
-                self.display.say(problem)
+            self.tracker.start_wandb(self.facts | {"kernels": kernels})
 
     def checkpoint(self, path: Path, step: int) -> None:
         """Upload a checkpoint where that is asked for."""
@@ -71,6 +70,12 @@ class RunLog:
         self.display.stop()
         if self.tracker is not None:
             self.tracker.finish(code)
+            self.say_problem()
+
+    def say_problem(self) -> None:
+        """Say, once, that the copy at wandb has failed."""
+        if self.tracker is not None and (problem := self.tracker.problem()):
+            self.display.say(problem)
 
     def summary(self, code: int, stopped_by: str | None) -> None:
         """Print what the run came to."""
