@@ -43,6 +43,7 @@ from longctx.training.resolve import continue_folder, data_config, resolve
 from longctx.training.run import Run, of_shared
 from longctx.training.run_log import RunLog
 from longctx.training.schedule import Schedule
+from longctx.training.spikes import Spikes
 from longctx.training.sweep import RESULT_VARIABLE
 from longctx.training.throughput import Meter, StepSplit, resident
 from longctx.training.train_step import TrainState, optimizer_step
@@ -97,9 +98,12 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal) -> None:
     ]
     schedule = Schedule(run, [*shorter, data])
     state = TrainState(run, parallel)
-    meter, split = Meter(run.workload, parallel), StepSplit(parallel.device)
+    spikes = Spikes(run.config.spike, run.config.spike_budget)
+    meter, split = Meter(run.workload, parallel, spikes), StepSplit(parallel.device)
+    drops = spikes.drops if run.config.spike == "skip" else None
     if run.checkpoint is not None:
         state.restore(run.checkpoint, meter, parallel)
+        log.spikes = spikes.found
     predicted = predicted_gib(run)
     vote = Vote(stop, parallel)
 
@@ -123,7 +127,7 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal) -> None:
         meter.batch_arrived()
         split.begin(wanted=run.logs(step))
         batch = batch.to(parallel.device)
-        loss = optimizer_step(state, batch, parallel, split.mark)
+        loss = optimizer_step(state, batch, parallel, split.mark, drops)
         meter.add(batch, loss)
         log.stepped(step)
         if step == run.steps_done + 1:

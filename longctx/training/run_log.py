@@ -26,6 +26,7 @@ class RunLog:
         self.display = Display(run.max_steps, run.steps_done, silent=not self.first)
         self.tracker = Tracker(run.folder, run.config.wandb) if self.first else None
         self.facts = facts(run) if self.first else {}
+        self.spikes = 0  # said so far
         self.figures: dict[str, float] = {}  # of context.check, for the first row
         if self.first:
             for line in opening(run, parallel):
@@ -52,6 +53,14 @@ class RunLog:
         if self.tracker is not None:
             self.tracker.log(row | self.figures)
             self.say_problem()
+        spikes = row.get("loss_spikes", 0)
+        if spikes > self.spikes:
+            skipped = row.get("steps_skipped", 0)
+            self.display.say(
+                f"warning: the loss leapt out of those before at step {row['step']:,} or since the "
+                f"row before it ({spikes:,} times in all, {skipped:,} steps skipped)"
+            )
+        self.spikes = max(spikes, self.spikes)
         self.figures = {}
         self.display.show(row)
 
