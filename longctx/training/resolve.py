@@ -326,6 +326,9 @@ def fill_folder(run: Run) -> None:
         (run.folder / "checkpoints").mkdir()
         kernel_lock.write(run.folder, run.kernel_lock)
         run_folder.write_config(run.folder, run.settings())
+    except KeyboardInterrupt:
+        shutil.rmtree(run.folder, ignore_errors=True)
+        raise
     except OSError as error:
         shutil.rmtree(run.folder, ignore_errors=True)
         raise OSError(f"{run.folder}: cannot be written: {error.strerror or error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,14 +18,21 @@ from longctx.training.module import TrainingModule
 from longctx.training.run import Run
 from longctx.training.throughput import Meter
 
+# Said of a step that is dropped, whose learning rate is passed over as it should be
+warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+
 
 def optimizer_step(
     state: TrainState,
     batch: StepBatch,
     parallel: Parallel,
     mark: Callable[[str], None] = lambda part: None,
+    drops: Callable[[float, float], bool] | None = None,
 ) -> Tensor:
     """One update of the weights; returns the loss summed over this rank's scored tokens.
+
+    Where `drops`, told the mean loss and the gradient norm of all ranks, says so, weights and
+    optimizer stay as they are.
 
     The gradient is that of the mean loss over the scored tokens of all micro-batches and ranks.
     `mark` is told when "forward", "backward" and "optimizer" have been queued.
@@ -41,12 +49,21 @@ def optimizer_step(
                 mark("backward")
             total += loss.detach() / weight
     state.module.configure_gradient_clipping(state.optimizer)
-    state.optimizer.step()
+    if drops is None or not drops(*step_figures(state, total, weight, parallel)):
+        state.optimizer.step()
     state.optimizer.zero_grad()
     state.scheduler.step()
     state.steps_done += 1
     mark("optimizer")
     return total
+
+
+def step_figures(
+    state: TrainState, total: Tensor, weight: Tensor, parallel: Parallel
+) -> tuple[float, float]:
+    """The mean loss of a step over all ranks and its gradient norm; waits for the device."""
+    loss = parallel.sum(total * weight / parallel.ranks)
+    return float(loss), float(state.module.grad_norm)
 
 
 class TrainState:
