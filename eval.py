@@ -8,7 +8,9 @@ from longctx import cli
 
 
 def main(argv: list[str]) -> int:
-    """Exit code: 0 done, 2 a mistake in the request (one line on stderr), 130 stopped by Ctrl-C."""
+    """Exit code: 0 done, 2 a mistake in the request (one line on stderr), 74 a full disk, 130
+    stopped by Ctrl-C.
+    """
     return cli.main(["eval", *argv])
 
 

@@ -8,8 +8,8 @@ from longctx import cli
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code: 0 done, 1 the run failed, 2 a mistake (one line on stderr), 130 or 143
-    stopped by a signal.
+    """Return the exit code: 0 done, 1 the run failed, 2 a mistake (one line on stderr), 74 a full
+    disk, 130 or 143 stopped by a signal.
     """
     return cli.main(["train", *argv])
 

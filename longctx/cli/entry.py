@@ -12,6 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from longctx import files
+
+FULL_DISK = 74  # EX_IOERR of sysexits.h: nothing about the request is wrong
+
 
 @contextmanager
 def libraries() -> Iterator[None]:
@@ -33,7 +37,7 @@ def answer(
     argv: list[str], help_text: Callable[[], str], do: Callable[[list[str]], int | None]
 ) -> int:
     """Call `do(argv)` and return the exit code: its own (None: 0), 0 for help, 2 for a mistake,
-    which is one line on stderr, 130 for Ctrl-C.
+    which is one line on stderr, FULL_DISK where a disk is full, 130 for Ctrl-C.
 
     A mistake is a ValueError or an OSError; LONGCTX_TRACEBACK=1 shows where it was raised. Ctrl-C
     is 130 also where a compiled module raises another error for it, as numpy's import does.
@@ -72,7 +76,7 @@ def answer(
         if os.environ.get("LONGCTX_TRACEBACK"):
             traceback.print_exception(error)
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return FULL_DISK if files.is_full(error) else 2
     finally:
         if ours:
             signal.signal(signal.SIGINT, before)
