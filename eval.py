@@ -13,7 +13,9 @@ from longctx import cli
 
 
 def main(argv: list[str]) -> int:
-    """Exit code: 0 done, 2 a mistake (one line on stderr), 128 + N stopped by signal N."""
+    """Exit code: 0 done, 2 a mistake (one line on stderr), 74 a full disk, 128 + N stopped by
+    signal N.
+    """
     return cli.main(["eval", *argv])
 
 

@@ -13,8 +13,8 @@ from longctx import cli
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code: 0 done, 1 the run failed, 2 a mistake (one line on stderr), 128 + N
-    stopped by signal N.
+    """Return the exit code: 0 done, 1 the run failed, 2 a mistake (one line on stderr), 74 a full
+    disk, 128 + N stopped by signal N.
     """
     return cli.main(["train", *argv])
 

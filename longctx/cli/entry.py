@@ -9,8 +9,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from longctx import stop_signal
+from longctx import files, stop_signal
 from longctx.distributed.launched import number_here
+
+FULL_DISK = 74  # EX_IOERR of sysexits.h: nothing about the request is wrong
 
 
 @contextmanager
@@ -33,7 +35,8 @@ def answer(
     argv: list[str], help_text: Callable[[], str], do: Callable[[list[str]], int | None]
 ) -> int:
     """Call `do(argv)` and return the exit code: its own (None: 0), 0 for help, 2 for a mistake,
-    which is one line on stderr, 128 + its number for a signal, as 130 for Ctrl-C.
+    which is one line on stderr, FULL_DISK where a disk is full, 128 + its number for a signal, as
+    130 for Ctrl-C.
 
     A mistake is a ValueError or an OSError; LONGCTX_TRACEBACK=1 shows where it was raised. A signal
     is one also where a compiled module raises another error for it, as numpy's import does.
@@ -60,7 +63,7 @@ def answer(
             if os.environ.get("LONGCTX_TRACEBACK"):
                 traceback.print_exception(error)
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-            return 2
+            return FULL_DISK if files.is_full(error) else 2
 
 
 def asks_help(argv: list[str]) -> bool:

@@ -85,7 +85,7 @@ def check_root(root: Path) -> None:
     """Raise OSError unless a folder can be made in `root`, or in what `root` will be made in."""
     existing = next(path for path in (root.absolute(), *root.absolute().parents) if path.exists())
     try:
-        os.rmdir(tempfile.mkdtemp(prefix=".longctx-", dir=existing))
+        os.rmdir(tempfile.mkdtemp(prefix=files.PROBE, dir=existing))
     except OSError as error:
         raise OSError(
             f"runs={root}: no folder can be made in {existing}: {error.strerror}; choose another"
@@ -180,7 +180,9 @@ os.register_at_fork(after_in_child=_leave_locks_to_the_parent)
 
 
 def find(path: str) -> Path:
-    """The folder of the run at `path`; ValueError if there is none, or it has no checkpoint."""
+    """The folder of the run at `path`; ValueError if there is none, or it has no checkpoint or no
+    configuration, OSError if nothing can be written there.
+    """
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(
@@ -194,6 +196,13 @@ def find(path: str) -> Path:
         raise ValueError(
             f"resume={path}: the run was stopped before its first checkpoint; start it anew"
         )
+    if not read_config(folder):
+        raise ValueError(
+            f"resume={path}: its config.yaml is empty, which would make it a run of the defaults; "
+            "copy that of the run here again"
+        )
+    for written in (folder, folder / "checkpoints"):
+        files.check_writable(written)
     return folder
 
 

@@ -28,7 +28,7 @@ from longctx.distributed.parallel import EXIT, Parallel, exit_within, parallel_o
 from longctx.kernels.selftest import SelfTestFailed
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import PARAMETERS, predict
-from longctx.runs import checkpoints, run_folder
+from longctx.runs import checkpoints, run_folder, tensor_checks
 from longctx.stop_signal import StopSignal
 from longctx.training import context_check, out_of_memory
 from longctx.training.batches import (
@@ -154,6 +154,7 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal) -> None:
         if last or stopped or step % run.config.checkpoint_every == 0:
             require_finite("gradient norm", float(state.module.grad_norm), step, run)
             with meter.set_aside():
+                require_finite_state(state, step, run, parallel)
                 save(run, state, meter, data.fingerprint, step, parallel, log)
         if stopped:
             break
@@ -205,11 +206,27 @@ def save(
     parallel.barrier()
 
 
+def require_finite_state(state: TrainState, step: int, run: Run, parallel: Parallel) -> None:
+    """Raise FloatingPointError, on every rank, where a weight or an average of any of them is not
+    finite: such a state is never saved, so that no checkpoint before it goes.
+    """
+    name = parallel.first_problem(tensor_checks.not_finite(state.tensors()))
+    if name is not None:
+        raise FloatingPointError(
+            f"{name} is not finite after step {step}, so that is not saved; {smaller_steps(run)}"
+        )
+
+
+def smaller_steps(run: Run) -> str:
+    """What to try where training diverges."""
+    return f"try a smaller lr or longer warm-up (lr={run.lr} warmup_steps={run.warmup_steps})"
+
+
 def require_finite(name: str, value: float, step: int, run: Run) -> None:
-    """Raise FloatingPointError unless `value` is finite: weights that are not are never saved."""
+    """Raise FloatingPointError unless `value` is finite."""
     if math.isfinite(value):
         return
-    advice = f"try a smaller lr or longer warm-up (lr={run.lr} warmup_steps={run.warmup_steps})"
+    advice = smaller_steps(run)
     if not step:
         init = run.config.init
         cause = f"init={init}" if init else f"model.init_std={run.workload.model.init_std}"

@@ -79,14 +79,29 @@ class TrainState:
         self.scheduler: LearningRate = configured["lr_scheduler"]["scheduler"]
         self.prepared = parallel.prepare(self.module)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """What this rank has of every weight, which is its master copy, and of the averages of the
+        optimizer, by a name for messages.
+        """
+        weights = {name: sharding.local(x) for name, x in self.module.named_parameters()}
+        numbers = sharding.trained_names(self.module, self.optimizer)
+        averages = {
+            f"{key} of {numbers[number]}": x
+            for number, values in self.optimizer.state_dict()["state"].items()
+            for key, x in values.items()
+            if isinstance(x, Tensor)
+        }
+        return weights | {name: sharding.local(x) for name, x in averages.items()}
+
     def restore(self, path: Path, meter: Meter, parallel: Parallel) -> None:
         """Continue from the checkpoint at `path`, bit for bit."""
         checkpoint = checkpoints.read(path, checkpoints.TO_RESUME)
         for name, weight in self.module.named_parameters():
             sharding.write_rows_of(checkpoint["state_dict"][name], weight)
-        self.optimizer.load_state_dict(
-            sharding.state_of_rank(checkpoint["optimizer_states"][0], self.optimizer)
-        )
+        state = sharding.state_of_rank(checkpoint["optimizer_states"][0], self.optimizer)
+        if isinstance(self.optimizer, torch.optim.AdamW):  # its settings are the run's own
+            state["param_groups"] = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict(state)
         self.scheduler = LearningRate(self.optimizer, self.run)
         meter.restore(checkpoint["meter"], parallel.is_first)
         checkpoints.restore_random_state(checkpoint["random"])
