@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 MIB = 1 << 20
 # Of the largest known models: config.json 0.1 MiB, an index of shards 9 MiB, tokenizer.json 33 MiB.
 SETTINGS_SIZE = 16 * MIB  # bytes of a JSON file of settings, or of a YAML or a template
-TOKENIZER_SIZE = 64 * MIB
+TOKENIZER_SIZE = 40 * MIB
 
 _KINDS: dict[str, Callable[[int], bool]] = {
     "a folder": stat.S_ISDIR,
@@ -61,13 +61,6 @@ def check_file(path: Path, most: int | None = None, within: Path | None = None) 
     open_file(path, most, within).close()
 
 
-def is_file(path: Path) -> bool:
-    """Whether anything is called `path`, a link that leads nowhere too: reading it then says why
-    it cannot be read.
-    """
-    return os.path.lexists(path)
-
-
 def read_text(path: Path, most: int = SETTINGS_SIZE, within: Path | None = None) -> str:
     """The text of a file in UTF-8; raises as `open_file`."""
     with open_file(path, most, within) as file:
@@ -90,6 +83,12 @@ def read_json(path: Path, most: int = SETTINGS_SIZE, within: Path | None = None)
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # thousands of digits, or of nested brackets
         raise ValueError(f"{path}: cannot be read as JSON ({error})") from error
+
+
+def copy_file(source: Path, target: Path, most: int, within: Path) -> None:
+    """Copy a file of at most `most` bytes that really lies in `within`; raises as `open_file`."""
+    with open_file(source, most, within) as file:
+        target.write_bytes(file.read(most))
 
 
 def _check_within(path: Path, within: Path) -> None:
