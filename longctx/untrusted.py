@@ -19,6 +19,9 @@ MIB = 1 << 20
 # Of the largest known models: config.json 0.1 MiB, an index of shards 9 MiB, tokenizer.json 33 MiB.
 SETTINGS_SIZE = 16 * MIB  # bytes of a JSON file of settings, or of a YAML or a template
 TOKENIZER_SIZE = 40 * MIB
+YAML_SIZE = MIB
+YAML_DEPTH = 32
+YAML_ALIASES = 8
 
 _KINDS: dict[str, Callable[[int], bool]] = {
     "a folder": stat.S_ISDIR,
@@ -83,6 +86,30 @@ def read_json(path: Path, most: int = SETTINGS_SIZE, within: Path | None = None)
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # thousands of digits, or of nested brackets
         raise ValueError(f"{path}: cannot be read as JSON ({error})") from error
+
+
+def read_yaml(path: Path) -> str:
+    """The text of a YAML file that has been found harmless to load: bounded in size, depth and
+    aliases, which may stand for one another until they fill the memory. Raises as `open_file`.
+    """
+    import yaml
+
+    text = read_text(path, YAML_SIZE)
+    depth = aliases = 0
+    try:
+        for event in yaml.parse(text, getattr(yaml, "CLoader", yaml.Loader)):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            aliases += isinstance(event, yaml.AliasEvent)
+            if depth > YAML_DEPTH or aliases > YAML_ALIASES:
+                raise ValueError(
+                    f"{path}: nested more than {YAML_DEPTH} deep, or with more than "
+                    f"{YAML_ALIASES} aliases; write the values out"
+                )
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path}: cannot be read as YAML: {reason}") from error
+    return text
 
 
 def copy_file(source: Path, target: Path, most: int, within: Path) -> None:
