@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from longctx import untrusted
 from longctx.config.data_config import DataConfig
 from longctx.data.corpus import Document
 from longctx.data.tokenizer import read_json
@@ -53,7 +55,9 @@ class Template:
             f"{kind}_token": _text(settings.get(f"{kind}_token"))
             for kind in ("bos", "eos", "pad", "unk")
         }
-        described = read_json(self.folder / "tokenizer.json").get("added_tokens", [])
+        described = read_json(self.folder / "tokenizer.json", untrusted.TOKENIZER_SIZE).get(
+            "added_tokens", []
+        )
         self.special = [token["content"] for token in described if token.get("special")]
         digest = hashlib.sha256(json.dumps([source, self.tokens]).encode())
         self.fingerprint = digest.hexdigest()[:32]
@@ -164,8 +168,8 @@ def _refuse(message: str) -> None:
 
 def _source(folder: Path, settings: Mapping[str, Any]) -> str:
     file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+    if os.path.lexists(file):
+        return untrusted.read_text(file, within=folder)
     template = settings.get("chat_template")
     if isinstance(template, list):  # of named ones
         named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}

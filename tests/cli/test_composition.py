@@ -5,6 +5,7 @@ torch.
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -324,6 +325,22 @@ def test_a_saved_interpolation_is_refused(tmp_path: Path, value: str) -> None:
         with pytest.raises(ValueError, match=r"config\.yaml") as caught:
             cli.from_file("train", tmp_path / "config.yaml", [])
         assert str(Path.home()) not in str(caught.value).replace(str(tmp_path), "")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "a: &a [x]\n" + "".join(f"{b}: &{b} [{f'*{a},' * 9}]\n" for a, b in pairwise("abcdefghi")),
+        "a: " + "[" * 500_000,
+        "".join(" " * n + f"a{n}:\n" for n in range(1000)),
+        "a: b\n" * 500_000,
+    ],
+    ids=["aliases", "brackets", "indents", "size"],
+)
+def test_a_saved_bomb_is_refused_before_it_is_loaded(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(ValueError, match=r"config\.yaml: "):
+        cli.from_file("train", tmp_path / "config.yaml", [])
 
 
 def test_a_sweep_is_every_combination_in_order() -> None:
