@@ -432,3 +432,29 @@ def test_composing_imports_no_torch() -> None:
 def test_override_at_fault_is_named_exactly() -> None:
     with pytest.raises(ValueError, match=r"^min_lr=null: not allowed"):
         compose("lr=null", "min_lr=null")
+
+
+CANARY = "c4n4ry"
+
+
+@pytest.mark.parametrize("key", ["wandb.notes", "attention.options.x", "attention.options"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        r"$\{oc.env:CANARY}",
+        r"'$\{oc.env:CANARY}'",
+        r"\$\{oc.env:CANARY\}",
+        r"$\\\{oc.env:CANARY}",
+        r"{a: \$\{oc.env\:CANARY\}}",
+        r"[\$\{oc.env\:CANARY\}]",
+    ],
+)
+def test_no_spelling_of_an_override_brings_the_environment_in(
+    key: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CANARY", CANARY)
+    try:
+        result = str(cli.compose("train", cli.read("train", [f"{key}={value}"]).overrides))
+    except ValueError as error:
+        result = str(error)
+    assert CANARY not in result
