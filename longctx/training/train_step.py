@@ -83,6 +83,7 @@ class TrainState:
         """What this rank has of every weight, which is its master copy, and of the averages of the
         optimizer, by a name for messages.
         """
+        sharding.reshard(self.module)
         weights = {name: sharding.local(x) for name, x in self.module.named_parameters()}
         numbers = sharding.trained_names(self.module, self.optimizer)
         averages = {
