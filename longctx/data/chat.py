@@ -23,6 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from longctx import untrusted
 from longctx.config.data_config import DataConfig
+from longctx.data import trial
 from longctx.data.corpus import Document
 from longctx.data.tokenizer import read_json
 
@@ -47,14 +48,15 @@ class Template:
         self.folder = Path(folder).expanduser()
         settings = read_json(self.folder / "tokenizer_config.json")
         source = _source(self.folder, settings)
-        try:
-            self.template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"{self.folder}: its chat template is not one ({error})") from error
         self.tokens = {
             f"{kind}_token": _text(settings.get(f"{kind}_token"))
             for kind in ("bos", "eos", "pad", "unk")
         }
+        trial.check("template", self.folder, {"source": source, "tokens": self.tokens})
+        try:
+            self.template = compiled(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise ValueError(f"{self.folder}: its chat template is not one ({error})") from error
         described = read_json(self.folder / "tokenizer.json", untrusted.TOKENIZER_SIZE).get(
             "added_tokens", []
         )
@@ -139,6 +141,11 @@ class _Generation(Extension):
     def parse(self, parser: Any) -> list[nodes.Node]:
         next(parser.stream)
         return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+def compiled(source: str) -> jinja2.Template:
+    """The chat template that `source` is; jinja2.TemplateError if it is none."""
+    return _environment().from_string(source)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

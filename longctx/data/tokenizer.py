@@ -20,6 +20,7 @@ import numpy as np
 import tokenizers
 
 from longctx import files, untrusted
+from longctx.data import trial
 
 # Unset, the library warns at every fork of a data worker.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -130,11 +131,11 @@ class Tokenizer:
                 f"tokenizer {path}: not there; "
                 "give a tokenizer.json, or a Hugging Face folder that has one"
             )
-        untrusted.check_file(
-            file, untrusted.TOKENIZER_SIZE, within=place if place.is_dir() else None
-        )
+        within = place if place.is_dir() else None
+        text = untrusted.read_text(file, untrusted.TOKENIZER_SIZE, within)
+        trial.check("tokenizer", file, {"text": text})
         try:
-            tokenizer = tokenizers.Tokenizer.from_file(str(file))
+            tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises plain Exception
             raise ValueError(
                 f"tokenizer {file}: does not describe a tokenizer ({error})"

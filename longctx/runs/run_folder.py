@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from longctx import files
+from longctx import files, untrusted
 from longctx.runs.metrics import Row
 
 # What resume= may change: where and by how many devices it is computed, how long and how closely
@@ -285,11 +285,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise NotARun(f"{folder}: not the folder of a run, {remedy}")
     try:
         # CSafeLoader is ten times as fast, where PyYAML was built with it
-        values = yaml.load(
-            path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        )
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        values = yaml.load(untrusted.read_yaml(path), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError as error:
         raise NotARun(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from error
+    except ValueError as error:
+        raise NotARun(str(error)) from error
     if not isinstance(values, dict):
         raise NotARun(f"{path}: not the configuration of a run; it should hold key: value lines")
     return flat(values)
