@@ -137,7 +137,9 @@ def test_a_lost_process_ends_the_run_with_one_line(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("victim", "number"), VICTIMS)
+@pytest.mark.parametrize(
+    ("victim", "number"), [("first process", signal.SIGKILL), ("second process", signal.SIGSTOP)]
+)
 def test_a_lost_process_ends_a_run_of_torchrun(
     victim: str, number: signal.Signals, overrides: Overrides, tmp_path: Path
 ) -> None:

@@ -51,14 +51,7 @@ def close(folder: Path, other: Path, rel: float = 2e-6) -> None:
             "model.kv_heads": 1,
             "model.head_dim": 16,
         },
-        pytest.param(
-            {"model.window": 9, "model.window_layers": [0], "compile": True},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"context.method": "allgather", "memory": "balanced", "compile": True},
-            marks=pytest.mark.slow,
-        ),
+        pytest.param({"context.method": "allgather", "compile": True}, marks=pytest.mark.slow),
     ],
 )
 def test_two_devices_share_each_row(
@@ -93,9 +86,8 @@ def test_a_sharded_run_resumes_on_any_number_of_devices(
         (
             ["devices=1", "strategy=auto"],
             ["devices=4"],
-            ["devices=2", "context=2"],
             ["devices=4", "context=2", "strategy=ddp"],
-        )
+        )[: 3 if optimizer == "adamw" else 1]
     ):
         folder = runs / f"resumed-{number}"
         shutil.copytree(runs / "sharded", folder, symlinks=True)
