@@ -16,12 +16,14 @@ import zipfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 from filelock import FileLock, Timeout
 
 from longctx import files, untrusted
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Opened = TypeVar("Opened")
 
@@ -111,6 +113,8 @@ def read_arrays(file: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
     """Read `names` of what np.savez wrote; ValueError for a compressed file, which could hold any
     number of bytes.
     """
+    import numpy as np  # here, since a configuration is checked without it
+
     with untrusted.open_file(file) as opened:
         with zipfile.ZipFile(opened) as archive:
             if any(one.compress_type != zipfile.ZIP_STORED for one in archive.infolist()):
