@@ -4,13 +4,20 @@ every key: `--help`. The same as `longctx eval`.
 
 import sys
 
+from longctx import stop_signal
+
+if __name__ == "__main__":
+    stop_signal.catch_first()
+
 from longctx import cli
 
 
 def main(argv: list[str]) -> int:
-    """Exit code: 0 done, 2 a mistake in the request (one line on stderr), 130 stopped by Ctrl-C."""
+    """Exit code: 0 done, 2 a mistake (one line on stderr), 74 a full disk, 128 + N stopped by
+    signal N.
+    """
     return cli.main(["eval", *argv])
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    stop_signal.exit_with(main(sys.argv[1:]))

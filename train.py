@@ -4,15 +4,20 @@
 
 import sys
 
+from longctx import stop_signal
+
+if __name__ == "__main__":
+    stop_signal.catch_first()
+
 from longctx import cli
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code: 0 done, 1 the run failed, 2 a mistake (one line on stderr), 130 or 143
-    stopped by a signal.
+    """Return the exit code: 0 done, 1 the run failed, 2 a mistake (one line on stderr), 74 a full
+    disk, 128 + N stopped by signal N.
     """
     return cli.main(["train", *argv])
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    stop_signal.exit_with(main(sys.argv[1:]))

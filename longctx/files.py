@@ -4,11 +4,17 @@ a failure leaves the old one.
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+PROBE = ".longctx-"  # begins the name of a folder that is made to see whether that is possible
+PARTIAL = re.compile(rf"\..+\.\d+(\.\w+)?|\.step-\d+\.ckpt\.partial|{re.escape(PROBE)}\w+")
 
 
 @contextmanager
@@ -45,6 +51,36 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what killed processes left half-written in `folder`: the names that `atomic` gives,
+    and those of sharded checkpoints. No other process may be writing there.
+    """
+    for path in folder.glob(".*"):
+        if PARTIAL.fullmatch(path.name):
+            remove(path)
+
+
+def check_writable(folder: Path) -> None:
+    """Raise OSError unless files can be made in `folder`."""
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=PROBE, dir=folder))
+    except OSError as error:
+        raise OSError(f"{folder}: no file can be made there: {error.strerror}") from error
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether `error`, or what it was raised from, is that of a full disk, or of a quota."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return True
+        if os.strerror(errno.ENOSPC) in str(error):  # as libraries and other processes tell of it
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def by_step(path: Path) -> tuple[int, str]:

@@ -5,6 +5,7 @@ code 2.
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -27,7 +28,7 @@ from longctx.config.train_config import TrainConfig
 from longctx.data import DataConfig, load
 from longctx.data.tokenizer import train
 from longctx.model import GPT, GPTConfig
-from longctx.runs import checkpoints, run_folder
+from longctx.runs import checkpoints, evaluations, run_folder
 
 SCRIPT = Path(__file__).parents[1] / "eval.py"
 TEXTS = [f"# file {n}\n" + "a rose is a rose is a rose\n" * (n + 1) for n in range(30)]
@@ -104,6 +105,27 @@ def test_a_run_is_scored_on_its_validation_documents(run: Path, evaluate: Evalua
     assert len(content["gains"]) > 0
     assert next(run.glob("eval/val-*.png")).stat().st_size > 1000
     assert "seq_len=" not in output
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_no_finite_number_is_null_and_the_report_reads_it(
+    value: float, run: Path, evaluate: Evaluate, tmp_path: Path
+) -> None:
+    path = checkpoints.path_of(run, 3)
+    intact = shutil.copyfile(path, tmp_path / "intact")
+    content = torch.load(path, weights_only=True)
+    content["state_dict"]["model.embed.weight"][:, 3] = value
+    torch.save(content, path)
+    try:
+        result, _ = evaluate("documents=3")
+    finally:
+        shutil.copyfile(intact, path)
+    json.dumps(result, allow_nan=False)
+    assert result["total"]["perplexity"] is None and result["total"]["tokens"] > 0
+    (file,) = [x for x in (run / "eval").glob("*.json") if json.loads(x.read_text()) == result]
+    found = evaluations.read_evaluations(run)
+    assert file.name in [x["file"] for x in found.perplexities] and found.unreadable == []
+    file.unlink()
 
 
 def test_splits_lengths_limits_and_backends(run: Path, evaluate: Evaluate) -> None:

@@ -61,3 +61,35 @@ def test_folders_and_links_too_and_what_a_killed_process_left_is_no_obstacle(
         tmp_path / "last"
     ) == "two"
     assert {p.name for p in tmp_path.iterdir()} == {"out", "last"}
+
+
+def test_what_killed_processes_left_goes_and_nothing_else(tmp_path: Path) -> None:
+    left = (
+        ".config.77.yaml",
+        ".kernel.lock.12.json",
+        ".last.3.ckpt",
+        ".metrics.9.jsonl",
+        ".step-00000001.77.ckpt",
+        ".step-00000002.ckpt.partial",
+        f"{files.PROBE}ab_c1",
+    )
+    stays = (".git", ".hidden", ".config.yaml.swp", "a.77.yaml", "step-00000001.ckpt", ".env.local")
+    for name in (*left, *stays):
+        (tmp_path / name).touch()
+    (tmp_path / ".step-00000003.ckpt.partial").mkdir()
+    (tmp_path / ".step-00000003.ckpt.partial" / "shard").touch()
+    files.remove_partial(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == set(stays)
+
+
+def test_a_full_disk_is_known_through_whatever_it_was_raised_again_as() -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    outer = RuntimeError("a writer failed")
+    outer.__context__ = full
+    last = OSError("the checkpoint could not be written")
+    last.__cause__ = outer
+    assert files.is_full(full) and files.is_full(last)
+    assert files.is_full(OSError("on rank 1: No space left on device (os error 28)"))
+    last.__cause__ = last.__context__ = last  # a circle ends too
+    assert not files.is_full(last)
+    assert not files.is_full(OSError(errno.EACCES, "Permission denied"))

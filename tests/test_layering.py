@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-GROUND = {"files", "tables", "python_child", "config", "runs"}
+GROUND = {"files", "untrusted", "tables", "python_child", "stop_signal", "config", "runs"}
 MAY_IMPORT = {
     "config": {"config"},
     "runs": GROUND,

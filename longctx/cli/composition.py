@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from longctx import untrusted
 from longctx.cli.overrides import (
     SCHEMAS,
     Key,
@@ -87,7 +88,7 @@ def from_file(command: str, path: Path, overrides: list[str]) -> Composed:
     changed = dict(key_and_value(override) for override in overrides)
     upgraded = getattr(importlib.import_module(schema.__module__), "upgraded", dict)
     try:
-        saved = OmegaConf.load(path)
+        saved = OmegaConf.create(untrusted.read_yaml(path))
         _refuse_interpolations(saved)
         plain = OmegaConf.to_container(saved)
         saved = OmegaConf.create(upgraded(plain)) if isinstance(plain, dict) else saved

@@ -34,6 +34,7 @@ class PasskeyConfig:
 
     def validate(self) -> None:
         """Raise ValueError naming the first key whose value makes no sense."""
+        check(self, "passkey.")
         if self.lengths is not None and (not self.lengths or min(self.lengths) < SHORTEST):
             raise ValueError(
                 f"passkey.lengths={self.lengths}: none, or too short for a fact; "
@@ -50,7 +51,6 @@ class PasskeyConfig:
             values = getattr(self, name) or []
             if len(set(values)) < len(values):
                 raise ValueError(f"passkey.{name}={values}: a value is there twice; give each once")
-        check(self, "passkey.")
         if not self.kinds or set(self.kinds) - set(KINDS):
             raise ValueError(f"passkey.kinds={self.kinds}: give one or more of {', '.join(KINDS)}")
 

@@ -50,7 +50,9 @@ def group(schema: type) -> Any:
 
 
 def check(config: Any, prefix: str = "") -> None:
-    """Raise ValueError for the first key of `config` outside its declared range or choices."""
+    """Raise ValueError for the first key of `config` outside its declared range or choices, or
+    with a list in a flat list, which OmegaConf lets through.
+    """
     for item in dataclasses.fields(config):
         name, value = f"{prefix}{item.name}", getattr(config, item.name)
         between, choices = item.metadata.get("between"), item.metadata.get("choices")
@@ -59,7 +61,11 @@ def check(config: Any, prefix: str = "") -> None:
             continue
         if word is not None and isinstance(value, str):
             raise ValueError(f"{name}={value}: must be a whole number, or {word}")
-        for one in value if isinstance(value, list | tuple) else [value]:
+        values = value if isinstance(value, list | tuple) else [value]
+        is_flat = str(item.type).startswith(("list[", "tuple[")) and "list[list" not in item.type
+        if is_flat and any(isinstance(one, list | tuple | dict) for one in values):
+            raise ValueError(f"{name}={value}: a list without lists in it, as in [1,2]")
+        for one in values:
             if between is not None and not isinstance(one, str):
                 in_range(name, one, *between)
             if choices and one not in choices:

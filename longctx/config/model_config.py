@@ -68,13 +68,15 @@ class GPTConfig:
     vocab_size: int | None = key(
         None, "words; null: the tokenizer's, rounded up to a multiple of 64", between=(2, 2**31 - 1)
     )
-    layers: int = key(4, "transformer blocks", between=(1, 2**20))
+    layers: int = key(4, "transformer blocks", between=(1, 4096))
     channels: int = key(128, "width of the residual stream", between=(1, 2**20))
     heads: int = key(4, "query heads", between=(1, 2**20))
     kv_heads: int = key(
         2, "key-value heads, each shared by heads / kv_heads query heads", between=(1, 2**20)
     )
-    head_dim: int | None = key(None, "channels of a head; null: channels / heads")
+    head_dim: int | None = key(
+        None, "channels of a head; null: channels / heads", between=(0, 2**20)
+    )
     ffn: int = key(384, "inner width of SwiGLU", between=(1, 2**20))
     rope_theta: float = key(500000.0, "base of the rotary frequencies")
     rope_scaling: dict[str, Any] = key({}, "transformers' rope_parameters; {}: not scaled")
@@ -104,15 +106,17 @@ class GPTConfig:
     @classmethod
     def of_saved(cls, saved: dict[str, Any]) -> GPTConfig:
         """From the `model` part of a run's configuration; older runs have keys in it that now stand
-        under memory.
+        under memory. Raises ValueError for sizes of which no model can be made.
         """
-        return cls(
+        config = cls(
             **{
                 name: value
                 for name, value in saved.items()
                 if name not in ("recompute", "loss_chunk")
             }
         )
+        config.validate()
+        return config
 
     @property
     def head_size(self) -> int:

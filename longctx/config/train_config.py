@@ -105,6 +105,12 @@ class TrainConfig:
         "AdamW's averages of the gradient and of its square",
     )
     clip: float | None = key(1.0, "largest global gradient norm; null: no clipping")
+    spike: str = key(
+        "flag",
+        "flag: say where the loss leaps | skip: drop such a step too, which waits for each",
+        choices=("flag", "skip"),
+    )
+    spike_budget: int = key(4, "steps of the last 128 that spike=skip may drop", between=(1, 128))
     seed: int = key(
         1, "of the initial weights and of the order of the rows", between=(0, 2**63 - 1)
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from longctx import untrusted
 from longctx.config.data_config import DataConfig
+from longctx.data import trial
 from longctx.data.corpus import Document
 from longctx.data.tokenizer import read_json
 
@@ -45,15 +48,18 @@ class Template:
         self.folder = Path(folder).expanduser()
         settings = read_json(self.folder / "tokenizer_config.json")
         source = _source(self.folder, settings)
-        try:
-            self.template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"{self.folder}: its chat template is not one ({error})") from error
         self.tokens = {
             f"{kind}_token": _text(settings.get(f"{kind}_token"))
             for kind in ("bos", "eos", "pad", "unk")
         }
-        described = read_json(self.folder / "tokenizer.json").get("added_tokens", [])
+        trial.check("template", self.folder, {"source": source, "tokens": self.tokens})
+        try:
+            self.template = compiled(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise ValueError(f"{self.folder}: its chat template is not one ({error})") from error
+        described = read_json(self.folder / "tokenizer.json", untrusted.TOKENIZER_SIZE).get(
+            "added_tokens", []
+        )
         self.special = [token["content"] for token in described if token.get("special")]
         digest = hashlib.sha256(json.dumps([source, self.tokens]).encode())
         self.fingerprint = digest.hexdigest()[:32]
@@ -137,6 +143,11 @@ class _Generation(Extension):
         return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
 
+def compiled(source: str) -> jinja2.Template:
+    """The chat template that `source` is; jinja2.TemplateError if it is none."""
+    return _environment().from_string(source)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
@@ -164,8 +175,8 @@ def _refuse(message: str) -> None:
 
 def _source(folder: Path, settings: Mapping[str, Any]) -> str:
     file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+    if os.path.lexists(file):
+        return untrusted.read_text(file, within=folder)
     template = settings.get("chat_template")
     if isinstance(template, list):  # of named ones
         named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}

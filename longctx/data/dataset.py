@@ -132,8 +132,13 @@ class Data:
                 packing.save(folder / f"{split}.npz")
 
         key = fingerprint([self.fingerprint, self.seq_len])
-        folder = cached(self.config.cache_folder() / "packings" / key, write)
-        return {split: Packing.load(folder / f"{split}.npz") for split in SPLITS}
+        return cached(self.config.cache_folder() / "packings" / key, write, self._packings)
+
+    def _packings(self, folder: Path) -> dict[str, Packing]:
+        packings = {split: Packing.load(folder / f"{split}.npz") for split in SPLITS}
+        for packing in packings.values():
+            packing.check(self.store.lengths, self.seq_len)
+        return packings
 
 
 def split_documents(config: DataConfig, without: Set[bytes] = frozenset()) -> SplitDocuments:
@@ -165,8 +170,13 @@ def tokenize(config: DataConfig, without: Set[bytes] = frozenset()) -> tuple[Tok
                 f"{where}: {error}, so there is nothing to predict; give longer documents"
             ) from error
 
+    def opened(folder: Path) -> Store:
+        store = Store(folder)
+        store.check(tokenizer.vocab_size)
+        return store
+
     key = fingerprint([identity, tokenizer.fingerprint, "signatures"])
-    return tokenizer, Store(cached(config.cache_folder() / "documents" / key, encode))
+    return tokenizer, cached(config.cache_folder() / "documents" / key, encode, opened)
 
 
 def train_tokenizer(config: DataConfig, identity: Any, texts: Iterable[str]) -> Path:
@@ -179,4 +189,8 @@ def train_tokenizer(config: DataConfig, identity: Any, texts: Iterable[str]) -> 
         with Progress(f"training a tokenizer of {config.vocab_size:,} tokens", None):
             train(texts, config.vocab_size).save(folder / "tokenizer.json")
 
-    return cached(config.cache_folder() / "tokenizers" / fingerprint(identity), write)
+    def opened(folder: Path) -> Path:
+        Tokenizer.load(folder)
+        return folder
+
+    return cached(config.cache_folder() / "tokenizers" / fingerprint(identity), write, opened)

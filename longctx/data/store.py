@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from longctx import untrusted
 from longctx.data import duplicates
+from longctx.data.cache import read_arrays
 from longctx.data.chat import Conversation
 from longctx.data.corpus import Corpus, Document, content_key
 from longctx.data.progress import Progress
@@ -38,13 +40,16 @@ class Store:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        with pa.memory_map(str(folder / "documents.arrow")) as source:
+        documents = folder / "documents.arrow"
+        untrusted.check_file(documents)
+        with pa.memory_map(str(documents)) as source:
             self.table = pa.ipc.open_stream(source).read_all()
-        with np.load(folder / "documents.npz") as extra:
-            self.groups: np.ndarray = extra["groups"]
-            self.keys: np.ndarray = extra["keys"]
-            self.signatures: np.ndarray = extra["signatures"]
-            self.dropped = int(extra["dropped"])
+        extra = read_arrays(folder / "documents.npz", ("groups", "keys", "signatures", "dropped"))
+        self.groups: np.ndarray = extra["groups"]
+        self.keys: np.ndarray = extra["keys"]
+        self.signatures: np.ndarray = extra["signatures"]
+        self.dropped = int(extra["dropped"])
+        self.table.validate()
         chunks = self.table.column("input_ids").chunks
         self._ids = [chunk.values.to_numpy(zero_copy_only=True) for chunk in chunks]
         self._scored: list[np.ndarray] | None = None
@@ -64,6 +69,32 @@ class Store:
 
     def __reduce__(self) -> tuple[type[Store], tuple[Path]]:
         return Store, (self.folder,)
+
+    def check(self, vocab_size: int) -> None:
+        """Raise ValueError unless the files belong together and every token is below `vocab_size`.
+
+        Reads the file once.
+        """
+        self.table.validate(full=True)
+        documents = len(self)
+        shapes = {"groups": (documents,), "keys": (documents, 16)}
+        shapes["signatures"] = (documents, duplicates.PLACES)
+        for name, shape in shapes.items():
+            array = getattr(self, name)
+            if array.shape != shape or not np.issubdtype(array.dtype, np.integer):
+                raise ValueError(f"documents.npz: {name} is not that of {documents:,} documents")
+        if ((self.groups < 0) | (self.groups >= documents)).any():
+            raise ValueError("documents.npz: groups of documents that there are not")
+        columns = [self.table.column(name) for name in self.table.column_names]
+        if any(column.null_count for column in columns) or not (self.lengths > 1).all():
+            raise ValueError("documents.arrow: documents without tokens")
+        for number, ids in enumerate(self._ids):
+            if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+                raise ValueError(
+                    f"documents.arrow: tokens outside the vocabulary of {vocab_size:,}"
+                )
+            if self._scored is not None and len(self._scored[number]) != len(ids):
+                raise ValueError("documents.arrow: marks that are not those of its tokens")
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Tokens `start:stop` of a document: a read-only view into the file."""

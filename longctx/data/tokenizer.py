@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from longctx import files
+from longctx import files, untrusted
+from longctx.data import trial
 
 # Unset, the library warns at every fork of a data worker.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -125,13 +126,16 @@ class Tokenizer:
         """
         place = Path(path).expanduser()
         file = place / "tokenizer.json" if place.is_dir() else place
-        if not file.is_file():
+        if not os.path.lexists(file):
             raise FileNotFoundError(
                 f"tokenizer {path}: not there; "
                 "give a tokenizer.json, or a Hugging Face folder that has one"
             )
+        within = place if place.is_dir() else None
+        text = untrusted.read_text(file, untrusted.TOKENIZER_SIZE, within)
+        trial.check("tokenizer", file, {"text": text})
         try:
-            tokenizer = tokenizers.Tokenizer.from_file(str(file))
+            tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises plain Exception
             raise ValueError(
                 f"tokenizer {file}: does not describe a tokenizer ({error})"
@@ -214,12 +218,12 @@ def _find_eos(tokenizer: tokenizers.Tokenizer, file: Path) -> str:
     )
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file, {} if there is no file; ValueError if it is no JSON."""
+def read_json(file: Path, most: int = untrusted.SETTINGS_SIZE) -> dict[str, Any]:
+    """The object in a JSON file of at most `most` bytes, {} if there is no file; ValueError if it
+    is no JSON, or lies elsewhere.
+    """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = untrusted.read_json(file, most, within=file.parent)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file}: cannot be read as JSON ({error})") from error
     return content if isinstance(content, dict) else {}

@@ -350,6 +350,12 @@ class Parallel:
             time.sleep(SILENCE + 5)
         return lost
 
+    def abandon(self) -> None:
+        """Part from the other processes without a word, since a signal ends this one."""
+        if self.heartbeat is not None:
+            self.heartbeat.stopped.set()
+        self.kill_others()
+
     @property
     def started(self) -> list[subprocess.Popen[bytes]]:
         """The processes that this one has started."""

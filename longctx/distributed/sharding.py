@@ -114,11 +114,18 @@ def write_rows_of(source: Any, x: Tensor) -> None:
     write(x, source[mine], mine.start)
 
 
-def parts(module: nn.Module) -> dict[str, Sharded]:
-    """What this rank has of each weight of `module`, for a checkpoint."""
+def reshard(module: nn.Module) -> None:
+    """Let go of weights that are gathered: validation leaves those outside the blocks so, under
+    which the optimizer does not know them.
+    """
     for part in module.modules():
         if isinstance(part, FSDPModule):
-            part.reshard()  # validation leaves those outside the blocks gathered
+            part.reshard()
+
+
+def parts(module: nn.Module) -> dict[str, Sharded]:
+    """What this rank has of each weight of `module`, for a checkpoint."""
+    reshard(module)
     return {
         name: Sharded(local(x), x.shape, rows_of_ranks(x)) for name, x in module.named_parameters()
     }

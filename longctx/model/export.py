@@ -7,7 +7,6 @@ it is complete.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from longctx import files
+from longctx import files, untrusted
 from longctx.config.model_config import GPTConfig
 from longctx.model.families import family_of, read_json
 from longctx.model.families.tensors import Piece
@@ -74,7 +73,8 @@ def export(
             _write_json(folder / "generation_config.json", generation)
             for name in TOKENIZER_FILES:
                 if (tokenizers / name).is_file():
-                    shutil.copyfile(tokenizers / name, folder / name)
+                    most = untrusted.TOKENIZER_SIZE
+                    untrusted.copy_file(tokenizers / name, folder / name, most, within=tokenizers)
             _write_weights(model, dtype, shard_bytes, folder)
     except (OSError, SafetensorError) as error:
         raise OSError(
@@ -145,7 +145,7 @@ def _generation(tokenizers: Path) -> dict[str, Any]:
     """
     if (tokenizers / "generation_config.json").is_file():
         return read_json(tokenizers / "generation_config.json")
-    described = read_json(tokenizers / "tokenizer.json")
+    described = read_json(tokenizers / "tokenizer.json", untrusted.TOKENIZER_SIZE)
     vocabulary = described.get("model", {}).get("vocab", {})
     ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
     ids |= {token["content"]: token["id"] for token in described.get("added_tokens", [])}

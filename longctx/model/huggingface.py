@@ -6,6 +6,7 @@ Which models are covered, and how their config.json and their tensors are to be 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,11 +17,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from longctx import untrusted
 from longctx.config.model_config import AttentionConfig, GPTConfig
 from longctx.model.families import read_json, read_model
 from longctx.model.families.tensors import BUFFERS, EMBEDDING, LM_HEAD
 from longctx.model.gpt import GPT
 
+HEADER_SIZE = 16 << 20  # bytes of the header of a safetensors file; a large shard has 0.1 MiB
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # What a folder does not decide; positions may be stretched, see extension.py.
 NOT_OF_FOLDER = ("vocab_size", "init_std", "context", "head_dim", "rope_theta", "rope_scaling")
@@ -153,9 +156,9 @@ def inventory(folder: Path) -> dict[str, Stored]:
     """
     index = folder / "model.safetensors.index.json"
     placed: dict[str, str] = {}
-    if (folder / "model.safetensors").is_file():
+    if os.path.lexists(folder / "model.safetensors"):
         files = ["model.safetensors"]
-    elif index.is_file():
+    elif os.path.lexists(index):
         placed = _weight_map(index)
         files = sorted(set(placed.values()))
     else:
@@ -196,6 +199,12 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def _header(file: Path) -> dict[str, Stored]:
     try:
+        with untrusted.open_file(file, within=file.parent) as opened:
+            size = int.from_bytes(opened.read(8), "little")
+        if size > HEADER_SIZE:
+            raise ValueError(
+                f"{file}: a header of {size:,} bytes; at most {HEADER_SIZE:,} are read"
+            )
         with safe_open(file, framework="pt") as opened:
             names = opened.keys()  # not a dictionary
             slices = {name: opened.get_slice(name) for name in names}

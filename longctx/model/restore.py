@@ -13,6 +13,38 @@ from longctx.config.model_config import AttentionConfig, GPTConfig, LoraConfig
 from longctx.model.gpt import GPT
 from longctx.model.lora import add as add_lora
 from longctx.model.lora import merged_weights
+from longctx.runs import tensor_checks
+
+
+def skeleton(config: GPTConfig, backend: AttentionConfig | str, lora: LoraConfig) -> GPT:
+    """The model of `config`, with what `lora` adds, without memory for its weights."""
+    with torch.device("meta"):
+        model = GPT(config, backend)
+        return model if lora.rank is None else add_lora(model, lora)
+
+
+def check_weights(path: Path, checkpoint: dict[str, Any], model: GPT) -> None:
+    """Raise ValueError unless the weights in the checkpoint at `path` are those of `model`: by
+    name, shape, precision, and how they lie in the file. None of them is read.
+    """
+    weights = checkpoint["state_dict"]
+    if not isinstance(weights, dict):
+        raise ValueError(
+            f"{path}: its state_dict is a {type(weights).__name__}, not names of weights"
+        )
+    mine = {f"model.{name}": x for name, x in model.named_parameters()}
+    for name in [*mine, *(weights.keys() - mine.keys())]:
+        wrong: str | None
+        if name not in weights:
+            wrong = f"missing in the checkpoint, {list(mine[name].shape)} in the model"
+        elif name not in mine:
+            wrong = "in the checkpoint, missing in the model"
+        else:
+            # Frozen weights may lie in 16 bits, those that are trained never do
+            dtypes = {mine[name].dtype} if mine[name].requires_grad else tensor_checks.READABLE
+            wrong = tensor_checks.flaw(weights[name], mine[name].shape, dtypes)
+        if wrong:
+            raise ValueError(f"{path}: its weights are not those of its model: {name} is {wrong}")
 
 
 def mapped_model(
@@ -26,17 +58,15 @@ def mapped_model(
 
     Raises ValueError if they are not those of this model.
     """
-    with torch.device("meta"):
-        model = GPT(config, backend)
-        model = model if lora.rank is None else add_lora(model, lora)
-    weights = {
-        name.removeprefix("model."): x if isinstance(x, Tensor) else x[:]
-        for name, x in checkpoint["state_dict"].items()
-    }
-    try:
-        model.load_state_dict(weights, assign=True)
-    except (RuntimeError, AttributeError) as error:
-        raise ValueError(f"{path}: its weights are not those of its model: {error}") from error
+    model = skeleton(config, backend, lora)
+    check_weights(path, checkpoint, model)
+    model.load_state_dict(
+        {
+            name.removeprefix("model."): x if isinstance(x, Tensor) else x[:]
+            for name, x in checkpoint["state_dict"].items()
+        },
+        assign=True,
+    )
     return model
 
 
@@ -53,20 +83,9 @@ def copy_weights(
     `copy` is given what has the rows of a weight, and the weight. Raises ValueError if they are not
     those of this model.
     """
+    check_weights(path, checkpoint, skeleton(model.config, "naive", lora))
     weights = {name.removeprefix("model."): x for name, x in checkpoint["state_dict"].items()}
     if lora.rank is not None:
         weights = merged_weights(weights, lora)
-    mine = {name: x.shape for name, x in model.named_parameters()}
-    for name in sorted({*weights, *mine}):
-        theirs = weights[name].shape if name in weights else None
-        if theirs != mine.get(name):
-            raise ValueError(
-                f"{path}: its weights are not those of its model: {name} is {_shown(theirs)} in "
-                f"the checkpoint, {_shown(mine.get(name))} in the model"
-            )
     for name, x in model.named_parameters():
         copy(weights[name], x)
-
-
-def _shown(shape: torch.Size | None) -> str:
-    return "missing" if shape is None else str(list(shape))

@@ -9,6 +9,7 @@ disk; `last.ckpt` points at the newest.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import random
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from longctx import files
 from longctx.files import by_step
-from longctx.runs import run_folder, sharded_checkpoint
+from longctx.runs import run_folder, sharded_checkpoint, tensor_checks
 
 FORMAT = 2
 
@@ -38,6 +39,36 @@ class Sharded(NamedTuple):
     rows_of: list[slice]  # of each rank
 
 
+class Damaged(ValueError):
+    """Raised for a checkpoint that is not what a run wrote; `what` is wrong with it."""
+
+    def __init__(self, path: Path, what: str, has_remedy: bool = True) -> None:
+        self.what = what
+        super().__init__(f"{path}: {what}" + (f"; {_remedy(path)}" if has_remedy else ""))
+
+
+def is_count(x: Any) -> bool:
+    """Whether x is a whole number from 0 up that 64 bits hold."""
+    return type(x) is int and 0 <= x < 2**63
+
+
+def is_number(x: Any) -> bool:
+    """Whether x is a finite number."""
+    return is_count(x) or (type(x) is float and math.isfinite(x))
+
+
+def are_counts(x: Any) -> bool:
+    """Whether x are the four counts of a window: scored, real and all tokens, pairs."""
+    return isinstance(x, list) and len(x) == 4 and all(map(is_count, x))
+
+
+# What a run counts (Meter.state) → whether a value can be that
+METER: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("tokens_seen", "steps"), is_count),
+    **dict.fromkeys(("seconds", "spent", "waited", "loss"), is_number),
+    "counts": are_counts,
+}
+CUDA_BYTES = 16  # of the state of a GPU's generator: its seed and its offset
 TO_RESUME = {"state_dict", "optimizer_states", "meter", "random", "steps_done"}
 
 
@@ -172,7 +203,14 @@ def _of_shards(path: Path) -> dict[str, Any]:
                 weights[name] = rows
         groups = content.pop("param_groups")
         content["random"] = _random_of_plain(content["random"])
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
+    except (
+        KeyError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        ArithmeticError,
+    ) as error:
         raise ValueError(f"{path}: not a whole checkpoint ({error})") from error
     optimizer = {"state": states, "param_groups": groups}
     return content | {"state_dict": weights, "optimizer_states": [optimizer]}
@@ -187,17 +225,14 @@ def opened(path: Path) -> dict[str, Any]:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{path}: cannot be read safely, it holds more than tensors and plain values"
-        ) from error
+        what = "cannot be read safely, it holds more than tensors and plain values"
+        raise Damaged(path, what, has_remedy=False) from error
     except PermissionError:
         raise
     except (RuntimeError, EOFError, KeyError, ValueError, OSError) as error:
         ours = path.resolve().match("checkpoints/step-*.ckpt")
-        remedy = f"; {_remedy(path)}" if ours else ""
-        raise ValueError(
-            f"{path}: not a checkpoint, or not a whole one: torch cannot open it{remedy}"
-        ) from error
+        what = "not a checkpoint, or not a whole one: torch cannot open it"
+        raise Damaged(path, what, has_remedy=ours) from error
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("longctx"), dict):
         raise ValueError(
             f"{path}: a checkpoint of another program; longctx reads those that train.py wrote"
@@ -206,7 +241,7 @@ def opened(path: Path) -> dict[str, Any]:
 
 
 def verify(path: Path) -> None:
-    """Raise ValueError, with a remedy, where the checkpoint at `path` is not what was written.
+    """Raise Damaged, with a remedy, where the checkpoint at `path` is not what was written.
 
     Each part of the zip file has a checksum, which torch does not look at. A file that is no zip
     file at all passes: `opened` refuses it.
@@ -221,10 +256,117 @@ def verify(path: Path) -> None:
         return
     except PermissionError:
         raise
-    except (OSError, RuntimeError, ValueError, EOFError, struct.error, zlib.error):
+    except (OSError, RuntimeError, ValueError, EOFError, LookupError, struct.error, zlib.error):
         damaged = "its directory"  # offsets or flags that cannot be
     if damaged is not None:
-        raise ValueError(f"{path}: damaged, {damaged} is not what was written; {_remedy(path)}")
+        raise Damaged(path, f"damaged, {damaged} is not what was written")
+
+
+def check_finite(path: Path, checkpoint: Mapping[str, Any]) -> None:
+    """Raise Damaged where a weight or a state of the optimizer is NaN or infinite."""
+    name = tensor_checks.not_finite(checkpoint["state_dict"] | _states(checkpoint))
+    if name is not None:
+        raise Damaged(path, f"{name} is not finite")
+
+
+def check_states(
+    path: Path,
+    checkpoint: Mapping[str, Any],
+    expected: Sequence[tuple[torch.Size, Collection[str] | None]],
+) -> None:
+    """Raise ValueError unless the optimizer's state in the checkpoint at `path` is that of the
+    weights that it trains, by number the shape and the names of the states of each; None: any.
+
+    A state is a count of steps, or a tensor of the shape of its weight.
+    """
+    saved = checkpoint["optimizer_states"]
+    try:
+        ((state, groups),) = ((x["state"], x["param_groups"]) for x in saved)
+        numbers = [number for group in groups for number in group["params"]]
+        names = {number: set(values) for number, values in state.items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path}: its optimizer_states hold no state of an optimizer") from error
+    of_run = {n: set(names) for n, (_, names) in enumerate(expected) if names is not None}
+    known = range(len(expected))
+    if numbers != list(known) or not names.keys() <= set(known) or (of_run and names != of_run):
+        raise ValueError(
+            f"{path}: its optimizer_states are not those of the optimizer of the run, which trains "
+            f"{len(expected)} weights"
+        )
+    steps_done = checkpoint["steps_done"]
+    for number, values in state.items():
+        for key, x in values.items():
+            shape, names_of_run = expected[number]
+            if key == "step" or (names_of_run is None and getattr(x, "ndim", None) == 0):
+                shape = torch.Size()
+            wrong = tensor_checks.flaw(x, shape)
+            if wrong is None and key == "step" and not 1 <= float(x) <= steps_done:
+                wrong = f"{float(x):g}, after {steps_done} steps"
+            if wrong:
+                raise ValueError(
+                    f"{path}: its optimizer_states are not those of the model: {key} of weight "
+                    f"{number} is {wrong}"
+                )
+    in_memory = {name: x for name, x in _states(checkpoint).items() if isinstance(x, Tensor)}
+    shared = tensor_checks.overlapping(in_memory)
+    if shared:
+        raise ValueError(f"{path}: {shared} shares its memory with another tensor")
+
+
+def _states(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of the optimizer, by a name for messages."""
+    (saved,) = checkpoint["optimizer_states"]
+    return {
+        f"{key} of the optimizer for weight {number}": x
+        for number, values in saved["state"].items()
+        for key, x in values.items()
+    }
+
+
+def check_plain(path: Path, checkpoint: Mapping[str, Any]) -> None:
+    """Raise ValueError for the first plain part of the checkpoint at `path` that no run can have
+    written.
+    """
+    steps = checkpoint["steps_done"]
+    if not is_count(steps) or not steps:
+        raise ValueError(f"{path}: steps_done={_short(steps)}: not a number of steps")
+    meter = checkpoint["meter"]
+    if not isinstance(meter, dict):
+        raise ValueError(f"{path}: meter={_short(meter)}: not the counters of a run")
+    for key, may_be in METER.items():
+        if not may_be(meter.get(key)):
+            raise ValueError(f"{path}: meter.{key}={_short(meter.get(key))}: not what a run counts")
+    try:
+        _try_random_state(checkpoint["random"])
+    except Exception as error:  # of torch, numpy and Python, each of its own kinds
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{path}: random: not the state of random number generators ({reason})"
+        ) from error
+    config = checkpoint["longctx"]["config"]
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: config={_short(config)}: not the configuration of a run")
+
+
+def _try_random_state(state: dict[str, Any]) -> None:
+    """Set generators that nobody uses to `state`; they raise whatever they do not take."""
+    torch.Generator().set_state(state["torch"].clone())
+    for x in state["cuda"]:
+        if x.dtype != torch.uint8 or x.shape != (CUDA_BYTES,):
+            raise ValueError(f"{x.dtype} {list(x.shape)} for a GPU")
+    version, internal, gauss = state["python"]
+    random.Random().setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    if not 0 <= position <= len(keys) or has_gauss not in (0, 1):  # numpy does not look
+        raise ValueError(f"position {position} of {len(keys)}")
+    values = np.array(keys, dtype=np.uint32)
+    np.random.RandomState().set_state((kind, values, position, has_gauss, gauss))
+
+
+def _short(value: Any) -> str:
+    """A value for a message, cut where it is long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _remedy(path: Path) -> str:

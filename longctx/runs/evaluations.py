@@ -64,9 +64,19 @@ def place(folder: Path, stem: str, keys: Content) -> Path:
 
 
 def write(content: Content, path: Path) -> None:
-    """Write `content` to `path`, whole or not at all."""
+    """Write `content` to `path`, whole or not at all; null stands for what is no finite number."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    text = json.dumps(without_infinite(content), indent=1, allow_nan=False)
+    files.write_text(path, text + "\n")
+
+
+def without_infinite(value: Any) -> Any:
+    """`value`, made of dicts and lists, with None for every number in it that is not finite."""
+    if isinstance(value, dict):
+        return {key: without_infinite(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_infinite(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def paths(folder: Path) -> list[Path]:
@@ -176,7 +186,7 @@ def perplexity(content: Row, name: str) -> Row:
 
 def line(rows: Iterable[Row], x: str) -> Line:
     """The losses of an evaluation over the key `x`."""
-    rows = list(rows)
+    rows = [row for row in rows if row["loss"] is not None]  # else it was no finite number
     return {
         "x": [int(row[x]) for row in rows],
         "y": [float(f"{float(row['loss']):.5g}") for row in rows],

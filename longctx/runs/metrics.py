@@ -112,6 +112,20 @@ METRICS: tuple[Metric, ...] = (
         panel=Panel("Loss", "Loss", log=True),
     ),
     Metric(
+        "loss_spikes",
+        "loss spikes",
+        "{:,}".format,
+        shown=LIVE | TABLES,
+        panel=Panel("Loss", "Loss spikes, and steps skipped for them"),
+    ),
+    Metric(
+        "steps_skipped",
+        "steps skipped",
+        "{:,}".format,
+        shown=LIVE | TABLES,
+        panel=Panel("Loss", "Loss spikes, and steps skipped for them"),
+    ),
+    Metric(
         "val_loss",
         "val loss",
         "{:.4f}".format,

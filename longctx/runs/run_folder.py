@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from longctx import files
+from longctx import files, untrusted
 from longctx.runs.metrics import Row
 
 # What resume= may change: where and by how many devices it is computed, how long and how closely
@@ -85,7 +85,7 @@ def check_root(root: Path) -> None:
     """Raise OSError unless a folder can be made in `root`, or in what `root` will be made in."""
     existing = next(path for path in (root.absolute(), *root.absolute().parents) if path.exists())
     try:
-        os.rmdir(tempfile.mkdtemp(prefix=".longctx-", dir=existing))
+        os.rmdir(tempfile.mkdtemp(prefix=files.PROBE, dir=existing))
     except OSError as error:
         raise OSError(
             f"runs={root}: no folder can be made in {existing}: {error.strerror}; choose another"
@@ -180,7 +180,9 @@ os.register_at_fork(after_in_child=_leave_locks_to_the_parent)
 
 
 def find(path: str) -> Path:
-    """The folder of the run at `path`; ValueError if there is none, or it has no checkpoint."""
+    """The folder of the run at `path`; ValueError if there is none, or it has no checkpoint or no
+    configuration, OSError if nothing can be written there.
+    """
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(
@@ -194,6 +196,13 @@ def find(path: str) -> Path:
         raise ValueError(
             f"resume={path}: the run was stopped before its first checkpoint; start it anew"
         )
+    if not read_config(folder):
+        raise ValueError(
+            f"resume={path}: its config.yaml is empty, which would make it a run of the defaults; "
+            "copy that of the run here again"
+        )
+    for written in (folder, folder / "checkpoints"):
+        files.check_writable(written)
     return folder
 
 
@@ -276,11 +285,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise NotARun(f"{folder}: not the folder of a run, {remedy}")
     try:
         # CSafeLoader is ten times as fast, where PyYAML was built with it
-        values = yaml.load(
-            path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        )
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        values = yaml.load(untrusted.read_yaml(path), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError as error:
         raise NotARun(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from error
+    except ValueError as error:
+        raise NotARun(str(error)) from error
     if not isinstance(values, dict):
         raise NotARun(f"{path}: not the configuration of a run; it should hold key: value lines")
     return flat(values)

@@ -23,6 +23,7 @@ from torch import Tensor
 FORMAT = 3
 INDEX = "checkpoint.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+IN_FILES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 CHUNK = 1 << 24  # bytes that a checksum reads at one time
 
 
@@ -41,6 +42,23 @@ class Rows:
     def ndim(self) -> int:
         """Dimensions of the whole tensor."""
         return len(self.shape)
+
+    def flaw(self) -> str | None:
+        """Say why the files do not hold each row once, as this tensor has them; None if they do."""
+        end = 0
+        for file, first, count in sorted(self.parts, key=lambda part: part[1]):
+            if first != end or count < 1:
+                return f"without its row {end}, or with that twice"
+            try:
+                with safe_open(self.folder / file, framework="pt") as tensors:
+                    part = tensors.get_slice(self.name)
+            except (OSError, SafetensorError) as error:
+                return f"not in {file} ({error})"
+            held = part.get_shape(), part.get_dtype()
+            if held != ([count, *self.shape[1:]], IN_FILES[self.dtype]):
+                return f"{held[1]} {held[0]} in {file}, which is not what {INDEX} says"
+            end += count
+        return None if end == self.shape[0] else f"without its rows from {end} on"
 
     def __getitem__(self, at: slice) -> Tensor:
         start, stop, _ = at.indices(self.shape[0])
@@ -149,6 +167,8 @@ def verify(path: Path) -> str | None:
     if not isinstance(files, dict) or not files:
         return INDEX
     for name, written in files.items():
+        if not isinstance(written, dict) or not written.keys() >= {"bytes", "crc32"}:
+            return INDEX
         file = path / Path(name).name
         if not file.is_file() or file.stat().st_size != written["bytes"]:
             return str(name)

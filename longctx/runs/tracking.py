@@ -1,7 +1,9 @@
 """Tracking: metrics.jsonl, the truth, and Weights & Biases, a copy. The only user of wandb.
 
 A row of metrics.jsonl is a row at wandb, drawn over `tokens_seen`. A table or plot is sent with the
-row that it shows. wandb is imported when a run first needs it, for that takes a second.
+row that it shows. wandb lives in a process of its own, which reads what it is to send from a file,
+so that nothing it does can hold or end a run: a process that fails is followed by one that writes
+all of it anew offline.
 """
 
 from __future__ import annotations
@@ -12,34 +14,47 @@ import math
 import netrc
 import os
 import secrets
+import shutil
+import signal
 import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlparse
 
+from longctx import python_child, stop_signal
 from longctx.config.train_config import WandbConfig
 from longctx.runs import metrics, run_folder
 from longctx.runs.metrics import BY_POSITION, Row
 
 HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")  # in .netrc: `wandb login` wrote either
+PATIENCE = 9.0  # seconds that the end of a run waits for wandb
+LASTS = 600.0  # seconds after which a process that still sends ends itself
+BEGINS = 4.0  # of them, for a server that has not even answered: the rest is for a copy offline
+SENT, BEGUN, PROBLEM = "sent.jsonl", "begun", "problem"  # the files of a copy
+PAUSE = 0.05  # seconds between two looks for something to send
 
 
 class Tracker:
-    """Appends rows to metrics.jsonl in `folder` and, from `start_wandb` on, sends the same rows to
-    wandb.
+    """Appends rows to metrics.jsonl in `folder` and, from `start_wandb` on, has the same rows sent
+    to wandb.
     """
 
     def __init__(self, folder: Path, config: WandbConfig) -> None:
         self.folder, self.config = folder, config
-        self.mode: Any = wandb_mode(config)
+        self.mode = wandb_mode(config)
         path = folder / "metrics.jsonl"
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (`finish` closes it)
-        self._waiting: list[Row] = []
         earlier = run_folder.read_metrics(folder) if path.is_file() else []
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (`finish` closes it)
         self._positions = [point for row in earlier for point in positions(row)]
-        self._run: Any = None
+        self._waiting: list[dict[str, Any]] = []
+        self._copy: Copy | None = None
 
     def log(self, row: Row) -> None:
         """Record one row, `step` and `tokens_seen` among its keys; null in the file stands for what
@@ -54,48 +69,39 @@ class Tracker:
             self._file.flush()
         except OSError as error:
             raise OSError(f"{self._file.name}: cannot be written: {error.strerror}") from error
-        self._positions += positions(row)
-        if self._run is not None:
-            self._run.log(row | self._media(row))
+        if self._copy is not None:
+            self._copy.send({"row": row})
         elif self.mode != "disabled":
-            self._waiting.append(row)
+            self._waiting.append({"row": row})
 
-    def start_wandb(self, facts: dict[str, Any]) -> str | None:
-        """Begin the copy at wandb, configured as `facts`; returns what went wrong, because that
-        does not end a run.
+    def start_wandb(self, facts: dict[str, Any]) -> None:
+        """Begin the copy at wandb, configured as `facts`, once.
 
-        Called after the first step: wandb takes a second to start, on a slow network many, and
-        has nothing to show until then.
+        Called after the first step, before which it has nothing to show.
         """
-        if self.mode == "disabled" or self._run is not None:
-            return None
-        try:
-            self._run = self._init_wandb(facts)
-        except Exception as error:  # wandb's own errors, the network's, the disk's
-            self.mode = "disabled"
-            return f"wandb is off: {' '.join(str(error).split())}"
-        for row in self._waiting:
-            self._run.log(row | self._media(row))
+        if self.mode == "disabled" or self._copy is not None:
+            return
+        about = {"kind": "run", "facts": facts | {"commit": commit()}, "positions": self._positions}
+        self._copy = Copy(self.config, self.folder, self.mode, about)
+        for message in self._waiting:
+            self._copy.send(message)
         self._waiting.clear()
-        return None
 
     def checkpoint(self, path: Path, step: int) -> None:
         """Upload a checkpoint, with wandb.artifacts=true."""
-        if self._run is None or not self.config.artifacts:
-            return
-        import wandb
+        if self._copy is not None and self.config.artifacts:
+            self._copy.send({"checkpoint": str(path.absolute()), "step": step})
 
-        artifact = wandb.Artifact(self._run.id, type="model", metadata={"step": step})
-        add = artifact.add_dir if path.is_dir() else artifact.add_file
-        add(str(path), name=path.name)
-        self._run.log_artifact(artifact, aliases=["latest", f"step-{step}"])
+    def problem(self) -> str | None:
+        """What has become of the copy, where it failed; said once."""
+        return None if self._copy is None else self._copy.news()
 
     def finish(self, exit_code: int) -> None:
-        """Close the file, and wandb once it has everything."""
+        """Close the file, and wandb once it has everything, or after PATIENCE seconds."""
         with suppress(OSError):  # `log` has raised it already
             self._file.close()
-        if self._run is not None:
-            self._run.finish(exit_code=exit_code)
+        if self._copy is not None:
+            self._copy.finish(exit_code)
 
     def how_to_look(self) -> str | None:
         """How to see a run that does not go to wandb's server; None for others."""
@@ -108,47 +114,248 @@ class Tracker:
             f"upload: wandb sync {folder}/offline-run-*"
         )
 
-    def _init_wandb(self, facts: dict[str, Any]) -> Any:
-        """Online, the one run at wandb that this run began; offline, a new run for each leg, in
-        one group.
-        """
-        leg = len(list((self.folder / "wandb").glob("offline-run-*"))) + 1
-        name, group = self.folder.name, self.config.group
-        identity: dict[str, Any] = {"name": name, "id": self._run_id(), "resume": "allow"}
-        if self.mode == "offline":
-            group = group or name
-            identity = {"name": name if leg == 1 else f"{name}-leg{leg}"}
-        return init(
-            self.config,
-            self.folder,
-            self.mode,
-            config=facts | {"commit": commit(), "leg": leg},
-            group=group,
-            job_type=self.config.job_type,
-            **identity,
+
+class Copy:
+    """What is sent to wandb, in a file that a process of its own follows.
+
+    Raises nothing: what goes wrong is `news`. A process that fails is followed by a second one,
+    which sends the file from its beginning to a run offline.
+    """
+
+    def __init__(self, config: WandbConfig, folder: Path, mode: str, about: dict[str, Any]) -> None:
+        self.folder, self.mode, self.attempts = folder, mode, 0
+        self.process: subprocess.Popen[bytes] | None = None
+        self._news: str | None = None
+        self.scratch: Path | None = None
+        request = about | {"config": vars(config), "folder": str(folder.absolute())}
+        try:
+            scratch = Path(tempfile.mkdtemp(prefix="longctx-wandb-"))
+            self.file = open(scratch / SENT, "w", encoding="utf-8")  # noqa: SIM115
+            self.scratch = scratch
+            self._write(request)
+            self._start()
+        except OSError as error:
+            self._news = f"wandb is off: {error}"
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Have one message sent; costs no more than a line in a file."""
+        if self.process is None:
+            return
+        try:
+            self._write(message)
+        except OSError as error:
+            self._end(f"{self.file.name}: {error.strerror}")
+        if self.process is not None and self.process.poll() is not None:
+            self._failed()
+
+    def news(self) -> str | None:
+        """What has gone wrong since this was asked before."""
+        news, self._news = self._news, None
+        return news
+
+    def finish(self, exit_code: int) -> None:
+        """Wait until all is sent, for PATIENCE seconds at most."""
+        deadline = time.monotonic() + PATIENCE
+        self.send({"finish": exit_code})
+        while self.process is not None:
+            waits = deadline - time.monotonic()
+            if self.mode == "online" and not self.begun():
+                waits -= PATIENCE - BEGINS
+            try:
+                self.process.wait(max(waits, 0.0))
+            except subprocess.TimeoutExpired:
+                if self.mode == "online" and not self.begun():
+                    self._failed("gave no answer")
+                elif time.monotonic() >= deadline:
+                    return self._leave()
+            else:
+                if self.process.returncode == 0:
+                    break
+                self._failed()
+        if self.scratch is not None:
+            with suppress(OSError):
+                self.file.close()
+            shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def _write(self, message: dict[str, Any]) -> None:
+        self.file.write(json.dumps(message, default=str) + "\n")
+        self.file.flush()
+
+    def _start(self) -> None:
+        assert self.scratch is not None
+        self.attempts += 1
+        self.before = self._offline_runs()
+        self.process = subprocess.Popen(
+            python_child.command(
+                "longctx.runs.tracking", str(self.scratch), self.mode, str(os.getpid())
+            ),
+            env=python_child.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
 
-    def _media(self, row: Row) -> dict[str, Any]:
-        """Loss by position as a table and a plot, a line for each validation up to this row; {} for
-        rows of steps.
-        """
-        if not positions(row):
-            return {}
-        points = [point for point in self._positions if point[0] <= row["tokens_seen"]]
-        title = "loss by position, a line per validation"
-        return {"loss_by_position": plot(("tokens seen", "tokens before", "loss"), points, title)}
+    def _failed(self, problem: str = "") -> None:
+        """Follow a process that failed by one that copies offline, unless it was that."""
+        process = self.process
+        assert process is not None and self.scratch is not None
+        _kill(process)
+        reason = self.scratch / PROBLEM
+        if not problem and reason.exists():
+            problem = reason.read_text(encoding="utf-8")
+        problem = problem or f"its process ended with code {process.returncode}"
+        if self.attempts > 1:
+            return self._end(problem)
+        for leftover in self._offline_runs() - self.before:  # the next copy has it all
+            shutil.rmtree(leftover, ignore_errors=True)
+        for file in (PROBLEM, BEGUN):
+            (self.scratch / file).unlink(missing_ok=True)
+        self.mode = "offline"
+        uploads = f"wandb sync {self.folder / 'wandb'}/offline-run-*"
+        self._news = f"wandb  {problem}; all is copied offline; upload: {uploads}"
+        try:
+            self._start()
+        except OSError as error:
+            self._end(str(error))
 
-    def _run_id(self) -> str:
-        """The id of this run at the server, in a file so that a resumed run continues its curves.
+    def _leave(self) -> None:
+        """Wait no longer for a process that still sends: it ends by itself."""
+        self._news = self._news or (
+            f"wandb  not all is sent after {PATIENCE:.0f} s; if it is not there later: wandb sync "
+            f"{self.folder / 'wandb' / (self.begun() or 'offline-run-*')}"
+        )
 
-        In a sweep, `wandb agent` has chosen it.
-        """
-        file = self.folder / "wandb" / "run-id"
-        if not file.exists():
-            file.parent.mkdir(exist_ok=True)
-            chosen = os.environ.get("WANDB_RUN_ID") if "WANDB_SWEEP_ID" in os.environ else None
-            file.write_text(chosen or f"{self.folder.name[:100]}-{secrets.token_hex(3)}")
-        return file.read_text()
+    def _end(self, problem: str) -> None:
+        if self.process is not None:
+            _kill(self.process)
+        self.process = None
+        self._news = f"wandb is off: {problem}; {self.folder / 'metrics.jsonl'} has every row"
+
+    def begun(self) -> str:
+        """The name of the run's folder at wandb, once it has begun; else empty."""
+        assert self.scratch is not None
+        with suppress(OSError):
+            return (self.scratch / BEGUN).read_text(encoding="utf-8")
+        return ""
+
+    def _offline_runs(self) -> set[Path]:
+        return set((self.folder / "wandb").glob("offline-run-*"))
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process and those that it has started, in a session of their own."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(1.0)
+
+
+def main(scratch: Path, mode: str, parent: int) -> NoReturn:
+    """Send what a Copy writes to `scratch`, to its end or that of the process `parent`."""
+    for number in stop_signal.SIGNALS:  # which the whole job gets; the run decides
+        signal.signal(number, signal.SIG_IGN)
+    messages = follow(scratch / SENT, parent)
+    code = 0
+    try:
+        request = next(messages)
+        send = {"run": send_run, "eval": send_evaluation}[request["kind"]]
+        send(request, mode, messages, scratch / BEGUN)
+    except BaseException as error:  # wandb's own errors, the network's, the disk's
+        problem = " ".join(str(error).split()) or type(error).__name__
+        with suppress(OSError):
+            (scratch / PROBLEM).write_text(problem[:500], encoding="utf-8")
+        code = 1
+    if code == 0 or os.getppid() != parent:
+        shutil.rmtree(scratch, ignore_errors=True)
+    os._exit(code)  # wandb's own end may wait for what is gone
+
+
+def follow(path: Path, parent: int) -> Iterator[dict[str, Any]]:
+    """The messages in a file as they come, the last one `finish`."""
+    with open(path, encoding="utf-8") as file:
+        line = ""
+        while True:
+            line += file.readline()
+            if line.endswith("\n"):
+                message = json.loads(line)
+                if "finish" in message:
+                    exit_within(LASTS)
+                yield message
+                line = ""
+            elif os.getppid() != parent:
+                return exit_within(LASTS)
+            else:
+                time.sleep(PAUSE)
+
+
+def exit_within(seconds: float) -> None:
+    """End this process after `seconds`, should wandb hold its end up."""
+    timer = threading.Timer(seconds, os._exit, [1])
+    timer.daemon = True
+    timer.start()
+
+
+def send_run(
+    request: dict[str, Any], mode: str, messages: Iterator[dict[str, Any]], begun: Path
+) -> None:
+    """Send the rows of a run: online, to the one run at wandb that it began; offline, a new run for
+    each leg, in one group.
+    """
+    config, folder = WandbConfig(**request["config"]), Path(request["folder"])
+    leg = len(list((folder / "wandb").glob("offline-run-*"))) + 1
+    name, group = folder.name, config.group
+    if mode == "offline":
+        group = group or name
+        identity: dict[str, Any] = {"name": name if leg == 1 else f"{name}-leg{leg}"}
+    else:
+        identity = {"name": name, "id": run_id(folder), "resume": "allow"}
+    about = {"config": request["facts"] | {"leg": leg}, "group": group, "job_type": config.job_type}
+    run = init(config, folder, mode, **about, **identity)
+    begun.write_text(Path(run.dir).parent.name, encoding="utf-8")
+    points, exit_code = request["positions"], 1
+    for message in messages:
+        if "row" in message:
+            row = message["row"]
+            points += positions(row)
+            run.log(row | (by_position(points) if positions(row) else {}))
+        elif "checkpoint" in message:
+            upload(run, Path(message["checkpoint"]), message["step"])
+        else:
+            exit_code = message["finish"]
+            break
+    run.finish(exit_code=exit_code)
+
+
+def upload(run: Any, path: Path, step: int) -> None:
+    """Upload a checkpoint, unless a newer one has replaced it by now."""
+    import wandb
+
+    if not path.exists():
+        return
+    artifact = wandb.Artifact(run.id, type="model", metadata={"step": step})
+    add = artifact.add_dir if path.is_dir() else artifact.add_file
+    add(str(path), name=path.name)
+    run.log_artifact(artifact, aliases=["latest", f"step-{step}"])
+
+
+def by_position(points: list[list[Any]]) -> dict[str, Any]:
+    """Loss by position as a table and a plot, a line for each validation."""
+    title = "loss by position, a line per validation"
+    return {"loss_by_position": plot(("tokens seen", "tokens before", "loss"), points, title)}
+
+
+def run_id(folder: Path) -> str:
+    """The id of this run at the server, in a file so that a resumed run continues its curves.
+
+    In a sweep, `wandb agent` has chosen it.
+    """
+    file = folder / "wandb" / "run-id"
+    if not file.exists():
+        file.parent.mkdir(exist_ok=True)
+        chosen = os.environ.get("WANDB_RUN_ID") if "WANDB_SWEEP_ID" in os.environ else None
+        file.write_text(chosen or f"{folder.name[:100]}-{secrets.token_hex(3)}")
+    return file.read_text()
 
 
 def init(settings: WandbConfig, folder: Path, mode: str, **about: Any) -> Any:
@@ -209,30 +416,45 @@ def log_evaluation(
     config: WandbConfig, folder: Path, content: dict[str, Any], picture: Path | None
 ) -> str:
     """Send an evaluation of the run in `folder` (its JSON, its PNG) to wandb; returns the mode of
-    the copy.
+    the copy. Raises RuntimeError, one line, where it failed.
 
     It is a run of its own, of job type eval and in the group of the run; its files lie in eval/.
     """
+    shown = None if picture is None else str(picture.absolute())
+    about = {"kind": "eval", "run": folder.name, "content": content, "picture": shown}
+    copy = Copy(config, folder / "eval", wandb_mode(config), about)
+    copy.finish(0)
+    if problem := copy.news():
+        raise RuntimeError(problem)
+    return copy.mode
+
+
+def send_evaluation(
+    request: dict[str, Any], mode: str, messages: Iterator[dict[str, Any]], begun: Path
+) -> None:
+    """Send one evaluation."""
     import wandb
 
-    mode = wandb_mode(config)
+    config, content, name = WandbConfig(**request["config"]), request["content"], request["run"]
     run = init(
         config,
-        folder / "eval",
+        Path(request["folder"]),
         mode,
         config={
             key: value
             for key, value in content.items()
             if isinstance(value, str | int | float | None)
         },
-        name=f"{folder.name}-eval",
-        group=config.group or folder.name,
+        name=f"{name}-eval",
+        group=config.group or name,
         job_type="eval",
     )
-    media: dict[str, Any] = {} if picture is None else {"eval/picture": wandb.Image(str(picture))}
+    begun.write_text(Path(run.dir).parent.name, encoding="utf-8")
+    picture = request["picture"]
+    media: dict[str, Any] = {} if picture is None else {"eval/picture": wandb.Image(picture)}
     for key, x in (("position", "first"), ("context", "context")):
         if rows := content.get(f"by_{key}"):
-            points = [[folder.name, row[x], row["loss"]] for row in rows]
+            points = [[name, row[x], row["loss"]] for row in rows]
             media[f"eval/loss_by_{key}"] = plot(
                 ("run", f"tokens of {key}", "loss"), points, f"loss by {key}"
             )
@@ -243,7 +465,6 @@ def log_evaluation(
             )
     run.log(evaluated(content) | media)
     run.finish()
-    return mode
 
 
 def evaluated(content: dict[str, Any]) -> dict[str, float]:
@@ -297,3 +518,7 @@ def _has_key() -> bool:
     except (OSError, netrc.NetrcParseError):
         return False
     return any(logins.authenticators(name) is not None for name in ([host] if host else HOSTS))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

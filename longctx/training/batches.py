@@ -234,7 +234,8 @@ def validation_batches(
 def _begin_worker(worker: int) -> None:
     # A signal to the whole process group must not end a worker while the parent still saves a
     # checkpoint; the parent's own, should it have to insist, is the second.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(
         signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL) and None
     )

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from longctx import stop_signal
 from longctx.runs import metrics
 from longctx.runs.metrics import Metric, Row, Shown, figures, is_step
 from longctx.runs.run_folder import checkpoints, read_metrics
@@ -121,8 +122,7 @@ class Job(NamedTuple):
 ENDINGS = {
     0: "well",
     2: "mistake",
-    130: "stopped",
-    143: "stopped",
+    **dict.fromkeys(stop_signal.EXIT_CODES, "stopped"),
     -9: "killed: out of memory?",
 }
 

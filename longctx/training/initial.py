@@ -6,17 +6,19 @@ folder its tokenizer, so that resuming and evaluating need nothing else.
 
 from __future__ import annotations
 
-import shutil
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from longctx import files
+from longctx import files, untrusted
 from longctx.config.model_config import GPTConfig
 from longctx.config.train_config import TrainConfig
 from longctx.model import huggingface
 
 OPEN_KEYS = ("vocab_size",)  # what the weights leave open
+# What a run keeps of the folder beside the tokenizer, for exports.
+KEPT_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
 def model_of_folder(
@@ -51,6 +53,9 @@ def model_of_folder(
     opened = {key: value for key, value in opened.items() if value is not None}
     model = replace(huggingface.read_config(folder), **opened)
     huggingface.check_weights(model, folder)
+    for name in KEPT_FILES:
+        if os.path.lexists(folder / name):
+            untrusted.check_file(folder / name, untrusted.SETTINGS_SIZE, within=folder)
     tokenizer = str(folder) if config.data.tokenizer is None else config.data.tokenizer
     data = replace(config.data, tokenizer=tokenizer)
     return replace(config, init=str(folder), data=data), model
@@ -64,7 +69,9 @@ def keep_for_export(config: TrainConfig, folder: Path) -> None:
     if config.init is None or config.data.tokenizer != config.init:
         return
     settings = source / "tokenizer_config.json"
-    template = huggingface.read_json(settings).get("chat_template") if settings.is_file() else None
+    template = (
+        huggingface.read_json(settings).get("chat_template") if os.path.lexists(settings) else None
+    )
     if isinstance(template, list):  # several, by name
         template = next(
             (
@@ -76,6 +83,8 @@ def keep_for_export(config: TrainConfig, folder: Path) -> None:
         )
     if isinstance(template, str):
         files.write_text(folder / "chat_template.jinja", template)
-    for name in ("chat_template.jinja", "generation_config.json"):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+    for name in KEPT_FILES[1:]:
+        if os.path.lexists(source / name):
+            untrusted.copy_file(
+                source / name, folder / name, untrusted.SETTINGS_SIZE, within=source
+            )

@@ -6,16 +6,18 @@ import gc
 import math
 import os
 import shutil
-import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+import torch
+
+from longctx import stop_signal
 from longctx.attention import kernels_run
 from longctx.config.request import Request
 from longctx.data import load
@@ -26,7 +28,8 @@ from longctx.distributed.parallel import EXIT, Parallel, exit_within, parallel_o
 from longctx.kernels.selftest import SelfTestFailed
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import PARAMETERS, predict
-from longctx.runs import checkpoints, run_folder
+from longctx.runs import checkpoints, run_folder, tensor_checks
+from longctx.stop_signal import StopSignal
 from longctx.training import context_check, out_of_memory
 from longctx.training.batches import (
     StepBatch,
@@ -40,6 +43,7 @@ from longctx.training.resolve import continue_folder, data_config, resolve
 from longctx.training.run import Run, of_shared
 from longctx.training.run_log import RunLog
 from longctx.training.schedule import Schedule
+from longctx.training.spikes import Spikes
 from longctx.training.sweep import RESULT_VARIABLE
 from longctx.training.throughput import Meter, StepSplit, resident
 from longctx.training.train_step import TrainState, optimizer_step
@@ -54,23 +58,34 @@ def train(request: Request) -> int:
     sys.excepthook = without_lost_connections(sys.excepthook)
     machine = this_machine()
     parallel = parallel_of(request.config, machine)
-    try:
-        request = request._replace(config=replace(request.config, devices=parallel.ranks))
-        run = resolve(request, machine) if parallel.is_first else None
-        parallel.launch("" if run is None else str(run.folder))
-    except (ValueError, OSError) as error:
-        parallel.fail(str(error), code=2)
-        raise
-    shared = parallel.share({} if run is None else run.shared())
-    if run is None:
-        run = of_shared(shared)
-    parallel.form(run.workload, str(run.folder))
-    with run_folder.locked(run.folder) if parallel.is_first else nullcontext():
-        if run.checkpoint is not None and parallel.is_first:
-            continue_folder(run)
-        if os.environ.get(RESULT_VARIABLE) and parallel.is_first:
-            Path(os.environ[RESULT_VARIABLE]).write_text(str(run.folder), encoding="utf-8")
-        return train_safely(run, parallel)
+    run: Run | None = None
+    with stop_signal.caught() as stop:
+        try:
+            try:
+                request = request._replace(config=replace(request.config, devices=parallel.ranks))
+                run = resolve(request, machine) if parallel.is_first else None
+                parallel.launch("" if run is None else str(run.folder))
+            except (ValueError, OSError) as error:
+                parallel.fail(str(error), code=2)
+                raise
+            shared = parallel.share({} if run is None else run.shared())
+            if run is None:
+                run = of_shared(shared)
+            parallel.form(run.workload, str(run.folder))
+            with run_folder.locked(run.folder) if parallel.is_first else nullcontext():
+                if run.checkpoint is not None and parallel.is_first:
+                    continue_folder(run)
+                if os.environ.get(RESULT_VARIABLE) and parallel.is_first:
+                    Path(os.environ[RESULT_VARIABLE]).write_text(str(run.folder), encoding="utf-8")
+                return train_safely(run, parallel, stop)
+        except KeyboardInterrupt:
+            parallel.abandon()
+            is_untrained = run is not None and run.checkpoint is None and not stop.waits
+            if run is not None and is_untrained and parallel.is_first:
+                shutil.rmtree(run.folder, ignore_errors=True)
+            if parallel.ranks > 1:
+                exit_within(EXIT, stop.code)
+            raise
 
 
 def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal) -> None:
@@ -83,10 +98,14 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal) -> None:
     ]
     schedule = Schedule(run, [*shorter, data])
     state = TrainState(run, parallel)
-    meter, split = Meter(run.workload, parallel), StepSplit(parallel.device)
+    spikes = Spikes(run.config.spike, run.config.spike_budget)
+    meter, split = Meter(run.workload, parallel, spikes), StepSplit(parallel.device)
+    drops = spikes.drops if run.config.spike == "skip" else None
     if run.checkpoint is not None:
         state.restore(run.checkpoint, meter, parallel)
+        log.spikes = spikes.found
     predicted = predicted_gib(run)
+    vote = Vote(stop, parallel)
 
     def validated(step: int) -> None:
         if len(data.val):
@@ -100,6 +119,7 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal) -> None:
     log.begin()
     if not run.steps_done:
         validated(0)
+    stop.wait()
     meter.begin()
     batches = step_batches(run, schedule, parallel)
     for step, batch in zip(range(run.steps_done + 1, run.max_steps + 1), batches, strict=False):
@@ -107,7 +127,7 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal) -> None:
         meter.batch_arrived()
         split.begin(wanted=run.logs(step))
         batch = batch.to(parallel.device)
-        loss = optimizer_step(state, batch, parallel, split.mark)
+        loss = optimizer_step(state, batch, parallel, split.mark, drops)
         meter.add(batch, loss)
         log.stepped(step)
         if step == run.steps_done + 1:
@@ -129,11 +149,12 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal) -> None:
             if last or step % run.val_every == 0:
                 validated(step)
 
-        # Save. Ranks wait for one another to agree on a stop, so they ask where they wait anyway
-        stopped = (run.logs(step) or parallel.ranks == 1) and stop.wanted(parallel)
+        # Save
+        stopped = vote.stops(step, waits_anyway=run.logs(step))
         if last or stopped or step % run.config.checkpoint_every == 0:
             require_finite("gradient norm", float(state.module.grad_norm), step, run)
             with meter.set_aside():
+                require_finite_state(state, step, run, parallel)
                 save(run, state, meter, data.fingerprint, step, parallel, log)
         if stopped:
             break
@@ -185,11 +206,27 @@ def save(
     parallel.barrier()
 
 
+def require_finite_state(state: TrainState, step: int, run: Run, parallel: Parallel) -> None:
+    """Raise FloatingPointError, on every rank, where a weight or an average of any of them is not
+    finite: such a state is never saved, so that no checkpoint before it goes.
+    """
+    name = parallel.first_problem(tensor_checks.not_finite(state.tensors()))
+    if name is not None:
+        raise FloatingPointError(
+            f"{name} is not finite after step {step}, so that is not saved; {smaller_steps(run)}"
+        )
+
+
+def smaller_steps(run: Run) -> str:
+    """What to try where training diverges."""
+    return f"try a smaller lr or longer warm-up (lr={run.lr} warmup_steps={run.warmup_steps})"
+
+
 def require_finite(name: str, value: float, step: int, run: Run) -> None:
-    """Raise FloatingPointError unless `value` is finite: weights that are not are never saved."""
+    """Raise FloatingPointError unless `value` is finite."""
     if math.isfinite(value):
         return
-    advice = f"try a smaller lr or longer warm-up (lr={run.lr} warmup_steps={run.warmup_steps})"
+    advice = smaller_steps(run)
     if not step:
         init = run.config.init
         cause = f"init={init}" if init else f"model.init_std={run.workload.model.init_std}"
@@ -228,60 +265,55 @@ def without_lost_connections(show: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
-class StopSignal:
-    """SIGTERM and Ctrl-C end the run after the step at hand, with a checkpoint; a second one at
-    once.
+class Vote:
+    """Whether a run stops: a signal that has reached any rank, agreed on by all of them.
 
-    On several devices after the next logged step, when the ranks agree.
+    Ranks wait for one another to agree, so they ask where they wait anyway, and some seconds after
+    they last did: SLURM leaves a minute.
     """
 
-    def __init__(self) -> None:
-        self.number: int | None = None
-        self._handlers: dict[int, Any] = {}
+    EVERY = 10.0  # seconds
 
-    @contextmanager
-    def caught(self) -> Iterator[None]:
-        """Catch the signals inside the block."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._handlers[number] = signal.signal(number, self.on_signal)
-        try:
-            yield
-        finally:
-            for caught, handler in self._handlers.items():
-                signal.signal(caught, handler)
+    def __init__(self, stop: StopSignal, parallel: Parallel) -> None:
+        self.stop, self.parallel = stop, parallel
+        self.asked_at, self.asked_after, self.next_step = time.monotonic(), 0, 1
 
-    def wanted(self, parallel: Parallel) -> bool:
-        """Whether a signal has reached any rank, agreed on by all of them."""
-        agreed = parallel.max(self.number or 0)
-        if agreed:  # else keep one that came while the ranks spoke, for the next time they do
-            self.number = agreed
-        return agreed > 0
-
-    def on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.number is not None:
-            raise KeyboardInterrupt
-        self.number = number
+    def stops(self, step: int, waits_anyway: bool) -> bool:
+        """Whether the run stops after `step`."""
+        if self.parallel.ranks == 1:
+            return self.stop.number is not None
+        if not waits_anyway and step < self.next_step:
+            return False
+        now = time.monotonic()
+        seconds = (now - self.asked_at) / (step - self.asked_after)
+        mine = torch.tensor([self.stop.number or 0, seconds], device=self.parallel.device)
+        number, seconds = self.parallel.largest(mine).tolist()
+        self.asked_at, self.asked_after = now, step
+        self.next_step = step + max(1, int(self.EVERY / seconds))
+        if number:  # else keep one that came while the ranks spoke, for the next time they do
+            self.stop.number = int(number)
+        return number > 0
 
 
-def train_safely(run: Run, parallel: Parallel) -> int:
+def train_safely(run: Run, parallel: Parallel, stop: StopSignal) -> int:
     """Run `loop`; print how the run begins and ends; return the exit code of each outcome."""
-    work, stop = run.workload, StopSignal()
+    work = run.workload
     log = RunLog(run, parallel)
     state_of_gc = gc.get_freeze_count()
     code: int = 1
     problem: str | None = None
+    stopped = False
     untrained = False  # a new run that ends before its first step leaves no folder
     try:
-        with out_of_memory.within_memory(work.device), stop.caught():
+        with out_of_memory.within_memory(work.device):
             loop(run, parallel, log, stop)
         parallel.leave()
-        code = 0 if stop.number is None else 128 + stop.number
+        stopped = stop.number is not None and log.steps_done < run.max_steps
+        code = stop.code if stopped else 0
     except KeyboardInterrupt:
-        parallel.kill_others()
-        code = 128 + int(stop.number or signal.SIGINT)
-        if parallel.ranks > 1:
-            exit_within(EXIT, code)
-        raise SystemExit(code) from None
+        parallel.abandon()
+        code = stop.code
+        raise
     except context_check.CheckFailed as error:  # on every rank
         parallel.leave()
         if not parallel.is_first:
@@ -310,7 +342,7 @@ def train_safely(run: Run, parallel: Parallel) -> int:
     if untrained:
         shutil.rmtree(run.folder, ignore_errors=True)
     else:
-        log.summary(code, stop.number)
+        log.summary(code, stop.name if stopped else None)
     if problem:
         if parallel.is_first:
             print(f"error: {problem}", file=sys.stderr, flush=True)

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from longctx import attention
+from longctx import attention, files
 from longctx.attention import Mask
 from longctx.config import presets
 from longctx.config.data_config import DataConfig
@@ -27,12 +29,11 @@ from longctx.data import load, sources
 from longctx.distributed.devices import choose_device
 from longctx.distributed.launched import launched
 from longctx.model.context_extension import extended
-from longctx.model.restore import mapped_model
 from longctx.planner import fitting, layouts
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import Workload, with_vocabulary, workload_of
 from longctx.runs import checkpoints, run_folder
-from longctx.training import initial, kernel_lock, longest
+from longctx.training import initial, kernel_lock, longest, saved_state
 from longctx.training.child import DryRun
 from longctx.training.run import Run
 from longctx.training.validation import check_facts, check_validation
@@ -285,36 +286,68 @@ def with_steps_of_run(open_layouts: list[TrainConfig]) -> list[TrainConfig]:
 
 
 def continued(run: Run) -> Run:
-    """`run` from its newest checkpoint, after checking that data, model and kernels fit."""
+    """`run` from its newest checkpoint that is what was written, after checking that data, model
+    and kernels fit.
+    """
     config, folder = run.config, Path(run.config.resume or "")
-    assert run.data is not None
-    path = run_folder.checkpoints(folder)[-1]
-    checkpoints.verify(path)
-    checkpoint = checkpoints.read(path, checkpoints.TO_RESUME)
-    about, steps_done = checkpoint["longctx"], int(checkpoint["steps_done"])
-    if about["data"] != run.data.fingerprint:
-        raise ValueError(
-            f"resume={folder}: the documents or the tokenizer are no longer those that the run "
-            "began with"
-        )
+    path, checkpoint, damaged = newest_whole(run, folder)
+    about, steps_done = checkpoint["longctx"], checkpoint["steps_done"]
     if steps_done >= run.max_steps:
         raise ValueError(
             f"resume={folder}: the run has done its {steps_done:,} steps; to go on, give a larger "
             "max_steps="
         )
-    run_folder.check_unedited(folder, about["config"], run.settings())
-    mapped_model(path, checkpoint, run.workload.model, config.attention, config.lora)
     now = kernel_lock.of_workload(run.workload) if config.kernel.lock != "off" else None
     lock, note = kernel_lock.held(config, now, about.get("kernel_lock"), steps_done)
     return replace(
         run,
         folder=folder,
         checkpoint=path,
+        damaged=damaged,
         steps_done=steps_done,
         model_source="",
         kernel_lock=lock,
         lock_note=note or "",
     )
+
+
+def newest_whole(run: Run, folder: Path) -> tuple[Path, dict[str, Any], dict[Path, str]]:
+    """The newest checkpoint in `folder` that is what was written, its content, and what is wrong
+    with each newer one.
+
+    ValueError where there is none, or where it is of another run than `run`.
+    """
+    damaged: dict[Path, str] = {}
+    paths = run_folder.checkpoints(folder)
+    for path in reversed(paths):
+        try:
+            return path, whole_checkpoint(run, folder, path), damaged
+        except checkpoints.Damaged as error:
+            if len(paths) == 1:
+                raise
+            damaged[path] = error.what
+    listed = "; ".join(f"{path.name}: {what}" for path, what in damaged.items())
+    raise ValueError(f"resume={folder}: none of its checkpoints is what was written ({listed})")
+
+
+def whole_checkpoint(run: Run, folder: Path, path: Path) -> dict[str, Any]:
+    """The checkpoint at `path`, every part of it checked against `run`, which goes on from it."""
+    checkpoints.verify(path)
+    checkpoint = checkpoints.read(path, checkpoints.TO_RESUME)
+    checkpoints.check_plain(path, checkpoint)
+    about = checkpoint["longctx"]
+    assert run.data is not None
+    if about["data"] != run.data.fingerprint:
+        raise ValueError(
+            f"resume={folder}: the documents or the tokenizer are no longer those that the run "
+            "began with"
+        )
+    try:
+        run_folder.check_unedited(folder, about["config"], run.settings())
+    except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"{path}: config: not the configuration of a run ({error})") from error
+    saved_state.check(run, path, checkpoint)
+    return checkpoint
 
 
 def fill_folder(run: Run) -> None:
@@ -326,13 +359,28 @@ def fill_folder(run: Run) -> None:
         (run.folder / "checkpoints").mkdir()
         kernel_lock.write(run.folder, run.kernel_lock)
         run_folder.write_config(run.folder, run.settings())
+    except KeyboardInterrupt:
+        shutil.rmtree(run.folder, ignore_errors=True)
+        raise
     except OSError as error:
         shutil.rmtree(run.folder, ignore_errors=True)
         raise OSError(f"{run.folder}: cannot be written: {error.strerror or error}") from error
 
 
 def continue_folder(run: Run) -> None:
-    """Make the folder of a resumed run that of its checkpoint: later metrics are dropped."""
+    """Make the folder of a resumed run that of its checkpoint: damaged newer ones are set aside,
+    what killed processes left half-written goes, and so do later metrics.
+    """
+    for place in (run.folder, run.folder / "checkpoints"):
+        files.remove_partial(place)
+    for path, what in run.damaged.items():
+        aside = path.with_name(f"{path.name}.damaged")
+        files.remove(aside)
+        path.rename(aside)
+        print(
+            f"{path}: {what}; set aside as {aside.name}, the run goes on from {run.checkpoint}",
+            file=sys.stderr,
+        )
     kernel_lock.write(run.folder, run.kernel_lock)
     run_folder.write_config(run.folder, run.settings() | {"resume": None})
     run_folder.drop_metrics_after(run.folder, run.steps_done)

@@ -30,6 +30,7 @@ class Run:
     model_source: str = ""  # such as "tiny (model=auto)" or "weights of FOLDER"
     folder: Path = Path()
     checkpoint: Path | None = None  # where the run goes on from
+    damaged: dict[Path, str] = field(default_factory=dict)  # newer ones, and what is wrong
     steps_done: int = 0  # at that checkpoint
     kernel_lock: Lock | None = None
     lock_note: str = ""  # what is to be said about kernels that changed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ class RunLog:
         self.display = Display(run.max_steps, run.steps_done, silent=not self.first)
         self.tracker = Tracker(run.folder, run.config.wandb) if self.first else None
         self.facts = facts(run) if self.first else {}
+        self.spikes = 0  # said so far
         self.figures: dict[str, float] = {}  # of context.check, for the first row
         if self.first:
             for line in opening(run, parallel):
@@ -52,15 +52,22 @@ class RunLog:
         """Write a row to metrics.jsonl and wandb, and show it."""
         if self.tracker is not None:
             self.tracker.log(row | self.figures)
+            self.say_problem()
+        spikes = row.get("loss_spikes", 0)
+        if spikes > self.spikes:
+            skipped = row.get("steps_skipped", 0)
+            self.display.say(
+                f"warning: the loss leapt out of those before at step {row['step']:,} or since the "
+                f"row before it ({spikes:,} times in all, {skipped:,} steps skipped)"
+            )
+        self.spikes = max(spikes, self.spikes)
         self.figures = {}
         self.display.show(row)
 
     def start_wandb(self, kernels: dict[str, str]) -> None:
         """Begin the copy at wandb, once."""
         if self.tracker is not None:
-            problem = self.tracker.start_wandb(self.facts | {"kernels": kernels})
-            if problem:
-                self.display.say(problem)
+            self.tracker.start_wandb(self.facts | {"kernels": kernels})
 
     def checkpoint(self, path: Path, step: int) -> None:
         """Upload a checkpoint where that is asked for."""
@@ -72,14 +79,19 @@ class RunLog:
         self.display.stop()
         if self.tracker is not None:
             self.tracker.finish(code)
+            self.say_problem()
 
-    def summary(self, code: int, stopped_by: int | None) -> None:
+    def say_problem(self) -> None:
+        """Say, once, that the copy at wandb has failed."""
+        if self.tracker is not None and (problem := self.tracker.problem()):
+            self.display.say(problem)
+
+    def summary(self, code: int, stopped_by: str | None) -> None:
         """Print what the run came to."""
         if not self.first:
             return
         if stopped_by is not None:
-            name = signal.Signals(stopped_by).name
-            self.display.say(f"stopped by {name} after step {self.steps_done:,}, saved")
+            self.display.say(f"stopped by {stopped_by} after step {self.steps_done:,}, saved")
         self.display.say("")
         table = closing_table(self.run.folder, attention.kernels_run(), finished=code == 0)
         self.display.console.print(table)

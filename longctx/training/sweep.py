@@ -8,12 +8,12 @@ import signal
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from longctx import python_child
+from longctx import python_child, stop_signal
 from longctx.training.console import Job, console, sweep_table
 
 RESULT_VARIABLE = "LONGCTX_RESULT"  # the file in which a job leaves the name of its folder
-STOPPED = (130, 143)  # exit codes of Ctrl-C and SIGTERM
 
 
 def sweep(overrides_of_jobs: list[list[str]]) -> int:
@@ -27,30 +27,32 @@ def sweep(overrides_of_jobs: list[list[str]]) -> int:
         title = f"\n[{number}/{len(overrides_of_jobs)}] {' '.join(overrides)}"
         out.print(title, markup=False, style="bold")
         jobs.append(_run(overrides))
-        if jobs[-1].code in STOPPED:
+        if jobs[-1].code in stop_signal.EXIT_CODES:
             break
     out.print()
     out.print(sweep_table(jobs))
-    return jobs[-1].code if jobs[-1].code in STOPPED else int(any(job.code for job in jobs))
+    stopped = jobs[-1].code in stop_signal.EXIT_CODES
+    return jobs[-1].code if stopped else int(any(job.code for job in jobs))
 
 
 def _run(overrides: list[str]) -> Job:
-    """Run one job to its end. Ctrl-C reaches it too, a SIGTERM is passed on: it saves a checkpoint
-    and ends, which is waited for.
+    """Run one job to its end. Ctrl-C reaches it too, other signals are passed on: it saves a
+    checkpoint and ends, which is waited for.
     """
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "folder"
         command = python_child.command("longctx", "train", *overrides)
         env = python_child.environment(**{RESULT_VARIABLE: str(result)})
         process = subprocess.Popen(command, env=env)
-        before = signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
+
+        def pass_on(number: int, frame: Any) -> None:
+            if number != signal.SIGINT:
+                process.send_signal(number)
+
+        before = {number: signal.signal(number, pass_on) for number in stop_signal.SIGNALS}
         try:
-            while True:
-                try:
-                    code = process.wait()
-                    break
-                except KeyboardInterrupt:
-                    continue
+            code = process.wait()
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
         return Job(overrides, code, Path(result.read_text()) if result.exists() else None)

@@ -23,6 +23,7 @@ from longctx.planner.hardware import peak_flops
 from longctx.planner.workload import Workload
 from longctx.runs.metrics import BUSY_OF_RANK
 from longctx.training.batches import StepBatch
+from longctx.training.spikes import Spikes
 
 
 class Meter:
@@ -31,7 +32,9 @@ class Meter:
     The loss stays on the device until then, so that only a logged step waits for it.
     """
 
-    def __init__(self, workload: Workload, parallel: Parallel) -> None:
+    def __init__(
+        self, workload: Workload, parallel: Parallel, spikes: Spikes | None = None
+    ) -> None:
         self.workload, self.parallel = workload, parallel
         self.device = parallel.device
         self.tokens_seen = 0  # over all ranks, since the run began, padding left out
@@ -44,6 +47,7 @@ class Meter:
         self.spent = 0.0  # before this process
         self.aside = 0.0  # on validation and checkpoints
         self.steps_before = 0  # of `steps`, those before this process
+        self.spikes = spikes or Spikes("flag", 1)
         self.peak = None  # FLOP/s of one device
         if self.device.type == "cuda":
             self.peak = peak_flops(torch.cuda.get_device_name(self.device))
@@ -102,6 +106,7 @@ class Meter:
         }
         if self.peak is not None:
             row["mfu"] = self.flops(real, pairs) / elapsed / (self.peak * self.parallel.ranks)
+        row |= self.spikes.row(row)
         row |= self.ranks(real / elapsed, now - max(self.window, self.started) - self.aside)
         row |= memory(self.device) | {"seconds": self.seconds + now - self.started}
         self.loss.zero_()
@@ -148,6 +153,7 @@ class Meter:
             "steps": self.steps,
             "counts": [int(count) for count in counts],
             "loss": loss,
+            "spikes": self.spikes.state(),
         }
 
     def restore(self, state: dict[str, Any], first_rank: bool = True) -> None:
@@ -155,6 +161,8 @@ class Meter:
         self.tokens_seen, self.seconds = state["tokens_seen"], state["seconds"]
         self.steps, self.spent, self.waited = state["steps"], state["spent"], state["waited"]
         self.steps_before = self.steps
+        if "spikes" in state:  # checkpoints of longctx before it looked for them have none
+            self.spikes.restore(state["spikes"])
         if first_rank:
             self.counts = list(state["counts"])
             self.loss.fill_(state["loss"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,14 +18,21 @@ from longctx.training.module import TrainingModule
 from longctx.training.run import Run
 from longctx.training.throughput import Meter
 
+# Said of a step that is dropped, whose learning rate is passed over as it should be
+warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+
 
 def optimizer_step(
     state: TrainState,
     batch: StepBatch,
     parallel: Parallel,
     mark: Callable[[str], None] = lambda part: None,
+    drops: Callable[[float, float], bool] | None = None,
 ) -> Tensor:
     """One update of the weights; returns the loss summed over this rank's scored tokens.
+
+    Where `drops`, told the mean loss and the gradient norm of all ranks, says so, weights and
+    optimizer stay as they are.
 
     The gradient is that of the mean loss over the scored tokens of all micro-batches and ranks.
     `mark` is told when "forward", "backward" and "optimizer" have been queued.
@@ -41,12 +49,21 @@ def optimizer_step(
                 mark("backward")
             total += loss.detach() / weight
     state.module.configure_gradient_clipping(state.optimizer)
-    state.optimizer.step()
+    if drops is None or not drops(*step_figures(state, total, weight, parallel)):
+        state.optimizer.step()
     state.optimizer.zero_grad()
     state.scheduler.step()
     state.steps_done += 1
     mark("optimizer")
     return total
+
+
+def step_figures(
+    state: TrainState, total: Tensor, weight: Tensor, parallel: Parallel
+) -> tuple[float, float]:
+    """The mean loss of a step over all ranks and its gradient norm; waits for the device."""
+    loss = parallel.sum(total * weight / parallel.ranks)
+    return float(loss), float(state.module.grad_norm)
 
 
 class TrainState:
@@ -62,14 +79,30 @@ class TrainState:
         self.scheduler: LearningRate = configured["lr_scheduler"]["scheduler"]
         self.prepared = parallel.prepare(self.module)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """What this rank has of every weight, which is its master copy, and of the averages of the
+        optimizer, by a name for messages.
+        """
+        sharding.reshard(self.module)
+        weights = {name: sharding.local(x) for name, x in self.module.named_parameters()}
+        numbers = sharding.trained_names(self.module, self.optimizer)
+        averages = {
+            f"{key} of {numbers[number]}": x
+            for number, values in self.optimizer.state_dict()["state"].items()
+            for key, x in values.items()
+            if isinstance(x, Tensor)
+        }
+        return weights | {name: sharding.local(x) for name, x in averages.items()}
+
     def restore(self, path: Path, meter: Meter, parallel: Parallel) -> None:
         """Continue from the checkpoint at `path`, bit for bit."""
         checkpoint = checkpoints.read(path, checkpoints.TO_RESUME)
         for name, weight in self.module.named_parameters():
             sharding.write_rows_of(checkpoint["state_dict"][name], weight)
-        self.optimizer.load_state_dict(
-            sharding.state_of_rank(checkpoint["optimizer_states"][0], self.optimizer)
-        )
+        state = sharding.state_of_rank(checkpoint["optimizer_states"][0], self.optimizer)
+        if isinstance(self.optimizer, torch.optim.AdamW):  # its settings are the run's own
+            state["param_groups"] = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict(state)
         self.scheduler = LearningRate(self.optimizer, self.run)
         meter.restore(checkpoint["meter"], parallel.is_first)
         checkpoints.restore_random_state(checkpoint["random"])

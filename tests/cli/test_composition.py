@@ -5,6 +5,7 @@ torch.
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -326,6 +327,22 @@ def test_a_saved_interpolation_is_refused(tmp_path: Path, value: str) -> None:
         assert str(Path.home()) not in str(caught.value).replace(str(tmp_path), "")
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "a: &a [x]\n" + "".join(f"{b}: &{b} [{f'*{a},' * 9}]\n" for a, b in pairwise("abcdefghi")),
+        "a: " + "[" * 500_000,
+        "".join(" " * n + f"a{n}:\n" for n in range(1000)),
+        "a: b\n" * 500_000,
+    ],
+    ids=["aliases", "brackets", "indents", "size"],
+)
+def test_a_saved_bomb_is_refused_before_it_is_loaded(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(ValueError, match=r"config\.yaml: "):
+        cli.from_file("train", tmp_path / "config.yaml", [])
+
+
 def test_a_sweep_is_every_combination_in_order() -> None:
     jobs = cli.jobs("train", ["attention=naive,flash", "seq_len=64,128", "lr=0.1"])
     assert jobs == [
@@ -415,3 +432,29 @@ def test_composing_imports_no_torch() -> None:
 def test_override_at_fault_is_named_exactly() -> None:
     with pytest.raises(ValueError, match=r"^min_lr=null: not allowed"):
         compose("lr=null", "min_lr=null")
+
+
+CANARY = "c4n4ry"
+
+
+@pytest.mark.parametrize("key", ["wandb.notes", "attention.options.x", "attention.options"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        r"$\{oc.env:CANARY}",
+        r"'$\{oc.env:CANARY}'",
+        r"\$\{oc.env:CANARY\}",
+        r"$\\\{oc.env:CANARY}",
+        r"{a: \$\{oc.env\:CANARY\}}",
+        r"[\$\{oc.env\:CANARY\}]",
+    ],
+)
+def test_no_spelling_of_an_override_brings_the_environment_in(
+    key: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CANARY", CANARY)
+    try:
+        result = str(cli.compose("train", cli.read("train", [f"{key}={value}"]).overrides))
+    except ValueError as error:
+        result = str(error)
+    assert CANARY not in result

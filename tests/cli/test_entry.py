@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from longctx import stop_signal
 from longctx.cli import answer, libraries
 
 
@@ -42,18 +43,40 @@ def test_a_key_with_two_values_is_a_mistake(
     assert message in capsys.readouterr().err
 
 
-def test_ctrl_c_is_130_even_behind_another_error() -> None:
+@pytest.mark.parametrize("number", stop_signal.SIGNALS)
+def test_a_signal_has_its_exit_code_even_behind_another_error(number: int) -> None:
     def imports(argv: list[str]) -> int:
         try:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
         except KeyboardInterrupt:
             raise ImportError("initialization failed") from None
         return 0
 
     # Ignored in what a shell runs in the background
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.signal(number, signal.SIG_DFL)
     try:
-        assert answer([], str, imports) == 130
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert answer([], str, imports) == 128 + number
+        assert signal.getsignal(number) is signal.SIG_DFL
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
+
+
+def test_a_command_that_is_told_to_outlive_its_terminal_does() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert answer([], str, lambda argv: signal.raise_signal(signal.SIGHUP)) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_mistake_found_while_a_signal_waits_is_still_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def saves(argv: list[str]) -> int:
+        with stop_signal.caught() as stop:
+            stop.wait()
+            signal.raise_signal(signal.SIGTERM)
+            raise OSError("disk full")
+
+    assert answer([], str, saves) == 2
+    assert capsys.readouterr().err == "error: disk full\n"

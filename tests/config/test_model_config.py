@@ -39,6 +39,11 @@ def test_presets_name_every_key_and_tiny_is_the_default() -> None:
     assert GPTConfig(**presets["tiny"]) == GPTConfig()
 
 
+def test_sizes_of_a_saved_model_are_checked_too() -> None:
+    with pytest.raises(ValueError, match=r"model\.layers=1000000"):
+        GPTConfig.of_saved({"layers": 10**6, "recompute": "none"})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -51,6 +56,11 @@ def test_presets_name_every_key_and_tiny_is_the_default() -> None:
         ({"channels": 18}, "model.channels / model.heads=3 must be an even number"),
         ({"head_dim": 0}, "model.head_dim=0"),
         ({"layers": 0}, "model.layers=0: a number from 1"),
+        ({"layers": 10**6}, "model.layers=1000000: a number from 1"),
+        ({"head_dim": 10**20}, "model.head_dim=1"),
+        ({"window": 10**20 - 1}, "model.window=99999999999999999999: a number from 1"),
+        ({"nope_layers": [[64, 1]]}, r"model.nope_layers=\[\[64, 1\]\]: a list without lists"),
+        ({"window": 4, "window_layers": [[0]]}, r"model.window_layers=\[\[0\]\]: a list without"),
         ({"channels": 10**9}, "model.channels=1000000000: a number from 1"),
         ({"channels": -24}, "model.channels=-24: a number from 1"),
         ({"kv_heads": 0}, "model.kv_heads=0: a number from 1"),

@@ -5,7 +5,9 @@ file.
 from __future__ import annotations
 
 import errno
+import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 
 from longctx.config.data_config import DataConfig
+from longctx.data import cache
 from longctx.data.cache import cached
 from longctx.data.dataset import Data
 
@@ -98,6 +101,113 @@ def test_a_damaged_cache_is_built_again(text_config, tmp_path, damage) -> None:
     assert (after.store.tokens(3) == before.store.tokens(3)).all() if damage == "remove" else True
 
 
+def files_of(folder: Path) -> list[Path]:
+    """Every file of the cache but its locks."""
+    return sorted(file for file in folder.rglob("*") if file.is_file() and file.suffix != ".lock")
+
+
+def content_of(data: Data) -> list[list[int]]:
+    """Every row that is trained on and every document, as numbers."""
+    rows = [data.train[n]["tokens"].tolist() for n in range(len(data.train))]
+    return rows + [ids.tolist() for _, ids, _ in data.documents("val")]
+
+
+def pretend_built(folder: Path) -> None:
+    """Write the complete.json that belongs to the files as they are now."""
+    built = json.loads((folder / "complete.json").read_text())
+    described = {name: cache._described(folder / name, folder) for name in built}
+    (folder / "complete.json").write_text(json.dumps(described))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_byte_changed_at_the_same_size_is_found_and_built_again(
+    text_config, tmp_path, capsys, seed
+) -> None:
+    before = content_of(Data(text_config(), 32))
+    rng = random.Random(seed)
+    for file in files_of(tmp_path / "cache"):
+        changed = bytearray(file.read_bytes())
+        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+        file.write_bytes(changed)
+        capsys.readouterr()
+        assert content_of(Data(text_config(), 32)) == before, file
+        said = [line for line in capsys.readouterr().err.splitlines() if "built again" in line]
+        assert len(said) == 1, file
+        assert str(file.parent) in said[0]
+
+
+def test_tokens_outside_the_vocabulary_are_found_whatever_the_hashes_say(
+    text_config, tmp_path, capsys
+) -> None:
+    before = content_of(data := Data(text_config(), 32))
+    file = data.store.folder / "documents.arrow"
+    tokens = data.store.tokens(3)[:4].tobytes()
+    file.write_bytes(file.read_bytes().replace(tokens, b"\xff" * len(tokens)))
+    pretend_built(file.parent)
+    assert content_of(Data(text_config(), 32)) == before
+    assert "tokens outside the vocabulary" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "{}", "[]", "7", "null", "[" * 10**5, "\x00"),
+        '{"documents.arrow": 5}',
+        '{"../..": {}}',
+        '{"documents.arrow": {"bytes": 1e400, "sha256": null}}',
+    ],
+)
+def test_an_odd_list_of_files_is_built_again(text_config, capsys, content) -> None:
+    before = content_of(data := Data(text_config(), 32))
+    (data.store.folder / "complete.json").write_text(content)
+    assert content_of(Data(text_config(), 32)) == before
+    assert capsys.readouterr().err.count("built again") == 1
+
+
+@pytest.mark.parametrize("name", ["documents.npz", "train.npz"])
+@pytest.mark.parametrize("kind", ["empty", "shapes", "numbers", "compressed", "objects", "lacking"])
+def test_odd_arrays_are_built_again_whatever_the_hashes_say(
+    text_config, tmp_path, capsys, name, kind
+) -> None:
+    before = content_of(Data(text_config(), 32))
+    [file] = (tmp_path / "cache").rglob(name)
+    with np.load(file) as opened:
+        arrays = dict(opened)
+    if kind == "empty":
+        file.write_bytes(b"")
+    elif kind == "shapes":
+        np.savez(file, **{key: array.reshape(-1)[:1] for key, array in arrays.items()})
+    elif kind == "numbers":
+        largest = {
+            key: np.full_like(array, np.iinfo(array.dtype).max) for key, array in arrays.items()
+        }
+        np.savez(file, **largest)
+    elif kind == "compressed":
+        np.savez_compressed(file, **arrays)
+    elif kind == "objects":
+        np.savez(file, **{key: np.array([{}], object) for key in arrays})
+    else:
+        np.savez(file, nothing=np.zeros(3))
+    pretend_built(file.parent)
+    assert content_of(Data(text_config(), 32)) == before
+    assert capsys.readouterr().err.count("built again") == 1
+
+
+@pytest.mark.parametrize("kind", ["fifo", "zero", "loop", "outside"])
+@pytest.mark.parametrize("name", ["complete.json", "documents.arrow", "documents.npz"])
+def test_what_is_no_file_of_the_cache_is_built_again(text_config, tmp_path, name, kind) -> None:
+    before = content_of(data := Data(text_config(), 32))
+    file = data.store.folder / name
+    moved = file.rename(tmp_path / "moved")
+    if kind == "fifo":
+        os.mkfifo(file)
+    else:
+        file.symlink_to({"zero": "/dev/zero", "loop": file.name, "outside": str(moved)}[kind])
+    assert content_of(Data(text_config(), 32)) == before
+    assert file.is_file()
+    assert not file.is_symlink()
+
+
 def test_a_second_load_builds_nothing(text_config, monkeypatch) -> None:
     before = Data(text_config(), 32)
 
@@ -142,7 +252,7 @@ def test_an_interrupted_build_cleans_up(tmp_path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        cached(tmp_path / "thing", build)
+        cached(tmp_path / "thing", build, Path)
     assert [file.name for file in tmp_path.iterdir() if file.is_dir()] == []
 
 

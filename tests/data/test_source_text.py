@@ -9,7 +9,10 @@ import gzip
 import json
 import lzma
 import os
+import resource
+from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -233,3 +236,39 @@ def test_an_unreadable_folder_is_named(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(os, "scandir", scandir)
     with pytest.raises(OSError, match=r"data\.path.*closed .*Permission denied"):
         read(str(tmp_path))
+
+
+def bomb(file: Path, kind: str) -> None:
+    """Write a small file that unpacks to more than its readers take."""
+    zeros = b"a" * (1 << 20)
+    if kind == "parquet":
+        text = pyarrow.DictionaryArray.from_arrays(np.zeros(1024, np.int32), ["a" * (1 << 20)])
+        pyarrow.parquet.write_table(pyarrow.table({"text": text}), file)
+        return
+    with gzip.open(file, "wb", compresslevel=1) as stream:
+        for _ in range(129):
+            stream.write(zeros)
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.parquet.gz", "a.parquet"])
+def test_a_bomb_is_refused_before_it_fills_the_memory(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    bomb(file, name.rpartition(".")[2])
+    assert file.stat().st_size < 2 << 20
+    config = DataConfig(source="text", path=str(file))
+    with pytest.raises(ValueError, match="holds more than 134,217,728 bytes"):
+        for _ in read_documents(config):
+            pass
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert peak < 2 << 20  # KiB, the test session's own included
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "loop"])
+def test_what_is_no_regular_file_is_refused(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "a.txt"
+    if kind == "fifo":
+        os.mkfifo(file)
+    else:
+        file.symlink_to({"device": "/dev/zero", "loop": "a.txt"}[kind])
+    with pytest.raises(ValueError, match=r"a\.txt: "):
+        list(read_documents(DataConfig(source="text", path=str(file))))

@@ -6,12 +6,13 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from longctx.runs import checkpoints, sharded_checkpoint
+from longctx.runs import checkpoints, sharded_checkpoint, tensor_checks
 from longctx.runs.checkpoints import Sharded
 
 RANKS = 3
@@ -127,6 +128,54 @@ def test_a_missing_or_short_file_is_refused_by_name(path: Path) -> None:
     file.unlink()
     with pytest.raises(ValueError, match=file.name):
         checkpoints.verify(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": lambda rows: rows[:-1]}, "without its rows from 6 on"),
+        ({"rows": lambda rows: rows[1:]}, "without its row 0"),
+        ({"rows": lambda rows: [rows[0], *rows]}, "or with that twice"),
+        ({"rows": lambda rows: [[rows[0][0], 0, 7]]}, "which is not what checkpoint.json says"),
+        ({"rows": lambda rows: []}, "without its rows from 0 on"),
+        ({"rows": lambda rows: [["none.safetensors", 0, 7]]}, "not in none.safetensors"),
+        ({"shape": lambda shape: [7, 500]}, "which is not what checkpoint.json says"),
+        ({"shape": lambda shape: [7]}, "which is not what checkpoint.json says"),
+        ({"dtype": lambda name: "bfloat16"}, "which is not what checkpoint.json says"),
+    ],
+)
+def test_an_index_that_its_files_do_not_bear_out_is_refused_before_rows_are_read(
+    change: dict[str, Callable[[Any], Any]], message: str, path: Path
+) -> None:
+    written = json.loads((path / sharded_checkpoint.INDEX).read_text())
+    entry = written["content"]["tensors"]["model.a"]
+    assert tensor_checks.flaw(sharded_checkpoint.Rows(path, "model.a", entry), [7, 5]) is None
+    for key, of in change.items():
+        entry[key] = of(entry[key])
+    rows = sharded_checkpoint.Rows(path, "model.a", entry)
+    assert message in str(tensor_checks.flaw(rows, entry["shape"], tensor_checks.READABLE))
+
+
+def test_states_of_a_sharded_checkpoint_are_checked_as_those_of_a_file(path: Path) -> None:
+    names = ("step", "exp_avg")
+    expected = [(WHOLE["model.c"].shape, names), (WHOLE["model.a"].shape, names)]
+    checkpoint = checkpoints.read(path, checkpoints.TO_RESUME)
+    checkpoints.check_states(path, checkpoint, expected)
+    checkpoints.check_finite(path, checkpoint)
+    with pytest.raises(ValueError, match="exp_avg of weight 0 is"):
+        checkpoints.check_states(path, checkpoint, [(torch.Size([9, 3, 3]), names), expected[1]])
+    with pytest.raises(ValueError, match="not those of the optimizer"):
+        checkpoints.check_states(path, checkpoint, expected[:1])
+
+
+def test_a_number_that_is_not_finite_is_found_in_any_row(path: Path) -> None:
+    for row in range(7):
+        x = torch.zeros(7, 5)
+        assert tensor_checks.not_finite({"x": x}) is None
+        x[row, 3] = (float("nan"), float("inf"), -float("inf"))[row % 3]
+        assert tensor_checks.not_finite({"y": torch.zeros(0), "x": x}) == "x"
+    checkpoint = checkpoints.read(path, checkpoints.TO_RESUME)
+    assert tensor_checks.not_finite(checkpoint["state_dict"]) is None
 
 
 def test_files_outside_the_folder_are_not_read(path: Path) -> None:

@@ -2,8 +2,13 @@
 
 import itertools
 import json
+import os
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -15,7 +20,14 @@ from longctx import cli
 from longctx.config.train_config import WandbConfig
 from longctx.runs import metrics, run_folder
 from longctx.runs.metrics import BY_POSITION
-from longctx.runs.tracking import Tracker, evaluated, log_evaluation, wandb_mode
+from longctx.runs.tracking import (
+    Copy,
+    Tracker,
+    evaluated,
+    log_evaluation,
+    send_run,
+    wandb_mode,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,7 +64,7 @@ from longctx.config.train_config import WandbConfig
 from longctx.runs.tracking import Tracker
 tracker = Tracker(Path({str(tmp_path)!r}), WandbConfig(mode="disabled"))
 tracker.log({{"step": 1, "tokens_seen": 5, "loss": 2.0}})
-assert tracker.start_wandb({{}}) is None
+tracker.start_wandb({{}})
 tracker.finish(0)
 assert "wandb" not in sys.modules
 """
@@ -71,7 +83,7 @@ def test_wandb_gets_the_rows_logged_before_and_after_its_start(
     rows[1:1] = [validation(1)]
     for row in rows[:2]:
         tracker.log(row)
-    assert tracker.start_wandb({"config": {"lr": 0.1}, "kernels": {"flash": "x"}}) is None
+    tracker.start_wandb({"config": {"lr": 0.1}, "kernels": {"flash": "x"}})
     for row in rows[2:]:
         tracker.log(row)
     tracker.finish(0)
@@ -82,20 +94,96 @@ def test_wandb_gets_the_rows_logged_before_and_after_its_start(
     assert _history(file) == rows
 
 
-def test_a_wandb_that_cannot_start_does_not_end_the_run(
+ROWS = [{"step": n, "tokens_seen": 10 * n, "loss": 1 / n} for n in range(1, 41)]
+
+
+def wait_until_begun(copy: Copy) -> None:
+    deadline = time.monotonic() + 60
+    while not copy.begun():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    stats = [file.read_text().rpartition(")") for file in Path("/proc").glob("[0-9]*/stat")]
+    return [int(name.split()[0]) for name, _, rest in stats if int(rest.split()[1]) == pid]
+
+
+def whole_copy(folder: Path) -> list[dict[str, object]]:
+    """The rows of the one run offline, once its process has written all of them."""
+    deadline = time.monotonic() + 60
+    while True:
+        rows = [
+            row for file in folder.glob("wandb/offline-run-*/run-*.wandb") for row in _history(file)
+        ]
+        if len(rows) == len(ROWS) or time.monotonic() > deadline:
+            return rows
+        time.sleep(0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["its core", "its process"])
+def test_a_wandb_that_is_killed_is_said_once_and_all_is_copied_anew(
+    victim: str, tmp_path: Path
+) -> None:
+    tracker = Tracker(tmp_path, WandbConfig(mode="offline"))
+    tracker.start_wandb({})
+    copy = tracker._copy
+    assert copy is not None and copy.process is not None
+    for row in ROWS[:20]:
+        tracker.log(row)
+    wait_until_begun(copy)
+    process = copy.process
+    [core] = children(process.pid)
+    os.kill(core if victim == "its core" else process.pid, signal.SIGKILL)
+    said = []
+    for row in ROWS[20:]:
+        tracker.log(row)
+        said.append(tracker.problem())
+    tracker.finish(0)
+    said.append(tracker.problem())
+    [problem] = filter(None, said)
+    assert "upload: wandb sync" in problem
+    assert run_folder.read_metrics(tmp_path) == ROWS
+    assert whole_copy(tmp_path) == ROWS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("listens", [False, True], ids=["refuses", "is silent"])
+def test_a_server_that_does_not_answer_costs_ten_seconds_and_all_is_copied_offline(
+    listens: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if listens:
+            server.listen(50)
+        monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        tracker = Tracker(tmp_path, WandbConfig(mode="online"))
+        began = time.monotonic()
+        tracker.start_wandb({})
+        for row in ROWS:
+            tracker.log(row)
+        tracker.finish(0)
+        assert time.monotonic() - began < 10
+        assert "upload: wandb sync" in str(tracker.problem())
+        assert tracker.problem() is None
+        assert run_folder.read_metrics(tmp_path) == ROWS
+        assert whole_copy(tmp_path) == ROWS
+
+
+def test_a_folder_that_cannot_hold_what_is_sent_ends_the_copy_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(self: Tracker, facts: dict[str, object]) -> None:
-        raise ConnectionError("no\nroute")
-
-    monkeypatch.setattr(Tracker, "_init_wandb", refuse)
-    tracker = Tracker(tmp_path, WandbConfig(mode="online"))
-    tracker.log({"step": 1, "tokens_seen": 5})
-    assert "no route" in str(tracker.start_wandb({}))
-    assert tracker.start_wandb({}) is None
-    tracker.log({"step": 2, "tokens_seen": 9})
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    tracker = Tracker(tmp_path, WandbConfig(mode="offline"))
+    tracker.start_wandb({})
+    assert "wandb is off" in str(tracker.problem())
+    tracker.log(ROWS[0])
     tracker.finish(0)
-    assert [row["step"] for row in run_folder.read_metrics(tmp_path)] == [1, 2]
+    assert tracker.problem() is None
+    assert run_folder.read_metrics(tmp_path) == ROWS[:1]
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
@@ -127,7 +215,7 @@ def test_a_resumed_run_is_a_new_leg_of_its_group_offline(tmp_path: Path) -> None
     ]
     for rows in legs:
         tracker = Tracker(folder, WandbConfig(job_type="probe"))
-        assert tracker.start_wandb({"backend": "flash", "kernel_lock": {"format": 1}}) is None
+        tracker.start_wandb({"backend": "flash", "kernel_lock": {"format": 1}})
         for row in rows:
             tracker.log(row)
         tracker.finish(0)
@@ -163,40 +251,44 @@ def test_a_resumed_run_is_a_new_leg_of_its_group_offline(tmp_path: Path) -> None
     assert [len(json.loads(table.read_text())["data"]) for table in tables] == [4, 8]
 
 
+def send(folder: Path, mode: str, *messages: dict[str, Any], **config: Any) -> None:
+    """What the process of a copy does with `messages`."""
+    folder.mkdir(exist_ok=True)
+    request = {"config": vars(WandbConfig(**config)), "folder": str(folder)}
+    request |= {"facts": {}, "positions": []}
+    send_run(request, mode, iter([*messages, {"finish": 0}]), folder / "begun")
+
+
 def test_a_resumed_run_continues_online_under_its_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wandb = pytest.importorskip("wandb")
     calls: list[dict[str, object]] = []
-    monkeypatch.setattr(wandb, "init", lambda **about: calls.append(about) or MagicMock())
+    monkeypatch.setattr(
+        wandb, "init", lambda **about: calls.append(about) or MagicMock(dir="/a/run-1/files")
+    )
     for _ in range(2):
-        tracker = Tracker(tmp_path, WandbConfig(mode="online", group="g"))
-        assert tracker.start_wandb({}) is None
-        tracker.finish(0)
+        send(tmp_path, "online", group="g")
     first, second = calls
     assert first["id"] == second["id"] and second["resume"] == "allow"
     assert first["name"] == second["name"] == tmp_path.name and second["group"] == "g"
     monkeypatch.setenv("WANDB_SWEEP_ID", "s")
     monkeypatch.setenv("WANDB_RUN_ID", "chosen")
-    (tmp_path / "other").mkdir()
-    Tracker(tmp_path / "other", WandbConfig(mode="online")).start_wandb({})
+    send(tmp_path / "other", "online")
     assert calls[2]["id"] == "chosen"
 
 
-def test_checkpoints_are_uploaded_only_when_asked(
+def test_a_checkpoint_is_uploaded_unless_a_newer_one_has_replaced_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wandb = pytest.importorskip("wandb")
     path = tmp_path / "step-00000003.ckpt"
     path.write_bytes(b"weights")
-    for wanted in (False, True):
-        run = MagicMock(id=f"run-{wanted}")
-        monkeypatch.setattr(wandb, "init", lambda run=run, **about: run)
-        tracker = Tracker(tmp_path, WandbConfig(mode="offline", artifacts=wanted))
-        tracker.checkpoint(path, 2)
-        assert tracker.start_wandb({}) is None
-        tracker.checkpoint(path, 3)
-        assert run.log_artifact.call_count == wanted
+    run = MagicMock(id="run", dir="/a/run-1/files")
+    monkeypatch.setattr(wandb, "init", lambda **about: run)
+    gone = {"checkpoint": str(tmp_path / "step-00000002.ckpt"), "step": 2}
+    send(tmp_path, "offline", gone, {"checkpoint": str(path), "step": 3})
+    assert run.log_artifact.call_count == 1
     artifact = run.log_artifact.call_args.args[0]
     assert list(artifact.manifest.entries) == ["step-00000003.ckpt"]
     assert run.log_artifact.call_args.kwargs["aliases"] == ["latest", "step-3"]

@@ -94,6 +94,33 @@ def test_weights_that_are_no_numbers_are_not_saved(
     assert not run_folder.checkpoints(tmp_path / "runs" / "r")
 
 
+@pytest.mark.parametrize("kind", ["weight", "average"])
+def test_a_state_that_is_not_finite_is_not_saved_and_the_newest_finite_one_stays(
+    kind: str,
+    overrides: Overrides,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Overflows(torch.optim.AdamW):
+        """AdamW in whose fourth step, the last before a save, a number overflows."""
+
+        def step(self, closure: object = None) -> None:
+            super().step()
+            p = self.param_groups[0]["params"][0]
+            if self.state[p]["step"] == 4:
+                x = p if kind == "weight" else self.state[p]["exp_avg"]
+                x.data[1, 2] = float("inf")
+
+    monkeypatch.setattr("longctx.training.optimizers.adamw.torch.optim.AdamW", Overflows)
+    every = {"checkpoint_every": 2, "val_every": 30, "keep_checkpoints": 1}
+    assert train.main(overrides(name="r", max_steps=30, **every)) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "model.embed.weight is not finite after step 4" in line
+    (kept,) = run_folder.checkpoints(tmp_path / "runs" / "r")
+    assert kept.name == "step-00000002.ckpt"
+
+
 def test_running_out_of_memory_says_what_to_change(
     overrides: Overrides, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -369,3 +369,43 @@ def test_a_resumed_run_keeps_what_it_began_with(
     (run / "config.yaml").write_text(text.replace("\n  type: yarn", "\n  type: linear"))
     assert train.main([f"resume={run}", "max_steps=3"]) == 2
     assert "rope.type=linear, where the run began with yarn" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["outside", "fifo", "zero", "loop"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
+        *("chat_template.jinja", "generation_config.json"),
+    ],
+)
+def test_what_lies_outside_of_the_folder_is_not_read(
+    start: Overrides,
+    folder: Path,
+    tmp_path: Path,
+    refused: Callable[[int, str], str],
+    name: str,
+    kind: str,
+) -> None:
+    file = folder / name
+    outside = tmp_path / f"private-{name}"
+    outside.write_bytes(file.read_bytes() if file.is_file() else b"{}")
+    file.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(file)
+    else:
+        file.symlink_to({"outside": str(outside), "zero": "/dev/zero", "loop": name}[kind])
+    refused(train.main(start(max_steps=1)), str(file))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_cache_of_hugging_face_is_a_folder_of_links(
+    start: Overrides, folder: Path, tmp_path: Path
+) -> None:
+    blobs, snapshot = tmp_path / "m" / "blobs", tmp_path / "m" / "snapshots" / "abc"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for file in folder.iterdir():
+        shutil.copyfile(file, blobs / file.name)
+        (snapshot / file.name).symlink_to(Path("../../blobs", file.name))
+    assert train.main(start(init=snapshot, max_steps=1)) == 0

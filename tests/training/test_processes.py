@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import train
+from longctx import stop_signal
 from longctx.runs import checkpoints, run_folder
 from longctx.training import loop
 from tests.training.sample_run import Overrides, newest, steps, weights
@@ -143,7 +144,12 @@ def test_a_killed_run_resumes_bit_for_bit(overrides: Overrides, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+    [
+        (signal.SIGTERM, 143),
+        (signal.SIGUSR1, 138),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
+    ],
 )
 def test_a_stopped_run_saves_and_says_how_to_go_on(
     stopped: Callable[[int], Stopped], number: int, code: int
@@ -168,15 +174,47 @@ def test_a_second_signal_ends_a_run_at_once(
     def twice(*_: Any) -> None:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.1)
+            time.sleep(2 * stop_signal.TOGETHER)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.setattr(loop, "save", twice)
-    with pytest.raises(SystemExit) as ended:
-        train.main(overrides(name="r", max_steps=2))
-    for number, handler in before.items():
-        signal.signal(number, handler)
-    assert ended.value.code == 143 and run_folder.checkpoints(tmp_path / "runs" / "r") == []
+    assert train.main(overrides(name="r", max_steps=2)) == 143
+    assert run_folder.checkpoints(tmp_path / "runs" / "r") == []
+
+
+def test_signals_in_a_validation_end_the_run_without_a_traceback(
+    overrides: Overrides, tmp_path: Path
+) -> None:
+    command = overrides(name="r", max_steps=100_000, val_every=1, val_rows=0)
+    process = start(command, tmp_path)
+    folder = tmp_path / "runs" / "r"
+    wait_for_step(folder, 2, process)
+    for _ in range(3):  # one second apart: the first waits for the step, the others do not
+        process.send_signal(signal.SIGTERM)
+        time.sleep(2 * stop_signal.TOGETHER)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [1.0, 2.5, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.5, 1.5, 2.0, 3.0, 4.0, 6.0))],
+)
+def test_a_run_stopped_while_it_starts_leaves_nothing_or_a_checkpoint(
+    overrides: Overrides, tmp_path: Path, seconds: float
+) -> None:
+    process = start(overrides(name="r", max_steps=100_000), tmp_path)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGUSR1)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 138, err
+    assert "Traceback" not in err
+    folder = tmp_path / "runs" / "r"
+    if "SIGUSR1 after step" in out:
+        assert newest(folder)["steps_done"] >= 1
+    else:
+        assert err == "stopped by SIGUSR1\n"
+        assert not folder.exists()
 
 
 def test_what_a_kill_left_of_a_checkpoint_goes_with_the_next(tmp_path: Path) -> None:

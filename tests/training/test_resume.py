@@ -141,18 +141,46 @@ def test_a_checkpoint_that_lacks_a_part_is_one_clear_line(
     assert train.main([f"resume={folder}", "max_steps=2"]) == 2, "resume says so too"
 
 
-def test_a_flipped_bit_stops_resume_and_evaluation(
+def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_it_taken(
     overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train.main(overrides(name="r", max_steps=2, checkpoint_every=1)) == 0
-    older, newer = run_folder.checkpoints(tmp_path / "runs" / "r")
-    content = bytearray(newer.read_bytes())
+    folder, straight = tmp_path / "runs" / "r", tmp_path / "runs" / "straight"
+    changes = {"max_steps": 3, "checkpoint_every": 1, "keep_checkpoints": 9}
+    assert train.main(overrides(name="straight", **changes)) == 0
+    assert train.main(overrides(name="r", **changes)) == 0
+    whole, flipped, cut = run_folder.checkpoints(folder)
+    content = bytearray(flipped.read_bytes())
     content[len(content) // 2] ^= 1
-    newer.write_bytes(content)
-    assert train.main([f"resume={tmp_path / 'runs' / 'r'}", "max_steps=3"]) == 2
-    error = capsys.readouterr().err
-    assert f"{newer}: damaged" in error and f"go on from {older}" in error
-    with pytest.raises(ValueError, match="damaged"):
-        load_model(tmp_path / "runs" / "r")
-    newer.unlink()
-    assert train.main([f"resume={tmp_path / 'runs' / 'r'}", "max_steps=3"]) == 0
+    flipped.write_bytes(content)
+    cut.write_bytes(cut.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="not a whole one"):
+        load_model(folder)
+    capsys.readouterr()
+    assert train.main([f"resume={folder}"]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "set aside" in line]
+    for line, path in zip(lines, (cut, flipped), strict=True):
+        aside = path.with_name(f"{path.name}.damaged")
+        assert line.startswith(f"{path}: ") and aside.is_file()
+        assert aside.name in line and f"goes on from {whole}" in line
+    assert figures(folder) == figures(straight)
+    check_equal_weights(folder, straight)
+    load_model(folder)
+
+
+def test_no_checkpoint_that_is_whole_is_one_clear_line_and_changes_nothing(
+    overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "runs" / "r"
+    assert train.main(overrides(name="r", max_steps=2, checkpoint_every=1)) == 0
+    paths = run_folder.checkpoints(folder)
+    for path in paths:
+        path.write_bytes(path.read_bytes()[:-100])
+    rows = run_folder.read_metrics(folder)
+    for left in (2, 1):
+        capsys.readouterr()
+        assert train.main([f"resume={folder}", "max_steps=3"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert all(path.name in line for path in paths[:left])
+        assert run_folder.checkpoints(folder) == paths[:left]
+        assert run_folder.read_metrics(folder) == rows
+        paths[-1].unlink(missing_ok=True)

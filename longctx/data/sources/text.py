@@ -23,9 +23,14 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from longctx import untrusted
 from longctx.config.data_config import DataConfig
 from longctx.data.corpus import Corpus, Document, Shard, Source, register
 
+# A file may hold so many bytes of text, or so many times its own size if that is more: text is
+# packed to a third or a tenth, a bomb to a thousandth.
+UNPACKED = 128 << 20
+RATIO = 20
 OF_LINES = (".jsonl", ".ndjson")
 OF_ROWS = (*OF_LINES, ".parquet")
 FORMATS = (".txt", ".md", *OF_ROWS)
@@ -126,6 +131,8 @@ def _find(path: str) -> list[tuple[str, Path]]:
                 "other endings need a glob, such as '*.py'"
             )
         return files
+    if os.path.lexists(place):
+        untrusted.check_file(place)
     if not any(character in path for character in "*?["):
         raise FileNotFoundError(f"data.path={path}: no such file or folder; give one that exists")
     files = _glob(place)
@@ -189,8 +196,16 @@ def _read(name: str, file: Path, config: DataConfig) -> Iterator[Document]:
     ending, compression = _format(file)
     readers = {".parquet": _read_parquet} | dict.fromkeys(OF_LINES, _read_jsonl)
     try:
-        with _COMPRESSIONS[compression](file) if compression else file.open("rb") as stream:
-            yield from readers.get(ending, _read_text)(name, file, stream, config)
+        with untrusted.open_file(file) as plain:
+            most = max(UNPACKED, RATIO * os.fstat(plain.fileno()).st_size)
+            opened = _COMPRESSIONS[compression](file) if compression else plain
+            with opened as stream:
+                used = 0
+                for document in readers.get(ending, _read_text)(name, file, stream, config, most):
+                    used += len(document.text)
+                    if used > most:
+                        raise _too_large(file, most)
+                    yield document
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
         raise ValueError(f"{file}: not a complete {compression} file ({error})") from error
     except OSError as error:
@@ -199,17 +214,46 @@ def _read(name: str, file: Path, config: DataConfig) -> Iterator[Document]:
         raise OSError(f"{file}: cannot read this file ({error.strerror or error})") from error
 
 
-def _read_text(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> Iterator[Document]:
-    yield Document(name, _decode(stream.read(), str(file), config))
+def _too_large(file: Path, most: int) -> ValueError:
+    return ValueError(
+        f"{file}: holds more than {most:,} bytes of text, {RATIO} times its size; "
+        "if that is right, unpack it or write it anew"
+    )
 
 
-def _read_jsonl(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> Iterator[Document]:
+def _all_of(stream: IO[bytes], file: Path, most: int) -> bytes:
+    """What `stream` holds; ValueError where that is more than `most` bytes."""
+    content = stream.read(most + 1)
+    if len(content) > most:
+        raise _too_large(file, most)
+    return content
+
+
+def _lines(stream: IO[bytes], file: Path, most: int) -> Iterator[bytes]:
+    """The lines of `stream`; ValueError where they have more than `most` bytes in all."""
+    left = most
+    while line := stream.readline(left + 1):
+        left -= len(line)
+        if left < 0:
+            raise _too_large(file, most)
+        yield line
+
+
+def _read_text(
+    name: str, file: Path, stream: IO[bytes], config: DataConfig, most: int
+) -> Iterator[Document]:
+    yield Document(name, _decode(_all_of(stream, file, most), str(file), config))
+
+
+def _read_jsonl(
+    name: str, file: Path, stream: IO[bytes], config: DataConfig, most: int
+) -> Iterator[Document]:
     template = None
     if config.chat:
         from longctx.data.chat import Template
 
         template = Template.of(config)
-    for number, line in enumerate(stream, start=1):
+    for number, line in enumerate(_lines(stream, file, most), start=1):
         if not line.strip():
             continue
         place = f"{file}:{number}"
@@ -244,16 +288,26 @@ def _json_object(line: str, place: str, config: DataConfig) -> dict[str, Any]:
 
 
 def _read_parquet(
-    name: str, file: Path, stream: IO[bytes], config: DataConfig
+    name: str, file: Path, stream: IO[bytes], config: DataConfig, most: int
 ) -> Iterator[Document]:
     import pyarrow
     import pyarrow.parquet
 
-    source = stream if stream.seekable() else io.BytesIO(stream.read())
+    is_compressed = _format(file)[1] != ""
+    source = io.BytesIO(_all_of(stream, file, most)) if is_compressed else stream
     try:
         table = pyarrow.parquet.ParquetFile(source)
-        if config.text_column not in table.schema_arrow.names:
+        column = config.text_column
+        if column not in table.schema_arrow.names:
             raise _no_column(str(file), config, table.schema_arrow.names)
+        groups = [table.metadata.row_group(n) for n in range(table.metadata.num_row_groups)]
+        if any(group.total_byte_size > most for group in groups):
+            raise _too_large(file, most)
+        if pyarrow.types.is_string(table.schema_arrow.field(column).type):
+            # A dictionary stays one: written out, its texts may be of any size.
+            table = pyarrow.parquet.ParquetFile(
+                source, metadata=table.metadata, read_dictionary=[column]
+            )
         row = 0
         for batch in table.iter_batches(batch_size=256, columns=[config.text_column]):
             for value in batch.column(0):

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from longctx import untrusted
 from longctx.config.rope_config import ORIGINAL
 
 # Keys that transformers and tools around it write and that do not change what a model computes.
@@ -191,16 +192,16 @@ class ConfigJson:
         return float(value)
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in `file`; ValueError or FileNotFoundError, one line, where there is none."""
+def read_json(file: Path, most: int = untrusted.SETTINGS_SIZE) -> dict[str, Any]:
+    """The object in `file`, of at most `most` bytes and really in its folder; ValueError or
+    FileNotFoundError, one line, where there is none.
+    """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = untrusted.read_json(file, most, within=file.parent)
     except FileNotFoundError:
         raise FileNotFoundError(
             f"{file}: no such file; give a folder with config.json and safetensors"
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: cannot be read as JSON ({error})") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file}: not a JSON object")
     return content

@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from longctx import untrusted
 from longctx.config.model_config import GPTConfig
 from longctx.model.families.config_json import ConfigJson, read_json
 from longctx.model.families.family import (
@@ -60,7 +61,7 @@ class Qwen2(Family):
         return write_qwen_windows(config)
 
     def check_tokenizer(self, file: Path) -> None:
-        described = read_json(file)
+        described = read_json(file, untrusted.TOKENIZER_SIZE)
         splitting = described.get("pre_tokenizer") or {}
         first = (splitting.get("pretokenizers") or [{}])[0]
         pattern = (first.get("pattern") or {}).get("Regex")

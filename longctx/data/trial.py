@@ -1,0 +1,128 @@
+"""Tokenizers and chat templates of strangers, tried in a child process before they are used.
+
+Both are programs: a template can loop for ever, thirty doubling normalizers turn one letter into a
+gigabyte. The child has little time and memory, so what does such things ends there, in one line.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from longctx import python_child
+
+SECONDS = 3  # of processor time
+MEMORY = 768 << 20  # bytes beyond what the child has once it has started
+WAIT = 60  # seconds; a busy machine starts a child slowly
+GROWTH = 64  # characters that normalizers may make of one
+PROBE = (
+    "".join(map(chr, range(32, 127))) + "\n\tÄöß é 水 αβγ 😀 1234567890 " + "a" * 200 + " " * 200
+)
+_REFUSED = 3  # exit code; the reason is the last line on stderr
+_tried: set[bytes] = set()
+
+
+def check(kind: str, place: str | Path, content: dict[str, Any]) -> None:
+    """Raise ValueError, naming `place`, unless the child gets through with `content`.
+
+    kind: `tokenizer` with `text`, a tokenizer.json; `template` with `source` and `tokens`.
+    """
+    request = json.dumps(content)
+    key = hashlib.sha256(f"{kind} {request}".encode()).digest()
+    if key in _tried:
+        return
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
+    try:
+        process = subprocess.run(
+            python_child.command("longctx.data.trial", kind),
+            env=python_child.environment(TOKENIZERS_PARALLELISM="false", **threads),
+            input=request.encode(),
+            capture_output=True,
+            timeout=WAIT,
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"{place}: this {kind} does not come to an end; use another") from None
+    if process.returncode == _REFUSED:
+        reason = process.stderr.decode(errors="replace").strip().splitlines()[-1]
+        raise ValueError(f"{place}: this {kind} {reason}; use another")
+    if process.returncode != 0:
+        raise ValueError(
+            f"{place}: this {kind} takes more than {SECONDS} s or {MEMORY >> 20} MiB for a few "
+            "words; use another"
+        )
+    _tried.add(key)
+
+
+def growth(normalizer: Any) -> float:
+    """How many characters the replacements of a tokenizer.json's normalizer make of one."""
+    if not isinstance(normalizer, dict):
+        return 1.0
+    inner = normalizer.get("normalizers")
+    if isinstance(inner, list):
+        return functools.reduce(lambda product, one: product * growth(one), inner, 1.0)
+    if normalizer.get("type") != "Replace":
+        return 1.0
+    pattern = normalizer.get("pattern")
+    replaced = pattern.get("String") if isinstance(pattern, dict) else None
+    return max(1.0, len(str(normalizer.get("content"))) / len(replaced or "x"))
+
+
+def _try_tokenizer(text: str) -> None:
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_str(text)
+    if growth(json.loads(text).get("normalizer")) > GROWTH:
+        sys.stderr.write(f"makes more than {GROWTH} characters of one\n")
+        raise SystemExit(_REFUSED)
+    ids = tokenizer.encode(PROBE).ids
+    tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _try_template(source: str, tokens: dict[str, str]) -> None:
+    from longctx.data.chat import compiled
+
+    template = compiled(source)
+    user = {"role": "user", "content": "a question"}
+    turns = [user, {"role": "assistant", "content": "an answer"}]
+    system = {"role": "system", "content": "a rule"}
+    for messages in (turns, [*turns, *turns], [system, *turns, user]):
+        template.render(
+            messages=messages, tools=None, documents=None, add_generation_prompt=True, **tokens
+        )
+
+
+def main() -> int:
+    """Try what stands on stdin: 0 where it is harmless, even if it cannot be used."""
+    import tokenizers  # noqa: F401  # before the limit: libraries are large
+
+    import longctx.data.chat  # noqa: F401
+
+    request = json.load(sys.stdin)
+    pages = Path("/proc/self/statm")
+    used = int(pages.read_text().split()[0]) * resource.getpagesize() if pages.exists() else 1 << 30
+    spent = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+    resource.setrlimit(resource.RLIMIT_CPU, (int(spent) + SECONDS, int(spent) + SECONDS))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.alarm(WAIT)
+    try:
+        if sys.argv[1] == "tokenizer":
+            _try_tokenizer(**request)
+        else:
+            _try_template(**request)
+    except MemoryError:
+        return 1
+    except Exception:  # what it cannot do, its user says when it is used
+        return 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Signals that end a command in good order, from its first second on. Torch-free.
+
+SIGINT is Ctrl-C, SIGTERM `kill` and preemption, SIGHUP a terminal that is gone, SIGUSR1 what SLURM
+sends before the time limit (`--signal=USR1@60`). The exit code is 128 + the number, as in a shell.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+IGNORABLE = (signal.SIGHUP, signal.SIGUSR1)  # by who starts a command, as nohup does
+EXIT_CODES = tuple(128 + number for number in SIGNALS)
+TOGETHER = 0.5  # seconds within which signals are one: launchers pass on what reaches all processes
+
+
+class StopSignal:
+    """The signal that has reached this command, if any; it raises KeyboardInterrupt.
+
+    Where one `waits`, the first does not: the run asks for `number` after each step. A second one
+    raises, and one that comes while the command ends for it ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.waits = False
+        self.has_raised = False
+        self._latest = -TOGETHER
+        self._process = os.getpid()
+
+    @property
+    def code(self) -> int:
+        """The exit code of a command that it has ended."""
+        return 128 + (self.number or signal.SIGINT)
+
+    @property
+    def name(self) -> str:
+        """Such as SIGTERM."""
+        return signal.Signals(self.number or signal.SIGINT).name
+
+    def wait(self) -> None:
+        """Let a signal wait from now on; KeyboardInterrupt where one has come."""
+        self.waits = True
+        if self.number is not None:
+            raise KeyboardInterrupt
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Take a signal, as its handler."""
+        if os.getpid() != self._process:  # a child that was forked ends as others do
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        now = time.monotonic()
+        is_new, self._latest = now - self._latest > TOGETHER, now
+        if not is_new:
+            return
+        if self.has_raised:
+            exit_at_once(number, frame)
+        is_first, self.number = self.number is None, self.number or number
+        if not (is_first and self.waits):
+            self.has_raised = True
+            raise KeyboardInterrupt
+
+
+_current: StopSignal | None = None
+
+
+@contextmanager
+def caught() -> Iterator[StopSignal]:
+    """Catch the signals inside the outermost of these blocks; only the main thread can."""
+    global _current
+    if _current is not None or threading.current_thread() is not threading.main_thread():
+        yield _current or StopSignal()
+        return
+    _current = StopSignal()
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
+    for number, handler in before.items():
+        if not (number in IGNORABLE and handler is signal.SIG_IGN):
+            signal.signal(number, _current.on_signal)
+    try:
+        yield _current
+    finally:
+        _current = None
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def exit_at_once(number: int, frame: FrameType | None) -> None:
+    """End this process, of which nothing needs to be saved, as the handler of a signal."""
+    os.write(2, f"stopped by {signal.Signals(number).name}\n".encode())
+    os._exit(128 + number)
+
+
+def catch_first() -> None:
+    """Give signals their exit code before the command line is even imported."""
+    for number in SIGNALS:
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, exit_at_once)
+
+
+def exit_with(code: int) -> NoReturn:
+    """End this process, whose work is done, with `code`, also where signals come while it ends."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(code)

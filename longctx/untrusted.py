@@ -1,0 +1,135 @@
+"""Files that others may have made: opened only if regular, of bounded size and where they belong.
+
+Model folders, tokenizers, caches, configurations and documents come from anywhere. A FIFO would
+wait for ever, a link to /dev/zero never end, a link out of a folder hand over somebody's own file.
+Every refusal is one line that begins with the file.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+MIB = 1 << 20
+# Of the largest known models: config.json 0.1 MiB, an index of shards 9 MiB, tokenizer.json 33 MiB.
+SETTINGS_SIZE = 16 * MIB  # bytes of a JSON file of settings, or of a YAML or a template
+TOKENIZER_SIZE = 40 * MIB
+YAML_SIZE = MIB
+YAML_DEPTH = 32
+YAML_ALIASES = 8
+
+_KINDS: dict[str, Callable[[int], bool]] = {
+    "a folder": stat.S_ISDIR,
+    "a FIFO": stat.S_ISFIFO,
+    "a socket": stat.S_ISSOCK,
+    "a device": stat.S_ISCHR,
+    "a block device": stat.S_ISBLK,
+}
+
+
+def open_file(path: Path, most: int | None = None, within: Path | None = None) -> BinaryIO:
+    """Open a regular file of at most `most` bytes (None: any size) that really lies in `within`.
+
+    Raises FileNotFoundError where there is none and ValueError, one line, for anything else.
+    """
+    try:
+        if within is not None:
+            _check_within(path, within)
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # no wait for a FIFO
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        # a socket cannot be opened at all
+        raise _unreadable(path, error) from error
+    file = os.fdopen(number, "rb") if stat.S_ISREG(os.fstat(number).st_mode) else None
+    if file is None:
+        mode = os.fstat(number).st_mode
+        os.close(number)
+        kind = next((name for name, holds in _KINDS.items() if holds(mode)), "something else")
+        raise ValueError(f"{path}: {kind}, where a regular file belongs; take it out")
+    size = os.fstat(number).st_size
+    if most is not None and size > most:
+        file.close()
+        raise ValueError(f"{path}: {size:,} bytes; files of its kind have at most {most:,}")
+    return file
+
+
+def check_file(path: Path, most: int | None = None, within: Path | None = None) -> None:
+    """Raise as `open_file`, for a file that something else opens by its name."""
+    open_file(path, most, within).close()
+
+
+def read_text(path: Path, most: int = SETTINGS_SIZE, within: Path | None = None) -> str:
+    """The text of a file in UTF-8; raises as `open_file`."""
+    with open_file(path, most, within) as file:
+        try:
+            # one byte more than allowed shows a file that grew after its size was looked at
+            content = file.read(most + 1)
+            if len(content) > most:
+                raise ValueError(f"{path}: grows while it is read")
+            return content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not text in UTF-8 ({error})") from error
+        except OSError as error:
+            raise _unreadable(path, error) from error
+
+
+def read_json(path: Path, most: int = SETTINGS_SIZE, within: Path | None = None) -> Any:
+    """What a JSON file says; raises as `open_file`, and ValueError where it is no JSON."""
+    text = read_text(path, most, within)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # thousands of digits, or of nested brackets
+        raise ValueError(f"{path}: cannot be read as JSON ({error})") from error
+
+
+def read_yaml(path: Path) -> str:
+    """The text of a YAML file that has been found harmless to load: bounded in size, depth and
+    aliases, which may stand for one another until they fill the memory. Raises as `open_file`.
+    """
+    import yaml
+
+    text = read_text(path, YAML_SIZE)
+    depth = aliases = 0
+    try:
+        for event in yaml.parse(text, getattr(yaml, "CLoader", yaml.Loader)):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            aliases += isinstance(event, yaml.AliasEvent)
+            if depth > YAML_DEPTH or aliases > YAML_ALIASES:
+                raise ValueError(
+                    f"{path}: nested more than {YAML_DEPTH} deep, or with more than "
+                    f"{YAML_ALIASES} aliases; write the values out"
+                )
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path}: cannot be read as YAML: {reason}") from error
+    return text
+
+
+def copy_file(source: Path, target: Path, most: int, within: Path) -> None:
+    """Copy a file of at most `most` bytes that really lies in `within`; raises as `open_file`."""
+    with open_file(source, most, within) as file:
+        target.write_bytes(file.read(most))
+
+
+def _check_within(path: Path, within: Path) -> None:
+    """Raise ValueError for a path that leads out of the folder `within`."""
+    real = Path(os.path.realpath(path, strict=True))
+    folder = within.resolve()
+    # Hugging Face's cache: snapshots/COMMIT/FILE is a link to blobs/HASH
+    blobs = [folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else []
+    if not any(real.is_relative_to(root) for root in (folder, *blobs)):
+        raise ValueError(
+            f"{path}: a link to {real}, outside of its folder; put a copy of the file there"
+        )
+
+
+def _unreadable(path: Path, error: OSError) -> ValueError:
+    reasons = {errno.ELOOP: "a link that leads back to itself", errno.ENXIO: "a socket"}
+    return ValueError(f"{path}: cannot be read ({reasons.get(error.errno or 0, error.strerror)})")

@@ -1,0 +1,226 @@
+"""A checkpoint whose tensors or plain values are not those of its run is refused, in one line,
+before anything computes with them.
+"""
+
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import train
+from longctx.evaluation.subject import load_model
+from longctx.runs import checkpoints, run_folder
+from tests.training.sample_run import newest
+
+Checkpoint = dict[str, Any]
+EMBEDDING = "model.embed.weight"
+
+
+@pytest.fixture(scope="module")
+def finished(
+    overrides_in: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A run of two steps, with one checkpoint."""
+    runs = tmp_path_factory.mktemp("runs")
+    assert train.main(overrides_in(runs, name="r", max_steps=2)) == 0
+    return runs / "r"
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Path:
+    """A copy of that run."""
+    return shutil.copytree(finished, tmp_path / "r", symlinks=True)
+
+
+def refused(folder: Path, content: Checkpoint, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that a resume from `content` is refused with."""
+    torch.save(content, run_folder.checkpoints(folder)[-1])
+    rows = run_folder.read_metrics(folder)
+    capsys.readouterr()
+    assert train.main([f"resume={folder}", "max_steps=3"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert run_folder.read_metrics(folder) == rows
+    return line
+
+
+def state(content: Checkpoint) -> dict[int, dict[str, Any]]:
+    """Of each weight the state of its optimizer."""
+    return content["optimizer_states"][0]["state"]
+
+
+AVERAGES: dict[str, Callable[[Tensor], Any]] = {
+    "shorter": lambda x: x[:-1].clone(),
+    "longer": lambda x: torch.cat([x, x]),
+    "flat": lambda x: x.flatten(),
+    "of one number": lambda x: torch.zeros(()),
+    "expanded from one number": lambda x: torch.zeros(()).expand(x.shape),
+    "expanded from one row": lambda x: x[:1].expand(x.shape),
+    "not contiguous": lambda x: x.t().contiguous().t(),
+    "complex": lambda x: x.to(torch.complex64),
+    "whole numbers": lambda x: x.long(),
+    "fp64": lambda x: x.double(),
+    "sparse": lambda x: x.to_sparse(),
+    "on meta": lambda x: x.to("meta"),
+    "a number": lambda x: 0.0,
+    "none": lambda x: None,
+    "NaN in it": lambda x: x.clone().fill_(math.nan),
+}
+
+
+@pytest.mark.parametrize("kind", AVERAGES)
+def test_an_average_that_is_not_of_the_model_is_refused(
+    kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = newest(folder)
+    state(content)[0]["exp_avg"] = AVERAGES[kind](state(content)[0]["exp_avg"])
+    assert "exp_avg of " in refused(folder, content, capsys)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in AVERAGES if kind != "NaN in it"])
+def test_a_weight_that_is_not_of_the_model_is_refused(
+    kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = newest(folder)
+    content["state_dict"][EMBEDDING] = AVERAGES[kind](content["state_dict"][EMBEDDING])
+    line = refused(folder, content, capsys)
+    assert f"its weights are not those of its model: {EMBEDDING} is " in line
+    with pytest.raises(ValueError, match="its weights are not those of its model"):
+        load_model(folder)
+
+
+def without_states(content: Checkpoint) -> None:
+    content["optimizer_states"] = []
+
+
+def two_optimizers(content: Checkpoint) -> None:
+    content["optimizer_states"] *= 2
+
+
+def no_optimizer(content: Checkpoint) -> None:
+    content["optimizer_states"] = [3]
+
+
+def state_missing(content: Checkpoint) -> None:
+    del state(content)[0]
+
+
+def average_missing(content: Checkpoint) -> None:
+    del state(content)[0]["exp_avg_sq"]
+
+
+def state_of_no_weight(content: Checkpoint) -> None:
+    state(content)[99] = state(content)[0]
+
+
+def other_groups(content: Checkpoint) -> None:
+    content["optimizer_states"][0]["param_groups"].pop()
+
+
+def step_ahead(content: Checkpoint) -> None:
+    state(content)[0]["step"] = torch.tensor(3.0)
+
+
+def step_nan(content: Checkpoint) -> None:
+    state(content)[0]["step"] = torch.tensor(math.nan)
+
+
+def step_matrix(content: Checkpoint) -> None:
+    state(content)[0]["step"] = torch.ones(2, 2)
+
+
+def averages_in_one_memory(content: Checkpoint) -> None:
+    state(content)[0]["exp_avg_sq"] = state(content)[0]["exp_avg"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        without_states,
+        two_optimizers,
+        no_optimizer,
+        state_missing,
+        average_missing,
+        state_of_no_weight,
+        other_groups,
+        step_ahead,
+        step_nan,
+        step_matrix,
+        averages_in_one_memory,
+    ],
+)
+def test_a_state_that_is_not_the_optimizers_is_refused(
+    change: Callable[[Checkpoint], None], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = newest(folder)
+    change(content)
+    assert run_folder.checkpoints(folder)[-1].name in refused(folder, content, capsys)
+
+
+def test_settings_of_the_optimizer_are_the_runs_and_not_the_files(
+    folder: Path, finished: Path, tmp_path: Path
+) -> None:
+    straight = shutil.copytree(finished, tmp_path / "straight", symlinks=True)
+    content = newest(folder)
+    for group in content["optimizer_states"][0]["param_groups"]:
+        group |= {"eps": 1e9, "betas": ("a", None), "maximize": True, "weight_decay": math.nan}
+    torch.save(content, run_folder.checkpoints(folder)[-1])
+    for one in (folder, straight):
+        assert train.main([f"resume={one}", "max_steps=3"]) == 0
+    torch.testing.assert_close(newest(folder)["state_dict"], newest(straight)["state_dict"])
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        *[("steps_done", x) for x in ("2", -1, 0, True, 2.0, None, [2], 10**30)],
+        *[("meter", x) for x in (None, [], {}, "x")],
+        *[("meter.tokens_seen", x) for x in ("x", -1, 2.5, 10**30, None)],
+        *[("meter.loss", x) for x in (math.nan, math.inf, "1", None, [1.0])],
+        *[("meter.counts", x) for x in ([1, 2, 3], [1, 2, 3, "x"], 4, None, [1, 2, 3, math.nan])],
+        *[("random", x) for x in (None, [], {}, "x")],
+        *[("random.torch", x) for x in (None, torch.zeros(3), torch.zeros(3, dtype=torch.uint8))],
+        *[("random.cuda", x) for x in (None, [None], [torch.zeros(16)], 5)],
+        *[("random.python", x) for x in (None, (3,), (3, (1, 2), None), (3, "x", 5))],
+        *[
+            ("random.numpy", x)
+            for x in (
+                None,
+                ("MT19937", [1] * 624, 10**9, 0, 0.0),
+                ("MT19937", [1] * 624, -1, 0, 0.0),
+                ("MT19937", [-1] * 624, 1, 0, 0.0),
+                ("MT19937", [1] * 3, 1, 0, 0.0),
+                ("other", [1] * 624, 1, 0, 0.0),
+            )
+        ],
+        *[("longctx.config", x) for x in (None, [], "x", {}, {"devices": "x"})],
+        *[("longctx.config.devices", x) for x in ("x", None, [], {})],
+        *[("longctx.config.context", x) for x in ("x", None, [], {"degree": 0})],
+        *[("longctx.config.model", x) for x in ("x", None, [], 5)],
+        *[("longctx.data", x) for x in (None, [], {})],
+        *[("state_dict", x) for x in (None, [], {}, "x", {1: 2})],
+        *[("optimizer_states", x) for x in (None, {}, "x", [None], [{}], [{"state": 1}])],
+        *[("longctx.kernel_lock", x) for x in ({"fingerprint": 5}, {"machine": []})],
+    ],
+)
+def test_an_odd_value_in_a_plain_part_is_one_line(
+    part: str, value: object, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = newest(folder)
+    *path, last = part.split(".")
+    inner = content
+    for key in path:
+        inner = inner[key]
+    inner[last] = value
+    line = refused(folder, content, capsys)
+    assert line.startswith("error: ") and str(folder) in line
+
+
+def test_every_part_of_a_checkpoint_that_is_untouched_passes(folder: Path) -> None:
+    path = run_folder.checkpoints(folder)[-1]
+    checkpoints.check_plain(path, checkpoints.read(path, checkpoints.TO_RESUME))
+    assert train.main([f"resume={folder}", "max_steps=3"]) == 0

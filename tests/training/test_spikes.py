@@ -1,0 +1,86 @@
+"""A step whose loss leaps is said, and dropped where that is asked for; a resumed run does as the
+one that went on.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import train
+from longctx.runs import run_folder
+from longctx.training.spikes import LEAST, WINDOW, Spikes, is_outlier
+from tests.training.sample_run import Overrides, check_equal_weights, steps, weights
+
+
+def test_only_a_leap_upwards_out_of_enough_values_is_an_outlier() -> None:
+    before = [5.0 - 0.01 * n for n in range(LEAST)]
+    assert is_outlier(50.0, before)
+    assert not is_outlier(0.1, before)
+    assert not is_outlier(50.0, before[1:])
+    assert not is_outlier(5.2, before), "less than a tenth of the mean"
+
+
+def test_no_more_steps_than_the_budget_are_dropped_in_a_window() -> None:
+    spikes = Spikes("skip", budget=2)
+    for _ in range(LEAST):
+        assert not spikes.drops(5.0, 1.0)
+    assert [spikes.drops(50.0, 1.0) for _ in range(3)] == [True, True, False]
+    for _ in range(WINDOW):
+        spikes.drops(5.0, 1.0)
+    assert spikes.drops(5.0, 99.0), "the budget is whole again, and gradients count too"
+    assert spikes.state()["skipped"] == 3
+
+
+@pytest.fixture
+def leap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of step 12 is ten times as large, and its gradient with it."""
+    from longctx.training import loop
+
+    step_of_run = loop.optimizer_step
+
+    def leaping(state: Any, batch: Any, *rest: Any) -> torch.Tensor:
+        if state.steps_done == 11:
+            weigh = batch.weigh
+            object.__setattr__(batch, "weigh", lambda weight: weigh(10 * weight))
+        return step_of_run(state, batch, *rest)
+
+    monkeypatch.setattr(loop, "optimizer_step", leaping)
+
+
+def spike_rows(folder: Path) -> list[tuple[int, int, int]]:
+    return [
+        (row["step"], row.get("loss_spikes", 0), row.get("steps_skipped", 0))
+        for row in steps(folder)
+    ]
+
+
+@pytest.mark.usefixtures("leap")
+def test_a_spike_is_flagged_and_its_step_dropped_bit_exactly_on_resume(
+    overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape: dict[str, Any] = {"max_steps": 16, "checkpoint_every": 11, "keep_checkpoints": 9}
+    runs = tmp_path / "runs"
+    for kind in ("flag", "skip"):
+        assert train.main(overrides(name=kind, spike=kind, **shape)) == 0
+        assert "warning: the loss leapt" in capsys.readouterr().out
+        skipped = int(kind == "skip")
+        assert spike_rows(runs / kind)[10:13] == [(11, 0, 0), (12, 1, skipped), (13, 1, skipped)]
+    assert any(
+        not torch.equal(one, weights(runs / "flag")[name])
+        for name, one in weights(runs / "skip").items()
+    )
+    before = steps(runs / "skip")
+    run_folder.checkpoints(runs / "skip")[-1].rename(tmp_path / "last.ckpt")
+    last = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
+    assert train.main([f"resume={runs / 'skip'}"]) == 0
+    torch.testing.assert_close(weights(runs / "skip"), last, rtol=0, atol=0)
+    assert [row["loss"] for row in steps(runs / "skip")] == [row["loss"] for row in before]
+    assert spike_rows(runs / "skip")[-1] == (16, 1, 1)
+
+
+def test_looking_for_spikes_changes_no_bit(overrides: Overrides, tmp_path: Path) -> None:
+    for kind in ("flag", "skip"):
+        assert train.main(overrides(name=kind, spike=kind, max_steps=4)) == 0
+    check_equal_weights(tmp_path / "runs" / "flag", tmp_path / "runs" / "skip")
