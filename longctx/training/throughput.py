@@ -57,6 +57,8 @@ class Meter:
         """The next step starts now."""
         self.started = self.idle_since = time.perf_counter()
         self.window, self.aside = self.started - self.spent, 0.0
+        if self.parallel.clock is not None:
+            self.parallel.clock.take()  # what ranks waited before, for weights and data
 
     def waits(self) -> None:
         """A step has ended, and the next batch is awaited."""

@@ -1,4 +1,4 @@
-"""A training run whose process 1 sleeps for 0.5 s in every step.
+"""A training run whose process 1 sleeps for 0.5 s in every step, and for 5 s in every validation.
 
 python -m torch.distributed.run --nproc-per-node 2 tests/training/uneven_run.py key=value ...
 """
@@ -11,7 +11,7 @@ from typing import Any
 from longctx import cli
 from longctx.training import loop
 
-whole_step = loop.optimizer_step
+whole_step, whole_validation = loop.optimizer_step, loop.validate
 
 
 def slow_step(*arguments: Any, **options: Any) -> Any:
@@ -19,7 +19,12 @@ def slow_step(*arguments: Any, **options: Any) -> Any:
     return whole_step(*arguments, **options)
 
 
+def slow_validation(*arguments: Any) -> Any:
+    time.sleep(5)
+    return whole_validation(*arguments)
+
+
 if __name__ == "__main__":
     if os.environ["RANK"] == "1":
-        loop.optimizer_step = slow_step
+        loop.optimizer_step, loop.validate = slow_step, slow_validation
     sys.exit(cli.main(["train", *sys.argv[1:]]))
