@@ -111,3 +111,12 @@ def exit_with(code: int) -> NoReturn:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     sys.exit(code)
+
+
+def exit_within(seconds: float, code: int) -> None:
+    """End this process after `seconds`, should something hold its exit up, such as NCCL that waits
+    for processes that are gone, or wandb for a server.
+    """
+    timer = threading.Timer(seconds, os._exit, [code])
+    timer.daemon = True
+    timer.start()

@@ -28,7 +28,7 @@ ONLY_IN = {
     "lightning": ("longctx/distributed/", "longctx/training/"),
     "datasets": ("longctx/data/",),
     "tokenizers": ("longctx/data/",),
-    "wandb": ("longctx/runs/tracking.py", "longctx/report/dashboard.py"),
+    "wandb": ("longctx/runs/wandb_process.py", "longctx/report/dashboard.py"),
     "wandb_workspaces": ("longctx/report/dashboard.py",),
     "lm_eval": ("longctx/evaluation/harness.py",),
     "hydra": ("longctx/cli/composition.py",),

@@ -8,14 +8,11 @@ and gradient averaging. Everything else asks this object, on one device too.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
@@ -25,10 +22,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -40,16 +34,17 @@ from longctx.config.model_config import AttentionConfig
 from longctx.config.train_config import TrainConfig
 from longctx.distributed import rendezvous, sharding
 from longctx.distributed.devices import choose_device
+from longctx.distributed.fabric import Met, Processes, make_fabric, quiet_lightning
 from longctx.distributed.heartbeat import RUN_VARIABLE, SILENCE, Heartbeat
-from longctx.distributed.launched import OWN, OWN_VARIABLE, Launched, launched
+from longctx.distributed.launched import OWN, OWN_VARIABLE, launched
 from longctx.model import GPT
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import PRECISION
+from longctx.stop_signal import exit_within
 
 T = TypeVar("T")
 EXIT = 20.0  # seconds that a process that has failed may take to exit
 LAST = 16  # weights, of the embedding and the first block, among which is the last with a gradient
-LIGHTNING_PRECISION = {"bf16": "bf16-mixed", "fp32": "32-true"}
 
 
 class Layout(Protocol):
@@ -82,7 +77,7 @@ class Parallel:
         self.ranks, self.rank = self.launched.ranks, self.launched.rank
         self.config = replace(config, devices=self.ranks)
         if device == "cuda" and self.launched.local_ranks > machine.gpus:
-            raise ValueError(too_few_gpus(config, self.launched, machine))
+            raise ValueError(rendezvous.too_few_gpus(config, self.launched, machine))
         self.data_ranks = self.ranks
         self.strategy = "none"
         # Evaluation computes no gradients, whose order of sums is all that is not deterministic.
@@ -368,14 +363,7 @@ class Parallel:
                 process.send_signal(signal.SIGKILL)
 
     def _fabric(self, strategy: Any, device: str, precision: str) -> Fabric:
-        return Fabric(
-            accelerator="gpu" if device == "cuda" else "cpu",
-            devices=self.launched.local_ranks,
-            num_nodes=self.launched.nodes,
-            strategy=strategy,
-            precision=LIGHTNING_PRECISION[precision],  # type: ignore[arg-type]
-            plugins=[self.environment],
-        )
+        return make_fabric(self.environment, strategy, device, precision)
 
     def _lightning_strategy(self, several: bool, device: str) -> Any:
         """Lightning's strategy: it starts the processes of the run, and wraps its model under
@@ -392,66 +380,6 @@ class Parallel:
             self.heartbeat.decided(self.is_first)
 
 
-class Met(DDPStrategy):
-    """Lightning's DDP, whose process group is formed once `ready` returns."""
-
-    def __init__(self, ready: Callable[[], None], **options: Any) -> None:
-        super().__init__(**options)
-        self.ready = ready
-
-    def setup_environment(self) -> None:
-        self.ready()
-        super().setup_environment()
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        self._launcher = Starter(self.cluster_environment, self.num_processes, self.num_nodes)
-
-
-class Starter(_SubprocessScriptLauncher):
-    """Lightning's launcher without the thread that kills all processes, the first one too, where
-    one has ended: they watch one another (heartbeat.py).
-    """
-
-    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self.cluster_environment.creates_processes_externally:
-            self._call_children_scripts()
-        _set_num_threads_if_needed(num_processes=self.num_processes)
-        return function(*args, **kwargs)
-
-
-class Processes(LightningEnvironment):
-    """What Lightning is told of the processes of a run."""
-
-    def __init__(self, launched: Launched) -> None:
-        super().__init__()
-        self.launched = launched
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return self.launched.by != OWN or self.launched.rank > 0
-
-    @property
-    def main_address(self) -> str:
-        return self.launched.address
-
-    @property
-    def main_port(self) -> int:
-        return super().main_port if self.launched.port is None else self.launched.port
-
-    def world_size(self) -> int:
-        return self.launched.ranks
-
-    def global_rank(self) -> int:
-        return self.launched.rank
-
-    def local_rank(self) -> int:
-        return self.launched.local_rank
-
-    def node_rank(self) -> int:
-        return self.launched.rank // self.launched.local_ranks
-
-
 def parallel_of(config: TrainConfig | EvalConfig, machine: Machine) -> Parallel:
     """The processes that `config` asks for; those of a launcher have met.
 
@@ -465,38 +393,3 @@ def parallel_of(config: TrainConfig | EvalConfig, machine: Machine) -> Parallel:
     if parallel.launched.by != OWN:
         parallel.meet()
     return parallel
-
-
-def too_few_gpus(config: TrainConfig | EvalConfig, launched: Launched, machine: Machine) -> str:
-    """Why the processes of this machine cannot have a GPU each."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    there = f"there {'is' if machine.gpus == 1 else 'are'} {machine.gpus} here"
-    shown = "" if visible is None else f", as CUDA_VISIBLE_DEVICES={visible} says"
-    remedy = "start as many processes as there are"
-    if launched.by == "srun" and machine.gpus == 1:
-        remedy = "let every task see all GPUs of its node (srun --gpus-per-node=N --gpu-bind=none)"
-    elif launched.by == OWN:
-        remedy = f"use devices={machine.gpus}"
-    return (
-        f"devices={launched.local_ranks}: {there}{shown}; {remedy} (asked: "
-        f"{rendezvous.asked(config)}; {launched}, {launched.local_ranks} on this machine)"
-    )
-
-
-def exit_within(seconds: float, code: int) -> None:
-    """End this process after `seconds`, should something hold its exit up, such as NCCL that waits
-    for processes that are gone.
-    """
-    timer = threading.Timer(seconds, os._exit, [code])
-    timer.daemon = True
-    timer.start()
-
-
-def quiet_lightning() -> None:
-    """Silence advice that does not apply: own loggers, checkpoints and choice of workers."""
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"lightning\..*")
-    warnings.filterwarnings(
-        "ignore", message=r".*(does not have many workers|LeafSpec|pkg_resources).*"
-    )

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from longctx.config.eval_config import EvalConfig
 from longctx.config.train_config import TrainConfig
 from longctx.distributed.launched import OWN, Launched, leave_to_first
+from longctx.planner.hardware import Machine
 
 WAIT_VARIABLE = "LONGCTX_ARRIVAL_SECONDS"  # instead of
 WAIT = 120.0  # seconds until all have arrived: torch alone takes 30 to import from a cold disk
@@ -341,3 +342,19 @@ def names_missing(problem: Callable[[], NotAll]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def too_few_gpus(config: TrainConfig | EvalConfig, launched: Launched, machine: Machine) -> str:
+    """Why the processes of this machine cannot have a GPU each."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    there = f"there {'is' if machine.gpus == 1 else 'are'} {machine.gpus} here"
+    shown = "" if visible is None else f", as CUDA_VISIBLE_DEVICES={visible} says"
+    remedy = "start as many processes as there are"
+    if launched.by == "srun" and machine.gpus == 1:
+        remedy = "let every task see all GPUs of its node (srun --gpus-per-node=N --gpu-bind=none)"
+    elif launched.by == OWN:
+        remedy = f"use devices={machine.gpus}"
+    return (
+        f"devices={launched.local_ranks}: {there}{shown}; {remedy} (asked: "
+        f"{asked(config)}; {launched}, {launched.local_ranks} on this machine)"
+    )

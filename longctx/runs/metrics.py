@@ -48,6 +48,7 @@ class Panel(NamedTuple):
 
 
 STEP_PARTS = Panel("Throughput", "Parts of a step (ms)", kind="shares")
+SPIKES = Panel("Loss", "Loss spikes, and steps skipped for them")
 PEAK_MEMORY = Panel("Memory", "Peak memory (GiB)")
 
 
@@ -116,14 +117,14 @@ METRICS: tuple[Metric, ...] = (
         "loss spikes",
         "{:,}".format,
         shown=LIVE | TABLES,
-        panel=Panel("Loss", "Loss spikes, and steps skipped for them"),
+        panel=SPIKES,
     ),
     Metric(
         "steps_skipped",
         "steps skipped",
         "{:,}".format,
         shown=LIVE | TABLES,
-        panel=Panel("Loss", "Loss spikes, and steps skipped for them"),
+        panel=SPIKES,
     ),
     Metric(
         "val_loss",

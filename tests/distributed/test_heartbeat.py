@@ -15,6 +15,7 @@ import torch
 
 from longctx.distributed.heartbeat import is_alive, state_of
 from longctx.runs import run_folder
+from tests.processes import children, descendants, with_local_rank
 from tests.training.sample_run import Overrides
 from tests.training.test_processes import SCRIPT, start, wait_for_step
 
@@ -60,29 +61,10 @@ def ended(process: subprocess.Popen[str], pids: list[int]) -> str:
     return error
 
 
-def children(pid: int) -> list[int]:
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(word) for word in text.split()]
-
-
-def descendants(pid: int) -> list[int]:
-    """The processes below `pid`, children first."""
-    try:
-        below = children(pid)
-    except OSError:
-        return []
-    return below + [other for child in below for other in descendants(child)]
-
-
-def environment(pid: int) -> dict[str, str]:
-    text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
-    return dict(line.split("=", 1) for line in text.split("\0") if "=" in line)
-
-
 def ranks(process: subprocess.Popen[str]) -> list[int]:
     """The PIDs of the two processes of a run, in order; the data workers left out."""
-    seconds = [p for p in descendants(process.pid) if environment(p).get("LOCAL_RANK") == "1"]
-    firsts = [p for p in descendants(process.pid) if environment(p).get("LOCAL_RANK") == "0"]
+    pids = descendants(process.pid)
+    firsts, seconds = with_local_rank(pids, 0), with_local_rank(pids, 1)
     return [firsts[0] if firsts else process.pid, seconds[0]]
 
 
@@ -118,7 +100,7 @@ def check_loss(
 
 
 def own(process: subprocess.Popen[str]) -> list[int]:
-    [second] = [p for p in children(process.pid) if environment(p).get("LOCAL_RANK") == "1"]
+    [second] = with_local_rank(children(process.pid), 1)
     return [process.pid, second]
 
 

@@ -14,7 +14,7 @@ from longctx.report.page import described, headings
 from longctx.report.run_view import read
 from longctx.runs import metrics
 from longctx.runs.metrics import LIVE, TABLES, Metric, Panel, Shown, figures
-from longctx.runs.tracking import define_metrics
+from longctx.runs.wandb_process import define_metrics
 from longctx.training.console import Job, brief, closing_table, sweep_table
 
 MOST = LIVE | TABLES | Shown.CURVE | Shown.CONTEXT

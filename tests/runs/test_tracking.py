@@ -23,11 +23,11 @@ from longctx.runs.metrics import BY_POSITION
 from longctx.runs.tracking import (
     Copy,
     Tracker,
-    evaluated,
     log_evaluation,
-    send_run,
     wandb_mode,
 )
+from longctx.runs.wandb_process import evaluated, send_run
+from tests.processes import children
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -102,12 +102,6 @@ def wait_until_begun(copy: Copy) -> None:
     while not copy.begun():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def children(pid: int) -> list[int]:
-    """The processes that a process has started."""
-    stats = [file.read_text().rpartition(")") for file in Path("/proc").glob("[0-9]*/stat")]
-    return [int(name.split()[0]) for name, _, rest in stats if int(rest.split()[1]) == pid]
 
 
 def whole_copy(folder: Path) -> list[dict[str, object]]:

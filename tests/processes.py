@@ -1,0 +1,54 @@
+"""What tests of several processes share: starting them as torchrun does, and finding them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_on(ranks: int, script: Path, *arguments: object) -> None:
+    """Run `script` with `arguments` on so many processes, one thread each; all must succeed."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    port = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    process = subprocess.run(
+        [*launcher, *port, str(script), *map(str, arguments)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started, from any of its threads."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = file.read_text().rpartition(")")
+        except OSError:  # it has ended meanwhile
+            continue
+        if int(rest.split()[1]) == pid:
+            found.append(int(name.split()[0]))
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below `pid`, children first."""
+    below = children(pid)
+    return below + [other for child in below for other in descendants(child)]
+
+
+def with_local_rank(pids: list[int], rank: int) -> list[int]:
+    """Those of `pids` whose environment gives them this rank."""
+    return [pid for pid in pids if f"LOCAL_RANK={rank}" in environment(pid)]
+
+
+def environment(pid: int) -> list[str]:
+    """The NAME=value of a process; none where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
