@@ -5,12 +5,9 @@ torch.
 import shutil
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from longctx import cli
 from longctx.cli import composition, overrides
@@ -19,15 +16,10 @@ from longctx.config.train_config import TrainConfig
 from longctx.planner.workload import workload_of
 from longctx.runs import run_folder
 from longctx.training.resolve import scheduled
+from tests.cli.composed import compose
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESETS = sorted((path.parent.name, path.stem) for path in cli.CONFIGS.glob("*/*.yaml"))
-
-
-def compose(*arguments: str, gpu: bool = False) -> cli.Composed:
-    return cli.with_model(
-        cli.compose("train", cli.read("train", list(arguments)).overrides), gpu=gpu
-    )
 
 
 @pytest.mark.parametrize(("group", "name"), PRESETS)
@@ -213,14 +205,6 @@ def test_data_overrides_without_effect_are_refused_except_in_a_saved_run(
             compose(*argv, "data.errors=replace", "data.vocab_size=300").config.data.errors
             == "replace"
         )
-    run_folder.write_config(tmp_path, settings("data.tokenizer=a", "max_steps=7"))
-    assert (
-        cli.from_file("train", tmp_path / "config.yaml", ["max_steps=9"]).config.data.tokenizer
-        == "a"
-    )
-    assert (
-        cli.from_file("train", tmp_path / "config.yaml", ["max_tokens=null"]).config.max_steps == 7
-    )
 
 
 def test_a_field_of_text_wants_files_of_rows(tmp_path: Path) -> None:
@@ -297,10 +281,6 @@ def test_options_of_a_backend_may_have_any_name() -> None:
     assert compose("attention.options.kernel=flash").config.attention.options["kernel"] == "flash"
 
 
-def test_what_looks_like_an_interpolation_is_kept_as_it_is() -> None:
-    assert compose(r"wandb.notes='$\{oc.env:HOME}'").config.wandb.notes == r"$\{oc.env:HOME}"
-
-
 def test_seq_len_is_a_number_or_max() -> None:
     assert compose("seq_len=max").config.seq_len == "max"
     assert compose("seq_len=16384").config.seq_len == 16384
@@ -310,37 +290,6 @@ def test_model_auto_is_open_until_the_device_is_known() -> None:
     composed = cli.compose("train", ["model.ffn=77"])
     assert composed.choices["model"] == "auto"
     assert composed.config.model.ffn == 77
-
-
-@pytest.mark.parametrize("value", ["${oc.env:HOME}", "a ${oc.env:HOME}", "${seq_len}"])
-def test_a_saved_interpolation_is_refused(tmp_path: Path, value: str) -> None:
-    for content in (
-        {"wandb": {"notes": value}},
-        {"wandb": {"tags": [value]}},
-        {"attention": {"options": {"kernel": value}}},
-        {"wandb": value},
-        value,
-    ):
-        (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
-        with pytest.raises(ValueError, match=r"config\.yaml") as caught:
-            cli.from_file("train", tmp_path / "config.yaml", [])
-        assert str(Path.home()) not in str(caught.value).replace(str(tmp_path), "")
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "a: &a [x]\n" + "".join(f"{b}: &{b} [{f'*{a},' * 9}]\n" for a, b in pairwise("abcdefghi")),
-        "a: " + "[" * 500_000,
-        "".join(" " * n + f"a{n}:\n" for n in range(1000)),
-        "a: b\n" * 500_000,
-    ],
-    ids=["aliases", "brackets", "indents", "size"],
-)
-def test_a_saved_bomb_is_refused_before_it_is_loaded(tmp_path: Path, content: str) -> None:
-    (tmp_path / "config.yaml").write_text(content)
-    with pytest.raises(ValueError, match=r"config\.yaml: "):
-        cli.from_file("train", tmp_path / "config.yaml", [])
 
 
 def test_a_sweep_is_every_combination_in_order() -> None:
@@ -356,38 +305,6 @@ def test_a_sweep_is_every_combination_in_order() -> None:
         cli.jobs("train", ["lr=interval(0,1)"])
 
 
-def test_a_saved_configuration_reads_back_the_same(tmp_path: Path) -> None:
-    saved = settings("lr=3e-5", "wandb.tags=[a,b]", "attention.options.kernel=flash")
-    run_folder.write_config(tmp_path, saved)
-    again = cli.from_file("train", tmp_path / "config.yaml", []).config
-    assert scheduled(again, workload_of(again, "cpu", again.seq_len)).settings() == saved
-    longer = cli.from_file("train", tmp_path / "config.yaml", ["max_tokens=40960000"]).config
-    assert scheduled(longer, workload_of(longer, "cpu", longer.seq_len)).max_steps == 10000
-
-
-def test_a_run_from_before_memory_resumes(tmp_path: Path) -> None:
-    saved = settings()
-    del saved["memory"]
-    saved["model"] |= {"recompute": True, "loss_chunk": 33}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved))
-    memory = workload_of(
-        cli.from_file("train", tmp_path / "config.yaml", []).config, "cpu", 64
-    ).memory
-    assert (memory.recompute, memory.loss_chunk, memory.keep_every) == ("block", 33, 1)
-
-
-@pytest.mark.parametrize(
-    "content", ["[1, 2]", "seq_len: many", "lerning_rate: 3", "a: [", "\x00\x01", ""]
-)
-def test_a_file_that_is_no_configuration(tmp_path: Path, content: str) -> None:
-    (tmp_path / "config.yaml").write_text(content)
-    if content == "":
-        cli.from_file("train", tmp_path / "config.yaml", [])
-        return
-    with pytest.raises(ValueError, match=r"config\.yaml"):
-        cli.from_file("train", tmp_path / "config.yaml", [])
-
-
 def test_what_depends_on_the_device_is_filled_in() -> None:
     gpu = workload_of(compose("seq_len=16384", gpu=True).config, "cuda", 16384)
     assert (gpu.batch_size, gpu.accumulate, gpu.precision, gpu.compile) == (1, 4, "bf16", True)
@@ -396,12 +313,6 @@ def test_what_depends_on_the_device_is_filled_in() -> None:
     cpu = workload_of(config, "cpu", 4096)
     assert (cpu.batch_size, cpu.accumulate, cpu.precision, cpu.compile) == (1, 1, "fp32", False)
     assert scheduled(config, cpu).max_steps == 3
-
-
-def settings(*overrides: str) -> dict[str, Any]:
-    """What config.yaml says of a run with `overrides` on a CPU."""
-    config = compose(*overrides).config
-    return scheduled(config, workload_of(config, "cpu", config.seq_len)).settings()
 
 
 def test_a_name_says_what_differs() -> None:
@@ -432,29 +343,3 @@ def test_composing_imports_no_torch() -> None:
 def test_override_at_fault_is_named_exactly() -> None:
     with pytest.raises(ValueError, match=r"^min_lr=null: not allowed"):
         compose("lr=null", "min_lr=null")
-
-
-CANARY = "c4n4ry"
-
-
-@pytest.mark.parametrize("key", ["wandb.notes", "attention.options.x", "attention.options"])
-@pytest.mark.parametrize(
-    "value",
-    [
-        r"$\{oc.env:CANARY}",
-        r"'$\{oc.env:CANARY}'",
-        r"\$\{oc.env:CANARY\}",
-        r"$\\\{oc.env:CANARY}",
-        r"{a: \$\{oc.env\:CANARY\}}",
-        r"[\$\{oc.env\:CANARY\}]",
-    ],
-)
-def test_no_spelling_of_an_override_brings_the_environment_in(
-    key: str, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CANARY", CANARY)
-    try:
-        result = str(cli.compose("train", cli.read("train", [f"{key}={value}"]).overrides))
-    except ValueError as error:
-        result = str(error)
-    assert CANARY not in result

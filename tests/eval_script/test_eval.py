@@ -3,91 +3,24 @@ code 2.
 """
 
 import dataclasses
-import importlib.util
 import json
 import math
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 
 from longctx.cli import main as export
 from longctx.config.eval_config import EvalConfig
-from longctx.config.model_config import AttentionConfig
-from longctx.config.train_config import TrainConfig
-from longctx.data import DataConfig, load
-from longctx.data.tokenizer import train
-from longctx.model import GPT, GPTConfig
-from longctx.runs import checkpoints, evaluations, run_folder
-
-SCRIPT = Path(__file__).parents[1] / "eval.py"
-TEXTS = [f"# file {n}\n" + "a rose is a rose is a rose\n" * (n + 1) for n in range(30)]
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("eval_script", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of random weights, as training leaves it."""
-    base = tmp_path_factory.mktemp("base")
-    docs, folder = base / "docs", base / "runs" / "a"
-    docs.mkdir()
-    (folder / "checkpoints").mkdir(parents=True)
-    for n, text in enumerate(TEXTS):
-        (docs / f"{n:02d}.txt").write_text(text)
-    tokenizer = train(TEXTS, 300)
-    config = TrainConfig(
-        seq_len=64,
-        attention=AttentionConfig("naive"),
-        model=GPTConfig(vocab_size=320, layers=1, channels=16, heads=2, kv_heads=1, ffn=24),
-        data=DataConfig(source="text", path=str(docs), val_fraction=0.3, cache=str(base / "cache")),
-    )
-    torch.manual_seed(0)
-    weights = {f"model.{name}": x for name, x in GPT(config.model).state_dict().items()}
-    tokenizer.save(folder / "tokenizer.json")
-    data = load(dataclasses.replace(config.data, tokenizer=str(folder)), config.seq_len)
-    content = {
-        "state_dict": weights,
-        "longctx": checkpoints.describe(config, data.fingerprint, 1, None),
-    }
-    checkpoints.save(content, checkpoints.path_of(folder, 3))
-    run_folder.write_config(folder, config)
-    return folder
-
-
-Evaluate = Callable[..., tuple[dict, str]]
-
-
-@pytest.fixture
-def evaluate(script: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]) -> Evaluate:
-    """Evaluates `run`, or `checkpoint` in it, on the CPU: the JSON written and the text printed."""
-
-    def call(*overrides: str, checkpoint: Path = run) -> tuple[dict, str]:
-        assert script.main([f"checkpoint={checkpoint}", "device=cpu", *overrides]) == 0
-        output = capsys.readouterr().out
-        path = Path("".join(output.split("\n")[-2:]).strip())
-        assert path.parent == run / "eval"
-        return json.loads(path.read_text()), output
-
-    return call
+from longctx.runs import checkpoints, evaluations
+from tests.eval_script.sample import SCRIPT, Evaluate, write_task
 
 
 def test_a_run_is_scored_on_its_validation_documents(run: Path, evaluate: Evaluate) -> None:
@@ -152,111 +85,6 @@ def test_any_text_is_scored_with_the_tokenizer_of_the_run(
     (document,) = content["documents"]
     assert document["name"].endswith("new.txt")
     assert document["bytes"] < 9 * 23
-
-
-def on_devices(
-    run: Path, *overrides: str, launcher: tuple[str, ...] = ()
-) -> subprocess.CompletedProcess[str]:
-    """eval.py in processes of its own, from another folder than the repository's."""
-    command = [sys.executable, *launcher, str(SCRIPT), f"checkpoint={run}", "device=cpu"]
-    environment = {"PYTHONPATH": str(SCRIPT.parent), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*command, *overrides],
-        cwd=run,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-    )
-
-
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "4")
-TASK = ["tasks=[mine]", "tasks_path={run}"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("overrides", "layout", "launcher"),
-    [
-        (["split=train", "documents=5"], ["devices=2"], ()),
-        (["split=train", "documents=5"], ["devices=2", "context=2", "strategy=fsdp"], ()),
-        (["split=train", "documents=7"], ["context=2", "strategy=fsdp"], TORCHRUN),
-        (["passkey=true", "passkey.samples=3"], ["devices=2", "strategy=fsdp"], ()),
-        (TASK, ["devices=4", "context=2"], ()),
-    ],
-)
-def test_several_devices_write_what_one_writes(
-    run: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    evaluate: Evaluate,
-    overrides: list[str],
-    layout: list[str],
-    launcher: tuple[str, ...],
-) -> None:
-    if overrides == TASK:
-        pytest.importorskip("lm_eval")
-        monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-        write_task(tmp_path)
-    elif "passkey=true" in overrides:
-        overrides = [*overrides, "passkey.lengths=[600,500]", "passkey.depths=[0,1]"]
-    overrides = [override.format(run=tmp_path) for override in overrides]
-    one, _ = evaluate(*overrides)
-    before = sorted((run / "eval").iterdir())
-    process = on_devices(run, *overrides, *layout, launcher=launcher)
-    assert process.returncode == 0, process.stderr
-    assert "Traceback" not in process.stderr and "Warning" not in process.stderr
-    assert sorted((run / "eval").iterdir()) == before, "in the place of one device's"
-    assert process.stdout.count(f"{run}/eval") == 1
-    several = json.loads(Path(process.stdout.split()[-1]).read_text())
-    for measured in (one, several):
-        for place in ("seconds", "tokens_per_second", "devices"):
-            measured.pop(place, None)
-    assert list(flat(several)) == [
-        pytest.approx(x, rel=1e-6) if isinstance(x, float) else x for x in flat(one)
-    ]
-
-
-def flat(content: Any) -> Iterator[Any]:
-    """Every number and text of a JSON, with the keys that lead to it."""
-    if isinstance(content, dict | list):
-        pairs = content.items() if isinstance(content, dict) else enumerate(content)
-        for key, value in pairs:
-            yield key
-            yield from flat(value)
-    else:
-        yield content
-
-
-@pytest.mark.slow
-def test_a_mistake_found_by_several_processes_is_one_line(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
-    overrides = ["data=text", f"data.path={tmp_path / 'empty.jsonl'}", "devices=2"]
-    process = on_devices(run, *overrides)
-    assert process.returncode == 2, process.stderr
-    assert process.stderr.startswith("error: ") and process.stderr.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_a_process_that_is_lost_ends_the_evaluation_with_a_line(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "long.txt").write_text("a rose is a rose is a violet\n" * 100_000)
-    overrides = ["data=text", f"data.path={tmp_path / 'long.txt'}", "stride=1", "devices=2"]
-    process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), f"checkpoint={run}", "device=cpu", *overrides],
-        env=os.environ | {"PYTHONPATH": str(SCRIPT.parent), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    while not (others := children.read_text().split()):
-        time.sleep(0.1)
-    time.sleep(30)  # until they have met and score
-    assert process.poll() is None
-    os.kill(int(others[0]), signal.SIGKILL)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode in (1, -signal.SIGKILL)
-    assert error.startswith("error: ") and error.count("\n") == 1, error
-    assert "resume=" not in error
 
 
 OWN_TEXT = ["data=text", "data.path={docs}"]
@@ -352,19 +180,6 @@ def test_tasks_without_the_harness_name_what_to_install(
     monkeypatch.setattr("longctx.config.eval_config.find_spec", lambda name: None)
     error = refused(script.main([f"checkpoint={run}", "tasks=[a,b]"]), "tasks=[a,b]: ")
     assert "longctx[lm-eval]" in error
-
-
-def write_task(folder: Path) -> None:
-    """A task of lm-evaluation-harness with its data in `folder`."""
-    (folder / "data.jsonl").write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:3])
-    )
-    (folder / "mine.yaml").write_text(
-        "task: mine\ndataset_path: json\ntest_split: test\n"
-        f"dataset_kwargs: {{data_files: {{test: {folder}/data.jsonl}}}}\n"
-        "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{text}}'\n"
-        "metric_list: [{metric: bits_per_byte}]\n"
-    )
 
 
 def test_tasks_run_from_the_command_line(

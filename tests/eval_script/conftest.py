@@ -1,0 +1,71 @@
+"""A run of random weights, and eval.py called on it."""
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from longctx.config.model_config import AttentionConfig
+from longctx.config.train_config import TrainConfig
+from longctx.data import DataConfig, load
+from longctx.data.tokenizer import train
+from longctx.model import GPT, GPTConfig
+from longctx.runs import checkpoints, run_folder
+from tests.eval_script.sample import SCRIPT, TEXTS, Evaluate
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("eval_script", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of random weights, as training leaves it."""
+    base = tmp_path_factory.mktemp("base")
+    docs, folder = base / "docs", base / "runs" / "a"
+    docs.mkdir()
+    (folder / "checkpoints").mkdir(parents=True)
+    for n, text in enumerate(TEXTS):
+        (docs / f"{n:02d}.txt").write_text(text)
+    tokenizer = train(TEXTS, 300)
+    config = TrainConfig(
+        seq_len=64,
+        attention=AttentionConfig("naive"),
+        model=GPTConfig(vocab_size=320, layers=1, channels=16, heads=2, kv_heads=1, ffn=24),
+        data=DataConfig(source="text", path=str(docs), val_fraction=0.3, cache=str(base / "cache")),
+    )
+    torch.manual_seed(0)
+    weights = {f"model.{name}": x for name, x in GPT(config.model).state_dict().items()}
+    tokenizer.save(folder / "tokenizer.json")
+    data = load(dataclasses.replace(config.data, tokenizer=str(folder)), config.seq_len)
+    content = {
+        "state_dict": weights,
+        "longctx": checkpoints.describe(config, data.fingerprint, 1, None),
+    }
+    checkpoints.save(content, checkpoints.path_of(folder, 3))
+    run_folder.write_config(folder, config)
+    return folder
+
+
+@pytest.fixture
+def evaluate(script: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]) -> Evaluate:
+    """Evaluates `run`, or `checkpoint` in it, on the CPU: the JSON written and the text printed."""
+
+    def call(*overrides: str, checkpoint: Path = run) -> tuple[dict, str]:
+        assert script.main([f"checkpoint={checkpoint}", "device=cpu", *overrides]) == 0
+        output = capsys.readouterr().out
+        path = Path("".join(output.split("\n")[-2:]).strip())
+        assert path.parent == run / "eval"
+        return json.loads(path.read_text()), output
+
+    return call

@@ -1,0 +1,120 @@
+"""eval.py on several devices: the same files as on one, one line for a mistake."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.eval_script.sample import SCRIPT, Evaluate, write_task
+from tests.processes import children, with_local_rank
+
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "4")
+TASK = ["tasks=[mine]", "tasks_path={run}"]
+
+
+def on_devices(
+    run: Path, *overrides: str, launcher: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    """eval.py in processes of its own, from another folder than the repository's."""
+    command = [sys.executable, *launcher, str(SCRIPT), f"checkpoint={run}", "device=cpu"]
+    environment = {"PYTHONPATH": str(SCRIPT.parent), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, *overrides],
+        cwd=run,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "layout", "launcher"),
+    [
+        (["split=train", "documents=5"], ["devices=2"], ()),
+        (["split=train", "documents=5"], ["devices=2", "context=2", "strategy=fsdp"], ()),
+        (["split=train", "documents=7"], ["context=2", "strategy=fsdp"], TORCHRUN),
+        (["passkey=true", "passkey.samples=3"], ["devices=2", "strategy=fsdp"], ()),
+        (TASK, ["devices=4", "context=2"], ()),
+    ],
+)
+def test_several_devices_write_what_one_writes(
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    evaluate: Evaluate,
+    overrides: list[str],
+    layout: list[str],
+    launcher: tuple[str, ...],
+) -> None:
+    if overrides == TASK:
+        pytest.importorskip("lm_eval")
+        monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+        write_task(tmp_path)
+    elif "passkey=true" in overrides:
+        overrides = [*overrides, "passkey.lengths=[600,500]", "passkey.depths=[0,1]"]
+    overrides = [override.format(run=tmp_path) for override in overrides]
+    one, _ = evaluate(*overrides)
+    before = sorted((run / "eval").iterdir())
+    process = on_devices(run, *overrides, *layout, launcher=launcher)
+    assert process.returncode == 0, process.stderr
+    assert "Traceback" not in process.stderr and "Warning" not in process.stderr
+    assert sorted((run / "eval").iterdir()) == before, "in the place of one device's"
+    assert process.stdout.count(f"{run}/eval") == 1
+    several = json.loads(Path(process.stdout.split()[-1]).read_text())
+    for measured in (one, several):
+        for place in ("seconds", "tokens_per_second", "devices"):
+            measured.pop(place, None)
+    assert list(flat(several)) == [
+        pytest.approx(x, rel=1e-6) if isinstance(x, float) else x for x in flat(one)
+    ]
+
+
+def flat(content: Any) -> Iterator[Any]:
+    """Every number and text of a JSON, with the keys that lead to it."""
+    if isinstance(content, dict | list):
+        pairs = content.items() if isinstance(content, dict) else enumerate(content)
+        for key, value in pairs:
+            yield key
+            yield from flat(value)
+    else:
+        yield content
+
+
+@pytest.mark.slow
+def test_a_mistake_found_by_several_processes_is_one_line(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
+    overrides = ["data=text", f"data.path={tmp_path / 'empty.jsonl'}", "devices=2"]
+    process = on_devices(run, *overrides)
+    assert process.returncode == 2, process.stderr
+    assert process.stderr.startswith("error: ") and process.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_process_that_is_lost_ends_the_evaluation_with_a_line(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("a rose is a rose is a violet\n" * 100_000)
+    overrides = ["data=text", f"data.path={tmp_path / 'long.txt'}", "stride=1", "devices=2"]
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), f"checkpoint={run}", "device=cpu", *overrides],
+        env=os.environ | {"PYTHONPATH": str(SCRIPT.parent), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (second := with_local_rank(children(process.pid), 1)):
+        assert process.poll() is None
+        time.sleep(0.1)
+    time.sleep(30)  # until they have met and score
+    assert process.poll() is None
+    os.kill(second[0], signal.SIGKILL)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode in (1, -signal.SIGKILL)
+    assert error.startswith("error: ") and error.count("\n") == 1, error
+    assert "resume=" not in error
