@@ -1,6 +1,8 @@
 """Dependencies between the parts point one way; each outside library is used in one place."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,3 +73,11 @@ def test_every_part_is_listed():
     folders = (p for p in (ROOT / "longctx").iterdir() if p.is_dir() and not p.is_symlink())
     parts = {p.name for p in folders if p.name != "__pycache__"}
     assert parts == set(MAY_IMPORT)
+
+
+def test_training_imports_no_library_that_only_metrics_of_lightning_need() -> None:
+    code = (
+        "import sys, longctx.training.loop;"
+        "assert not {'transformers', 'matplotlib', 'datasets', 'wandb'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

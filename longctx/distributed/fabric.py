@@ -9,13 +9,14 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from lightning.fabric import Fabric
-from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.fabric.strategies import DDPStrategy
-from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-
 from longctx.distributed.launched import OWN, Launched
+from longctx.distributed.lightning_parts import (
+    DDPStrategy,
+    Fabric,
+    LightningEnvironment,
+    _set_num_threads_if_needed,
+    _SubprocessScriptLauncher,
+)
 
 PRECISIONS = {"bf16": "bf16-mixed", "fp32": "32-true"}
 

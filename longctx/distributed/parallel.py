@@ -21,8 +21,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
-from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -37,6 +35,7 @@ from longctx.distributed.devices import choose_device
 from longctx.distributed.fabric import Met, Processes, make_fabric, quiet_lightning
 from longctx.distributed.heartbeat import RUN_VARIABLE, SILENCE, Heartbeat
 from longctx.distributed.launched import OWN, OWN_VARIABLE, launched
+from longctx.distributed.lightning_parts import DDPStrategy, Fabric, SingleDeviceStrategy
 from longctx.model import GPT
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import PRECISION

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
 from longctx.distributed import sharding
+from longctx.distributed.lightning_parts import pytorch as pl
 from longctx.model import GPT, lora
 from longctx.model.huggingface import load_weights
 from longctx.training import optimizers

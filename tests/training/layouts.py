@@ -158,7 +158,7 @@ def largest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 
 def compared(config: TrainConfig, draw: random.Random) -> dict[str, Any]:
-    """The step of `config` on all ranks against that on one."""
+    """The step of `config` on all ranks against that on one; {} on all ranks but the first."""
     machine = Machine(0, None, False, 2.0**40)
     parallel = Parallel(config, "cpu", machine)
     parallel.launch("")
@@ -175,9 +175,11 @@ def compared(config: TrainConfig, draw: random.Random) -> dict[str, Any]:
         strategy=StrategyConfig(),
         context=ContextConfig(),
     )
-    theirs = step_of(run_of(single), parallel.alone(), rows)
     if parallel.heartbeat is not None:
         parallel.heartbeat.stop()
+    if not parallel.is_first:
+        return {}
+    theirs = step_of(run_of(single), parallel.alone(), rows)
     return {
         "loss": abs(float(ours["loss"] / theirs["loss"]) - 1),
         "grad_norm": abs(float(ours["grad_norm"] / theirs["grad_norm"]) - 1),
