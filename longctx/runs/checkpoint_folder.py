@@ -128,8 +128,6 @@ def save(
     mine = partial / f"rank-{writers.rank:05d}.json"
 
     def begin() -> None:
-        if not path.parent.is_dir():
-            raise FileNotFoundError("the folder of the run is gone")
         if writers.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
@@ -155,15 +153,15 @@ def save(
         problem = None
         try:
             step()
+        except FileNotFoundError:
+            problem = f"{path.parent}: the folder of the run is gone, so no checkpoint is written"
         except (OSError, SafetensorError) as error:
-            problem = str(error)
+            problem = f"{path}: the checkpoint could not be written; is the disk full? ({error})"
         problem = writers.agree(problem)
         if problem is not None:
             if writers.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
-            raise OSError(
-                f"{path}: the checkpoint could not be written; is the disk full? ({problem})"
-            )
+            raise OSError(problem)
 
 
 def _write_parts(folder: Path, stem: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -82,7 +82,10 @@ def tidy(folder: Path, keep: int) -> None:
     process left half-written.
     """
     paths = run_folder.checkpoints(folder)
-    with files.atomic(folder / "checkpoints" / "last.ckpt") as link:
+    last = folder / "checkpoints" / "last.ckpt"
+    if not last.is_symlink():  # a copy, from a program that follows links
+        files.remove(last)
+    with files.atomic(last) as link:
         link.symlink_to(paths[-1].name)
     for path in [*paths[:-keep], *(folder / "checkpoints").glob(".step-*.ckpt*")]:
         files.remove(path)
