@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from longctx.attention.communication import measured, measuring
 from longctx.model import GPT
-from longctx.runs.checkpoints import Sharded
+from longctx.runs.checkpoint_folder import Sharded
 
 
 def measure_waits() -> None:
@@ -59,15 +59,18 @@ def local(x: Tensor) -> Tensor:
 
 
 def rows(x: Tensor) -> slice:
-    """Which rows of the whole x this rank holds, as fully_shard divides them."""
+    """Which rows of the whole x this rank holds, as fully_shard divides them; all where x is not
+    sharded.
+    """
     if not isinstance(x, DTensor):
         return slice(0, x.shape[0])
     return rows_of_ranks(x)[x.device_mesh.get_local_rank()]
 
 
 def rows_of_ranks(x: Tensor) -> list[slice]:
-    """`rows` of every rank of the mesh, in order."""
-    assert isinstance(x, DTensor)
+    """`rows` of every rank of the mesh, in order; all where x is not sharded."""
+    if not isinstance(x, DTensor):
+        return [rows(x)]
     size = -(-x.shape[0] // x.device_mesh.size())
     starts = [min(rank * size, x.shape[0]) for rank in range(x.device_mesh.size())]
     return [slice(start, min(start + size, x.shape[0])) for start in starts]

@@ -1,24 +1,18 @@
 """Checkpoints: write, read, verify; and the state of the random number generators.
 
-A checkpoint is a file of torch in Lightning's layout, or, where the weights of a run are sharded, a
-folder (see sharded_checkpoint.py). It holds only tensors and plain values, so that loading one
-never runs code from it: weights, optimizer state, random state, the counters of the run and its
-configuration, enough to continue exactly. It appears under its name only once it is complete on
-disk; `last.ckpt` points at the newest.
+A checkpoint is a folder of safetensors and JSON (see checkpoint_folder.py), of which reading never
+runs code: weights, optimizer state, random state, the counters of the run and its configuration,
+enough to continue exactly. It appears under its name only once it is complete on disk; `last.ckpt`
+points at the newest. Files of torch, which longctx wrote before, are read as well (torch_file.py).
 """
 
 from __future__ import annotations
 
 import math
-import os
-import pickle
 import random
-import struct
-import zipfile
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,17 +20,10 @@ from torch import Tensor
 
 from longctx import files
 from longctx.files import by_step
-from longctx.runs import run_folder, sharded_checkpoint, tensor_checks
+from longctx.runs import checkpoint_folder, run_folder, tensor_checks, torch_file
+from longctx.runs.checkpoint_folder import ALONE, Sharded, Writers
 
 FORMAT = 2
-
-
-class Sharded(NamedTuple):
-    """What one rank has of a weight that is cut by rows."""
-
-    part: Tensor  # its rows
-    shape: torch.Size  # of the whole
-    rows_of: list[slice]  # of each rank
 
 
 class Damaged(ValueError):
@@ -90,33 +77,15 @@ def describe(
     }
 
 
-def save(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint atomically: to a temporary name, to the disk, then renamed.
-
-    Raises FileNotFoundError where the folder of the run is gone, OSError where the disk is full.
-    """
-    if not path.parent.is_dir():
-        raise FileNotFoundError(
-            f"{path.parent}: the folder of the run is gone, so no checkpoint can be written"
-        )
-    try:
-        with files.atomic(path) as partial, open(partial, "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-    except RuntimeError as error:
-        # torch reports a full disk as a RuntimeError of its zip writer
-        raise OSError(
-            f"{path}: the checkpoint could not be written; is the disk full? ({error})"
-        ) from error
-
-
 def tidy(folder: Path, keep: int) -> None:
     """Point last.ckpt at the newest checkpoint; delete all but the newest `keep`, and what a killed
     process left half-written.
     """
     paths = run_folder.checkpoints(folder)
-    with files.atomic(folder / "checkpoints" / "last.ckpt") as link:
+    last = folder / "checkpoints" / "last.ckpt"
+    if not last.is_symlink():  # a copy, from a program that follows links
+        files.remove(last)
+    with files.atomic(last) as link:
         link.symlink_to(paths[-1].name)
     for path in [*paths[:-keep], *(folder / "checkpoints").glob(".step-*.ckpt*")]:
         files.remove(path)
@@ -141,39 +110,30 @@ def read(path: Path, parts: Collection[str] = ("state_dict",)) -> dict[str, Any]
     return checkpoint
 
 
-def save_shards(
-    state: Mapping[str, Any],
-    optimizer: Mapping[str, Any],
-    weights: Mapping[str, Sharded],
-    trained: Sequence[str],
-    about: Mapping[str, Any],
+def save(
     path: Path,
-    rank: int,
-    ranks: int,
-    agree: Callable[[str | None], str | None],
+    about: Mapping[str, Any],
+    state: Mapping[str, Any],
+    weights: Mapping[str, Sharded],
+    optimizer: Mapping[str, Any] | None = None,
+    trained: Sequence[str] = (),
+    writers: Writers = ALONE,
 ) -> None:
-    """Write the checkpoint of sharded `weights`, name → what this rank has of one; all ranks call
-    it.
+    """Write a checkpoint: what this rank has of `weights`, by name, and of the `optimizer` that
+    trains those called `trained`, in its order; all ranks of `writers` call it.
 
-    `optimizer` is a state_dict, whose tensors are cut as the weights are; `trained` are the names
-    of these, as it numbers them. The rest is plain.
+    `about` comes from `describe`, `state` holds random_state() as "random" and plain values. Raises
+    OSError where it cannot be written.
     """
-    tensors: dict[str, Tensor] = {}
-    index: dict[str, Any] = {}
+    tensors = dict(weights)
     scalars: dict[str, dict[str, float]] = {}
-
-    def put(name: str, part: Tensor, weight: Sharded) -> None:
-        if len(part):
-            tensors[name] = part
-        shape = [weight.shape[0], *part.shape[1:]]
-        index[name] = sharded_checkpoint.entry(shape, part.dtype, weight.rows_of)
-
-    for name, weight in weights.items():
-        put(name, weight.part, weight)
+    optimizer = optimizer or {"state": {}, "param_groups": []}
     for number, values in optimizer["state"].items():
+        of = weights[trained[number]]
         for key, value in values.items():
             if value.ndim:
-                put(f"optimizer.{number}.{key}", value, weights[trained[number]])
+                shape = torch.Size([of.shape[0], *value.shape[1:]])
+                tensors[f"optimizer.{number}.{key}"] = Sharded(value, shape, of.rows_of)
             else:
                 scalars.setdefault(str(number), {})[key] = float(value)
     plain = {
@@ -183,12 +143,20 @@ def save_shards(
         "param_groups": optimizer["param_groups"],
         "optimizer_scalars": scalars,
     }
-    sharded_checkpoint.save(path, plain, tensors, index, rank, ranks, agree)
+    checkpoint_folder.save(path, plain, tensors, writers)
 
 
-def _of_shards(path: Path) -> dict[str, Any]:
-    """A sharded checkpoint in the layout of a file, with `Rows` for tensors."""
-    content = sharded_checkpoint.read(path)
+def _of_folder(path: Path) -> dict[str, Any]:
+    """The checkpoint in a folder, with `Rows` for tensors, in the layout of a file of torch."""
+    try:
+        content = checkpoint_folder.read(path)
+    except ValueError as error:
+        raise _not_whole(path, str(error)) from error
+    if content["format"] != checkpoint_folder.FORMAT:
+        raise ValueError(
+            f"{path}: a folder of format {content['format']}, this version reads "
+            f"{checkpoint_folder.FORMAT}"
+        )
     try:
         states: dict[int, dict[str, Any]] = {
             int(number): {key: torch.tensor(value) for key, value in values.items()}
@@ -220,19 +188,9 @@ def opened(path: Path) -> dict[str, Any]:
     """The content of the checkpoint at `path`, whichever parts it has; ValueError if no run wrote
     it.
     """
-    if path.is_dir():
-        return _of_shards(path)
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        what = "cannot be read safely, it holds more than tensors and plain values"
-        raise Damaged(path, what, has_remedy=False) from error
-    except PermissionError:
-        raise
-    except (RuntimeError, EOFError, KeyError, ValueError, OSError) as error:
-        ours = path.resolve().match("checkpoints/step-*.ckpt")
-        what = "not a checkpoint, or not a whole one: torch cannot open it"
-        raise Damaged(path, what, has_remedy=ours) from error
+    checkpoint = _of_folder(path) if path.is_dir() else torch_file.read(path)
+    if checkpoint is None:
+        raise _not_whole(path, "torch cannot open it")
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("longctx"), dict):
         raise ValueError(
             f"{path}: a checkpoint of another program; longctx reads those that train.py wrote"
@@ -241,23 +199,11 @@ def opened(path: Path) -> dict[str, Any]:
 
 
 def verify(path: Path) -> None:
-    """Raise Damaged, with a remedy, where the checkpoint at `path` is not what was written.
-
-    Each part of the zip file has a checksum, which torch does not look at. A file that is no zip
-    file at all passes: `opened` refuses it.
-    """
+    """Raise Damaged, with a remedy, where the checkpoint at `path` is not what was written."""
     try:
-        if path.is_dir():
-            damaged = sharded_checkpoint.verify(path)
-        else:
-            with zipfile.ZipFile(path) as file:
-                damaged = file.testzip()
-    except zipfile.BadZipFile:
-        return
-    except PermissionError:
-        raise
-    except (OSError, RuntimeError, ValueError, EOFError, LookupError, struct.error, zlib.error):
-        damaged = "its directory"  # offsets or flags that cannot be
+        damaged = (checkpoint_folder if path.is_dir() else torch_file).verify(path)
+    except ValueError as error:
+        raise _not_whole(path, str(error)) from error
     if damaged is not None:
         raise Damaged(path, f"damaged, {damaged} is not what was written")
 
@@ -367,6 +313,11 @@ def _short(value: Any) -> str:
     """A value for a message, cut where it is long."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def _not_whole(path: Path, why: str) -> Damaged:
+    ours = path.resolve().match("checkpoints/step-*.ckpt")
+    return Damaged(path, f"not a checkpoint, or not a whole one: {why}", has_remedy=ours)
 
 
 def _remedy(path: Path) -> str:

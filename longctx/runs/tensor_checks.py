@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longctx.runs.sharded_checkpoint import DTYPES, Rows
+from longctx.runs.checkpoint_folder import DTYPES, Rows
 
 READABLE = frozenset(DTYPES.values())  # in which weights and averages are written
 CHUNK = 1 << 26  # numbers of a sharded tensor that are looked at together

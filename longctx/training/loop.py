@@ -29,6 +29,7 @@ from longctx.kernels.selftest import SelfTestFailed
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import PARAMETERS, predict
 from longctx.runs import checkpoints, run_folder, tensor_checks
+from longctx.runs.checkpoint_folder import ALONE, Writers
 from longctx.stop_signal import StopSignal
 from longctx.training import context_check, out_of_memory
 from longctx.training.batches import (
@@ -191,15 +192,14 @@ def save(
     about = checkpoints.describe(run.settings(), fingerprint, parallel.ranks, run.kernel_lock)
     counters = meter.state()  # of all ranks
     content = {"steps_done": step, "meter": counters, "random": checkpoints.random_state()}
-    optimizer = state.optimizer.state_dict()
-    if parallel.strategy == "fsdp":
+    sharded = parallel.strategy == "fsdp"
+    if sharded or parallel.is_first:
         weights = sharding.parts(state.module)
+        optimizer = state.optimizer.state_dict()
         trained = sharding.trained_names(state.module, state.optimizer)
-        ranks = parallel.rank, parallel.ranks, parallel.first_problem
-        checkpoints.save_shards(content, optimizer, weights, trained, about, path, *ranks)
-    elif parallel.is_first:
-        content |= {"longctx": about, "state_dict": state.module.state_dict()}
-        checkpoints.save(content | {"optimizer_states": [optimizer]}, path)
+        all_ranks = Writers(parallel.rank, parallel.ranks, parallel.first_problem)
+        writers = all_ranks if sharded else ALONE
+        checkpoints.save(path, about, content, weights, optimizer, trained, writers)
     if parallel.is_first:
         checkpoints.tidy(run.folder, run.config.keep_checkpoints)
         log.checkpoint(path, step)

@@ -13,6 +13,7 @@ from longctx.config.model_config import AttentionConfig
 from longctx.config.train_config import TrainConfig
 from longctx.data import DataConfig, load
 from longctx.data.tokenizer import train
+from longctx.distributed import sharding
 from longctx.model import GPT, GPTConfig
 from longctx.runs import checkpoints, run_folder
 from tests.eval_script.sample import SCRIPT, TEXTS, Evaluate
@@ -45,14 +46,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         data=DataConfig(source="text", path=str(docs), val_fraction=0.3, cache=str(base / "cache")),
     )
     torch.manual_seed(0)
-    weights = {f"model.{name}": x for name, x in GPT(config.model).state_dict().items()}
+    weights = sharding.parts(torch.nn.ModuleDict({"model": GPT(config.model)}))
     tokenizer.save(folder / "tokenizer.json")
     data = load(dataclasses.replace(config.data, tokenizer=str(folder)), config.seq_len)
-    content = {
-        "state_dict": weights,
-        "longctx": checkpoints.describe(config, data.fingerprint, 1, None),
-    }
-    checkpoints.save(content, checkpoints.path_of(folder, 3))
+    about = checkpoints.describe(config, data.fingerprint, 1, None)
+    state = {"random": checkpoints.random_state()}
+    checkpoints.save(checkpoints.path_of(folder, 3), about, state, weights)
     run_folder.write_config(folder, config)
     return folder
 

@@ -17,9 +17,11 @@ from types import ModuleType
 import pytest
 import torch
 
+from longctx import files
 from longctx.cli import main as export
 from longctx.config.eval_config import EvalConfig
 from longctx.runs import checkpoints, evaluations
+from longctx.runs.checkpoint_folder import Sharded
 from tests.eval_script.sample import SCRIPT, Evaluate, write_task
 
 
@@ -45,14 +47,18 @@ def test_what_is_no_finite_number_is_null_and_the_report_reads_it(
     value: float, run: Path, evaluate: Evaluate, tmp_path: Path
 ) -> None:
     path = checkpoints.path_of(run, 3)
-    intact = shutil.copyfile(path, tmp_path / "intact")
-    content = torch.load(path, weights_only=True)
-    content["state_dict"]["model.embed.weight"][:, 3] = value
-    torch.save(content, path)
+    intact = path.rename(tmp_path / "intact")
+    checkpoint = checkpoints.read(intact)
+    weights = {name: x[:] for name, x in checkpoint["state_dict"].items()}
+    weights["model.embed.weight"][:, 3] = value
+    whole = {name: Sharded.whole(x) for name, x in weights.items()}
+    state = {"random": checkpoint["random"]}
+    checkpoints.save(path, checkpoint["longctx"], state, whole)
     try:
         result, _ = evaluate("documents=3")
     finally:
-        shutil.copyfile(intact, path)
+        files.remove(path)
+        intact.rename(path)
     json.dumps(result, allow_nan=False)
     assert result["total"]["perplexity"] is None and result["total"]["tokens"] > 0
     (file,) = [x for x in (run / "eval").glob("*.json") if json.loads(x.read_text()) == result]

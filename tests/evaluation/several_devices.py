@@ -38,6 +38,7 @@ from longctx.evaluation.windows import Document
 from longctx.model import GPT, lora
 from longctx.planner.hardware import Machine
 from longctx.runs import checkpoints
+from longctx.runs.checkpoint_folder import ALONE, Writers
 
 MACHINE = Machine(0, None, False, 2.0**40)
 TEXT = "a long walk home with the old dog\n"
@@ -91,15 +92,13 @@ def write_run(run: TrainConfig, folder: Path, sharded: bool, parallel: Parallel)
     parallel.barrier()
     module, path = nn.ModuleDict({"model": model}), checkpoints.path_of(folder, 1)
     about = checkpoints.describe(run, "data", parallel.ranks, None)
+    writers = ALONE
     if sharded:
         sharding.shard(model, init_device_mesh("cpu", (parallel.ranks,)), None)
+        writers = Writers(parallel.rank, parallel.ranks, parallel.first_problem)
+    if sharded or parallel.is_first:
         state = {"random": checkpoints.random_state()}
-        optimizer: dict[str, Any] = {"state": {}, "param_groups": []}
-        agree = parallel.rank, parallel.ranks, parallel.first_problem
-        parts = sharding.parts(module)
-        checkpoints.save_shards(state, optimizer, parts, [], about, path, *agree)
-    elif parallel.is_first:
-        checkpoints.save({"longctx": about, "state_dict": module.state_dict()}, path)
+        checkpoints.save(path, about, state, sharding.parts(module), writers=writers)
     parallel.barrier()
 
 

@@ -8,6 +8,7 @@ import torch
 
 from longctx.evaluation.subject import load_model
 from longctx.runs import checkpoints
+from longctx.runs.checkpoint_folder import Sharded
 from longctx.runs.checkpoints import opened, verify
 
 
@@ -103,15 +104,19 @@ def test_a_checkpoint_of_another_program_or_with_code_in_it(tmp_path: Path) -> N
 
 
 def test_a_checkpoint_that_cannot_be_finished_leaves_the_last_one(tmp_path: Path) -> None:
-    target = tmp_path / "step-00000001.ckpt"
-    checkpoints.save({"longctx": {}, "x": torch.zeros(10)}, target)
-    before = target.read_bytes()
+    last, next_one = tmp_path / "step-00000001.ckpt", tmp_path / "step-00000002.ckpt"
+
+    def save(path: Path, size: int) -> None:
+        weights = {"x": Sharded.whole(torch.zeros(size))}
+        checkpoints.save(path, {}, {"random": checkpoints.random_state()}, weights)
+
+    save(last, 10)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
-        with pytest.raises(OSError, match="step-00000001"):
-            checkpoints.save({"longctx": {}, "x": torch.zeros(1_000_000)}, target)
+        with pytest.raises(OSError, match="step-00000002"):
+            save(next_one, 1_000_000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert target.read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir()] == [target.name]
+    checkpoints.verify(last)
+    assert [path.name for path in tmp_path.iterdir()] == [last.name]

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from longctx import files
 from longctx.config.train_config import TrainConfig
 from longctx.planner.workload import workload_of
-from longctx.runs import run_folder
+from longctx.runs import checkpoints, run_folder
 from longctx.training.resolve import scheduled
 from longctx.training.run import Run
 
@@ -27,9 +28,21 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 
 
 def newest(folder: Path) -> dict[str, Any]:
-    """The newest checkpoint of a run."""
-    checkpoint: dict[str, Any] = torch.load(run_folder.checkpoints(folder)[-1], weights_only=True)
+    """The newest checkpoint of a run, all of it in memory."""
+    checkpoint = checkpoints.read(run_folder.checkpoints(folder)[-1], checkpoints.TO_RESUME)
+    (optimizer,) = checkpoint["optimizer_states"]
+    for tensors in (checkpoint["state_dict"], *optimizer["state"].values()):
+        tensors |= {name: x[:].clone() if x.ndim else x for name, x in tensors.items()}
     return checkpoint
+
+
+def save_as_file(content: object, folder: Path) -> None:
+    """Put `content` in the place of the newest checkpoint of a run, in a file of torch, as longctx
+    wrote before it wrote folders.
+    """
+    path = run_folder.checkpoints(folder)[-1]
+    files.remove(path)
+    torch.save(content, path)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

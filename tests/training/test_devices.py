@@ -9,6 +9,7 @@ import pytest
 
 import eval as evaluate
 import train
+from longctx import files
 from longctx.cli import main
 from longctx.runs import checkpoints, run_folder
 from tests.training.sample_run import Overrides, steps
@@ -98,7 +99,7 @@ def test_a_sharded_run_resumes_on_any_number_of_devices(
     # and a run of one device goes on in slices
     folder = runs / "into-slices"
     shutil.copytree(runs / "one", folder, symlinks=True)
-    run_folder.checkpoints(folder)[-1].unlink()
+    files.remove(run_folder.checkpoints(folder)[-1])
     (folder / "checkpoints" / "last.ckpt").unlink()
     run(tmp_path, [f"resume={folder}", "devices=2", "strategy=fsdp"])
     close(folder, runs / "one", rel)

@@ -23,6 +23,7 @@ from transformers import (
 
 import eval as evaluate
 import train
+from longctx import files
 from longctx.cli import main as export
 from longctx.config.model_config import LoraConfig
 from longctx.config.train_config import TrainConfig
@@ -89,7 +90,7 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_the_folder(
 
     assert train.main(start(max_steps=4, checkpoint_every=2, keep_checkpoints=9, name="cut")) == 0
     cut = tmp_path / "runs" / "cut"
-    (cut / "checkpoints" / "step-00000004.ckpt").unlink()
+    files.remove(cut / "checkpoints" / "step-00000004.ckpt")
     shutil.rmtree(folder)
     assert train.main([f"resume={cut}"]) == 0
     check_equal_weights(straight, cut)
@@ -171,7 +172,7 @@ def test_lora_from_start_to_export(
 
     assert train.main(start(name="cut", seq_len=192, rope="yarn", **tuned)) == 0
     cut = tmp_path / "runs" / "cut"
-    (cut / "checkpoints" / "step-00000004.ckpt").unlink()
+    files.remove(cut / "checkpoints" / "step-00000004.ckpt")
     assert train.main([f"resume={cut}"]) == 0
     check_equal_weights(run, cut)
 
@@ -246,7 +247,7 @@ def test_conversations_by_the_folders_own_template(
     run = tmp_path / "runs" / "r"
     straight = weights(run)
     assert (run / "chat_template.jinja").read_text() == template
-    run_folder.checkpoints(run)[-1].unlink()
+    files.remove(run_folder.checkpoints(run)[-1])
     (folder / "tokenizer_config.json").unlink()
     assert train.main([f"resume={run}"]) == 0
     torch.testing.assert_close(weights(run), straight, rtol=0, atol=0)

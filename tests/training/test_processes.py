@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import train
-from longctx import stop_signal
+from longctx import files, stop_signal
 from longctx.runs import checkpoints, run_folder
 from longctx.training import loop
 from tests.training.sample_run import Overrides, newest, steps, weights
@@ -261,7 +261,7 @@ def test_two_processes_equal_one(overrides: Overrides, tmp_path: Path) -> None:
     torch.testing.assert_close(*(weights(folder) for folder in folders), rtol=1e-4, atol=1e-5)
 
     before = losses(folders[1])
-    run_folder.checkpoints(folders[1])[-1].unlink()
+    files.remove(run_folder.checkpoints(folders[1])[-1])
     again = start([f"resume={folders[1]}"], tmp_path)
     _, err = again.communicate(timeout=180)
     assert again.returncode == 0, err
@@ -293,7 +293,7 @@ def test_two_processes_that_keep_little_equal_one_that_keeps_all(
     assert [row[:2] for row in both.values()] == [
         pytest.approx(row[:2], rel=1e-5) for row in one.values()
     ]
-    run_folder.checkpoints(folders[1])[-1].unlink()
+    files.remove(run_folder.checkpoints(folders[1])[-1])
     again = start([f"resume={folders[1]}"], tmp_path)
     _, err = again.communicate(timeout=180)
     assert again.returncode == 0, err

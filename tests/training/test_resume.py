@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 import train
+from longctx import files
 from longctx.evaluation.subject import load_model
 from longctx.runs import checkpoints, run_folder
-from tests.training.sample_run import Overrides, check_equal_weights, newest, steps
+from tests.training.sample_run import Overrides, check_equal_weights, newest, save_as_file, steps
 
 
 def figures(folder: Path, *more: str) -> list[list[Any]]:
@@ -26,7 +26,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     for folder in (straight, resumed):
         changes = {"max_steps": 9, "log_every": 2, "checkpoint_every": 5}
         assert train.main(overrides(name=folder.name, **changes)) == 0
-    run_folder.checkpoints(resumed)[-1].unlink()
+    files.remove(run_folder.checkpoints(resumed)[-1])
     assert train.main([f"resume={resumed}"]) == 0
     assert figures(resumed, "padding_share") == figures(straight, "padding_share")
     check_equal_weights(straight, resumed)
@@ -69,7 +69,7 @@ def test_a_mix_resumes_exactly_and_facts_are_asked_for_at_every_validation(
     assert [row["facts_found/passkey/600"] for row in validations] == [0, 0, 0]
     every = {"checkpoint_every": 2, "keep_checkpoints": 9}
     assert train.main(overrides(name="cut", **every, **changes)) == 0
-    (cut / "checkpoints" / "step-00000004.ckpt").unlink()
+    files.remove(cut / "checkpoints" / "step-00000004.ckpt")
     assert train.main([f"resume={cut}", "passkey=false"]) == 0
     check_equal_weights(straight, cut)
 
@@ -89,7 +89,7 @@ def test_shorter_rows_first_keep_the_tokens_of_a_step_and_resume_exactly(
     assert train.main(overrides(name="cut", **every, **changes)) == 0
     for stop in (5, 4, 3, 1):
         for path in run_folder.checkpoints(cut)[stop:]:
-            path.unlink()
+            files.remove(path)
         assert train.main([f"resume={cut}"]) == 0
         assert figures(cut) == figures(straight)
         check_equal_weights(straight, cut)
@@ -126,16 +126,17 @@ def test_a_checkpoint_that_lacks_a_part_is_one_clear_line(
     path = run_folder.checkpoints(folder)[-1]
     complete = newest(folder)
     for part in checkpoints.TO_RESUME:
-        torch.save({key: value for key, value in complete.items() if key != part}, path)
+        save_as_file({key: value for key, value in complete.items() if key != part}, folder)
         with pytest.raises(ValueError, match=f"not a whole checkpoint, it has no {part}"):
             checkpoints.read(path, checkpoints.TO_RESUME)
         assert train.main([f"resume={folder}", "max_steps=2"]) == 2
-    torch.save({key: complete[key] for key in ("longctx", "state_dict")}, path)
+    save_as_file({key: complete[key] for key in ("longctx", "state_dict")}, folder)
     load_model(path)
-    torch.save(complete | {"longctx": {"format": checkpoints.FORMAT}}, path)
+    save_as_file(complete | {"longctx": {"format": checkpoints.FORMAT}}, folder)
     with pytest.raises(ValueError, match="it has no config, data"):
         load_model(path)
-    torch.save(complete | {"state_dict": dict(list(complete["state_dict"].items())[1:])}, path)
+    fewer = dict(list(complete["state_dict"].items())[1:])
+    save_as_file(complete | {"state_dict": fewer}, folder)
     with pytest.raises(ValueError, match="its weights are not those of its model"):
         load_model(path)
     assert train.main([f"resume={folder}", "max_steps=2"]) == 2, "resume says so too"
@@ -149,10 +150,12 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_it_taken(
     assert train.main(overrides(name="straight", **changes)) == 0
     assert train.main(overrides(name="r", **changes)) == 0
     whole, flipped, cut = run_folder.checkpoints(folder)
-    content = bytearray(flipped.read_bytes())
+    (file,) = flipped.glob("*.safetensors")
+    content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
-    flipped.write_bytes(content)
-    cut.write_bytes(cut.read_bytes()[:1000])
+    file.write_bytes(content)
+    index = cut / "checkpoint.json"
+    index.write_bytes(index.read_bytes()[:1000])
     with pytest.raises(ValueError, match="not a whole one"):
         load_model(folder)
     capsys.readouterr()
@@ -160,7 +163,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_it_taken(
     lines = [line for line in capsys.readouterr().err.splitlines() if "set aside" in line]
     for line, path in zip(lines, (cut, flipped), strict=True):
         aside = path.with_name(f"{path.name}.damaged")
-        assert line.startswith(f"{path}: ") and aside.is_file()
+        assert line.startswith(f"{path}: ") and aside.is_dir()
         assert aside.name in line and f"goes on from {whole}" in line
     assert figures(folder) == figures(straight)
     check_equal_weights(folder, straight)
@@ -174,7 +177,8 @@ def test_no_checkpoint_that_is_whole_is_one_clear_line_and_changes_nothing(
     assert train.main(overrides(name="r", max_steps=2, checkpoint_every=1)) == 0
     paths = run_folder.checkpoints(folder)
     for path in paths:
-        path.write_bytes(path.read_bytes()[:-100])
+        (file,) = path.glob("*.safetensors")
+        file.write_bytes(file.read_bytes()[:-100])
     rows = run_folder.read_metrics(folder)
     for left in (2, 1):
         capsys.readouterr()
@@ -183,4 +187,4 @@ def test_no_checkpoint_that_is_whole_is_one_clear_line_and_changes_nothing(
         assert all(path.name in line for path in paths[:left])
         assert run_folder.checkpoints(folder) == paths[:left]
         assert run_folder.read_metrics(folder) == rows
-        paths[-1].unlink(missing_ok=True)
+        files.remove(paths[-1])

@@ -2,8 +2,10 @@
 before anything computes with them.
 """
 
+import json
 import math
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from torch import Tensor
 import train
 from longctx.evaluation.subject import load_model
 from longctx.runs import checkpoints, run_folder
-from tests.training.sample_run import newest
+from tests.training.sample_run import newest, save_as_file
 
 Checkpoint = dict[str, Any]
 EMBEDDING = "model.embed.weight"
@@ -39,7 +41,7 @@ def folder(finished: Path, tmp_path: Path) -> Path:
 
 def refused(folder: Path, content: Checkpoint, capsys: pytest.CaptureFixture[str]) -> str:
     """The one line that a resume from `content` is refused with."""
-    torch.save(content, run_folder.checkpoints(folder)[-1])
+    save_as_file(content, folder)
     rows = run_folder.read_metrics(folder)
     capsys.readouterr()
     assert train.main([f"resume={folder}", "max_steps=3"]) == 2
@@ -168,7 +170,7 @@ def test_settings_of_the_optimizer_are_the_runs_and_not_the_files(
     content = newest(folder)
     for group in content["optimizer_states"][0]["param_groups"]:
         group |= {"eps": 1e9, "betas": ("a", None), "maximize": True, "weight_decay": math.nan}
-    torch.save(content, run_folder.checkpoints(folder)[-1])
+    save_as_file(content, folder)
     for one in (folder, straight):
         assert train.main([f"resume={one}", "max_steps=3"]) == 0
     torch.testing.assert_close(newest(folder)["state_dict"], newest(straight)["state_dict"])
@@ -217,6 +219,50 @@ def test_an_odd_value_in_a_plain_part_is_one_line(
         inner = inner[key]
     inner[last] = value
     line = refused(folder, content, capsys)
+    assert line.startswith("error: ") and str(folder) in line
+
+
+SHARD = "shard-00000-000.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        *[("format", x) for x in (99, None, [])],
+        *[("steps_done", x) for x in ("2", 0, 2.5, 10**30)],
+        *[("meter", x) for x in (None, {}, {"loss": "x"})],
+        *[("random", x) for x in (None, [], {"torch": [1] * 9})],
+        *[("random/torch", x) for x in (None, "x", [256], [1.5], [[1]])],
+        *[("random/python", x) for x in (None, [3], [3, ["x"], None])],
+        *[("longctx", x) for x in (None, [], {}, {"format": 1})],
+        *[("longctx/config/model", x) for x in (None, [], {"layers": 10**6}, {"channels": -1})],
+        *[("param_groups", x) for x in (None, {}, [], [{}], [{"params": [0]}], [5])],
+        *[("optimizer_scalars", x) for x in (None, [], {}, {"x": {}}, {"0": 5}, {"-1": {}})],
+        *[("optimizer_scalars/0/step", x) for x in (None, "x", -1, 1e30, [1, 2])],
+        *[("tensors", x) for x in (None, [], {}, {"a": None}, {"a": {"shape": [-1]}})],
+        *[("tensors/model.embed.weight/dtype", x) for x in ("int8", None, "float64")],
+        *[("tensors/model.embed.weight/shape", x) for x in ([1], [10**30, 1], ["x"], None)],
+        *[("tensors/model.embed.weight/rows", x) for x in (None, [[SHARD, 0, 1]], [[0] * 3])],
+        *[("tensors/optimizer.0.exp_avg/rows", x) for x in ([], [["../x", 0, 320]])],
+        *[("files", x) for x in (None, {}, [], {SHARD: None}, {"../../config.yaml": {}})],
+    ],
+)
+def test_an_odd_value_in_the_json_is_one_line(
+    part: str, value: object, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    index = run_folder.checkpoints(folder)[-1] / "checkpoint.json"
+    content = json.loads(index.read_text())["content"]
+    *path, last = part.split("/")
+    inner = content
+    for key in path:
+        inner = inner[key]
+    assert last in inner
+    inner[last] = value
+    crc32 = zlib.crc32(json.dumps(content).encode())
+    index.write_text(json.dumps({"crc32": crc32, "content": content}))
+    capsys.readouterr()
+    assert train.main([f"resume={folder}", "max_steps=3"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and str(folder) in line
 
 

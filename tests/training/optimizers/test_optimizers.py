@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longctx import cli
+from longctx import cli, files
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.optimizer_config import TRAITS, OptimizerConfig, Traits
 from longctx.config.train_config import TrainConfig, upgraded
@@ -99,7 +99,7 @@ def test_a_muon_run_resumes_to_the_bit(overrides: Overrides, tmp_path: Path) -> 
     straight, resumed = tmp_path / "runs" / "straight", tmp_path / "runs" / "resumed"
     assert main(overrides(optimizer="muon", name="straight", checkpoint_every=3)) == 0
     shutil.copytree(straight, resumed)
-    run_folder.checkpoints(resumed)[-1].unlink()
+    files.remove(run_folder.checkpoints(resumed)[-1])
     saved = cli.from_file("train", resumed / "config.yaml", []).config.optimizer
     assert saved == OptimizerConfig("muon", 0.95, 5)
     assert main([f"resume={resumed}", "optimizer=adamw"]) == 2

@@ -1,8 +1,9 @@
-"""Sharded checkpoints: any rows of any tensor come back, and what is not what was written is
+"""Checkpoints in folders: any rows of any tensor come back, and what is not what was written is
 refused.
 """
 
 import json
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from longctx.runs import checkpoints, sharded_checkpoint, tensor_checks
-from longctx.runs.checkpoints import Sharded
+from longctx.runs import checkpoint_folder, checkpoints, tensor_checks
+from longctx.runs.checkpoint_folder import Sharded, Writers
 
 RANKS = 3
 WHOLE = {"model.a": torch.randn(7, 5), "model.b": torch.randn(2), "model.c": torch.randn(9, 3, 2)}
@@ -69,9 +70,8 @@ def save(path: Path) -> list[object]:
         optimizer = {"state": state, "param_groups": [{"params": [0, 1], "lr": 0.1}]}
         content = {"steps_done": 4, "meter": {"loss": 1.5}, "random": random}
         about = {"format": checkpoints.FORMAT, "config": {}, "data": "x"}
-        checkpoints.save_shards(
-            content, optimizer, weights, trained, about, path, rank, RANKS, agree
-        )
+        writers = Writers(rank, RANKS, agree)
+        checkpoints.save(path, about, content, weights, optimizer, trained, writers)
 
     return on_all_ranks(work)
 
@@ -147,16 +147,16 @@ def test_a_missing_or_short_file_is_refused_by_name(path: Path) -> None:
 def test_an_index_that_its_files_do_not_bear_out_is_refused_before_rows_are_read(
     change: dict[str, Callable[[Any], Any]], message: str, path: Path
 ) -> None:
-    written = json.loads((path / sharded_checkpoint.INDEX).read_text())
+    written = json.loads((path / checkpoint_folder.INDEX).read_text())
     entry = written["content"]["tensors"]["model.a"]
-    assert tensor_checks.flaw(sharded_checkpoint.Rows(path, "model.a", entry), [7, 5]) is None
+    assert tensor_checks.flaw(checkpoint_folder.Rows(path, "model.a", entry), [7, 5]) is None
     for key, of in change.items():
         entry[key] = of(entry[key])
-    rows = sharded_checkpoint.Rows(path, "model.a", entry)
+    rows = checkpoint_folder.Rows(path, "model.a", entry)
     assert message in str(tensor_checks.flaw(rows, entry["shape"], tensor_checks.READABLE))
 
 
-def test_states_of_a_sharded_checkpoint_are_checked_as_those_of_a_file(path: Path) -> None:
+def test_states_are_checked_as_those_of_a_file_of_torch(path: Path) -> None:
     names = ("step", "exp_avg")
     expected = [(WHOLE["model.c"].shape, names), (WHOLE["model.a"].shape, names)]
     checkpoint = checkpoints.read(path, checkpoints.TO_RESUME)
@@ -179,11 +179,11 @@ def test_a_number_that_is_not_finite_is_found_in_any_row(path: Path) -> None:
 
 
 def test_files_outside_the_folder_are_not_read(path: Path) -> None:
-    index = path / sharded_checkpoint.INDEX
+    index = path / checkpoint_folder.INDEX
     written = json.loads(index.read_text())
     for entry in written["content"]["tensors"].values():
         entry["rows"] = [[f"../../{file}", first, count] for file, first, count in entry["rows"]]
-    rows = sharded_checkpoint.Rows(path, "model.b", written["content"]["tensors"]["model.b"])
+    rows = checkpoint_folder.Rows(path, "model.b", written["content"]["tensors"]["model.b"])
     assert torch.equal(rows[:], WHOLE["model.b"])
 
 
@@ -195,8 +195,43 @@ def test_a_rank_that_cannot_write_leaves_nothing(
             raise OSError(28, "No space left on device")
         file.write_bytes(b"x")
 
-    monkeypatch.setattr(sharded_checkpoint, "save_file", full)
+    monkeypatch.setattr(checkpoint_folder, "save_file", full)
     (tmp_path / "checkpoints").mkdir()
     outcomes = save(tmp_path / "checkpoints" / "step-00000004.ckpt")
     assert all("No space left" in str(outcome) for outcome in outcomes)
     assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_a_rank_writes_as_many_files_as_its_tensors_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of about PART bytes, and some at a time, so that a GPU's tensors are never all in memory
+    twice.
+    """
+    monkeypatch.setattr(checkpoint_folder, "PART", 100)
+    path = tmp_path / "step-00000001.ckpt"
+    weights = {f"x{n}": torch.randn(n, 3) for n in range(1, 25)}
+    whole = {name: Sharded.whole(x) for name, x in weights.items()}
+    checkpoint_folder.save(path, {}, whole)
+    files = list(path.glob("*.safetensors"))
+    assert 15 <= len(files) <= 24
+    assert checkpoint_folder.verify(path) is None
+    read = checkpoint_folder.read(path)["tensors"]
+    for name, x in weights.items():
+        assert torch.equal(read[name][:], x)
+    files[7].write_bytes(files[7].read_bytes().replace(b"F32", b"I32"))
+    assert checkpoint_folder.verify(path) == files[7].name
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "link"])
+@pytest.mark.parametrize("place", ["checkpoint.json", "shard-00000-000.safetensors"])
+def test_what_is_no_regular_file_of_the_folder_is_not_opened(
+    place: str, kind: str, path: Path, tmp_path: Path
+) -> None:
+    moved = (path / place).rename(tmp_path / "elsewhere")
+    if kind == "FIFO":
+        os.mkfifo(path / place)
+    else:
+        (path / place).symlink_to(moved)
+    with pytest.raises(ValueError, match=place):
+        checkpoints.verify(path)
