@@ -200,13 +200,13 @@ def heading(prompts: list[Prompt], number: int) -> str:
     """What a text begins with: its number where there are several, and its prompt's last line."""
     shown = prompts[number].shown
     last = shown.splitlines()[-1] if isinstance(shown, str) and shown else ""
-    if sys.stdout.isatty() and last:
-        last = f"\033[1m{last}\033[0m"
     return last if len(prompts) == 1 else f"\n── {number + 1} of {len(prompts)} ──\n{last}"
 
 
 def write(text: str) -> None:
-    """Print text as it is, at once."""
+    """Print text at once: as it is, on a terminal without what would control it."""
+    if sys.stdout.isatty():
+        text = "".join(x if x in "\n\t" else files.printable(x) for x in text)
     sys.stdout.write(text)
     sys.stdout.flush()
 
