@@ -18,16 +18,18 @@ from longctx.data.facts import CITIES
 LARGEST = 1 << 30  # bytes of a file of questions
 PASSAGE = 600  # characters of a passage, about those of a paragraph of SQuAD
 PEOPLE = 10  # that passages tell of, at most
-FIRST_NAMES = (
-    "Ada Anton Bela Carla Clara Dario Edith Elias Emil Fatima Flora Greta Hugo Ida Ivan Jonas Jorge "
-    "Karin Lena Linus Marta Milan Nadia Nora Olga Oscar Petra Rafael Rosa Samir Selma Simon Tara "
-    "Tomas Vera Viktor Wanda Xavier Yusuf Zora"
-).split()
-LAST_NAMES = (
-    "Abbott Bauer Becker Castel Dahl Dumont Eriksen Farkas Ferrer Galvin Hansen Holt Ibarra Jansen "
-    "Keller Kovac Lang Lindgren Marsh Moreau Nakamura Novak Okafor Olsen Petrov Quinn Ramos Reyes "
-    "Sato Schuster Silva Tanaka Thorne Ullman Varga Weber Winter Yilmaz Zamora Ziegler"
-).split()
+_FIRST = (
+    "Ada Anton Bela Carla Clara Dario Edith Elias Emil Fatima Flora Greta Hugo Ida Ivan Jonas "
+    "Jorge Karin Lena Linus Marta Milan Nadia Nora Olga Oscar Petra Rafael Rosa Samir Selma "
+    "Simon Tara Tomas Vera Viktor Wanda Xavier Yusuf Zora"
+)
+_LAST = (
+    "Abbott Bauer Becker Castel Dahl Dumont Eriksen Farkas Ferrer Galvin Hansen Holt Ibarra "
+    "Jansen Keller Kovac Lang Lindgren Marsh Moreau Nakamura Novak Okafor Olsen Petrov Quinn "
+    "Ramos Reyes Sato Schuster Silva Tanaka Thorne Ullman Varga Weber Winter Yilmaz Zamora "
+    "Ziegler"
+)
+FIRST_NAMES, LAST_NAMES = _FIRST.split(), _LAST.split()
 
 
 class Asked(NamedTuple):
@@ -86,9 +88,7 @@ class MadeQuestions:
 def names(rng: random.Random, count: int) -> list[str]:
     """Different names of people."""
     pairs = rng.sample(range(len(FIRST_NAMES) * len(LAST_NAMES)), count)
-    return [
-        f"{FIRST_NAMES[n // len(LAST_NAMES)]} {LAST_NAMES[n % len(LAST_NAMES)]}" for n in pairs
-    ]
+    return [f"{FIRST_NAMES[n // len(LAST_NAMES)]} {LAST_NAMES[n % len(LAST_NAMES)]}" for n in pairs]
 
 
 class Row(NamedTuple):

@@ -18,13 +18,19 @@ from typing import NamedTuple
 from longctx.config.eval_config import QUESTIONS, RulerConfig
 from longctx.data import Tokenizer
 from longctx.evaluation import ruler_texts
-from longctx.evaluation.answers import answers
 from longctx.evaluation.passkey import TOKENS_TOGETHER
 from longctx.evaluation.questions import MadeQuestions, Questions, read_hotpotqa, read_squad
 from longctx.evaluation.ruler_texts import Sample, Sized
 from longctx.evaluation.scorer import Scorer, in_eval_mode
 
+USUAL = 1024  # tokens of the shortest text, unless ruler.lengths says otherwise
+READERS = {"qa_1": read_squad, "qa_2": read_hotpotqa}
 TRIES = 12  # texts that are made to find the size that fills a length
+
+
+def needs_text(config: RulerConfig) -> bool:
+    """Whether a task of `config` is made of one's own text."""
+    return bool(config.made) or any(ruler_texts.needs_essay(task) for task in config.chosen)
 
 
 class Scored(NamedTuple):
@@ -52,13 +58,12 @@ class Texts:
     def of(cls, config: RulerConfig, tokenizer: Tokenizer, text: str) -> Texts:
         """Raises ValueError naming the file for questions that cannot be read."""
         essay = ruler_texts.words_of(text)
-        files = {"qa_1": (config.squad, read_squad), "qa_2": (config.hotpotqa, read_hotpotqa)}
         questions: dict[str, Questions] = {}
-        for hops, (task, (file, read)) in enumerate(files.items(), start=1):
-            if task in config.tasks and file is not None:
-                questions[task] = read(Path(file))
-            elif task in config.tasks:
+        for hops, (task, read) in enumerate(READERS.items(), start=1):
+            if task in config.made:
                 questions[task] = MadeQuestions(ruler_texts.sentences(essay), hops)
+            elif task in config.chosen:
+                questions[task] = read(Path(config.file_of(task) or ""))
         return cls(config, tokenizer, essay, questions)
 
     def encoded(self, text: str) -> list[int]:
@@ -70,18 +75,21 @@ class Texts:
         return len(self.encoded(text))
 
     def sized(self, task: str, length: int) -> Sized:
-        """`task` at `length`; ValueError where its smallest text is longer."""
-        made = ruler_texts.sized(task, length, self.essay, self.questions.get(task), self.count)
-        least = self.count(made.make(made.least, self.chance(task, length, 0)).prompt) + made.answer
+        return ruler_texts.sized(task, length, self.essay, self.questions.get(task), self.count)
+
+    def chance(self, task: str, length: int, number: int) -> random.Random:
+        return random.Random(f"ruler {self.config.seed} {task} {length} {number}")
+
+    def check(self, task: str, length: int) -> None:
+        """ValueError where the smallest texts of `task` are longer than `length`."""
+        made = self.sized(task, length)
+        chances = [self.chance(task, length, number) for number in range(self.config.samples)]
+        least = made.answer + max(self.count(made.make(made.least, x).prompt) for x in chances)
         if least > length:
             raise ValueError(
                 f"ruler.lengths=[{length}]: {task} needs {least:,} tokens at least, "
                 f"{made.answer} of them for the answer; give greater lengths, or other ruler.tasks"
             )
-        return made
-
-    def chance(self, task: str, length: int, number: int) -> random.Random:
-        return random.Random(f"ruler {self.config.seed} {task} {length} {number}")
 
     def samples(self, task: str, length: int) -> Iterator[tuple[Sample, list[int]]]:
         """Samples with the tokens of their prompts, as long as `length` allows."""
@@ -97,16 +105,15 @@ class Texts:
             while True:
                 sample = made.make(of_this, self.chance(task, length, number))
                 ids = self.encoded(sample.prompt)
-                if len(ids) <= room or of_this == made.least:
+                if len(ids) <= room:
                     break
+                assert of_this > made.least, "see `check`"
                 over = max(1, round((len(ids) - room) / per_unit))
                 of_this = max(made.least, of_this - over)
             yield sample, ids
 
 
-def fitting(
-    tokens: Callable[[int], int], room: int, least: int, most: int
-) -> tuple[int, float]:
+def fitting(tokens: Callable[[int], int], room: int, least: int, most: int) -> tuple[int, float]:
     """The greatest size whose text has at most `room` tokens, nearly, and the tokens per unit of
     size.
 
@@ -117,48 +124,41 @@ def fitting(
     guess = 2 * low + 8
     per_unit = 1.0
     for _ in range(TRIES):
-        guess = min(max(guess, low + 1), high - 1)
         if high - low <= 1:
             break
+        guess = min(guess, high - 1)
         count = tokens(guess)
         per_unit = max(1e-3, (count - base) / (guess - least))
         if count <= room:
             low, at_low = guess, count
         else:
             high = guess
-        step = int((room - at_low) / per_unit)
-        if not step:
-            break
-        guess = low + step
+        step = max(1, int((room - at_low) / per_unit))
+        guess = low + step if low + step < high else (low + high) // 2
     return low, per_unit
-
-
-def checked(texts: Texts, lengths: Sequence[int]) -> None:
-    """ValueError where the shortest of `lengths` is too short for a task."""
-    for task in texts.config.tasks:
-        texts.sized(task, min(lengths))
 
 
 def measured(scorer: Scorer, texts: Texts, lengths: Sequence[int]) -> Iterator[Scored]:
     """Every sample of every length and task, answered and scored."""
-    checked(texts, lengths)
+    for length in lengths:
+        for task in texts.config.chosen:
+            texts.check(task, length)
     with in_eval_mode(scorer.model):
         for length in lengths:
             rows = scorer.rows_together(TOKENS_TOGETHER[scorer.device.type], length)
-            for task in texts.config.tasks:
+            for task in texts.config.chosen:
                 yield from _answered(scorer, texts, task, length, rows)
 
 
-def _answered(
-    scorer: Scorer, texts: Texts, task: str, length: int, rows: int
-) -> Iterator[Scored]:
+def _answered(scorer: Scorer, texts: Texts, task: str, length: int, rows: int) -> Iterator[Scored]:
     match = match_part if task in QUESTIONS else match_all
     most = texts.sized(task, length).answer
     samples = texts.samples(task, length)
     while batch := list(islice(samples, rows)):
         prompts = [ids for _, ids in batch]
-        texts_of = answers(scorer, texts.tokenizer, prompts, most)
-        for (sample, ids), answer in zip(batch, texts_of, strict=True):
+        tokens = scorer.answers(prompts, most, [texts.tokenizer.eos_id])
+        for (sample, ids), of_this in zip(batch, tokens, strict=True):
+            answer = texts.tokenizer.decode(of_this)
             score = match(answer, sample.outputs)
             yield Scored(task, length, sample.prompt, len(ids), sample.outputs, answer, score)
 

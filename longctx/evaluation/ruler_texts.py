@@ -22,9 +22,7 @@ from typing import NamedTuple
 from longctx.evaluation.questions import Questions
 from longctx.evaluation.ruler_words import PAIRS, WORDS, pair
 
-NOISE = (
-    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-)
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 NIAH = (
     "Some special magic {kind} are hidden within the following text. Make sure to memorize it. "
@@ -63,7 +61,7 @@ HOPS = 4  # of a chain of variables
 EXAMPLE_TOKENS = 500  # of the solved example before a chain of variables
 SHORT = 4096  # tokens; lists of words are shorter below
 PIECE = 32  # characters of a text without spaces that count as a word
-ENDS = (".", "!", "?", "。", "！", "？")  # noqa: RUF001 (of a sentence)
+ENDS = (".", "!", "?", "。", "！", "？")  # of a sentence
 SENTENCE = 40  # words without an end that count as a sentence
 
 
