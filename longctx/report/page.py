@@ -82,6 +82,7 @@ def described(run: Run) -> dict[str, Any]:
         "contexts": next((score["contexts"] for score in scores if score["contexts"]["x"]), None),
         "split": split(run),
         "passkeys": run.evaluations.passkeys,
+        "rulers": run.evaluations.rulers,
     }
 
 
