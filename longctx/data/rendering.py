@@ -84,7 +84,8 @@ class Renderer:
                 place = request.place
                 answer = self._answer(child, f"{place}: the chat template of {self.folder}")
                 if "refused" in answer:
-                    self.child = _end(child)
+                    self.child = None
+                    _end(child)
                     raise ValueError(f"{place}: {answer['refused']}")
                 spans = [(first, end) for first, end in answer["spans"]]
                 yield Written(request.name, answer["text"], spans)
@@ -114,7 +115,8 @@ class Renderer:
         assert child.stdout is not None
         line = child.stdout.readline()
         if not line.endswith(b"\n"):
-            self.child = _end(child)
+            self.child = None
+            _end(child)
             raise ValueError(
                 f"{subject} takes more than {SECONDS:.0f} s or {MEMORY >> 20} MiB for one "
                 "conversation; use another"
