@@ -6,6 +6,7 @@ What they find becomes a test with a name of its own.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import tempfile
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 pytest.importorskip("hypothesis")  # of the extra `test`
 
@@ -147,6 +149,39 @@ def test_any_words_are_a_configuration_or_one_line(words: list[str]) -> None:
         composed = cli.compose("train", cli.read("train", words).overrides)
     except (ValueError, OSError) as error:  # what the commands make a line of
         mistake = str(error)
+    assert mistake or isinstance(composed.config, TrainConfig)
+
+
+# Saved configurations
+
+SAVED = yaml.safe_load((Path(__file__).parent / "fixtures/old_run/config.yaml").read_text())
+PATHS = [(key,) for key in SAVED]
+PATHS += [
+    (key, inner) for key, value in SAVED.items() if isinstance(value, dict) for inner in value
+]
+plain = st.sampled_from([*ODD, -1, 0, 2**70, 1e308, [], {}, [[64, 1]], True, None, [None]])
+plain |= st.integers() | st.floats() | st.text(max_size=6) | st.lists(st.integers(), max_size=2)
+changes = st.lists(st.tuples(st.sampled_from(PATHS), plain), min_size=1, max_size=2)
+
+
+@given(changes, st.sampled_from(["max_steps=9", "seq_len=64", "resume=."]))
+@examples(20)
+def test_any_saved_values_are_a_configuration_or_one_line(
+    changed: list[tuple[tuple[str, ...], Any]], override: str
+) -> None:
+    saved = copy.deepcopy(SAVED)
+    for (*outer, last), value in changed:
+        inner = saved[outer[0]] if outer else saved
+        if isinstance(inner, dict):
+            inner[last] = value
+    mistake = None
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place) / "config.yaml"
+        file.write_text(yaml.safe_dump(saved, allow_unicode=True))
+        try:
+            composed = cli.from_file("train", file, [override])
+        except (ValueError, OSError) as error:
+            mistake = str(error)
     assert mistake or isinstance(composed.config, TrainConfig)
 
 
