@@ -276,8 +276,11 @@ def from_plain(plain: dict[str, Any]) -> TrainConfig:
 def upgraded(saved: dict[str, Any]) -> dict[str, Any]:
     """A run's configuration as this version has it. Older ones say memory.optimizer for
     memory.optimizer_state and know AdamW only; still older ones say recompute and loss_chunk under
-    model.
+    model. Raises ValueError where one of these groups is none.
     """
+    for name in ("memory", "model"):
+        if not isinstance(saved.get(name) or {}, dict):
+            raise ValueError(f"{name}={str(saved[name])[:60]}: a group of keys belongs there")
     saved = {"optimizer": {"name": "adamw"}} | saved
     memory = saved.get("memory") or {}
     if "optimizer" in memory:

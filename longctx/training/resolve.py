@@ -35,6 +35,7 @@ from longctx.planner.workload import Workload, with_vocabulary, workload_of
 from longctx.runs import checkpoints, run_folder
 from longctx.training import initial, kernel_lock, longest, saved_state
 from longctx.training.child import DryRun
+from longctx.training.out_of_memory import check_fits
 from longctx.training.run import Run
 from longctx.training.validation import check_facts, check_validation
 
@@ -81,6 +82,10 @@ def resolve(request: Request, machine: Machine, say: Say = print) -> Run:
     if config.init is not None and not resumed:
         model, rope = extended(model, config.rope, seq_len)
         source += f", rope {rope}" if rope else ""
+    is_probed = config.seq_len == "max"
+    if not is_probed:  # before the data is opened, with the smallest vocabulary
+        least = [step_of(one, device, seq_len, model, tokens=1) for one in open_layouts]
+        check_fits(least, machine)
     data = load(data_config(config), seq_len)
     tokens = data.tokenizer.vocab_size
     check_vocabulary(model, tokens)
@@ -95,6 +100,9 @@ def resolve(request: Request, machine: Machine, say: Say = print) -> Run:
         work, reason = layouts.choose(candidates, machine.gpu, machine.host_memory, merge)
     elif device == "cuda":
         work = fitting.with_policy(work, config.memory.policy)
+
+    if not is_probed:
+        check_fits([work], machine)
 
     # Schedule
     run = scheduled(config, work)

@@ -173,9 +173,9 @@ def test_loop_and_stock_trainer_give_the_same_losses(overrides: Overrides, tmp_p
     assert train.main(command) == 0
     request = Request(*cli.compose("train", cli.read("train", command).overrides))
     request = request._replace(config=replace(request.config, name="stock"))
-    run = resolve.resolve(request, Machine(0, None, False, 0.0))
+    run = resolve.resolve(request, Machine(0, None, False, 2.0**40))
     assert run.data is not None
-    parallel = Parallel(run.config, "cpu", Machine(0, None, False, 0.0))
+    parallel = Parallel(run.config, "cpu", Machine(0, None, False, 2.0**40))
     batches = step_batches(run, Schedule(run, [run.data]), parallel)
     micro = [batch for step in itertools.islice(batches, 20) for batch in step.micro]
 
