@@ -84,7 +84,14 @@ class Harness(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        return self.vocabulary.encode(string)
+        """Begin-of-text, where the tokenizer has one, and the text; as lm-eval's own HFLM."""
+        begin = self.vocabulary.bos_id
+        if begin is None or add_special_tokens is False:
+            return self.vocabulary.encode(string)
+        return [
+            begin,
+            *self.vocabulary.encode(string.removeprefix(self.vocabulary.decode([begin]))),
+        ]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], **kwargs: Any
@@ -117,7 +124,7 @@ class Harness(TemplateLM):
     ) -> list[float]:
         """ln p of texts, every token scored once."""
         texts = [
-            np.array([self.prefix_token_id, *self.tok_encode(r.args[0])], dtype=np.int64)
+            np.array([self.prefix_token_id, *self.vocabulary.encode(r.args[0])], dtype=np.int64)
             for r in requests
         ]
         sums = [0.0] * len(texts)

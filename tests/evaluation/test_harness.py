@@ -13,6 +13,10 @@ import torch
 
 pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'longctx[lm-eval]'")
 
+import tokenizers
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
 from longctx.data import Tokenizer
 from longctx.data.tokenizer import train
 from longctx.evaluation.harness import Harness, evaluate_tasks
@@ -20,6 +24,7 @@ from longctx.evaluation.perplexity import perplexity
 from longctx.evaluation.scorer import Scorer
 from longctx.evaluation.windows import Document
 from longctx.model import GPT, GPTConfig
+from longctx.model.export import export
 from longctx.runs.evaluations import task_scores
 
 TEXT = "a rose is a rose is a rose\nand a violet is a violet\n"
@@ -118,6 +123,42 @@ def test_generation_is_greedy_and_ends_at_stop_words(model: GPT, tokenizer: Toke
     assert answer(max_gen_toks=12, until=[stop]) == expected[: expected.index(stop)]
     with pytest.raises(ValueError, match="sampling"):
         answer(do_sample=True, temperature=0.7)
+
+
+def test_log_likelihoods_are_those_of_hflm_with_begin_of_text(tmp_path: Path) -> None:
+    """A small Llama of transformers whose tokenizer puts <s> before every text."""
+    plain = train([TEXT * 9], 300)
+    begins = tokenizers.Tokenizer.from_str(plain._tokenizer.to_str())
+    begins.add_special_tokens(["<s>"])
+    begin = begins.token_to_id("<s>")
+    begins.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", begin)]
+    )
+    Tokenizer(begins, plain.eos).save(tmp_path / "tokenizer.json")
+    torch.manual_seed(1)
+    shape = {"layers": 2, "channels": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "init_std": 0.3}
+    model = GPT(GPTConfig(vocab_size=begin + 1, **shape), "naive").eval()
+    export(model, tmp_path, tmp_path / "hf", context=64)
+
+    theirs = HFLM(pretrained=str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=1)
+    ours = harness(model, Tokenizer.load(tmp_path / "hf"), 64)
+    pairs = [
+        ("a rose is", " a rose"),
+        ("", "a violet"),
+        ("a violet ", "is"),
+        ("<s>a rose", " is"),
+        (TEXT * 9, " rose"),
+    ]
+    requests = [
+        Instance("loglikelihood", {}, arguments=pair, idx=n) for n, pair in enumerate(pairs)
+    ]
+    answers = zip(ours.loglikelihood(requests), theirs.loglikelihood(requests), strict=True)
+    for pair, ((ln_p, greedy), (want, wanted_greedy)) in zip(pairs, answers, strict=True):
+        assert ln_p == pytest.approx(want, rel=1e-4), pair
+        assert greedy == wanted_greedy
+    settings = {"until": ["\n"], "max_gen_toks": 9, "do_sample": False}
+    asked = [Instance("generate_until", {}, arguments=("a rose is", settings), idx=0)]
+    assert ours.generate_until(asked) == theirs.generate_until(asked)
 
 
 def write_tasks(folder: Path) -> Path:
