@@ -161,6 +161,21 @@ def test_log_likelihoods_are_those_of_hflm_with_begin_of_text(tmp_path: Path) ->
     assert ours.generate_until(asked) == theirs.generate_until(asked)
 
 
+def test_padding_does_not_stretch_a_model_that_follows_the_length(tokenizer: Tokenizer) -> None:
+    torch.manual_seed(0)
+    shape = {"layers": 2, "channels": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "init_std": 0.3}
+    scaling = {"rope_type": "dynamic", "factor": 4.0}
+    config = GPTConfig(tokenizer.vocab_size, rope_scaling=scaling, context=8, **shape)
+    model = GPT(config, "naive").eval()
+    rng = np.random.default_rng(0)
+    requests = [(("", ""), rng.integers(256, size=n).tolist(), [5]) for n in (30, 3, 12, 19)]
+    together = harness(model, tokenizer)._loglikelihood_tokens(requests)
+    for request, (total, _) in zip(requests, together, strict=True):
+        with torch.no_grad():
+            logp = model(torch.tensor([request[1]]))[0, -1].double().log_softmax(-1)
+        assert total == pytest.approx(float(logp[5]), rel=1e-4)
+
+
 def write_tasks(folder: Path) -> Path:
     folder.mkdir()
     rows = [
