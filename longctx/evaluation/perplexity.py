@@ -81,6 +81,14 @@ class Perplexity:
             sum(score.n_words for score in scored),
         )
 
+    @property
+    def standard_error(self) -> float:
+        """Of the mean nats per token, as far as other documents of the kind would give another;
+        nan for less than two documents.
+        """
+        scored = [score for score in self.documents if score.tokens]
+        return error_of_ratio([(score.nats, score.tokens) for score in scored])
+
     def require_scores(self) -> None:
         """Raise ValueError if no token was scored."""
         if not self.total.tokens:
@@ -134,6 +142,18 @@ def _windows(documents: Iterable[Document], result: Perplexity) -> Iterator[Wind
             yield window
         if result.contexts.contexts:
             yield from result.contexts.windows(owner, ids)
+
+
+def error_of_ratio(pairs: Sequence[tuple[float, float]]) -> float:
+    """Standard error of Σ a / Σ b over independent pairs (a, b), linearized (Cochran, Sampling
+    Techniques, 1977, 6.4); nan for less than two.
+    """
+    count, total = len(pairs), math.fsum(b for _, b in pairs)
+    if count < 2 or not total:
+        return math.nan
+    ratio = math.fsum(a for a, _ in pairs) / total
+    squares = math.fsum((a - ratio * b) ** 2 for a, b in pairs)
+    return math.sqrt(count / (count - 1) * squares) / total
 
 
 def _exp(nats: float, count: int) -> float:

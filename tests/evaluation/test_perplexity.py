@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from longctx.attention import Attention
 from longctx.evaluation import scoring
-from longctx.evaluation.perplexity import perplexity
+from longctx.evaluation.perplexity import error_of_ratio, perplexity
 from longctx.evaluation.scorer import Scorer
 from longctx.evaluation.weights import round_matrices
 from longctx.evaluation.windows import Document, spans
@@ -342,3 +342,19 @@ def test_scores_of_a_stretched_model_do_not_depend_on_what_is_packed_together(
                 losses = model(shown, targets, reduction="none")[0]
             expected += float(losses[first - begin - 1 :].double().sum())
         assert score.nats == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_standard_error_is_that_of_the_mean_over_documents() -> None:
+    """Of equal documents it is the textbook one; and other draws differ by about as much."""
+    rng = np.random.default_rng(0)
+    values = rng.normal(3, 1, 400)
+    error = error_of_ratio([(10 * x, 10) for x in values])
+    assert error == pytest.approx(values.std(ddof=1) / 20, rel=1e-9)
+    tokens = rng.integers(5, 500, (300, 60))
+    nats = tokens * rng.normal(3, 0.5, (300, 60))
+    errors = [
+        error_of_ratio(list(zip(a, b, strict=True))) for a, b in zip(nats, tokens, strict=True)
+    ]
+    means = nats.sum(axis=1) / tokens.sum(axis=1)
+    assert np.mean(errors) == pytest.approx(means.std(), rel=0.15)
+    assert math.isnan(error_of_ratio([(3.0, 2)]))
