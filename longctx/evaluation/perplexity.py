@@ -65,6 +65,7 @@ class Perplexity:
     stride: int
     documents: list[Score] = field(default_factory=list)
     windows: int = 0
+    of_windows: list[tuple[float, int]] = field(default_factory=list)  # nats and tokens of each
     positions: Positions = field(default_factory=Positions)
     contexts: Contexts = field(default_factory=lambda: Contexts([]))
     speed: Speed = field(default_factory=Speed)
@@ -83,11 +84,11 @@ class Perplexity:
 
     @property
     def standard_error(self) -> float:
-        """Of the mean nats per token, as far as other documents of the kind would give another;
-        nan for less than two documents.
+        """Of the mean nats per token, as far as other documents of the kind would give another, or
+        other windows of the one document that there is; nan for a single window.
         """
-        scored = [score for score in self.documents if score.tokens]
-        return error_of_ratio([(score.nats, score.tokens) for score in scored])
+        scored = [(score.nats, score.tokens) for score in self.documents if score.tokens]
+        return error_of_ratio(scored if len(scored) > 1 else self.of_windows)
 
     def require_scores(self) -> None:
         """Raise ValueError if no token was scored."""
@@ -127,7 +128,8 @@ def perplexity(
             if window.context:
                 result.contexts.add(window, nats)
                 continue
-            result.documents[window.owner].nats += math.fsum(nats)
+            result.of_windows.append((math.fsum(nats), len(nats)))
+            result.documents[window.owner].nats += result.of_windows[-1][0]
             if window.begin == 0:
                 result.positions.add(window.owner, nats)
             bar.show(result)

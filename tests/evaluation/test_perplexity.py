@@ -358,3 +358,17 @@ def test_the_standard_error_is_that_of_the_mean_over_documents() -> None:
     means = nats.sum(axis=1) / tokens.sum(axis=1)
     assert np.mean(errors) == pytest.approx(means.std(), rel=0.15)
     assert math.isnan(error_of_ratio([(3.0, 2)]))
+
+
+def test_one_document_has_a_standard_error_over_its_windows(model: GPT) -> None:
+    (document,) = documents(150)
+    result = perplexity(Scorer(model), [document], context=40, stride=40)
+    each = [
+        (nats(model, document.ids[first : first + 41])[:40].sum().item(), min(40, 149 - first))
+        for first in range(0, 149, 40)
+    ]
+    assert result.standard_error == pytest.approx(error_of_ratio(each), rel=1e-4)
+    assert math.isnan(perplexity(Scorer(model), [document], context=150).standard_error)
+    several = perplexity(Scorer(model), documents(90, 70, 80), context=40)
+    of_documents = [(score.nats, score.tokens) for score in several.documents]
+    assert several.standard_error == error_of_ratio(of_documents)
