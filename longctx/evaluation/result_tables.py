@@ -52,7 +52,10 @@ def table(result: Perplexity, most: int = 3) -> Table:
         for score in scores:
             view.add_row(*_cells(score))
         view.add_section()
-    view.add_row(*_cells(result.total), style="bold")
+    name, tokens, n_bytes, mean, *others = _cells(result.total)
+    if not math.isnan(result.standard_error):  # of the loss, so times the perplexity
+        mean += f" ± {result.total.perplexity * result.standard_error:,.3f}"
+    view.add_row(name, tokens, n_bytes, mean, *others, style="bold")
     return view
 
 

@@ -144,12 +144,14 @@ def of_run(
     """
     config = replace(DataConfig(**run["data"]), tokenizer=str(folder))
     data = load(config, run["seq_len"])
+    began_with = data.as_begun(fingerprint)
+    data = began_with or data
     if not len(data.split[split]):
         raise ValueError(
             f"split={split}: the run has no such documents; use the other split or "
             "data=text data.path=..."
         )
-    if data.fingerprint != fingerprint:
+    if began_with is None:
         print(
             f"data: the documents are not those that {folder} began with; "
             "it may have seen some of them",
@@ -158,7 +160,7 @@ def of_run(
     tokenizer = data.tokenizer
     for name, ids, n_bytes in islice(data.documents(split), most):
         after = ids[1:-1] if ids[-1] == tokenizer.eos_id else ids[1:]
-        scored_bytes = n_bytes - _text_bytes(tokenizer, int(ids[0]))
+        scored_bytes = n_bytes - tokenizer.n_bytes(int(ids[0]))
         yield Document(name, ids, scored_bytes, len(tokenizer.decode(after).split()))
 
 
@@ -166,7 +168,7 @@ def of_source(
     config: DataConfig, tokenizer: Tokenizer, most: int | None = None
 ) -> Iterator[Document]:
     """The first `most` (None: all) documents of `config`, which names files or a data set; nothing
-    is cached.
+    is cached. Those without text are left out, which a line on stderr says.
     """
     if config.source == "mix":
         raise ValueError(
@@ -174,18 +176,17 @@ def of_source(
         )
     if config.chat:
         raise ValueError("data.chat=true: an evaluation scores plain text; leave data.chat out")
-    texts = islice(read_documents(config), most)
+    texts, empty = islice(read_documents(config), most), 0
     while group := list(islice(texts, TOGETHER)):
         encoded = tokenizer.encode_documents([text for _, text in group])
         for (name, text), ids in zip(group, encoded, strict=True):
+            if len(ids) < tokenizer.shortest:
+                empty += 1
+                continue
             raw = text.encode()
-            first = _text_bytes(tokenizer, int(ids[0]))
+            first = tokenizer.n_bytes(int(ids[0]))
             words = len(raw[first:].decode(errors="replace").split())
             yield Document(name, ids.astype(np.int64), len(raw) - first, words)
-
-
-def _text_bytes(tokenizer: Tokenizer, token: int) -> int:
-    """UTF-8 bytes of a token's text; 0 for begin- and end-of-text, 1 for a part of a character."""
-    if token in (tokenizer.bos_id, tokenizer.eos_id):
-        return 0
-    return len(tokenizer.decode([token]).replace("\ufffd", "?").encode())
+    if empty:
+        left_out = "1 document without text is" if empty == 1 else f"{empty:,} without text are"
+        print(f"data: {left_out} left out", file=sys.stderr)

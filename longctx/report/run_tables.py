@@ -118,6 +118,8 @@ def evaluations(runs: list[Run]) -> Table:
                 "" if score[key] is None else text.format(score[key])
                 for key, text in formats.items()
             ]
+            if score["perplexity"] is not None and score.get("standard_error"):
+                numbers[0] += f" ± {score['perplexity'] * score['standard_error']:,.3f}"
             rows.append([run.label, score["file"], *counts, *numbers])
     return Table("evaluations", headings, rows, set())
 

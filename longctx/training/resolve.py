@@ -300,6 +300,8 @@ def continued(run: Run) -> Run:
     config, folder = run.config, Path(run.config.resume or "")
     path, checkpoint, damaged = newest_whole(run, folder)
     about, steps_done = checkpoint["longctx"], checkpoint["steps_done"]
+    assert run.data is not None
+    run = replace(run, data=run.data.as_begun(about["data"]))
     if steps_done >= run.max_steps:
         raise ValueError(
             f"resume={folder}: the run has done its {steps_done:,} steps; to go on, give a larger "
@@ -345,7 +347,7 @@ def whole_checkpoint(run: Run, folder: Path, path: Path) -> dict[str, Any]:
     checkpoints.check_plain(path, checkpoint)
     about = checkpoint["longctx"]
     assert run.data is not None
-    if about["data"] != run.data.fingerprint:
+    if run.data.as_begun(about["data"]) is None:
         raise ValueError(
             f"resume={folder}: the documents or the tokenizer are no longer those that the run "
             "began with"

@@ -17,6 +17,8 @@ from longctx.training.console import Display, closing_table
 from longctx.training.context_check import Finding
 from longctx.training.run import Run
 
+FEW = 10_000  # tokens that validate; the standard error of their mean loss is some 0.03 nats
+
 
 class RunLog:
     """The log of `run`: silent on ranks other than the first."""
@@ -123,6 +125,27 @@ def spread_of(work: Workload) -> str:
     return f"{groups} on {work.devices} devices ({work.strategy}{shared})"
 
 
+def validates(counts: dict[str, Any]) -> list[str]:
+    """What validates of a data set with these `counts`, and a warning where that is little."""
+    documents, tokens = counts["val_documents"], counts["val_tokens"]
+    if not documents:
+        return ["validate   nothing (data.val_fraction=0)"]
+    ends = counts["val_ends"]
+    of_documents = f"{documents:,} documents" if documents > 1 else "1 document"
+    if ends == documents:
+        of_documents = f"the ends of {of_documents}" if documents > 1 else "the end of 1 document"
+    elif ends:
+        of_documents += f" (of {ends:,} the ends)"
+    line = f"validate   {tokens:,} tokens of {of_documents}, {tokens / counts['tokens']:.1%}"
+    if tokens >= FEW:
+        return [line]
+    return [
+        line,
+        f"warning: {tokens:,} tokens are few to validate on; see the standard error of val_loss, "
+        "give more text, or a larger data.val_fraction",
+    ]
+
+
 def opening(run: Run, parallel: Parallel) -> list[str]:
     """The lines that a run begins with."""
     work, config, data = run.workload, run.config, run.data
@@ -155,6 +178,7 @@ def opening(run: Run, parallel: Parallel) -> list[str]:
         f"memory     {work.memory}",
         f"data       {config.data.source}, {documents}, {counts['tokens']:,} tokens, "
         f"{len(data.train):,} rows of {work.seq_len:,}",
+        *validates(counts),
         f"step       {work.tokens_per_step:,} tokens = {work.batch_size} rows × {work.accumulate} "
         + pieces
         + spread_of(work),

@@ -5,11 +5,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 from rich.table import Table
 
 from longctx.runs.metrics import duration, figures
 from longctx.training.console import Display, Job, brief, closing_table, sweep_table
+from longctx.training.run_log import validates
 
 ROWS: list[dict[str, Any]] = [
     {"step": 0, "tokens_seen": 0, "val_loss": 9.0, "val_perplexity": 8000.0},
@@ -138,3 +140,23 @@ def test_other_ranks_say_nothing(capsys: Any) -> None:
 
 def test_durations() -> None:
     assert [duration(x) for x in (3.25, 75, 3700)] == ["3.2 s", "1 min 15 s", "1 h 1 min"]
+
+
+@pytest.mark.parametrize(
+    ("documents", "ends", "tokens", "wanted"),
+    [
+        (0, 0, 0, ["nothing"]),
+        (12, 0, 20_000, ["20,000 tokens of 12 documents, 2.0%"]),
+        (1, 1, 20_000, ["20,000 tokens of the end of 1 document"]),
+        (3, 3, 20_000, ["20,000 tokens of the ends of 3 documents"]),
+        (1, 0, 405, ["405 tokens of 1 document, 0.0%", "warning: 405 tokens are few"]),
+    ],
+)
+def test_a_run_says_how_much_validates_and_warns_where_it_is_little(
+    documents: int, ends: int, tokens: int, wanted: list[str]
+) -> None:
+    counts = {"val_documents": documents, "val_ends": ends, "val_tokens": tokens}
+    lines = validates(counts | {"tokens": 1_000_000})
+    assert len(lines) == len(wanted)
+    for line, text in zip(lines, wanted, strict=True):
+        assert text in line
