@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from longctx import stop_signal
+from longctx import stop_signal, tables
 from longctx.runs import metrics
 from longctx.runs.metrics import Metric, Row, Shown, figures, is_step
 from longctx.runs.run_folder import checkpoints, read_metrics
@@ -19,9 +19,8 @@ UNSCORED = "nothing scored"  # such as pieces of conversations without an answer
 
 def console(silent: bool = False) -> Console:
     """A console on stdout, wide where that is no terminal, so that nothing is cut."""
-    output = Console(quiet=silent, highlight=False)
-    if not output.is_terminal:
-        output.width = 240
+    output = tables.console()
+    output.quiet = silent
     return output
 
 

@@ -29,7 +29,7 @@ from longctx.data import load, sources
 from longctx.distributed.devices import choose_device
 from longctx.distributed.launched import launched
 from longctx.model.context_extension import extended
-from longctx.planner import fitting, layouts
+from longctx.planner import fitting, hardware, layouts
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import Workload, with_vocabulary, workload_of
 from longctx.runs import checkpoints, run_folder
@@ -54,9 +54,6 @@ def resolve(request: Request, machine: Machine, say: Say = print) -> Run:
 
     # Device
     device = choose_device(config, machine)
-    if not resumed:
-        run_folder.check_root(Path(config.runs))
-        run_folder.check_free(Path(config.runs), config.name)
 
     # Model: a preset, the weights of a folder, or what the run began with
     config, model, source = choose_model(request, device)
@@ -194,9 +191,7 @@ def longest_rows(
 ) -> int:
     """Tokens per row for seq_len=max; ValueError on a CPU, whose memory others use too."""
     if device != "cuda" or machine.gpu is None:
-        raise ValueError(
-            "seq_len=max: finds what fits a GPU, and this run is on a CPU; give a number of tokens"
-        )
+        raise ValueError(hardware.NO_LONGEST)
 
     candidates = [
         partial(step_of, one, "cuda", model=model, tokens=tokens)
