@@ -1,4 +1,4 @@
-"""Tables on the terminal: every character is there, at any width; piped output is whole and plain."""
+"""Tables on the terminal: nothing is cut, at any width; piped output is whole and plain."""
 
 import io
 

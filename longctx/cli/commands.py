@@ -18,6 +18,7 @@ from longctx.cli import early_checks
 from longctx.cli.composition import Composed, compose, from_file, jobs, options, with_model
 from longctx.cli.entry import answer, libraries
 from longctx.cli.overrides import SCHEMAS, key_and_value, keys, read, unquoted
+from longctx.cli.own_file import with_file
 from longctx.cli.usage import choices_lines, key_lines
 from longctx.config import command_config, presets
 from longctx.config.eval_config import EvalRequest
@@ -127,7 +128,7 @@ def _dispatch(name: str, arguments: list[str]) -> int | None:
 
 def _train(argv: list[str]) -> int:
     """One run in this process, or a sweep, whose jobs are processes of their own."""
-    arguments = read("train", argv)
+    arguments = read("train", with_file(argv))
     if arguments.sweep:
         return _sweep(arguments.overrides)
     try:
@@ -277,6 +278,8 @@ COMMANDS: dict[str, Command] = {
             "python train.py -m attention=naive,sdpa,flash seq_len=4096,8192",
             "    -m: a sweep, every combination, one process each",
             "python train.py resume=runs/NAME",
+            "python train.py my.yaml key=value ...",
+            "    my.yaml: keys as below, or a run's config.yaml",
             "The same: longctx train key=value ...",
         ),
         SCHEMAS["train"],

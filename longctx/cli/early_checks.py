@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from longctx.config.eval_config import EvalConfig, EvalRequest
-from longctx.config.train_config import TrainConfig
+from longctx.config.train_config import TrainConfig, check_warmup
 from longctx.data import sources
 from longctx.distributed.launched import launched, number_here
 from longctx.planner import hardware
@@ -24,6 +24,7 @@ def check_training(config: TrainConfig) -> None:
         return
     check_device(config)
     if config.resume is None:
+        check_warmup(config.warmup_steps, config.max_steps)
         run_folder.check_root(Path(config.runs))
         run_folder.check_free(Path(config.runs), config.name)
         if config.init is not None:

@@ -59,7 +59,8 @@ def answer(
         except (Exception, KeyboardInterrupt) as error:
             if isinstance(error, KeyboardInterrupt) or stop.has_raised:
                 if number_here() == 0:
-                    print(f"stopped by {stop.name}", file=sys.stderr)
+                    unsaved = ", unsaved since the last checkpoint" if stop.waits else ""
+                    print(f"stopped by {stop.name}{unsaved}", file=sys.stderr)
                 return stop.code
             if not isinstance(error, ValueError | OSError):
                 raise

@@ -75,8 +75,7 @@ def results(runs: list[Run]) -> Table:
             table.best.update((row, len(table.headings)) for row in best_of(metric, runs, cells))
             add_column(table, metric.heading, cells)
     if any(run.longest for run in runs):
-        lengths = [f"{run.longest:,}" if run.longest else "" for run in runs]
-        add_column(table, "longest context", lengths)
+        add_column(table, "context trained at", [run.longest for run in runs])
     add_column(table, "ended", [run.ended for run in runs])
     return table
 
