@@ -5,7 +5,9 @@ Importing torch takes 5 to 30 s, so what is misnamed or missing is looked for be
 
 from __future__ import annotations
 
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from longctx.config.eval_config import EvalConfig, EvalRequest
@@ -28,8 +30,11 @@ def check_training(config: TrainConfig) -> None:
         run_folder.check_root(Path(config.runs))
         run_folder.check_free(Path(config.runs), config.name)
         if config.init is not None:
-            check_weights(config.init, "init")
-    sources.check_files(config.data)
+            check_init(Path(config.init).expanduser())
+    data = config.data
+    if config.resume is not None and config.init is not None:  # it has a tokenizer of its own
+        data = replace(data, tokenizer=None)
+    sources.check_files(data)
 
 
 def check_evaluation(request: EvalRequest) -> None:
@@ -37,18 +42,24 @@ def check_evaluation(request: EvalRequest) -> None:
     if number_here():
         return
     check_device(request.config)
-    check_weights(request.config.checkpoint or "", "checkpoint")
+    checkpoint = Path(request.config.checkpoint or "")
+    if not run_folder.is_hugging_face(checkpoint):
+        run_folder.checkpoint_of(checkpoint)
     if request.other_data:
         sources.check_files(request.config.data)
 
 
-def check_weights(name: str, key: str) -> None:
-    """Raise ValueError unless `name`, given as `key`, is a Hugging Face folder, a run with a
-    checkpoint, or a checkpoint.
+def check_init(path: Path) -> None:
+    """Raise ValueError or OSError unless `path` is a run with a checkpoint, a checkpoint, or has
+    the config.json of a Hugging Face folder.
     """
-    path = Path(name).expanduser()
-    if not run_folder.is_hugging_face(path):
-        run_folder.checkpoint_of(path, key)
+    if run_folder.is_run(path) or not path.exists():
+        run_folder.checkpoint_of(path, "init")
+    elif not os.path.lexists(path / "config.json"):
+        raise FileNotFoundError(
+            f"init={path}: {path / 'config.json'}: no such file; give a Hugging Face folder, or a "
+            "run, such as runs/NAME"
+        )
 
 
 def check_device(config: TrainConfig | EvalConfig) -> None:

@@ -134,7 +134,7 @@ class TrainConfig:
     )
     init: str | None = key(
         None,
-        "start from this Hugging Face folder (config.json, safetensors): its model and tokenizer",
+        "start from the model and tokenizer of a Hugging Face folder, or of a run: runs/NAME",
     )
     resume: str | None = key(None, "continue this run, for example runs/tiny-flash-4k-001")
     runs: str = key("runs", "the folder that runs are written to")

@@ -241,6 +241,11 @@ def is_hugging_face(path: Path) -> bool:
     return (path / "config.json").is_file() and not (path / "config.yaml").exists() and not adapter
 
 
+def is_run(path: Path) -> bool:
+    """Whether `path` is meant as a run, or as one of its checkpoints."""
+    return path.suffix == ".ckpt" or (path / "config.yaml").exists()
+
+
 def checkpoint_of(path: Path, key: str = "checkpoint") -> Path:
     """The checkpoint that `path`, given as `key`, means: itself, or the newest one of a run.
 

@@ -144,7 +144,9 @@ def choices_of(request: Request, device: str) -> dict[str, str]:
     """The preset of each group, for the folder's name; weights of a folder go by its name."""
     choices = dict(request.choices)
     if request.config.init is not None:
-        choices["model"] = Path(request.config.init).name.lstrip(".-") or "model"
+        path = Path(request.config.init)
+        path = path.parent.parent if path.suffix == ".ckpt" else path
+        choices["model"] = path.name.lstrip(".-") or "model"
     elif choices["model"] == "auto":
         choices["model"] = presets.AUTO_MODEL[device]
     return choices
@@ -237,8 +239,8 @@ def scheduled(config: TrainConfig, work: Workload) -> Run:
 
 def default_steps(work: Workload) -> int:
     """Steps of a run that names none; on a CPU as many as it does in minutes."""
-    if work.device == "cuda":
-        return STEPS["cuda"]
+    if work.device == "cuda" or work.model.vocab_size is None:
+        return STEPS[work.device]
     flops = work.tokens_per_step * work.model.flops_per_token(work.seq_len / 2)
     return max(3, min(STEPS["cpu"], int(FLOPS_ON_CPU / flops)))
 
