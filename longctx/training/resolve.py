@@ -8,6 +8,7 @@ mistake leaves nothing behind. What follows reads the frozen `Run` (run.py).
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -36,6 +37,7 @@ from longctx.runs import checkpoints, run_folder
 from longctx.training import initial, kernel_lock, longest, saved_state
 from longctx.training.child import DryRun
 from longctx.training.run import Run
+from longctx.training.sweep import VARIED_VARIABLE
 from longctx.training.validation import check_facts, check_validation
 
 SOME_LENGTH = 4096  # tokens per row, to open the data of seq_len=max before its length is known
@@ -115,7 +117,12 @@ def resolve(request: Request, machine: Machine, say: Say = print) -> Run:
     folder = run_folder.create(
         Path(config.runs),
         config.name,
-        run_folder.stem(choices_of(request, device), seq_len, request.overrides),
+        run_folder.stem(
+            choices_of(request, device),
+            seq_len,
+            request.overrides,
+            varied=os.environ.get(VARIED_VARIABLE, "").split(","),
+        ),
     )
     config = replace(config, data=sources.absolute(config.data), name=folder.name)
     run = replace(run, config=config, folder=folder, kernel_lock=lock)
