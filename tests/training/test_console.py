@@ -74,7 +74,9 @@ def test_a_run_that_moved_to_a_gpu_has_the_mfu_of_its_rows_there() -> None:
 
 
 def test_the_closing_table_says_what_to_type_next(tmp_path: Path) -> None:
-    text = printed(closing_table(run(tmp_path / "r"), {"flash": "triton-portable"}, finished=True))
+    text = printed(
+        closing_table(run(tmp_path / "r"), {"flash": "triton-portable"}, finished=True, steps=9)
+    )
     for part in (
         "8,000.00 → 150.00",
         "9.0000 → 6.0000",
@@ -85,11 +87,11 @@ def test_the_closing_table_says_what_to_type_next(tmp_path: Path) -> None:
         f"eval.py checkpoint={tmp_path / 'r'}",
     ):
         assert part in text
-    assert "max_steps" not in printed(closing_table(tmp_path / "r", {}, finished=False))
+    assert "max_steps" not in printed(closing_table(tmp_path / "r", {}, finished=False, steps=9))
 
 
 def test_a_run_without_a_checkpoint_offers_none(tmp_path: Path) -> None:
-    text = printed(closing_table(tmp_path, {}, finished=False))
+    text = printed(closing_table(tmp_path, {}, finished=False, steps=0))
     assert "resume" not in text
     assert "eval.py" not in text
 
@@ -160,3 +162,21 @@ def test_a_run_says_how_much_validates_and_warns_where_it_is_little(
     assert len(lines) == len(wanted)
     for line, text in zip(lines, wanted, strict=True):
         assert text in line
+
+
+def test_a_piped_run_says_how_long_it_will_take(capsys: pytest.CaptureFixture[str]) -> None:
+    display = Display(steps=21, first_step=0)
+    display.show(ROWS[0])
+    display.show(ROWS[1])  # 9 s a step
+    display.show(ROWS[2])
+    lines = capsys.readouterr().out.splitlines()
+    assert "left" not in lines[0]
+    assert lines[1].endswith("3 min 0 s left")
+    assert lines[2].endswith("14.4 s left")
+
+
+def test_a_run_stopped_between_rows_has_the_steps_that_it_did(tmp_path: Path) -> None:
+    text = printed(closing_table(run(tmp_path / "r"), {}, finished=False, steps=12))
+    (line,) = (line for line in text.splitlines() if line.startswith("steps"))
+    assert line.split() == ["steps", "12"]
+    assert "810" not in text  # tokens after step 9
