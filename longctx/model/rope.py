@@ -78,6 +78,15 @@ class Rope(nn.Module):
             return cos, sin
         return cos * self.attention_factor, sin * self.attention_factor
 
+    def of_length(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """As forward, of tokens in documents of `length` tokens."""
+        own = None
+        if self.follows_length:
+            own, _ = frequencies(self.head_dim, self.theta, self.scaling, self.context, length)
+            own = own.to(positions.device).expand(*positions.shape, -1)
+        cos, sin = self(positions, own)
+        return cos, sin
+
 
 def frequencies(
     head_dim: int,
