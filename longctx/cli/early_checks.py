@@ -6,7 +6,6 @@ Importing torch takes 5 to 30 s, so what is misnamed or missing is looked for be
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,6 +78,5 @@ def check_device(config: TrainConfig | EvalConfig) -> None:
         print(
             f"warning: devices={config.devices}: {here} processes share the {cores} "
             f"core{'s' if cores > 1 else ''} of this machine, which is slower than "
-            f"devices={cores}",
-            file=sys.stderr,
+            f"devices={cores}"
         )

@@ -71,7 +71,7 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_the_folder(
     start: Overrides, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train.main(start(max_steps=4, checkpoint_every=2, runs=tmp_path / "straight")) == 0
-    straight = tmp_path / "straight" / "Small-1.5-flash-64-text-batchsize2-accumulate2-001"
+    straight = tmp_path / "straight" / "Small-1.5-flash-64-text-001"
     theirs = LlamaForCausalLM.from_pretrained(folder)
     line = f"model      weights of {folder}, {theirs.num_parameters():,} parameters\n"
     assert line in capsys.readouterr().out
