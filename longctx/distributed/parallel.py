@@ -132,7 +132,8 @@ class Parallel:
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         if self.launched.by == OWN and self.ranks > 1:
             os.environ[OWN_VARIABLE] = str(self.ranks)
-            os.environ[FIRST_VARIABLE] = str(os.getpid())
+            if self.launched.rank == 0:
+                os.environ[FIRST_VARIABLE] = str(os.getpid())
         try:
             self.fabric.launch()
         except BaseException:
