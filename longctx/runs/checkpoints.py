@@ -20,7 +20,7 @@ from torch import Tensor
 
 from longctx import files
 from longctx.files import by_step
-from longctx.runs import checkpoint_folder, run_folder, tensor_checks, torch_file
+from longctx.runs import checkpoint_folder, checkpoint_index, run_folder, tensor_checks, torch_file
 from longctx.runs.checkpoint_folder import ALONE, Sharded, Writers
 
 FORMAT = 2
@@ -152,10 +152,10 @@ def _of_folder(path: Path) -> dict[str, Any]:
         content = checkpoint_folder.read(path)
     except ValueError as error:
         raise _not_whole(path, str(error)) from error
-    if content["format"] != checkpoint_folder.FORMAT:
+    if content["format"] != checkpoint_index.FORMAT:
         raise ValueError(
             f"{path}: a folder of format {content['format']}, this version reads "
-            f"{checkpoint_folder.FORMAT}"
+            f"{checkpoint_index.FORMAT}"
         )
     try:
         states: dict[int, dict[str, Any]] = {
@@ -201,7 +201,7 @@ def opened(path: Path) -> dict[str, Any]:
 def verify(path: Path) -> None:
     """Raise Damaged, with a remedy, where the checkpoint at `path` is not what was written."""
     try:
-        damaged = (checkpoint_folder if path.is_dir() else torch_file).verify(path)
+        damaged = (checkpoint_index if path.is_dir() else torch_file).verify(path)
     except ValueError as error:
         raise _not_whole(path, str(error)) from error
     if damaged is not None:

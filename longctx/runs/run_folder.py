@@ -25,6 +25,7 @@ from typing import Any
 import yaml
 
 from longctx import files, untrusted
+from longctx.runs import checkpoint_index
 from longctx.runs.metrics import Row
 
 # What resume= may change: where and by how many devices it is computed, how long and how closely
@@ -64,6 +65,7 @@ NOT_IN_NAMES = {
 }
 # How the same is computed: said in a name only where a sweep varies it.
 DULL = {"batch_size", "accumulate", "memory", "precision", "deterministic", "warmup_steps"}
+QUICK = 1 << 30  # bytes that are read in about a second
 CHECKPOINT_NAME = re.compile(r"step-(\d+)\.ckpt")
 
 
@@ -230,10 +232,12 @@ def check_unfinished(folder: Path, max_steps: int | None) -> None:
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """Whether a file is a zip file whose parts have their checksums; of a folder it is assumed."""
-    if checkpoint.is_dir():
-        return True
+    """Whether a checkpoint of at most QUICK bytes is what was written; False for larger ones."""
     try:
+        if checkpoint.is_dir():
+            return checkpoint_index.verify(checkpoint, QUICK) is None
+        if checkpoint.stat().st_size > QUICK:
+            return False
         with zipfile.ZipFile(checkpoint) as file:
             return file.testzip() is None
     except Exception:  # whatever is wrong with it: the run looks closer
