@@ -303,7 +303,7 @@ COMMANDS: dict[str, Command] = {
         _evaluate,
     ),
     "generate": Command(
-        "Generate text with a run or a Hugging Face folder",
+        "Generate text from a run or a Hugging Face folder",
         (
             "longctx generate runs/NAME prompt='Once upon a time'",
             "longctx generate FOLDER prompt='Who are you?' chat=true temperature=0",
