@@ -119,6 +119,7 @@ def closing_table(folder: Path, kernels: dict[str, str], finished: bool, steps: 
     if checkpoints(folder):
         more = f" max_steps={2 * numbers['step']}" if finished else ""
         table.add_row("evaluate", f"python eval.py checkpoint={folder}")
+        table.add_row("write text", f"longctx generate {folder} prompt='Once upon a time'")
         table.add_row("train on", f"python train.py resume={folder}{more}")
     return table
 

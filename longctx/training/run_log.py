@@ -14,10 +14,12 @@ from longctx.planner.hardware import GIB
 from longctx.planner.overview import count_of
 from longctx.planner.peak_memory import predict
 from longctx.planner.workload import Workload
+from longctx.runs import run_folder
 from longctx.runs.metrics import SAMPLE
 from longctx.runs.tracking import Tracker
 from longctx.training.console import Display, closing_table
 from longctx.training.context_check import Finding
+from longctx.training.loss_curve import loss_curve
 from longctx.training.run import Run
 
 FEW = 10_000  # tokens that validate; the standard error of their mean loss is some 0.03 nats
@@ -105,6 +107,9 @@ class RunLog:
             return
         if stopped_by is not None:
             self.display.say(f"stopped by {stopped_by} after step {self.steps_done:,}, saved")
+        self.display.say("")
+        for line in loss_curve(run_folder.read_metrics(self.run.folder)):
+            self.display.say(line)
         self.display.say("")
         table = closing_table(self.run.folder, attention.kernels_run(), code == 0, self.steps_done)
         self.display.print(table)

@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from longctx.runs.metrics import duration, figures
+from longctx.runs.metrics import Row, duration, figures
 from longctx.training.console import Display, Job, brief, closing_table, sweep_table
+from longctx.training.loss_curve import loss_curve
 from longctx.training.run_log import validates
 
 ROWS: list[dict[str, Any]] = [
@@ -180,3 +181,23 @@ def test_a_run_stopped_between_rows_has_the_steps_that_it_did(tmp_path: Path) ->
     (line,) = (line for line in text.splitlines() if line.startswith("steps"))
     assert line.split() == ["steps", "12"]
     assert "810" not in text  # tokens after step 9
+
+
+def test_a_curve_goes_from_the_first_loss_to_the_last() -> None:
+    rows = [{"step": n, "loss": 8 - n / 10, "ms_per_step": 1.0} for n in range(3, 40, 2)]
+    lines = loss_curve([*rows, {"step": 39, "val_loss": 99.0}])
+    top, bottom = lines[1], lines[-3]
+    assert top.startswith("7.70 │") and bottom.startswith("4.10 │")
+    assert lines[-1].split() == ["3", "step", "39"]
+    drawn = [[letter != "\u2800" for letter in line.partition("│")[2]] for line in lines[1:-2]]
+    assert all(any(column) for column in zip(*drawn, strict=True)), "no gap"
+    first, last = ([line[at] for line in drawn].index(True) for at in (0, -1))
+    assert (first, last) == (0, len(drawn) - 1)
+    assert len(set(map(len, lines[1:-2]))) == 1
+
+
+@pytest.mark.parametrize("losses", [[], [1.0] * 3, [None] * 9])
+def test_too_few_losses_are_no_curve(losses: list[float | None]) -> None:
+    rows: list[Row] = [{"step": n, "loss": x, "ms_per_step": 1.0} for n, x in enumerate(losses)]
+    assert loss_curve(rows) == []
+    assert loss_curve([{"step": n, "loss": 2.0, "ms_per_step": 1.0} for n in range(9)])
