@@ -162,6 +162,14 @@ class TrainConfig:
         200, "steps between checkpoints; one always comes at the end", between=(1, 10**9)
     )
     keep_checkpoints: int = key(2, "the newest so many stay on disk", between=(1, 10**9))
+    keep_best: bool = key(
+        False, "also keep the checkpoint with the lowest validation loss, as best.ckpt"
+    )
+    patience: int | None = key(
+        None,
+        "end after so many validations without a lower loss; null: after max_steps",
+        between=(1, 10**9),
+    )
     log_every: int = key(5, "steps between rows of metrics.jsonl", between=(1, 10**9))
     workers: int = key(1, "processes that prepare batches, per device; 0: none", between=(0, 256))
     attention: AttentionConfig = group(AttentionConfig)

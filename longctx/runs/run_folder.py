@@ -39,6 +39,8 @@ RESUMABLE = {
         "val_rows",
         "checkpoint_every",
         "keep_checkpoints",
+        "keep_best",
+        "patience",
         "log_every",
         "sample_every",
         "sample_prompt",

@@ -319,6 +319,12 @@ def continued(run: Run) -> Run:
     about, steps_done = checkpoint["longctx"], checkpoint["steps_done"]
     assert run.data is not None
     run = replace(run, data=run.data.as_begun(about["data"]))
+    best = checkpoint.get("best") or {"since": 0}
+    if config.patience is not None and best["since"] >= config.patience:
+        raise ValueError(
+            f"resume={folder}: the run has ended after {best['since']} validations without a lower "
+            "loss; to go on, give a larger patience=, or patience=null"
+        )
     if steps_done >= run.max_steps:
         raise ValueError(
             f"resume={folder}: the run has done its {steps_done:,} steps; to go on, give a larger "

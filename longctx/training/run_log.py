@@ -89,6 +89,10 @@ class RunLog:
         if self.tracker is not None:
             self.tracker.checkpoint(path, step)
 
+    def ended_early(self, why: str) -> None:
+        """Say why a run ends before its last step."""
+        self.display.say(why)
+
     def end(self, code: int) -> None:
         """Close bar, file and wandb."""
         self.display.stop()

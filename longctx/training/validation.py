@@ -134,7 +134,7 @@ def check_validation(
     data: Data | Mixture, config: TrainConfig, overrides: Mapping[str, str]
 ) -> None:
     """ValueError for an override about validations where there is nothing to validate on."""
-    for key in ("val_every", "val_rows", "passkey.enabled"):
+    for key in ("val_every", "val_rows", "passkey.enabled", "keep_best", "patience"):
         value = overrides.get(key, "null")
         if value.lower() not in ("null", "false") and not len(data.val):
             raise ValueError(
