@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from longctx import cli
 from longctx.cli import early_checks
 from longctx.planner import hardware
-from longctx.runs import run_folder
+from longctx.runs import checkpoint_folder, run_folder
+from longctx.runs.checkpoint_folder import Sharded
 
 WITHOUT_TORCH = """
 import sys
@@ -29,8 +31,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     run = tmp_path / "runs" / "done"
     (run / "checkpoints").mkdir(parents=True)
     (run / "config.yaml").write_text("max_steps: 7\nseq_len: 64\n")
-    (run / "checkpoints" / "step-00000007.ckpt").mkdir()
+    write_checkpoint(run / "checkpoints" / "step-00000007.ckpt")
     return tmp_path
+
+
+def write_checkpoint(path: Path) -> None:
+    """A whole one, of a single tensor."""
+    checkpoint_folder.save(path, {}, {"x": Sharded.whole(torch.zeros(3))})
 
 
 @pytest.mark.parametrize(
@@ -88,6 +95,9 @@ def test_a_damaged_last_checkpoint_is_no_end_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-00000007.ckpt").write_bytes(b"PK cut short")
     run_folder.check_unfinished(tmp_path, 7)
     (tmp_path / "checkpoints" / "step-00000008.ckpt").mkdir()
+    run_folder.check_unfinished(tmp_path, 8)
+    (tmp_path / "checkpoints" / "step-00000008.ckpt").rmdir()
+    write_checkpoint(tmp_path / "checkpoints" / "step-00000008.ckpt")
     run_folder.check_unfinished(tmp_path, 9)
     with pytest.raises(ValueError, match="8 steps"):
         run_folder.check_unfinished(tmp_path, 8)

@@ -129,7 +129,7 @@ def test_a_run_stopped_before_its_first_checkpoint(
 
 
 def test_a_killed_run_resumes_bit_for_bit(overrides: Overrides, tmp_path: Path) -> None:
-    shape: dict[str, Any] = {"max_steps": 60, "checkpoint_every": 7, "accumulate": 4, "workers": 1}
+    shape: dict[str, Any] = {"max_steps": 120, "checkpoint_every": 7, "accumulate": 4, "workers": 1}
     assert train.main(overrides(name="straight", **shape)) == 0
     killed = start(overrides(name="killed", **shape), tmp_path)
     folder = tmp_path / "runs" / "killed"
