@@ -19,6 +19,7 @@ if not torch.cuda.is_available():
     import longctx.kernels.portable
     import longctx.kernels.rms_norm
     import longctx.kernels.rotary
+    import longctx.kernels.split_decode
     import longctx.kernels.swiglu  # noqa: F401
 
     del os.environ["TRITON_INTERPRET"]

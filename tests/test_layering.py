@@ -19,6 +19,8 @@ MAY_IMPORT = {
     "data": GROUND,
     "distributed": GROUND | {"planner", "model", "attention"},
     "evaluation": GROUND | {"planner", "distributed", "model", "attention", "kernels", "data"},
+    "generation": GROUND
+    | {"planner", "distributed", "model", "attention", "kernels", "data", "evaluation"},
     # Training validates with evaluation.
     "training": GROUND
     | {"planner", "distributed", "model", "attention", "kernels", "data", "evaluation"},

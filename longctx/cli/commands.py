@@ -20,6 +20,7 @@ from longctx.cli.overrides import SCHEMAS, key_and_value, keys, read, unquoted
 from longctx.cli.usage import choices_lines, key_lines
 from longctx.config import command_config, presets
 from longctx.config.eval_config import EvalRequest
+from longctx.config.generate_config import GenerateConfig
 from longctx.config.model_config import AttentionConfig
 from longctx.config.request import Request
 from longctx.config.train_config import TrainConfig
@@ -185,6 +186,13 @@ def _evaluate(argv: list[str]) -> int:
     return evaluate(request)
 
 
+def _generate(argv: list[str]) -> int:
+    chosen = options(GenerateConfig, argv)
+    with libraries():
+        from longctx.generation.generate import generate
+    return generate(chosen)
+
+
 def _plan(argv: list[str]) -> None:
     own, training = split_own(command_config.PlanOptions, argv)
     chosen = options(command_config.PlanOptions, own)
@@ -284,6 +292,16 @@ COMMANDS: dict[str, Command] = {
         ),
         SCHEMAS["eval"],
         _evaluate,
+    ),
+    "generate": Command(
+        "Generate text with a run, a checkpoint or a Hugging Face folder",
+        (
+            "longctx generate runs/NAME prompt='Once upon a time'",
+            "longctx generate FOLDER prompt='Who are you?' chat=true temperature=0",
+            "longctx generate runs/NAME prompts=questions.jsonl out=answers.jsonl",
+        ),
+        GenerateConfig,
+        _generate,
     ),
     "plan": Command(
         "Predict memory, time and the longest context that fits",

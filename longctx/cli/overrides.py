@@ -99,6 +99,8 @@ def check_override(
     if name.startswith("~") or not equals or not name:
         raise ValueError(f"{override}: not of the form key=value; see --help")
     known = keys(schema)
+    if name in known and known[name].metadata.get("literal") and value != "null":
+        return f"{name}={quoted(value)}"
     if is_open(schema, name):
         return f"++{name}={value}"
     if name not in known:
@@ -134,17 +136,22 @@ def in_full(override: str, schema: type) -> str:
 
 
 def split_positional(schema: type, argv: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """Sort `argv` into checked overrides and the values of the positional fields of `schema`.
+    """Sort `argv` into checked overrides and the values of the positional and literal fields of
+    `schema`.
 
     ValueError where there are too few or too many. An argument with "=" is a path where it names no
     key and either exists or has a "/", as runs/lr=1.
     """
     known = keys(schema)
     fields = [name for name, key in known.items() if key.metadata.get("positional")]
+    values: dict[str, Any] = {}
     overrides: list[str] = []
     paths: list[str] = []
     for argument in argv:
-        key, equals, _ = argument.partition("=")
+        key, equals, text = argument.partition("=")
+        if equals and key in known and known[key].metadata.get("literal"):
+            values[key] = text
+            continue
         is_path = key not in known and ("/" in key or os.path.lexists(argument))
         is_override = argument.startswith("-") or (equals and not is_path)
         (overrides if is_override or not fields else paths).append(argument)
@@ -152,7 +159,6 @@ def split_positional(schema: type, argv: list[str]) -> tuple[list[str], dict[str
         if argument.partition("=")[0] in fields:
             raise ValueError(f"{argument}: give it without {argument.partition('=')[0]}=")
     overrides = [check_override(argument, schema) for argument in overrides]
-    values: dict[str, Any] = {}
     left = list(paths)
     for name in fields:
         values[name] = left if known[name].is_list() else left[:1]
@@ -203,6 +209,14 @@ def key_and_value(override: str) -> tuple[str, str]:
     """An override's key, without Hydra's plus signs, and its value."""
     key, _, value = override.partition("=")
     return key.lstrip("+"), value
+
+
+def quoted(value: str) -> str:
+    """A value in quotes, such that Hydra takes every character as it is."""
+    escaped = re.sub(
+        r"(\\*)('|$)", lambda found: 2 * found[1] + found[2].replace("'", "\\'"), value
+    )
+    return f"'{escaped}'"
 
 
 def unquoted(value: str) -> str:

@@ -21,6 +21,7 @@ def key(
     word: str | None = None,
     positional: bool = False,
     short: bool = False,
+    literal: bool = False,
 ) -> Any:
     """A field with its `default` and help text, checked by `check`.
 
@@ -29,6 +30,7 @@ def key(
     word: the one word that may stand where a number is meant, as in seq_len=max.
     positional: the command line gives it without `key=`, as in `watch runs/NAME`.
     short: the name of its group stands for it, as passkey=true for passkey.enabled=true.
+    literal: the command line's text is the value, whatever characters it has.
     A value of None is for the dataclass's own `validate` to judge.
     """
     metadata = {
@@ -38,6 +40,7 @@ def key(
         "word": word,
         "positional": positional,
         "short": short,
+        "literal": literal,
     }
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: copy(default), metadata=metadata)

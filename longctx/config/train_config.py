@@ -148,6 +148,16 @@ class TrainConfig:
         "rows of a validation; null: 262,144 tokens on a GPU, 32,768 on a CPU; 0: all",
         between=(0, 10**9),
     )
+    sample_every: int | None = key(
+        None,
+        "steps between samples of text, also one at the last step; null: none",
+        between=(1, 10**9),
+    )
+    sample_prompt: str | None = key(
+        None,
+        "what a sample continues; null: the beginning of a document that validates",
+        literal=True,
+    )
     checkpoint_every: int = key(
         200, "steps between checkpoints; one always comes at the end", between=(1, 10**9)
     )
@@ -186,6 +196,11 @@ class TrainConfig:
             raise ValueError(f"clip={self.clip}: a norm above 0, or null for no clipping")
         if self.compile.lower() not in ("auto", "true", "false"):
             raise ValueError(f"compile={self.compile}: one of auto, true, false")
+        if self.sample_prompt is not None and self.sample_every is None:
+            raise ValueError(
+                f"sample_prompt={self.sample_prompt}: does nothing without sample_every; give it "
+                "too, such as sample_every=100"
+            )
         check(self.kernel, "kernel.")
         check(self.strategy, "strategy.")
         check(self.context, "context.")

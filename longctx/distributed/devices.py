@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from longctx.config.eval_config import EvalConfig
+from longctx.config.generate_config import GenerateConfig
 from longctx.config.train_config import TrainConfig
 from longctx.planner import hardware
 from longctx.planner.hardware import Machine
@@ -20,7 +21,7 @@ def this_machine() -> Machine:
     return Machine(gpus, gpu, torch.cuda.is_bf16_supported(), hardware.host_memory())
 
 
-def choose_device(config: TrainConfig | EvalConfig, machine: Machine) -> str:
+def choose_device(config: TrainConfig | EvalConfig | GenerateConfig, machine: Machine) -> str:
     """ "cuda" or "cpu"; ValueError for a GPU that is asked for and not there, or lacks bf16."""
     if config.device == "cuda" and not machine.gpus:
         raise ValueError(

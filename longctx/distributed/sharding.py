@@ -7,7 +7,8 @@ run; gradients are added up in fp32. Compare ZeRO-3 (arXiv 1910.02054).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -124,6 +125,21 @@ def reshard(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
+
+
+@contextmanager
+def unsharded(model: GPT) -> Iterator[None]:
+    """Inside the block, gather the weights of `model` that are outside its blocks; a block gathers
+    its own when it is called.
+    """
+    if not isinstance(model, FSDPModule):
+        yield
+        return
+    model.unshard()
+    try:
+        yield
+    finally:
+        model.reshard()
 
 
 def parts(module: nn.Module) -> dict[str, Sharded]:

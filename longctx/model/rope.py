@@ -58,8 +58,13 @@ class Rope(nn.Module):
             return cos, sin
         return cos * self.attention_factor, sin * self.attention_factor
 
+    @property
+    def follows_length(self) -> bool:
+        """Whether the frequencies depend on the length of the input."""
+        return self.scaling.get("rope_type") in ("dynamic", "longrope")
+
     def _follow_length(self, length: int) -> None:
-        if self.scaling.get("rope_type") in ("dynamic", "longrope") and length != self.length:
+        if self.follows_length and length != self.length:
             self.length = length
             self.frequencies, _ = frequencies(
                 self.head_dim, self.theta, self.scaling, self.context, length

@@ -18,6 +18,7 @@ Row = dict[str, Any]  # of metrics.jsonl
 
 BY_POSITION = "val_loss_by_position"  # key/N: loss of targets with N to 2N - 1 tokens before them
 FACTS_FOUND = "facts_found"  # key/kind/N: share of hidden facts found in texts of N tokens
+SAMPLE = "sample"  # text that the model has written, in a row of its own
 BUSY_OF_RANK = "busy_ms"  # key/N: milliseconds per step in which rank N waits for no other
 MEDIAN_OF = 2000  # values at most, evenly spaced, so that a long run costs no more than a short one
 

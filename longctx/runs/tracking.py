@@ -26,7 +26,7 @@ from longctx import python_child
 from longctx.config.train_config import WandbConfig
 from longctx.runs import run_folder
 from longctx.runs.metrics import Row
-from longctx.runs.wandb_process import BEGUN, PROBLEM, SENT, positions
+from longctx.runs.wandb_process import BEGUN, PROBLEM, SENT, positions, samples
 
 HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")  # in .netrc: `wandb login` wrote either
 PATIENCE = 9.0  # seconds that the end of a run waits for wandb
@@ -45,6 +45,7 @@ class Tracker:
         earlier = run_folder.read_metrics(folder) if path.is_file() else []
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (`finish` closes it)
         self._positions = [point for row in earlier for point in positions(row)]
+        self._samples = [one for row in earlier for one in samples(row)]
         self._waiting: list[dict[str, Any]] = []
         self._copy: Copy | None = None
 
@@ -73,7 +74,8 @@ class Tracker:
         """
         if self.mode == "disabled" or self._copy is not None:
             return
-        about = {"kind": "run", "facts": facts | {"commit": commit()}, "positions": self._positions}
+        about: dict[str, Any] = {"kind": "run", "facts": facts | {"commit": commit()}}
+        about |= {"positions": self._positions, "samples": self._samples}
         self._copy = Copy(self.config, self.folder, self.mode, about)
         for message in self._waiting:
             self._copy.send(message)

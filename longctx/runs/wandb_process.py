@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from longctx import stop_signal
 from longctx.config.train_config import WandbConfig
 from longctx.runs import metrics
-from longctx.runs.metrics import BY_POSITION, Row
+from longctx.runs.metrics import BY_POSITION, SAMPLE, Row
 from longctx.stop_signal import exit_within
 
 SENT, BEGUN, PROBLEM = "sent.jsonl", "begun", "problem"  # the files of a copy
@@ -84,12 +84,15 @@ def send_run(
     about = {"config": request["facts"] | {"leg": leg}, "group": group, "job_type": config.job_type}
     run = init(config, folder, mode, **about, **identity)
     begun.write_text(Path(run.dir).parent.name, encoding="utf-8")
-    points, exit_code = request["positions"], 1
+    points, texts, exit_code = request["positions"], request["samples"], 1
     for message in messages:
         if "row" in message:
             row = message["row"]
             points += positions(row)
-            run.log(row | (by_position(points) if positions(row) else {}))
+            texts += samples(row)
+            shown = {key: value for key, value in row.items() if key != SAMPLE}
+            shown |= by_position(points) if positions(row) else {}
+            run.log(shown | (sample_table(texts) if samples(row) else {}))
         elif "checkpoint" in message:
             upload(run, Path(message["checkpoint"]), message["step"])
         else:
@@ -171,6 +174,18 @@ def positions(row: Row) -> list[list[Any]]:
         for key, value in row.items()
         if key.startswith(f"{BY_POSITION}/") and value is not None
     ]
+
+
+def samples(row: Row) -> list[list[Any]]:
+    """(tokens seen, text) of a sample; [] for other rows."""
+    return [[row["tokens_seen"], row[SAMPLE]]] if SAMPLE in row else []
+
+
+def sample_table(texts: list[list[Any]]) -> dict[str, Any]:
+    """All samples of text so far, as a table."""
+    import wandb
+
+    return {"samples": wandb.Table(columns=["tokens seen", "text"], data=list(texts))}
 
 
 def plot(columns: tuple[str, str, str], rows: list[list[Any]], title: str) -> Any:

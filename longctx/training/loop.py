@@ -43,6 +43,7 @@ from longctx.training.learning_rate import learning_rate
 from longctx.training.resolve import continue_folder, data_config, resolve
 from longctx.training.run import Run, of_shared
 from longctx.training.run_log import RunLog
+from longctx.training.samples import sample
 from longctx.training.schedule import Schedule
 from longctx.training.spikes import Spikes
 from longctx.training.sweep import RESULT_VARIABLE
@@ -149,6 +150,8 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal) -> None:
             log.start_wandb(kernels_run())
             if last or step % run.val_every == 0:
                 validated(step)
+            if run.samples(step):
+                log.sample(step, meter.tokens_seen, sample(state.module, data, run, parallel))
 
         # Save
         stopped = vote.stops(step, waits_anyway=run.logs(step))

@@ -42,6 +42,11 @@ class Run:
         every = step % self.config.log_every and step % self.val_every
         return step in (1, self.max_steps) or not every
 
+    def samples(self, step: int) -> bool:
+        """Whether a sample of text is written after `step`."""
+        every = self.config.sample_every
+        return every is not None and (step == self.max_steps or step % every == 0)
+
     def settings(self) -> dict[str, Any]:
         """Every key of the configuration as decided: what config.yaml says."""
         work = self.workload

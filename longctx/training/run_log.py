@@ -9,9 +9,11 @@ import torch
 
 from longctx import attention
 from longctx.distributed.parallel import Parallel
+from longctx.files import printable
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import predict
 from longctx.planner.workload import Workload
+from longctx.runs.metrics import SAMPLE
 from longctx.runs.tracking import Tracker
 from longctx.training.console import Display, closing_table
 from longctx.training.context_check import Finding
@@ -63,6 +65,14 @@ class RunLog:
         self.spikes = max(spikes, self.spikes)
         self.figures = {}
         self.display.show(row)
+
+    def sample(self, step: int, tokens_seen: int, text: str) -> None:
+        """Write a sample of text to metrics.jsonl and wandb, and show it."""
+        if self.tracker is not None:
+            self.tracker.log({"step": step, "tokens_seen": tokens_seen, SAMPLE: text})
+            self.say_problem()
+        lines = [printable(line) for line in text.splitlines()]
+        self.display.say("\n".join([f"sample at step {step:,}:", *lines, ""]))
 
     def start_wandb(self, kernels: dict[str, str]) -> None:
         """Begin the copy at wandb, once."""

@@ -1,0 +1,93 @@
+"""The keys of `longctx generate`, checked as far as that needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from longctx.config import presets
+from longctx.config.fields import check, key
+
+PROMPT_FILES = (".txt", ".jsonl")
+
+
+@dataclass
+class GenerateConfig:
+    """What is continued, by which model, and how tokens are chosen."""
+
+    checkpoint: str = key(
+        "",
+        "a run (its newest checkpoint), a file in its checkpoints, a Hugging Face folder",
+        positional=True,
+    )
+    prompt: str | None = key(
+        None, "text to continue, as it is typed; null: what a document begins with", literal=True
+    )
+    prompts: str | None = key(
+        None,
+        "file instead: .txt, one prompt; .jsonl, a `prompt` on each line, or `messages` of a chat",
+    )
+    chat: bool = key(
+        False, "the prompt is a message; the answer is asked for by the model's chat template"
+    )
+    max_new_tokens: int = key(200, "of each prompt; fewer where its text ends", between=(1, 2**31))
+    temperature: float = key(
+        0.8, "0: always the likeliest token; 1: by the model's probabilities", between=(0.0, 100.0)
+    )
+    top_k: int | None = key(
+        None, "choose among the so many likeliest; null: among all", between=(1, 2**31)
+    )
+    top_p: float | None = key(
+        None, "choose among the likeliest that together have this probability; null: among all"
+    )
+    seed: int = key(1, "of the choices", between=(0, 2**63 - 1))
+    batch_size: int = key(8, "prompts at a time", between=(1, 2**20))
+    out: str | None = key(None, "write prompts and texts to this .jsonl too")
+    device: str = key(
+        "auto", "auto: a GPU if there is one | cpu | cuda", choices=("auto", "cpu", "cuda")
+    )
+    precision: str = key(
+        "auto", "auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp32", choices=("auto", "bf16", "fp32")
+    )
+    decode: str = key(
+        "auto",
+        "kernel of single tokens: auto: triton on a GPU, torch on a CPU | triton | torch",
+        choices=("auto", "triton", "torch"),
+    )
+    attention: str = key("flash", "backend that computes the prompts: flash | sdpa | naive | …")
+
+    def validate(self) -> None:
+        """Raise ValueError or OSError naming the first key whose value makes no sense."""
+        check(self)
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p}: a probability above 0 and up to 1")
+        for name in ("top_k", "top_p"):
+            value = getattr(self, name)
+            if self.temperature == 0 and value is not None:
+                raise ValueError(
+                    f"{name}={value}: does nothing with temperature=0, which takes the likeliest "
+                    "token; leave one of them out"
+                )
+        if self.attention not in presets.names("attention"):
+            known = ", ".join(sorted(presets.names("attention")))
+            raise ValueError(f"attention={self.attention}: choose one of {known}")
+        if not Path(self.checkpoint).exists():
+            raise ValueError(f"checkpoint={self.checkpoint}: no such file or folder")
+        if self.chat and self.prompt is None and self.prompts is None:
+            raise ValueError("chat=true: give the message, as in prompt='Who are you?'")
+        if self.out is not None and Path(self.out).suffix != ".jsonl":
+            raise ValueError(f"out={self.out}: a file that ends in .jsonl")
+        if self.out is not None and not Path(self.out).absolute().parent.is_dir():
+            raise ValueError(f"out={self.out}: the folder {Path(self.out).parent} is not there")
+        self._validate_prompts()
+
+    def _validate_prompts(self) -> None:
+        if self.prompts is None:
+            return
+        if self.prompt is not None:
+            raise ValueError(f"prompts={self.prompts}: prompt= is given too; leave one of them out")
+        file = Path(self.prompts)
+        if file.suffix not in PROMPT_FILES:
+            raise ValueError(f"prompts={file}: a file that ends in {' or '.join(PROMPT_FILES)}")
+        if not file.is_file():
+            raise ValueError(f"prompts={file}: no such file")

@@ -1,0 +1,92 @@
+"""Prompts: what is to be continued, as text and as tokens.
+
+A text is tokenized as training tokenizes a document: after its begin-of-text token where the
+tokenizer has one, and never turning into special tokens. A chat is written by the chat template of
+the model's folder, with what the template puts before the assistant's next message.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from longctx import untrusted
+from longctx.config.generate_config import GenerateConfig
+from longctx.data import Tokenizer
+from longctx.data.chat import Template
+
+LARGEST = 1 << 30  # bytes of a file of prompts
+
+
+class Prompt(NamedTuple):
+    """The tokens of a prompt, and what is shown and written of it."""
+
+    ids: list[int]
+    shown: str | list[dict[str, Any]]  # the text, or the messages of a chat
+
+
+def read_prompts(config: GenerateConfig, tokenizer: Tokenizer, folder: Path) -> list[Prompt]:
+    """The prompts of `config`; the chat template is the one in `folder`.
+
+    Raises ValueError naming the file and the line of what is no prompt.
+    """
+    if config.prompts is None:
+        rows: list[Any] = [config.prompt or ""]
+        places = ["prompt"]
+    else:
+        file = Path(config.prompts)
+        text = untrusted.read_text(file, LARGEST)
+        is_text = file.suffix == ".txt"
+        lines = [(n, line) for n, line in enumerate(text.splitlines(), start=1) if line.strip()]
+        rows = (
+            [text.removesuffix("\n")]
+            if is_text
+            else [_row(f"{file}:{n}", line) for n, line in lines]
+        )
+        places = [str(file)] if is_text else [f"{file}:{n}" for n, _ in lines]
+    if not rows:
+        raise ValueError(f"prompts={config.prompts}: no prompt in it")
+    chats = any(isinstance(row, list) for row in rows) or config.chat
+    template = Template(folder) if chats else None
+    prompts = []
+    for place, row in zip(places, rows, strict=True):
+        if config.chat and isinstance(row, str):
+            row = [{"role": "user", "content": row}]
+        if isinstance(row, str):
+            prompts.append(Prompt(tokens_of(row, tokenizer), row))
+        else:
+            assert template is not None
+            ids = tokenizer.encode_conversation(asked(template, place, row), [])[0].tolist()
+            prompts.append(Prompt(ids, row))
+    return prompts
+
+
+def tokens_of(text: str, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of a text that begins a document; of no text the end of the one before it, where
+    the tokenizer has no begin-of-text.
+    """
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    return [*begin, *tokenizer.encode(text)] or [tokenizer.eos_id]
+
+
+def asked(template: Template, place: str, messages: Any) -> str:
+    """The conversation `messages` as text, up to where the assistant's next message begins."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{place}: 'messages' must be a list of messages")
+    answered = [*messages, {"role": "assistant", "content": "."}]
+    written = template.render("prompt", place, {"messages": answered})
+    return str(written.text)[: written.spans[-1][0]]
+
+
+def _row(place: str, line: str) -> Any:
+    """The prompt, text or messages, that a line of JSON holds."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place}: not JSON ({error})") from error
+    if isinstance(row, dict) and isinstance(row.get("messages"), list):
+        return row["messages"]
+    if isinstance(row, dict) and isinstance(row.get("prompt"), str):
+        return row["prompt"]
+    raise ValueError(f"{place}: needs a text in 'prompt', or a list in 'messages'")

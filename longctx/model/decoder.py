@@ -1,0 +1,190 @@
+"""A GPT that continues texts: all of their tokens in one forward, then token after token.
+
+The prompts are packed into one row like documents and go through the attention backend of the
+model, which never crosses from one to another; so prompts of different lengths cost no padding.
+Their keys and values stay in a cache. From then on a forward is of one token per prompt, which
+attends to the cache (longctx/attention/cached.py). Such a forward takes a GPU less time than its
+launches take a CPU, so on a GPU it is captured in a CUDA graph once and replayed.
+
+The blocks are those of training, called in the two parts on either side of attention. Where the
+frequencies of RoPE depend on the length of the input (dynamic, longrope) they follow it token by
+token and the keys before keep theirs, as in transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longctx.attention import Mask
+from longctx.attention.cached import Visible, cached_attention, decode_kernel
+from longctx.model.gpt import GPT
+from longctx.model.kv_cache import KVCache
+from longctx.model.recompute import in_tiles
+
+Write = Callable[[Tensor, Tensor], None]  # of the k and v (N, Hkv, D) of new tokens
+
+
+class Decoder:
+    """`model`, in eval mode, on `rows` texts of at most `length` tokens each, prompt included.
+
+    `decode` names the kernel of single tokens, see `decode_kernel`. `graphs`: replay a CUDA graph;
+    None: on a GPU. Weights sharded over ranks are gathered block by block, which a graph cannot do.
+    Raises ValueError where the kernel cannot run here.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        rows: int,
+        length: int,
+        decode: str = "auto",
+        graphs: bool | None = None,
+    ) -> None:
+        self.model = model
+        weight = model.embed.weight
+        self.device, kind = weight.device, weight.device.type
+        self.autocasts = torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if self.autocasts else weight.dtype
+        self.kernel = decode_kernel(decode, self.device, dtype, model.config.head_size)
+        self.cache = KVCache(model.config, rows, length, dtype, self.device)
+        self.dtype = dtype
+        self.windows = [model.config.window_of(n) for n in range(model.config.layers)]
+        self.graphs = kind == "cuda" if graphs is None else graphs
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.lengths: list[int] = []  # of the texts, as the cache has them on the device
+        angles = (rows, 1, 1, model.config.head_size // 2)
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        self.cos, self.sin = (torch.zeros(angles, device=self.device) for _ in range(2))
+        self.logits = torch.zeros(0, device=self.device)
+
+    @torch.no_grad()
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Logits (rows, V) after each of the `prompts`, one per row, with one token at least."""
+        cache, lengths = self.cache, [len(prompt) for prompt in prompts]
+        assert len(prompts) == cache.rows and 0 < min(lengths) and max(lengths) <= cache.length
+        N, ids = sum(lengths), torch.tensor([token for prompt in prompts for token in prompt])
+        mask = Mask.causal()
+        if len(prompts) > 1:
+            rows = torch.arange(len(prompts)).repeat_interleave(torch.tensor(lengths))
+            mask = Mask.documents(rows[None])
+        mask = mask.bind(1, N, N, self.device)
+        masks = {w: mask if w is None else mask.windowed(w) for w in set(self.windows)}
+        places = [torch.arange(n, device=self.device) for n in lengths]
+        slots = torch.cat([row * cache.length + at for row, at in enumerate(places)])
+        angles = [self.model.rope(at[None], len(at)) for at in places]
+        cos, sin = (torch.cat(x, dim=1) for x in zip(*angles, strict=True))
+
+        tile = self.model.memory.mlp_tile or 0
+
+        def block_of(n: int) -> Callable[..., Tensor]:
+            def forward(block: Any, x: Tensor) -> Tensor:
+                q, k, v = in_tiles(block.before, tile, (x, cos, sin))
+                cache.write(n, slots, k[0], v[0])
+                out = block.attention(q, k, v, masks[self.windows[n]])
+                return in_tiles(block.after, tile, (x, out))[0]
+
+            return forward
+
+        x = self._through_blocks(self._embedded(ids[None].to(self.device)), block_of)
+        self.lengths = lengths
+        cache.lengths.copy_(torch.tensor(lengths))
+        return self._logits(x[0, torch.tensor(lengths).cumsum(0).to(self.device) - 1])
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor) -> Tensor:
+        """Logits (rows, V) after one more token of each row, (rows,) int64; the next call may
+        overwrite them.
+        """
+        self.lengths = [n + 1 for n in self.lengths]
+        assert max(self.lengths) <= self.cache.length
+        self.tokens.copy_(tokens)
+        for buffer, angle in zip((self.cos, self.sin), self._angles(), strict=True):
+            buffer.copy_(angle)
+        if self.graph is not None:
+            self.graph.replay()
+            return self.logits
+        logits = self._one_token()
+        if self.graphs:  # the kernels are compiled by now; a capture computes nothing
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.logits = self._one_token()
+        return logits
+
+    def _angles(self) -> tuple[Tensor, Tensor]:
+        """cos and sin of the newest tokens, (rows, 1, 1, D/2)."""
+        positions = self.cache.lengths[:, None]
+        if not self.model.rope.follows_length:
+            cos, sin = self.model.rope(positions)
+            return cos, sin
+        rows = zip(positions, self.lengths, strict=True)
+        angles = [self.model.rope(position[None], n) for position, n in rows]
+        cos, sin = (torch.cat(x) for x in zip(*angles, strict=True))
+        return cos, sin
+
+    def _one_token(self) -> Tensor:
+        """Logits after `tokens`; waits for nothing, and reads nothing that changes but tensors."""
+        cache = self.cache
+        slots, last = cache.starts + cache.lengths, cache.lengths.int()
+        keys = cache.length if self.graphs else max(self.lengths)
+        visible = {
+            w: Visible((last - ((w or cache.length) - 1)).clamp(min=0), last, keys)
+            for w in set(self.windows)
+        }
+
+        def block_of(n: int) -> Callable[..., Tensor]:
+            def forward(block: Any, x: Tensor) -> Tensor:
+                q, k, v = block.before(x, self.cos, self.sin)
+                cache.write(n, slots, k[:, 0], v[:, 0])
+                seen = visible[self.windows[n]]
+                out = cached_attention(
+                    q[:, 0].to(self.dtype), cache.keys[n], cache.values[n], seen, self.kernel
+                )
+                y: Tensor = block.after(x, out[:, None])
+                return y
+
+            return forward
+
+        x = self._through_blocks(self._embedded(self.tokens[:, None]), block_of)
+        cache.lengths += 1
+        return self._logits(x[:, 0])
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.model.embed.weight).to(self.dtype)
+
+    def _through_blocks(
+        self, x: Tensor, block_of: Callable[[int], Callable[..., Tensor]]
+    ) -> Tensor:
+        for n, block in enumerate(self.model.blocks):
+            x = block.calling(block_of(n), x)
+        return x
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return F.linear(self.model.norm(x), self.model.lm_head_weight)
+
+
+def continuations(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    most: int,
+    choose: Callable[[Tensor], Tensor],
+    ends: Collection[int] = (),
+) -> Iterator[list[int | None]]:
+    """The next token of each prompt, `most` times; None for one that a token of `ends` has ended.
+
+    `choose` picks tokens (rows,) from logits (rows, V). It stops early where all have ended;
+    without `ends` it never does, as ranks that compute together need it.
+    """
+    logits, going = decoder.prefill(prompts), [True] * len(prompts)
+    for n in range(most):
+        tokens = choose(logits)
+        values = tokens.tolist()
+        yield [token if goes else None for token, goes in zip(values, going, strict=True)]
+        going = [goes and token not in ends for token, goes in zip(values, going, strict=True)]
+        if not any(going) or n + 1 == most:
+            return
+        logits = decoder.step(tokens)

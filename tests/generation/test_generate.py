@@ -1,0 +1,144 @@
+"""`longctx generate`: the text is that of transformers, chats follow the model's template, and each
+mistake is one line.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from longctx import cli
+from longctx.data import Tokenizer
+from longctx.generation.text_stream import TextStream
+from tests.model.families.parity import SIZES, reference, write_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama of random weights with a tokenizer and a chat template."""
+    path = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(**SIZES | {"vocab_size": 300}, num_key_value_heads=2, eos_token_id=0)
+    reference(config).save_pretrained(path)
+    write_tokenizer(path)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+def generate(folder: Path, *arguments: str) -> int:
+    return cli.main(["generate", str(folder), "device=cpu", f"max_new_tokens={NEW}", *arguments])
+
+
+def expected(folder: Path, prompt: str | list[dict[str, str]]) -> str:
+    """What transformers makes of a text, or of the messages of a chat."""
+    tokenizer, model = (
+        kind.from_pretrained(folder) for kind in (AutoTokenizer, AutoModelForCausalLM)
+    )
+    text = prompt
+    if not isinstance(prompt, str):
+        text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+    ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+    new = model.generate(ids, do_sample=False, max_new_tokens=NEW, pad_token_id=0)[
+        0, ids.shape[1] :
+    ]
+    return str(tokenizer.decode(new[new != 0]))
+
+
+def test_text_is_that_of_transformers_and_what_is_said_goes_to_stderr(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prompt = "a rose, ${it} is\nin 18"
+    assert generate(folder, f"prompt={prompt}", "temperature=0") == 0
+    printed = capfd.readouterr()
+    assert printed.out == "in 18" + expected(folder, prompt) + "\n"
+    assert "prompt" in printed.err
+    assert "tokens/s" in printed.err
+
+
+def test_prompts_of_a_file_are_answered_in_their_order(folder: Path, tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "who is in 1812?"}]
+    prompts: list[Any] = ["a", chat, "a rose is a rose in 20"]
+    rows = [{"prompt": x} if isinstance(x, str) else {"messages": x} for x in prompts]
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    for batch_size in (2, 3):
+        arguments = (f"prompts={file}", f"out={out}", f"batch_size={batch_size}", "temperature=0")
+        assert generate(folder, *arguments) == 0
+        answers = [json.loads(line) for line in out.read_text().splitlines()]
+        assert [row["prompt"] for row in answers] == prompts
+        assert [row["text"] for row in answers] == [expected(folder, x) for x in prompts]
+
+
+def test_a_message_is_asked_by_the_chat_template(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert generate(folder, "prompt=a rose", "chat=true", "temperature=0") == 0
+    answer = expected(folder, [{"role": "user", "content": "a rose"}])
+    assert capfd.readouterr().out.endswith(answer + "\n")
+
+
+def test_the_seed_decides_what_chance_does(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for seed in (3, 3, 4):
+        assert generate(folder, "prompt=a", "temperature=1", "top_k=50", f"seed={seed}") == 0
+        texts.append(capfd.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["prompt=a", "prompts=b.txt"], "prompts=b.txt"),
+        (["prompts=nowhere.txt"], "prompts=nowhere.txt"),
+        (["prompts=a.csv"], "prompts=a.csv"),
+        (["chat=true"], "chat=true"),
+        (["temperature=0", "top_k=5"], "top_k=5"),
+        (["top_p=1.5"], "top_p=1.5"),
+        (["temperature=-1"], "temperature=-1"),
+        (["attention=fast"], "attention=fast"),
+        (["decode=triton"], "decode=triton"),
+        (["out=answers.txt"], "out=answers.txt"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], message: str, folder: Path, refused: Callable[[int, str], str]
+) -> None:
+    if arguments == ["decode=triton"] and torch.cuda.is_available():
+        pytest.skip("asks for a GPU kernel where there is none; here is one")
+    refused(generate(folder, *arguments), message)
+
+
+def test_lines_that_are_no_prompts_are_named(
+    folder: Path, tmp_path: Path, refused: Callable[[int, str], str]
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    for line in ("{", '{"text": "a"}', '{"messages": []}', '{"messages": [{"role": 1}]}'):
+        file.write_text('{"prompt": "a"}\n\n' + line)
+        refused(generate(folder, f"prompts={file}"), f"{file}:3")
+
+
+def test_streamed_text_is_whole_characters_and_all_of_them(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    text = "a rose é 水 😀 in 2024"
+    ids = tokenizer.encode(text)
+    assert all(len(tokenizer.encode(x)) > 1 for x in "é水😀")
+    stream, shown = TextStream(tokenizer, ends={tokenizer.eos_id}), [""]
+    for token in [*ids, tokenizer.eos_id]:
+        stream.add(token)
+        assert text.startswith(stream.text)
+        shown.append(stream.text)
+    assert shown[-1] == stream.whole() == text
+    broken = TextStream(tokenizer)
+    for token in ids[: ids.index(tokenizer.encode("水")[0]) + 1]:
+        broken.add(token)
+    assert broken.text == "a rose é "
+    assert broken.whole() == "a rose é \ufffd"

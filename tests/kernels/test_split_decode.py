@@ -1,0 +1,106 @@
+"""Decoding's kernels against naive attention in fp64 at odd sizes; in Triton's interpreter, or on a
+GPU.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from longctx.attention import Mask, attention
+from longctx.kernels.split_decode import decode, launch, parts_of
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.float16: {"rtol": 2e-3, "atol": 2e-3}}
+
+
+def inputs(B: int, T: int, Hq: int, Hkv: int, D: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(B + T + D)
+    shapes = ((B, Hq, D), (B, T, Hkv, D), (B, T, Hkv, D))
+    q, k, v = (torch.randn(shape, generator=generator).to(DEVICE) for shape in shapes)
+    return q, k, v
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> Tensor:
+    mask = Mask.intervals(first[:, None], last[:, None])
+    q, k, v = (x.double() for x in (q, k, v))
+    return attention(q[:, None], k, v, mask=mask, backend="naive")[:, 0]
+
+
+def places(*each: int) -> Tensor:
+    return torch.tensor(each, dtype=torch.int32, device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("Hq", "Hkv", "D", "parts"),
+    [
+        (1, 1, 32, None),
+        (6, 2, 16, 1),
+        (3, 3, 64, 3),
+        (9, 1, 80, None),
+        (8, 2, 128, 5),
+        (20, 1, 24, 2),
+        (4, 2, 256, 3),
+    ],
+)
+def test_equals_naive_attention(Hq: int, Hkv: int, D: int, parts: int | None) -> None:
+    q, k, v = inputs(3, 149, Hq, Hkv, D)
+    first, last = places(0, 0, 31), places(148, 0, 97)  # all keys, one, a window of 67
+    out = decode(q, k, v, first, last, D**-0.5, parts)
+    torch.testing.assert_close(out.double(), exact(q, k, v, first, last), **CLOSE[torch.float32])
+
+
+@pytest.mark.parametrize("width", [1, 63, 64, 65])
+def test_lengths_around_a_tile(width: int) -> None:
+    q, k, v = inputs(2, 140, 4, 2, 64)
+    last = places(139, width)
+    first = (last - (width - 1)).clamp(min=0).int()
+    for parts in (1, 2, 7):  # the last ones may have no keys
+        out = decode(q, k, v, first, last, 0.125, parts)
+        torch.testing.assert_close(
+            out.double(), exact(q, k, v, first, last), **CLOSE[torch.float32]
+        )
+
+
+def test_half_precision_is_rounded_once() -> None:
+    q, k, v = (x.half() for x in inputs(2, 77, 4, 2, 64))
+    first, last = places(0, 50), places(76, 60)
+    out = decode(q, k, v, first, last, 0.125)
+    assert out.dtype == torch.float16
+    torch.testing.assert_close(out.double(), exact(q, k, v, first, last), **CLOSE[torch.float16])
+
+
+def test_keys_that_are_not_seen_are_not_read() -> None:
+    q, k, v = inputs(2, 40, 2, 1, 32)
+    first, last = places(3, 0), places(20, 33)
+    expected = decode(q, k, v, first, last, 0.2)
+    for row, (begin, end) in enumerate(((3, 20), (0, 33))):
+        for x in (k, v):
+            x[row, :begin] = float("nan")
+            x[row, end + 1 :] = float("inf")
+    assert torch.equal(decode(q, k, v, first, last, 0.2), expected)
+
+
+def test_a_row_that_sees_nothing_gets_zeros() -> None:
+    q, k, v = inputs(2, 20, 2, 2, 32)
+    out = decode(q, k, v, places(0, 5), places(9, 4), 0.2)
+    assert not out[1].any()
+    assert out[0].all()
+
+
+def test_strided_caches_are_read_in_place() -> None:
+    q, k, v = inputs(2, 50, 4, 2, 32)
+    wide = torch.cat([k, v], dim=-1).transpose(1, 2).contiguous().transpose(1, 2)
+    halves = wide[..., :32], wide[..., 32:]
+    first, last = places(0, 7), places(49, 30)
+    assert torch.equal(decode(q, *halves, first, last, 0.2), decode(q, k, v, first, last, 0.2))
+
+
+def test_parts_fill_a_device_and_have_a_tile_of_keys() -> None:
+    tile = launch(4, 128, 2)[2]
+    device = torch.device("cpu")  # counts as four multiprocessors of two programs
+    assert parts_of(1, 10**6, 2, tile, device) == 4
+    assert parts_of(1, 10**6, 8, tile, device) == 1
+    assert parts_of(64, 10**6, 8, tile, device) == 1
+    assert parts_of(1, tile + 1, 1, tile, device) == 2
+    assert parts_of(1, 1, 1, tile, device) == 1

@@ -1,0 +1,133 @@
+"""Decoding with a cache: greedy text is that of transformers' `generate` token by token, and logits
+are those of a forward over the whole text.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    MinistralConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
+
+from longctx.config.model_config import GPTConfig
+from longctx.model import GPT
+from longctx.model.decoder import Decoder, continuations
+from longctx.model.huggingface import pretrained
+from longctx.model.kv_cache import KVCache
+from tests.model.families.parity import ROPES, SIZES, SPECIAL, reference
+
+LENGTHS = (1, 13, 61)  # of the prompts of a batch; the last text grows beyond the 64 positions
+NEW = 19
+GROUPED: dict[str, Any] = {**SIZES, "num_key_value_heads": 2}
+
+
+def stretched(rope: str) -> LlamaConfig:
+    return LlamaConfig(**GROUPED | {"rope_parameters": {"rope_theta": 5000.0} | ROPES[rope]})
+
+
+MODELS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**GROUPED, tie_word_embeddings=True),
+    "mistral, windows": MistralConfig(**GROUPED, sliding_window=9, head_dim=16),
+    "ministral, some windows": MinistralConfig(
+        **GROUPED,
+        sliding_window=9,
+        head_dim=8,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "qwen2, biases and half windowed": Qwen2Config(
+        **GROUPED, use_sliding_window=True, sliding_window=11, max_window_layers=1
+    ),
+    "qwen3, norms of q and k": Qwen3Config(**SIZES, num_key_value_heads=6, head_dim=16),
+    "smollm3, layers without positions": SmolLM3Config(
+        **GROUPED, no_rope_layer_interval=2, **SPECIAL
+    ),
+    **{rope: stretched(rope) for rope in ROPES},
+}
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(1, 301, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def greedy(decoder: Decoder, texts: list[list[int]], most: int, ends: Any = ()) -> list[list[int]]:
+    rows = continuations(decoder, texts, most, lambda logits: logits.argmax(-1), ends)
+    return [[x for x in row if x is not None] for row in zip(*rows, strict=True)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_text_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    theirs = reference(MODELS[name])
+    theirs.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"  # transformers opens a mistral with layer_types as Ministral
+    file.write_text(file.read_text().replace('"ministral"', '"mistral"'))
+    settings = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
+    expected = [
+        theirs.generate(torch.tensor([text]), **settings)[0, len(text) :].tolist()
+        for text in prompts()
+    ]
+    model = pretrained(tmp_path)
+    assert greedy(Decoder(model, 3, max(LENGTHS) + NEW), prompts(), NEW) == expected
+    assert len({token for text in expected for token in text}) > 3
+
+
+def small(**changes: Any) -> GPT:
+    torch.manual_seed(0)
+    sizes = {"layers": 2, "channels": 48, "heads": 6, "kv_heads": 2, "ffn": 80, "vocab_size": 71}
+    model = GPT(GPTConfig(**sizes | {"init_std": 0.3} | changes), attention="naive").eval()
+    return model.requires_grad_(False)
+
+
+@pytest.mark.parametrize(("decode", "window"), [("torch", None), ("torch", 5), ("triton", 5)])
+def test_logits_are_those_of_a_forward_over_the_whole_text(
+    decode: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if decode == "triton" and not torch.cuda.is_available():
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    device = "cuda" if decode == "triton" and torch.cuda.is_available() else "cpu"
+    model = small(window=window, head_dim=16, layers=1).to(device)
+    texts = torch.randint(71, (2, 12), generator=torch.Generator().manual_seed(1))
+    starts = (7, 4)
+    decoder = Decoder(model, 2, 12, decode=decode)
+    assert decoder.kernel == decode
+    logits = [decoder.prefill([text[:n].tolist() for text, n in zip(texts, starts, strict=True)])]
+    for more in range(3):
+        tokens = torch.stack([text[n + more] for text, n in zip(texts, starts, strict=True)])
+        logits.append(decoder.step(tokens.to(device)).clone())
+    for row, n in enumerate(starts):
+        whole: Tensor = model(texts[row : row + 1].to(device))[0]
+        for more, ours in enumerate(logits):
+            torch.testing.assert_close(ours[row], whole[n + more - 1], rtol=1e-4, atol=1e-4)
+
+
+def test_texts_end_at_their_own_end_tokens() -> None:
+    decoder = Decoder(small(), 3, max(LENGTHS) + NEW)
+    texts = [[token % 71 for token in text] for text in prompts()]
+    endless = greedy(decoder, texts, NEW)
+    end = endless[1][3]
+    decoder = Decoder(small(), 3, max(LENGTHS) + NEW)
+    for ended, text in zip(greedy(decoder, texts, NEW, {end}), endless, strict=True):
+        assert ended == text[: text.index(end) + 1] if end in text else ended == text
+
+
+def test_a_cache_takes_the_memory_that_is_foretold() -> None:
+    config = small().config
+    cache = KVCache(config, 3, 17, torch.float16, "cpu")
+    bytes_held = sum(x.numel() * x.itemsize for x in (*cache.keys, *cache.values))
+    assert bytes_held == KVCache.bytes_of(config, 3, 17, torch.float16)
+
+
+def test_a_kernel_that_cannot_run_is_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("asks for a GPU kernel where there is none; here is one")
+    with pytest.raises(ValueError, match="decode=torch"):
+        Decoder(small(), 1, 8, decode="triton")

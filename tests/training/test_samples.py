@@ -1,0 +1,49 @@
+"""Samples of text while a run trains: what they continue, and where they go."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from longctx import cli
+from longctx.runs import run_folder
+from longctx.runs.wandb_process import samples
+
+Overrides = Callable[..., list[str]]
+
+
+def sampled(folder: Path) -> dict[int, str]:
+    """Step → the sample after it."""
+    return {
+        row["step"]: row["sample"] for row in run_folder.read_metrics(folder) if "sample" in row
+    }
+
+
+def test_samples_continue_the_prompt_and_leave_training_as_it_is(
+    overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = "a row, 'of' \\names: "
+    settings = [f"sample_prompt={prompt}", "sample_every=2"]
+    assert cli.main(["train", *overrides(name="with", max_steps=3), *settings]) == 0
+    texts = sampled(tmp_path / "runs" / "with")
+    assert list(texts) == [2, 3]
+    assert all(text.startswith(prompt) and len(text) > len(prompt) for text in texts.values())
+    assert capsys.readouterr().out.count(prompt) == 2
+    assert cli.main(["train", *overrides(name="without", max_steps=3)]) == 0
+    losses = [
+        [row["loss"] for row in run_folder.read_metrics(tmp_path / "runs" / name) if "loss" in row]
+        for name in ("with", "without")
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_a_prompt_without_samples_is_refused(
+    overrides: Overrides, refused: Callable[[int, str], str]
+) -> None:
+    refused(cli.main(["train", *overrides(), "sample_prompt=x"]), "sample_every")
+
+
+def test_samples_of_rows_go_to_the_table() -> None:
+    rows = [json.loads('{"step": 4, "tokens_seen": 99, "sample": "ab\\n"}'), {"step": 5}]
+    assert [samples(row) for row in rows] == [[[99, "ab\n"]], []]
