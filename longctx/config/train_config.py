@@ -80,7 +80,7 @@ class TrainConfig:
     )
     max_steps: int | None = key(
         None,
-        "optimizer steps; null: from max_tokens, else 300 on a GPU and 60 on a CPU",
+        "optimizer steps; null: from max_tokens, else 300 on a GPU, up to 60 on a CPU",
         between=(1, 10**9),
     )
     max_tokens: int | None = key(
@@ -266,6 +266,15 @@ class TrainConfig:
                     "last"
                 )
             before = stage[0]
+
+
+def check_warmup(warmup_steps: int | None, max_steps: int | None) -> None:
+    """Raise ValueError where the learning rate would never reach its peak."""
+    if warmup_steps and max_steps and warmup_steps > max_steps:
+        raise ValueError(
+            f"warmup_steps={warmup_steps}: the run has {max_steps:,} steps, so the learning rate "
+            "would never reach lr; give fewer, or a larger max_steps"
+        )
 
 
 def check_name(name: str) -> None:

@@ -52,7 +52,7 @@ def open_subject(request: EvalRequest) -> Subject:
     if not config.checkpoint:
         raise ValueError("checkpoint=: names nothing; give a run, such as checkpoint=runs/NAME")
     path = Path(config.checkpoint)
-    if not huggingface.is_folder(path):
+    if not run_folder.is_hugging_face(path):
         file, folder, run = open_run(path)
         model = GPTConfig.of_saved(run["model"])
         return Subject(model, Tokenizer.load(folder), folder, file, run["seq_len"], run)
@@ -93,7 +93,7 @@ def open_run(path: Path) -> tuple[Path, Path, dict[str, Any]]:
     """The checkpoint that `path` means, whole as it was written, its run's folder, and what the run
     was configured to be; raises as `load_model`.
     """
-    file = _checkpoint_file(path)
+    file = run_folder.checkpoint_of(path)
     checkpoints.verify(file)
     config: dict[str, Any] = checkpoints.read(file)["longctx"]["config"]
     if file == path:  # or a link to one
@@ -105,24 +105,6 @@ def open_run(path: Path) -> tuple[Path, Path, dict[str, Any]]:
             "run's folder"
         )
     return file, folder, config
-
-
-def _checkpoint_file(path: Path) -> Path:
-    if not path.exists():
-        raise ValueError(f"checkpoint={path}: no such file or folder")
-    if not path.is_dir() or path.suffix == ".ckpt":
-        return path
-    files = run_folder.checkpoints(path)
-    if files:
-        return files[-1]
-    if (path / "adapter_config.json").exists():
-        raise ValueError(
-            f"checkpoint={path}: an adapter, which lacks the weights it adds to; give the run, "
-            "or an export without adapter=true"
-        )
-    if (path / "config.yaml").exists():
-        raise ValueError(f"checkpoint={path}: the run has no checkpoint yet; train it further")
-    raise ValueError(f"checkpoint={path}: not the folder of a run; give one, such as runs/NAME")
 
 
 def documents_of(subject: Subject, request: EvalRequest) -> Iterator[Document]:

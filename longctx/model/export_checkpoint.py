@@ -7,11 +7,11 @@ from typing import Any
 
 from longctx.config.command_config import ExportOptions
 from longctx.config.model_config import GPTConfig, LoraConfig
-from longctx.files import by_step
 from longctx.model import lora
 from longctx.model.export import SHORT_NAMES, architecture, check_out, export
 from longctx.model.huggingface import read_config
 from longctx.model.restore import mapped_model
+from longctx.runs import run_folder
 from longctx.runs.checkpoints import opened, verify
 
 
@@ -19,7 +19,7 @@ def run(options: ExportOptions) -> None:
     """Read the checkpoint that `options` names, write the folder, print what it holds."""
     out = Path(options.out)
     check_out(out)
-    file = newest(Path(options.run))
+    file = run_folder.checkpoint_of(Path(options.run), "run")
     verify(file)
     checkpoint = opened(file)
     model, seq_len, added = build(file, checkpoint)
@@ -61,17 +61,6 @@ def run_adapter(
     if stretched:
         opening = f"open {base} with config=AutoConfig.from_pretrained('{out}')"
         print(f"its positions are stretched, which peft does not do: {opening}")
-
-
-def newest(source: Path) -> Path:
-    """Find the checkpoint of the run or checkpoint `source`; ValueError if there is none."""
-    if source.is_file() or source.suffix == ".ckpt":
-        return source
-    checkpoints = sorted((source / "checkpoints").glob("step-*.ckpt"), key=by_step)
-    if not checkpoints:
-        reason = "no run with a checkpoint" if source.exists() else "no such run or checkpoint"
-        raise ValueError(f"{source}: {reason}")
-    return checkpoints[-1]
 
 
 def build(file: Path, checkpoint: dict[str, Any]) -> tuple[Any, int, Any]:

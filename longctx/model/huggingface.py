@@ -37,14 +37,6 @@ class Stored(NamedTuple):
     dtype: str
 
 
-def is_folder(path: Path) -> bool:
-    """Whether `path` is meant as a Hugging Face folder: it has a config.json, and is no run and no
-    adapter.
-    """
-    adapter = (path / "adapter_config.json").exists() and not any(path.glob("model*.safetensors"))
-    return (path / "config.json").is_file() and not (path / "config.yaml").exists() and not adapter
-
-
 def read_config(folder: str | Path) -> GPTConfig:
     """The model of `folder`/config.json.
 

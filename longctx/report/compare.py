@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from longctx.files import printable
 from longctx.report import page
 from longctx.report.locks import lock_differences
@@ -16,6 +14,7 @@ from longctx.report.run_tables import rendered, tables
 from longctx.report.run_view import Run, read
 from longctx.runs.metrics import Shown, shown
 from longctx.runs.run_folder import NotARun
+from longctx.tables import show
 
 POINTS = 250_000  # in all curves of a page, which makes it 7 MB
 
@@ -30,15 +29,12 @@ def compare(paths: Sequence[Path], out: Path) -> None:
     runs, notes = read_all(paths)
     shown_tables = tables(runs)
     page.write(out, runs, shown_tables, notes)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 240
     for table in shown_tables:
-        console.print(rendered(table))
-        console.print()
+        show(rendered(table), table.keys)
+        print()
     for note in notes:
         print(note if note.startswith("warning: ") else f"note: {note}", file=sys.stderr)
-    console.print(f"curves     {printable(str(out))}", markup=False, soft_wrap=True)
+    print(f"curves     {printable(str(out))}")
 
 
 def read_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:

@@ -24,6 +24,7 @@ class Table(NamedTuple):
     headings: list[str]
     rows: list[list[str]]
     best: set[tuple[int, int]]
+    keys: int = 1  # columns that name a row
 
 
 def tables(runs: list[Run]) -> list[Table]:
@@ -74,8 +75,7 @@ def results(runs: list[Run]) -> Table:
             table.best.update((row, len(table.headings)) for row in best_of(metric, runs, cells))
             add_column(table, metric.heading, cells)
     if any(run.longest for run in runs):
-        lengths = [f"{run.longest:,}" if run.longest else "" for run in runs]
-        add_column(table, "longest context", lengths)
+        add_column(table, "context trained at", [run.longest for run in runs])
     add_column(table, "ended", [run.ended for run in runs])
     return table
 
@@ -119,7 +119,7 @@ def evaluations(runs: list[Run]) -> Table:
                 for key, text in formats.items()
             ]
             rows.append([run.label, score["file"], *counts, *numbers])
-    return Table("evaluations", headings, rows, set())
+    return Table("evaluations", headings, rows, set(), keys=2)
 
 
 def tasks(runs: list[Run]) -> Table:
@@ -132,7 +132,7 @@ def tasks(runs: list[Run]) -> Table:
             by_context.setdefault(score["context"], {})[score["name"]] = f"{score['value']:,.4f}"
         for context, cells in by_context.items():
             rows.append([run.label, f"{context:,}", *(cells.get(name, "") for name in names)])
-    return Table("tasks", ["run", "context", *names], rows, set())
+    return Table("tasks", ["run", "context", *names], rows, set(), keys=2)
 
 
 def passkeys(runs: list[Run]) -> Table:
@@ -152,7 +152,7 @@ def passkeys(runs: list[Run]) -> Table:
         for *names, by_length in shares
     ]
     headings = ["run", "evaluation", "kind", *(f"{length:,}" for length in lengths)]
-    return Table("facts found again", headings, rows, set())
+    return Table("facts found again", headings, rows, set(), keys=3)
 
 
 def kernel_locks(runs: list[Run]) -> Table:
@@ -171,7 +171,7 @@ def rendered(table: Table) -> RichTable:
         numeric = column > 0 and all(
             row[column][:1].isdigit() or not row[column] for row in table.rows
         )
-        view.add_column(Text(heading), justify="right" if numeric else "left", overflow="fold")
+        view.add_column(Text(heading), justify="right" if numeric else "left")
     for number, row in enumerate(table.rows):
         cells = [
             Text(cell, "bold green" if (number, column) in table.best else "")

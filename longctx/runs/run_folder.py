@@ -10,11 +10,13 @@ leave its last line cut.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import fcntl
 import json
 import os
 import re
 import tempfile
+import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -204,6 +206,69 @@ def find(path: str) -> Path:
     for written in (folder, folder / "checkpoints"):
         files.check_writable(written)
     return folder
+
+
+def check_unfinished(folder: Path, max_steps: int | None) -> None:
+    """Raise ValueError where the newest checkpoint in `folder` is that of the last step.
+
+    One that is damaged does not count.
+    """
+    newest = checkpoints(folder)[-1]
+    steps = int(newest.stem.removeprefix("step-"))
+    if max_steps is not None and steps >= max_steps and _is_whole(newest):
+        raise ValueError(
+            f"resume={folder}: the run has done its {steps:,} steps; to go on, give a larger "
+            "max_steps="
+        )
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether a file is a zip file whose parts have their checksums; of a folder it is assumed."""
+    if checkpoint.is_dir():
+        return True
+    try:
+        with zipfile.ZipFile(checkpoint) as file:
+            return file.testzip() is None
+    except Exception:  # whatever is wrong with it: the run looks closer
+        return False
+
+
+def is_hugging_face(path: Path) -> bool:
+    """Whether `path` is meant as a Hugging Face folder: it has a config.json, and is no run and no
+    adapter.
+    """
+    adapter = (path / "adapter_config.json").exists() and not any(path.glob("model*.safetensors"))
+    return (path / "config.json").is_file() and not (path / "config.yaml").exists() and not adapter
+
+
+def checkpoint_of(path: Path, key: str = "checkpoint") -> Path:
+    """The checkpoint that `path`, given as `key`, means: itself, or the newest one of a run.
+
+    Raises ValueError where there is none.
+    """
+    if not path.exists():
+        raise ValueError(f"{key}={path}: no such file or folder{_remedy(path)}")
+    if not path.is_dir() or path.suffix == ".ckpt":
+        return path
+    if of_run := checkpoints(path):
+        return of_run[-1]
+    if (path / "adapter_config.json").exists():
+        raise ValueError(
+            f"{key}={path}: an adapter, which lacks the weights it adds to; give the run, "
+            "or an export without adapter=true"
+        )
+    if (path / "config.yaml").exists():
+        raise ValueError(f"{key}={path}: the run has no checkpoint yet; train it further")
+    raise ValueError(f"{key}={path}: not the folder of a run; give one, such as runs/NAME")
+
+
+def _remedy(path: Path) -> str:
+    """What to give instead of a `path` that is not there."""
+    there = sorted(folder.parent.name for folder in path.absolute().parent.glob("*/config.yaml"))
+    close = difflib.get_close_matches(path.name, there, n=1)
+    if close:
+        return f"; did you mean {path.parent / close[0]}?"
+    return "; give a run, such as runs/NAME, or a Hugging Face folder"
 
 
 def check_resumable(folder: Path, overrides: Iterable[str]) -> None:

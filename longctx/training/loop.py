@@ -62,6 +62,7 @@ def train(request: Request) -> int:
     parallel = parallel_of(request.config, machine)
     run: Run | None = None
     with stop_signal.caught() as stop:
+        stop.speaks = parallel.is_first
         try:
             try:
                 request = request._replace(config=replace(request.config, devices=parallel.ranks))

@@ -24,12 +24,12 @@ from longctx.config import presets
 from longctx.config.data_config import DataConfig
 from longctx.config.model_config import GPTConfig
 from longctx.config.request import Request
-from longctx.config.train_config import TrainConfig
+from longctx.config.train_config import TrainConfig, check_warmup
 from longctx.data import load, sources
 from longctx.distributed.devices import choose_device
 from longctx.distributed.launched import launched
 from longctx.model.context_extension import extended
-from longctx.planner import fitting, layouts
+from longctx.planner import fitting, hardware, layouts
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import Workload, with_vocabulary, workload_of
 from longctx.runs import checkpoints, run_folder
@@ -39,7 +39,8 @@ from longctx.training.run import Run
 from longctx.training.validation import check_facts, check_validation
 
 SOME_LENGTH = 4096  # tokens per row, to open the data of seq_len=max before its length is known
-STEPS = {"cuda": 300, "cpu": 60}
+STEPS = {"cuda": 300, "cpu": 60}  # at most, where max_steps is not given
+FLOPS_ON_CPU = 8e12  # what two slow cores do in 4 to 5 minutes
 TOKENS_PER_VALIDATION = {"cuda": 262144, "cpu": 32768}
 Say = Callable[[str], None]
 
@@ -54,9 +55,6 @@ def resolve(request: Request, machine: Machine, say: Say = print) -> Run:
 
     # Device
     device = choose_device(config, machine)
-    if not resumed:
-        run_folder.check_root(Path(config.runs))
-        run_folder.check_free(Path(config.runs), config.name)
 
     # Model: a preset, the weights of a folder, or what the run began with
     config, model, source = choose_model(request, device)
@@ -194,9 +192,7 @@ def longest_rows(
 ) -> int:
     """Tokens per row for seq_len=max; ValueError on a CPU, whose memory others use too."""
     if device != "cuda" or machine.gpu is None:
-        raise ValueError(
-            "seq_len=max: finds what fits a GPU, and this run is on a CPU; give a number of tokens"
-        )
+        raise ValueError(hardware.NO_LONGEST)
 
     candidates = [
         partial(step_of, one, "cuda", model=model, tokens=tokens)
@@ -226,7 +222,7 @@ def scheduled(config: TrainConfig, work: Workload) -> Run:
     if config.max_tokens is not None:
         steps = math.ceil(config.max_tokens / work.tokens_per_step)
     else:
-        steps = config.max_steps or STEPS[work.device]
+        steps = config.max_steps or default_steps(work)
     rows = max(1, TOKENS_PER_VALIDATION[work.device] // work.seq_len)
     return Run(
         config=config,
@@ -237,6 +233,14 @@ def scheduled(config: TrainConfig, work: Workload) -> Run:
         val_every=config.val_every or max(20, math.ceil(steps / 5)),
         val_rows=rows if config.val_rows is None else config.val_rows,
     )
+
+
+def default_steps(work: Workload) -> int:
+    """Steps of a run that names none; on a CPU as many as it does in minutes."""
+    if work.device == "cuda":
+        return STEPS["cuda"]
+    flops = work.tokens_per_step * work.model.flops_per_token(work.seq_len / 2)
+    return max(3, min(STEPS["cpu"], int(FLOPS_ON_CPU / flops)))
 
 
 def default_learning_rate(config: TrainConfig, model: GPTConfig) -> float:
@@ -251,7 +255,11 @@ def default_learning_rate(config: TrainConfig, model: GPTConfig) -> float:
 
 
 def check_schedule(run: Run) -> None:
-    """Raise ValueError where seq_len_schedule leaves no step for seq_len itself."""
+    """Raise ValueError where warm-up takes more than all steps, or seq_len_schedule leaves none for
+    seq_len itself.
+    """
+    if run.config.resume is None:
+        check_warmup(run.config.warmup_steps, run.max_steps)
     stages = run.config.seq_len_schedule or []
     if sum(steps for _, steps in stages) >= run.max_steps:
         raise ValueError(

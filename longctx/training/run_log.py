@@ -103,8 +103,8 @@ class RunLog:
         if stopped_by is not None:
             self.display.say(f"stopped by {stopped_by} after step {self.steps_done:,}, saved")
         self.display.say("")
-        table = closing_table(self.run.folder, attention.kernels_run(), finished=code == 0)
-        self.display.console.print(table)
+        table = closing_table(self.run.folder, attention.kernels_run(), code == 0, self.steps_done)
+        self.display.print(table)
 
 
 def facts(run: Run) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx import python_child, stop_signal
+from longctx.tables import show
 from longctx.training.console import Job, console, sweep_table
 
 RESULT_VARIABLE = "LONGCTX_RESULT"  # the file in which a job leaves the name of its folder
@@ -30,7 +31,7 @@ def sweep(overrides_of_jobs: list[list[str]]) -> int:
         if jobs[-1].code in stop_signal.EXIT_CODES:
             break
     out.print()
-    out.print(sweep_table(jobs))
+    show(sweep_table(jobs), output=out)
     stopped = jobs[-1].code in stop_signal.EXIT_CODES
     return jobs[-1].code if stopped else int(any(job.code for job in jobs))
 

@@ -72,7 +72,9 @@ def test_a_run_that_moved_to_a_gpu_has_the_mfu_of_its_rows_there() -> None:
 
 
 def test_the_closing_table_says_what_to_type_next(tmp_path: Path) -> None:
-    text = printed(closing_table(run(tmp_path / "r"), {"flash": "triton-portable"}, finished=True))
+    text = printed(
+        closing_table(run(tmp_path / "r"), {"flash": "triton-portable"}, finished=True, steps=9)
+    )
     for part in (
         "8,000.00 → 150.00",
         "9.0000 → 6.0000",
@@ -83,11 +85,11 @@ def test_the_closing_table_says_what_to_type_next(tmp_path: Path) -> None:
         f"eval.py checkpoint={tmp_path / 'r'}",
     ):
         assert part in text
-    assert "max_steps" not in printed(closing_table(tmp_path / "r", {}, finished=False))
+    assert "max_steps" not in printed(closing_table(tmp_path / "r", {}, finished=False, steps=9))
 
 
 def test_a_run_without_a_checkpoint_offers_none(tmp_path: Path) -> None:
-    text = printed(closing_table(tmp_path, {}, finished=False))
+    text = printed(closing_table(tmp_path, {}, finished=False, steps=0))
     assert "resume" not in text
     assert "eval.py" not in text
 

@@ -62,6 +62,10 @@ class Text(Source):
                 "data.path is not set; data=text reads a file, folder or glob, data.path=..."
             )
 
+    def check_files(self, config: DataConfig) -> None:
+        for path in config.paths():
+            _find(path)
+
     def without_effect(self, config: DataConfig) -> Mapping[str, str]:
         if config.chat:
             return {"text_column": "data.chat=true reads `messages`"}

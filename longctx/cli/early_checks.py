@@ -1,0 +1,73 @@
+"""What is wrong with a request on this machine, as far as that can be told without torch.
+
+Importing torch takes 5 to 30 s, so what is misnamed or missing is looked for before.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from longctx.config.eval_config import EvalConfig, EvalRequest
+from longctx.config.train_config import TrainConfig, check_warmup
+from longctx.data import sources
+from longctx.distributed.launched import launched, number_here
+from longctx.planner import hardware
+from longctx.runs import run_folder
+
+
+def check_training(config: TrainConfig) -> None:
+    """Raise ValueError or OSError for what is not there, or there already; of several processes the
+    first one looks.
+    """
+    if number_here():
+        return
+    check_device(config)
+    if config.resume is None:
+        check_warmup(config.warmup_steps, config.max_steps)
+        run_folder.check_root(Path(config.runs))
+        run_folder.check_free(Path(config.runs), config.name)
+        if config.init is not None:
+            check_weights(config.init, "init")
+    sources.check_files(config.data)
+
+
+def check_evaluation(request: EvalRequest) -> None:
+    """The same for an evaluation."""
+    if number_here():
+        return
+    check_device(request.config)
+    check_weights(request.config.checkpoint or "", "checkpoint")
+    if request.other_data:
+        sources.check_files(request.config.data)
+
+
+def check_weights(name: str, key: str) -> None:
+    """Raise ValueError unless `name`, given as `key`, is a Hugging Face folder, a run with a
+    checkpoint, or a checkpoint.
+    """
+    path = Path(name).expanduser()
+    if not run_folder.is_hugging_face(path):
+        run_folder.checkpoint_of(path, key)
+
+
+def check_device(config: TrainConfig | EvalConfig) -> None:
+    """Raise ValueError for what needs a GPU where there is none; say where processes share the
+    cores of a CPU.
+    """
+    config.attention.validate()
+    if config.device != "cpu" and hardware.here() is not None:
+        return
+    if config.device == "cuda":
+        raise ValueError(hardware.NO_GPU)
+    config.attention.check_without_gpu()
+    if isinstance(config, TrainConfig) and config.seq_len == "max":
+        raise ValueError(hardware.NO_LONGEST)
+    cores, here = hardware.cores(), launched(config).local_ranks
+    if here > cores:
+        print(
+            f"warning: devices={config.devices}: {here} processes share the {cores} "
+            f"core{'s' if cores > 1 else ''} of this machine, which is slower than "
+            f"devices={cores}",
+            file=sys.stderr,
+        )
