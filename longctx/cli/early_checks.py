@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from longctx import hub_snapshot
 from longctx.config.eval_config import EvalConfig, EvalRequest
 from longctx.config.train_config import TrainConfig, check_warmup
 from longctx.data import sources
@@ -18,7 +19,7 @@ from longctx.runs import run_folder
 
 def check_training(config: TrainConfig) -> None:
     """Raise ValueError or OSError for what is not there, or there already; of several processes the
-    first one looks.
+    first one looks. A model of the Hub in `config.init` gets its commit.
     """
     if number_here():
         return
@@ -28,7 +29,9 @@ def check_training(config: TrainConfig) -> None:
         run_folder.check_root(Path(config.runs))
         run_folder.check_free(Path(config.runs), config.name)
         if config.init is not None:
-            check_weights(config.init, "init")
+            config.init = hub_snapshot.pinned(config.init, "init")
+            if hub_snapshot.model_name(config.init) is None:
+                check_weights(config.init, "init")
     sources.check_files(config.data)
 
 

@@ -134,7 +134,8 @@ class TrainConfig:
     )
     init: str | None = key(
         None,
-        "start from this Hugging Face folder (config.json, safetensors): its model and tokenizer",
+        "start from a Hugging Face folder (config.json, safetensors) or a model of the Hub, "
+        "owner/name or owner/name@revision (branch, tag or commit): its model and tokenizer",
     )
     resume: str | None = key(None, "continue this run, for example runs/tiny-flash-4k-001")
     runs: str = key("runs", "the folder that runs are written to")
