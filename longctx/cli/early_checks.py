@@ -6,6 +6,7 @@ Importing torch takes 5 to 30 s, so what is misnamed or missing is looked for be
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from longctx import hub_snapshot
@@ -32,7 +33,10 @@ def check_training(config: TrainConfig) -> None:
             config.init = hub_snapshot.pinned(config.init, "init")
             if hub_snapshot.model_name(config.init) is None:
                 check_weights(config.init, "init")
-    sources.check_files(config.data)
+    data = config.data
+    if config.resume is not None and config.init is not None:  # it has a tokenizer of its own
+        data = replace(data, tokenizer=None)
+    sources.check_files(data)
 
 
 def check_evaluation(request: EvalRequest) -> None:
