@@ -306,7 +306,7 @@ COMMANDS: dict[str, Command] = {
         _evaluate,
     ),
     "generate": Command(
-        "Generate text with a run, a checkpoint or a Hugging Face folder",
+        "Generate text from a run or a Hugging Face folder",
         (
             "longctx generate runs/NAME prompt='Once upon a time'",
             "longctx generate FOLDER prompt='Who are you?' chat=true temperature=0",

@@ -39,6 +39,8 @@ RESUMABLE = {
         "checkpoint_every",
         "keep_checkpoints",
         "log_every",
+        "sample_every",
+        "sample_prompt",
     ),
     *("workers", "device", "devices", "compile", "kernel.lock"),
     *("strategy", "strategy.name", "context.degree", "context.method", "context.check"),

@@ -52,6 +52,17 @@ def test_no_overrides_give_the_defaults_of_the_dataclass() -> None:
     assert composed.data.source == "embedded"
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["it's", "a\\", "a\\'b\\\\", 'x="y", [1,2] {a: b} #', "two\nlines", "true", "12", "", " a "],
+)
+def test_a_literal_is_taken_as_it_is_typed(text: str) -> None:
+    typed = f"sample_prompt={text}", "sample_every=1"
+    assert compose(*typed).config.sample_prompt == text
+    (argument,) = overrides.read("train", [typed[0]]).overrides
+    assert composition.jobs("train", [argument, "lr=0.1,0.2"])[0][0] == argument
+
+
 def test_model_auto_follows_the_device_and_keeps_overrides() -> None:
     on_cpu, on_gpu = compose("model.ffn=77"), compose("model.ffn=77", gpu=True)
     assert (on_cpu.choices["model"], on_gpu.choices["model"]) == ("tiny", "124m")

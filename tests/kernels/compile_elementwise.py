@@ -1,4 +1,4 @@
-"""Compile the kernels between the matmuls, and print the bytes that each spills as JSON.
+"""Compile the kernels between the matmuls and of decoding, and print the bytes that each spills.
 
 compile_elementwise.py CAPABILITY ...     such as 80 90
 """
@@ -10,23 +10,28 @@ import sys
 from compile_report import build
 from triton.compiler import ASTSource
 
-from longctx.kernels import adamw_update, cross_entropy, rms_norm, rotary, swiglu
+from longctx.kernels import adamw_update, cross_entropy, rms_norm, rotary, split_decode, swiglu
 
 POINTERS = ["loss", "scale", "p", "grad", "factor", "weight", "r", "dw", "by", "cos", "sin"]
 FLOATS = ["shrink", "rate", "root", "beta1", "beta2", "eps"]
 INTS = ["V", "N", "C", "H", "G", "width", "stride_z"]
 KINDS = {"target": "*i64", **dict.fromkeys(POINTERS, "*fp32")}
+STRIDES = [f"stride_{x}{of}" for x in "kv" for of in "bth"]
+KINDS |= dict.fromkeys(["first", "last"], "*i32") | dict.fromkeys(["part_out", "part_lse"], "*fp32")
+KINDS |= dict.fromkeys(["Hkv", "parts", *STRIDES], "i32") | {"scale_log2": "fp32"}
 KINDS |= dict.fromkeys(FLOATS, "fp32") | dict.fromkeys(INTS, "i32")
 
 
-def compiled(kernel, capability, warps, dtype, **constants):
+def compiled(kernel, capability, warps, dtype, aligned=(), **constants):
     def kind(name):
         if name in constants:
             return "constexpr"
         return KINDS.get(name) or f"*{dtype}"
 
     signature = {name: kind(name) for name in kernel.arg_names}
-    source = ASTSource(kernel, signature, constants)
+    numbers = [i for i, name in enumerate(kernel.arg_names) if name in aligned]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in numbers}
+    source = ASTSource(kernel, signature, constants, attributes)
     _, log = build(source, capability, num_warps=warps)
     return sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
 
@@ -66,6 +71,17 @@ if __name__ == "__main__":
                 spilled[f"{kernel.__name__} {capability} {D}"] = compiled(
                     kernel, capability, warps, "bf16", **tile
                 )
+        for dtype, D in (("bf16", 64), ("bf16", 128), ("bf16", 256), ("fp32", 128)):
+            rows, pad, tile = split_decode.launch(4, D, 2 if dtype == "bf16" else 4)
+            sizes = {"GROUP": 4, "ROWS": rows, "D": D, "PAD": pad, "BN": tile}
+            sizes |= {"STAGES": split_decode.STAGES, "PRECISION": split_decode.PRECISION}
+            aligned = ("q", "k", "v", *STRIDES)
+            spilled[f"decode {capability} {dtype} {D}"] = compiled(
+                split_decode.part_kernel, capability, 4, dtype, aligned, **sizes
+            )
+            spilled[f"combine {capability} {dtype} {D}"] = compiled(
+                split_decode.combine_kernel, capability, 2, dtype, D=D, PAD=pad
+            )
         spilled[f"multiply {capability}"] = compiled(
             cross_entropy.multiply_kernel, capability, 4, "bf16", BLOCK=cross_entropy.MULTIPLIED
         )

@@ -131,3 +131,14 @@ def test_a_kernel_that_cannot_run_is_refused() -> None:
         pytest.skip("asks for a GPU kernel where there is none; here is one")
     with pytest.raises(ValueError, match="decode=torch"):
         Decoder(small(), 1, 8, decode="triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decode", ["triton", "torch"])
+def test_a_graph_computes_what_single_launches_do(decode: str) -> None:
+    model = small(head_dim=16, window=9).cuda()
+    texts = [[token % 71 for token in text] for text in prompts()]
+    plain, graph = (Decoder(model, 3, 80, decode, graphs) for graphs in (False, True))
+    expected = greedy(plain, texts, NEW)
+    assert greedy(graph, texts, NEW) == expected
+    assert greedy(graph, texts, NEW) == expected  # the same graph after another prefill

@@ -249,7 +249,7 @@ def send(folder: Path, mode: str, *messages: dict[str, Any], **config: Any) -> N
     """What the process of a copy does with `messages`."""
     folder.mkdir(exist_ok=True)
     request = {"config": vars(WandbConfig(**config)), "folder": str(folder)}
-    request |= {"facts": {}, "positions": []}
+    request |= {"facts": {}, "positions": [], "samples": []}
     send_run(request, mode, iter([*messages, {"finish": 0}]), folder / "begun")
 
 
@@ -286,6 +286,22 @@ def test_a_checkpoint_is_uploaded_unless_a_newer_one_has_replaced_it(
     artifact = run.log_artifact.call_args.args[0]
     assert list(artifact.manifest.entries) == ["step-00000003.ckpt"]
     assert run.log_artifact.call_args.kwargs["aliases"] == ["latest", "step-3"]
+
+
+def test_samples_of_text_are_a_table_that_grows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    run = MagicMock(id="run", dir="/a/run-1/files")
+    monkeypatch.setattr(wandb, "init", lambda **about: run)
+    rows = [{"step": n, "tokens_seen": 10 * n, "sample": f"text {n}"} for n in (1, 2)]
+    send(tmp_path, "offline", *({"row": row} for row in rows))
+    logged = [call.args[0] for call in run.log.call_args_list]
+    assert [row["samples"].data for row in logged] == [
+        [[10, "text 1"]],
+        [[10, "text 1"], [20, "text 2"]],
+    ]
+    assert all("sample" not in row for row in logged)
 
 
 def test_an_evaluation_is_a_run_of_its_own_kind_with_tables_and_plots(tmp_path: Path) -> None:

@@ -1,0 +1,258 @@
+"""Text after long prompts: the time to the first new token beside a plain forward, and the time of
+each further one beside what the memory allows, ours and transformers' `generate`.
+
+Random weights of the model that the keys of train.py describe, random tokens, greedy, one process.
+A token has to read every weight once (of the embedding one row) and the keys and values of all
+tokens before it, or of a window: `bytes`; over the bandwidth of the GPU that is the least time that
+it can take. transformers runs with the cache, and the fastest attention that is installed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.report import grid, machine, write_json
+from benchmarks.words import check_unused, training_run
+from longctx.config.fields import key
+from longctx.config.model_config import GPTConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from longctx.model import GPT
+
+TAKES_TRAINING_KEYS = True
+PEERS = ("longctx", "transformers")
+TAKEN = {"seq_len": "use prompts=", "batch_size": "use rows=", "devices": "one is measured"}
+SHOWN = (
+    "prompt",
+    "peer",
+    "attention",
+    "forward_ms",
+    "first_token_ms",
+    "first_over_forward",
+    "ms_per_token",
+    "tokens_per_second",
+    "gb_per_token",
+    "gb_per_second",
+    "of_bandwidth",
+    "failed",
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Whom to measure, and where; keys of train.py may follow, such as model=1b."""
+
+    peers: tuple[str, ...] = key(PEERS, "longctx | transformers", choices=PEERS)
+    prompts: tuple[int, ...] = key((1024, 16384, 131072), "tokens of a prompt")
+    new: int = key(64, "tokens that are generated after the first", between=(1, 10**6))
+    rows: int = key(1, "prompts at a time", between=(1, 10**6))
+    repeats: int = key(3, "of each measurement, after one that warms up; the median counts")
+    out: str = key("results/decoding", "writes .json")
+
+
+def run(options: Options, command: str, overrides: list[str]) -> None:
+    """Measure every peer after every prompt, print, write `out`.json."""
+    import torch
+
+    from longctx.distributed.devices import this_machine
+
+    check_unused(overrides, TAKEN)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    work = training_run([*overrides, f"seq_len={max(options.prompts)}"], device).workload
+    gpu = this_machine().gpu
+    bandwidth = None if gpu is None else gpu.bandwidth
+    dtype = torch.bfloat16 if work.precision == "bf16" else torch.float32
+    rows: list[dict[str, Any]] = []
+    for prompt in options.prompts:
+        for peer in options.peers:
+            print(f"{prompt:,} tokens, {peer}:", end=" ", flush=True)
+            row: dict[str, Any] = {"prompt": prompt, "rows": options.rows, "peer": peer}
+            try:
+                of_peer = Ours if peer == "longctx" else Transformers
+                measured = of_peer(work.model, work.attention, prompt, options, device, dtype)
+                row |= measure(measured, options.repeats, device)
+                row |= reading(work.model, row, options, dtype.itemsize, bandwidth)
+            except torch.OutOfMemoryError:
+                row["failed"] = "out of memory"
+            measured = None  # its weights go before the next ones come
+            rows.append(row)
+            print(row.get("failed") or f"{row['tokens_per_second']:,.1f} tokens/s", flush=True)
+    result = {
+        "command": command,
+        **machine(),
+        "options": asdict(options),
+        "parameters": work.model.parameters(),
+        "precision": work.precision,
+        "bandwidth": bandwidth,
+        "results": rows,
+    }
+    grid("The first new token, and each further one", SHOWN, rows)
+    write_json(Path(f"{options.out}.json"), result)
+    print(f"wrote {options.out}.json")
+
+
+class Ours:
+    """The decoder of `longctx generate`."""
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        attention: Any,
+        prompt: int,
+        options: Options,
+        device: str,
+        dtype: torch.dtype,
+    ) -> None:
+        import torch
+
+        from longctx.model import GPT
+        from longctx.model.decoder import Decoder
+        from longctx.model.lora import in_precision
+
+        with torch.device(device):
+            self.model: GPT = in_precision(GPT(config, attention).eval(), dtype)
+        self.model.embed.to(dtype)
+        self.model.requires_grad_(False)
+        self.attention, self.new = attention.backend, options.new
+        self.tokens = random_tokens(config, options.rows, prompt, device)
+        self.decoder = Decoder(self.model, options.rows, prompt + options.new)
+
+    def forward(self) -> Tensor:
+        """Logits after the prompts, without a cache."""
+        import torch
+
+        last = torch.full((len(self.tokens), 1), self.tokens.shape[1] - 1)
+        with torch.no_grad():
+            return self.model(self.tokens, at=last.to(self.tokens.device))
+
+    def first(self) -> Tensor:
+        """The first new token."""
+        return self.decoder.prefill(self.tokens.tolist()).argmax(-1)
+
+    def all(self) -> Tensor:
+        """The first new token and `new` more."""
+        tokens = self.first()
+        for _ in range(self.new):
+            tokens = self.decoder.step(tokens).argmax(-1)
+            tokens.tolist()  # shown as they come
+        return tokens
+
+
+class Transformers:
+    """transformers' class for the model, and its `generate`."""
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        attention: Any,
+        prompt: int,
+        options: Options,
+        device: str,
+        dtype: torch.dtype,
+    ) -> None:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from longctx.model.export import architecture
+
+        fast = device == "cuda" and find_spec("flash_attn") is not None
+        self.attention = "flash_attention_2" if fast else "sdpa"
+        described = AutoConfig.for_model(**architecture(config, prompt + options.new + 1))
+        with torch.device(device):
+            self.model: Any = AutoModelForCausalLM.from_config(
+                described, dtype=dtype, attn_implementation=self.attention
+            ).eval()
+        self.new = options.new
+        self.tokens = random_tokens(config, options.rows, prompt, device)
+
+    def forward(self) -> Tensor:
+        """Logits after the prompts, without a cache."""
+        import torch
+
+        with torch.no_grad():
+            logits: Tensor = self.model(self.tokens, use_cache=False, logits_to_keep=1).logits
+        return logits
+
+    def first(self) -> Tensor:
+        """The first new token."""
+        return self._generated(1)
+
+    def all(self) -> Tensor:
+        """The first new token and `new` more."""
+        return self._generated(1 + self.new)
+
+    def _generated(self, count: int) -> Tensor:
+        settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        tokens: Tensor = self.model.generate(self.tokens, max_new_tokens=count, **settings)
+        assert tokens.shape[1] == self.tokens.shape[1] + count
+        return tokens
+
+
+def random_tokens(config: GPTConfig, rows: int, prompt: int, device: str) -> Tensor:
+    """(rows, prompt) int64, the same for every peer."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(config.vocab_size or 1, (rows, prompt), generator=generator).to(device)
+
+
+def measure(peer: Ours | Transformers, repeats: int, device: str) -> dict[str, Any]:
+    """Milliseconds of a forward, of the first token and of each further one."""
+    forward, first = timed(peer.forward, repeats, device), timed(peer.first, repeats, device)
+    each = max(timed(peer.all, repeats, device) - first, 1e-6) / peer.new
+    return {
+        "attention": peer.attention,
+        "forward_ms": forward,
+        "first_token_ms": first,
+        "first_over_forward": first / forward,
+        "ms_per_token": each,
+    }
+
+
+def timed(work: Callable[[], Any], repeats: int, device: str) -> float:
+    """Median milliseconds of `work`, after one call that warms up."""
+    import torch
+
+    laps = []
+    for _ in range(1 + repeats):
+        began = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        laps.append(1000 * (time.perf_counter() - began))
+    return median(laps[1:])
+
+
+def reading(
+    config: GPTConfig, row: dict[str, Any], options: Options, itemsize: int, peak: float | None
+) -> dict[str, Any]:
+    """What a token has to read, and the share of the bandwidth `peak` (bytes/s) that this is."""
+    seconds = row["ms_per_token"] / 1000
+    least = bytes_of_token(config, options.rows, row["prompt"] + options.new // 2, itemsize)
+    return {
+        "tokens_per_second": options.rows / seconds,
+        "gb_per_token": least / 1e9,
+        "gb_per_second": least / seconds / 1e9,
+        "of_bandwidth": None if peak is None else least / seconds / peak,
+    }
+
+
+def bytes_of_token(config: GPTConfig, rows: int, length: int, itemsize: int) -> int:
+    """Bytes that one more token of each of `rows` texts of `length` tokens reads: weights, keys and
+    values.
+    """
+    weights = config.parameters()
+    if not config.tied:
+        weights -= (config.vocab_size or 0) * config.channels
+    windows = (config.window_of(n) for n in range(config.layers))
+    seen = sum(length if window is None else min(window, length) for window in windows)
+    return itemsize * (weights + 2 * rows * seen * config.kv_heads * config.head_size)
