@@ -5,7 +5,7 @@ Importing torch takes 5 to 30 s, so what is misnamed or missing is looked for be
 
 from __future__ import annotations
 
-import sys
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def check_training(config: TrainConfig) -> None:
         if config.init is not None:
             config.init = hub_snapshot.pinned(config.init, "init")
             if hub_snapshot.model_name(config.init) is None:
-                check_weights(config.init, "init")
+                check_init(Path(config.init).expanduser())
     data = config.data
     if config.resume is not None and config.init is not None:  # it has a tokenizer of its own
         data = replace(data, tokenizer=None)
@@ -44,18 +44,24 @@ def check_evaluation(request: EvalRequest) -> None:
     if number_here():
         return
     check_device(request.config)
-    check_weights(request.config.checkpoint or "", "checkpoint")
+    checkpoint = Path(request.config.checkpoint or "")
+    if not run_folder.is_hugging_face(checkpoint):
+        run_folder.checkpoint_of(checkpoint)
     if request.other_data:
         sources.check_files(request.config.data)
 
 
-def check_weights(name: str, key: str) -> None:
-    """Raise ValueError unless `name`, given as `key`, is a Hugging Face folder, a run with a
-    checkpoint, or a checkpoint.
+def check_init(path: Path) -> None:
+    """Raise ValueError or OSError unless `path` is a run with a checkpoint, a checkpoint, or has
+    the config.json of a Hugging Face folder.
     """
-    path = Path(name).expanduser()
-    if not run_folder.is_hugging_face(path):
-        run_folder.checkpoint_of(path, key)
+    if run_folder.is_run(path) or not path.exists():
+        run_folder.checkpoint_of(path, "init")
+    elif not os.path.lexists(path / "config.json"):
+        raise FileNotFoundError(
+            f"init={path}: {path / 'config.json'}: no such file; give a Hugging Face folder, or a "
+            "run, such as runs/NAME"
+        )
 
 
 def check_device(config: TrainConfig | EvalConfig) -> None:
@@ -75,6 +81,5 @@ def check_device(config: TrainConfig | EvalConfig) -> None:
         print(
             f"warning: devices={config.devices}: {here} processes share the {cores} "
             f"core{'s' if cores > 1 else ''} of this machine, which is slower than "
-            f"devices={cores}",
-            file=sys.stderr,
+            f"devices={cores}"
         )

@@ -66,7 +66,8 @@ def panel(axes: Any, grid: dict[str, Any], title: str) -> Any:
     )
     for x, row in enumerate(grid["accuracy"]):
         for y, share in enumerate(row):
-            axes.text(x, y, f"{100 * share:.0f}", ha="center", va="center", fontsize=7)
+            ink = "black" if 0.2 < share < 0.9 else "white"  # on dark red and dark green
+            axes.text(x, y, f"{100 * share:.0f}", ha="center", va="center", fontsize=7, color=ink)
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45)
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     axes.set(xlabel="tokens", ylabel="depth of the fact", title=title)

@@ -177,6 +177,7 @@ def export_adapter(
     with files.atomic(out) as folder:
         folder.mkdir(parents=True)
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        files.as_umask_allows(folder / "adapter_model.safetensors")
         (folder / "adapter_config.json").write_text(
             json.dumps(adapter, indent=2) + "\n", encoding="utf-8"
         )

@@ -189,7 +189,7 @@ def print_machine(config: Workload, chip: Chip, host: float, assumed: bool) -> N
 
 def count_of(number: int, thing: str) -> str:
     """A number and the noun, in the plural where it has to be."""
-    return f"{number:,} {thing}{'s' if number > 1 else ''}"
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def machine(options: PlanOptions) -> tuple[Chip, float]:

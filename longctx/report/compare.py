@@ -10,7 +10,7 @@ from pathlib import Path
 from longctx.files import printable
 from longctx.report import page
 from longctx.report.locks import lock_differences
-from longctx.report.run_tables import rendered, tables
+from longctx.report.run_tables import not_ranked, rendered, tables
 from longctx.report.run_view import Run, read
 from longctx.runs.metrics import Shown, shown
 from longctx.runs.run_folder import NotARun
@@ -59,5 +59,6 @@ def read_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
         if counts[run.label] > 1:
             run.label = printable(str(run.folder))
     notes = [note for run in runs for note in run.notes]
+    notes += not_ranked(runs)
     notes += lock_differences((run.label, run.config, run.lock) for run in runs)
     return runs, [*notes, *(f"left out: {printable(str(problem))}" for problem in problems)]

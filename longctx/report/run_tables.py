@@ -63,8 +63,32 @@ def differences(runs: list[Run]) -> Table:
     return Table("what differs", ["run", *keys], rows, set())
 
 
+def documents_of(run: Run) -> dict[str, str]:
+    """The keys that decide which documents a run has, and its tokens."""
+    keys = [key for key in run.config if key.startswith("data.") and key != "data.cache"]
+    return {key: configured(run, key) for key in (*keys, "model.vocab_size")}
+
+
+def not_ranked(runs: list[Run]) -> list[str]:
+    """A note where losses stand side by side that cannot be compared."""
+    first, *others = map(documents_of, runs)
+    keys = {key for other in others for key in first | other if first.get(key) != other.get(key)}
+    if not keys:
+        return []
+    return [
+        f"losses are not ranked: they are of other documents or tokens ({', '.join(sorted(keys))} "
+        "differ); across tokenizers compare the bits per byte of eval.py on the same documents"
+    ]
+
+
+def is_loss(metric: Metric) -> bool:
+    """Whether a metric depends on the documents and their tokens."""
+    return metric.panel is not None and metric.panel.section == "Loss"
+
+
 def results(runs: list[Run]) -> Table:
-    """One column for each figure that any run has."""
+    """One column for each figure of any run; the best is marked where they can be compared."""
+    same = not not_ranked(runs)
     table = Table("what came out", ["run"], [[run.label] for run in runs], set())
     for metric in shown(Shown.COMPARE):
         cells = [
@@ -72,7 +96,10 @@ def results(runs: list[Run]) -> Table:
             for run in runs
         ]
         if any(cells):
-            table.best.update((row, len(table.headings)) for row in best_of(metric, runs, cells))
+            if same or not is_loss(metric):
+                table.best.update(
+                    (row, len(table.headings)) for row in best_of(metric, runs, cells)
+                )
             add_column(table, metric.heading, cells)
     if any(run.longest for run in runs):
         add_column(table, "context trained at", [run.longest for run in runs])
@@ -119,7 +146,18 @@ def evaluations(runs: list[Run]) -> Table:
                 for key, text in formats.items()
             ]
             rows.append([run.label, score["file"], *counts, *numbers])
-    return Table("evaluations", headings, rows, set(), keys=2)
+    return Table("evaluations", headings, rows, best_bits(runs, len(headings) - 1), keys=2)
+
+
+def best_bits(runs: list[Run], column: int) -> set[tuple[int, int]]:
+    """The least bits per byte of evaluations of several runs that scored as many bytes."""
+    scores = [(run.label, score) for run in runs for score in run.evaluations.perplexities]
+    by_bytes: dict[int, list[tuple[float, int, str]]] = {}
+    for row, (label, score) in enumerate(scores):
+        if score["bytes"] and score["bits_per_byte"] is not None:
+            by_bytes.setdefault(score["bytes"], []).append((score["bits_per_byte"], row, label))
+    several = [each for each in by_bytes.values() if len({label for *_, label in each}) > 1]
+    return {(min(each)[1], column) for each in several}
 
 
 def tasks(runs: list[Run]) -> Table:

@@ -178,6 +178,7 @@ def perplexity(content: Row, name: str) -> Row:
         "context": int(content["context"]),
         "stride": int(content["stride"]),
         "tokens": int(total["tokens"]),
+        "bytes": int(total.get("bytes") or 0),
         **{key: None if total.get(key) is None else float(total[key]) for key in SCORES},
         "positions": line(content.get("by_position", []), "first"),
         "contexts": line(content.get("by_context", []), "context"),

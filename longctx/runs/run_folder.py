@@ -17,7 +17,7 @@ import os
 import re
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,8 @@ NOT_IN_NAMES = {
     "init",
     *RESUMABLE,
 }
+# How the same is computed: said in a name only where a sweep varies it.
+DULL = {"batch_size", "accumulate", "memory", "precision", "deterministic", "warmup_steps"}
 CHECKPOINT_NAME = re.compile(r"step-(\d+)\.ckpt")
 
 
@@ -71,16 +73,21 @@ class NotARun(ValueError):
     """Raised for a folder that holds nothing to read a run from."""
 
 
-def stem(choices: dict[str, str], seq_len: int, changed: dict[str, str]) -> str:
-    """The beginning of a new folder's name, from what differs from the defaults, such as
-    `tiny-flash-16k-lr0.003`.
+def stem(
+    choices: dict[str, str], seq_len: int, changed: dict[str, str], varied: Collection[str] = ()
+) -> str:
+    """The beginning of a new folder's name, from what differs from the defaults and the keys
+    `varied` by a sweep, such as `tiny-flash-16k-lr0.003`.
     """
     length = f"{seq_len // 1024}k" if seq_len % 1024 == 0 else str(seq_len)
-    parts = [choices["model"], choices["attention"], length]
+    shape = {key for key in changed if key.startswith("model.")}
+    is_own = len(shape) > 3  # a model of its own, whose keys would fill the name
+    parts = ["own" if is_own else choices["model"], choices["attention"], length]
     if choices["data"] != "embedded":
         parts.append(choices["data"])
     for key, value in changed.items():
-        if key not in NOT_IN_NAMES and not key.startswith("data."):
+        is_dull = key.split(".")[0] in DULL or (is_own and key in shape) or value == "auto"
+        if key in varied or not (is_dull or key in NOT_IN_NAMES or key.startswith("data.")):
             parts.append(key.split(".")[-1].replace("_", "") + value)
     return re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts)).strip("-")[:80].rstrip("-.")
 
@@ -241,6 +248,11 @@ def is_hugging_face(path: Path) -> bool:
     """
     adapter = (path / "adapter_config.json").exists() and not any(path.glob("model*.safetensors"))
     return (path / "config.json").is_file() and not (path / "config.yaml").exists() and not adapter
+
+
+def is_run(path: Path) -> bool:
+    """Whether `path` is meant as a run, or as one of its checkpoints."""
+    return path.suffix == ".ckpt" or (path / "config.yaml").exists()
 
 
 def checkpoint_of(path: Path, key: str = "checkpoint") -> Path:

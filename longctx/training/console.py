@@ -79,7 +79,7 @@ class Display:
             self.say(
                 f"step {row['step']:,}/{self.steps:,}  {brief(row)}{left and f'  {left} left'}"
             )
-        if left and not self._is_estimated:
+        if left and self._bar is not None and not self._is_estimated:
             self._is_estimated = True
             steps = self.steps - row["step"]
             self.say(f"estimate   about {left} for the {steps:,} steps to come, by the first")

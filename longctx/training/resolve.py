@@ -8,6 +8,7 @@ mistake leaves nothing behind. What follows reads the frozen `Run` (run.py).
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -36,6 +37,7 @@ from longctx.runs import checkpoints, run_folder
 from longctx.training import initial, kernel_lock, longest, saved_state
 from longctx.training.child import DryRun
 from longctx.training.run import Run
+from longctx.training.sweep import VARIED_VARIABLE
 from longctx.training.validation import check_facts, check_validation
 
 SOME_LENGTH = 4096  # tokens per row, to open the data of seq_len=max before its length is known
@@ -115,7 +117,12 @@ def resolve(request: Request, machine: Machine, say: Say = print) -> Run:
     folder = run_folder.create(
         Path(config.runs),
         config.name,
-        run_folder.stem(choices_of(request, device), seq_len, request.overrides),
+        run_folder.stem(
+            choices_of(request, device),
+            seq_len,
+            request.overrides,
+            varied=os.environ.get(VARIED_VARIABLE, "").split(","),
+        ),
     )
     config = replace(config, data=sources.absolute(config.data), name=folder.name)
     run = replace(run, config=config, folder=folder, kernel_lock=lock)
@@ -146,8 +153,9 @@ def choices_of(request: Request, device: str) -> dict[str, str]:
     choices = dict(request.choices)
     if request.config.init is not None:
         from_hub = hub_snapshot.model_name(request.config.init)
-        name = Path(request.config.init).name if from_hub is None else from_hub.name
-        choices["model"] = name.lstrip(".-") or "model"
+        path = Path(request.config.init if from_hub is None else from_hub.name)
+        path = path.parent.parent if path.suffix == ".ckpt" else path
+        choices["model"] = path.name.lstrip(".-") or "model"
     elif choices["model"] == "auto":
         choices["model"] = presets.AUTO_MODEL[device]
     return choices
@@ -240,8 +248,8 @@ def scheduled(config: TrainConfig, work: Workload) -> Run:
 
 def default_steps(work: Workload) -> int:
     """Steps of a run that names none; on a CPU as many as it does in minutes."""
-    if work.device == "cuda":
-        return STEPS["cuda"]
+    if work.device == "cuda" or work.model.vocab_size is None:
+        return STEPS[work.device]
     flops = work.tokens_per_step * work.model.flops_per_token(work.seq_len / 2)
     return max(3, min(STEPS["cpu"], int(FLOPS_ON_CPU / flops)))
 

@@ -11,6 +11,7 @@ from longctx import attention
 from longctx.distributed.parallel import Parallel
 from longctx.files import printable
 from longctx.planner.hardware import GIB
+from longctx.planner.overview import count_of
 from longctx.planner.peak_memory import predict
 from longctx.planner.workload import Workload
 from longctx.runs.metrics import SAMPLE
@@ -133,6 +134,14 @@ def spread_of(work: Workload) -> str:
     return f"{groups} on {work.devices} devices ({work.strategy}{shared})"
 
 
+def short_on_cpu(run: Run) -> str:
+    """A remark on a length that nobody asked for; empty for others."""
+    is_own = run.config.max_steps is not None or run.config.max_tokens is not None
+    if is_own or run.workload.device == "cuda" or run.steps_done:
+        return ""
+    return ", under 5 minutes on most CPUs; max_steps= sets more"
+
+
 def opening(run: Run, parallel: Parallel) -> list[str]:
     """The lines that a run begins with."""
     work, config, data = run.workload, run.config, run.data
@@ -149,7 +158,7 @@ def opening(run: Run, parallel: Parallel) -> list[str]:
     options = "".join(f", {key}={value}" for key, value in work.attention.options.items())
     counts = data.summary()
     empty = counts["documents_dropped"]
-    documents = f"{counts['documents']:,} documents" + (
+    documents = count_of(counts["documents"], "document") + (
         f" ({empty:,} empty left out)" if empty else ""
     )
     pieces = "micro-batch" if work.accumulate == 1 else "micro-batches"
@@ -169,7 +178,8 @@ def opening(run: Run, parallel: Parallel) -> list[str]:
         + pieces
         + spread_of(work),
         f"length     {run.max_steps:,} steps, {run.max_steps * work.tokens_per_step:,} tokens"
-        + (f", {shorter} first" if shorter else ""),
+        + (f", {shorter} first" if shorter else "")
+        + short_on_cpu(run),
     ]
     lines += [f"layout     {run.layout_note}"] if run.layout_note else []
     return [*lines, f"kernels    {run.lock_note}"] if run.lock_note else lines

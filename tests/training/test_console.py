@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 from rich.table import Table
 
@@ -140,3 +141,21 @@ def test_other_ranks_say_nothing(capsys: Any) -> None:
 
 def test_durations() -> None:
     assert [duration(x) for x in (3.25, 75, 3700)] == ["3.2 s", "1 min 15 s", "1 h 1 min"]
+
+
+def test_a_piped_run_says_how_long_it_will_take(capsys: pytest.CaptureFixture[str]) -> None:
+    display = Display(steps=21, first_step=0)
+    display.show(ROWS[0])
+    display.show(ROWS[1])  # 9 s a step
+    display.show(ROWS[2])
+    lines = capsys.readouterr().out.splitlines()
+    assert "left" not in lines[0]
+    assert lines[1].endswith("3 min 0 s left")
+    assert lines[2].endswith("14.4 s left")
+
+
+def test_a_run_stopped_between_rows_has_the_steps_that_it_did(tmp_path: Path) -> None:
+    text = printed(closing_table(run(tmp_path / "r"), {}, finished=False, steps=12))
+    (line,) = (line for line in text.splitlines() if line.startswith("steps"))
+    assert line.split() == ["steps", "12"]
+    assert "810" not in text  # tokens after step 9

@@ -35,7 +35,7 @@ def test_a_run_leaves_what_others_read(
 ) -> None:
     every = {"checkpoint_every": 4, "log_every": 3, "val_every": 5}
     assert train.main(overrides(max_steps=12, keep_checkpoints=2, lr=0.01, **every)) == 0
-    name = "tiny-flash-64-text-layers1-channels32-ffn48-batchsize2-accumulate2-lr0.01-001"
+    name = "tiny-flash-64-text-layers1-channels32-ffn48-lr0.01-001"
     folder = tmp_path / "runs" / name
     names = {path.name for path in folder.iterdir()}
     own = {"config.yaml", "metrics.jsonl", "kernel.lock.json", "checkpoints"}
