@@ -154,7 +154,13 @@ def with_weights(name: str, key: str) -> Path:
         return folder
     index = folder / INDEX
     shards = sorted(set(_weight_map(index).values())) if os.path.lexists(index) else [SINGLE]
-    return hub_snapshot.folder(name, key, shards)
+    folder = hub_snapshot.folder(name, key, shards)
+    if absent := next((file for file in shards if not (folder / file).exists()), None):
+        raise FileNotFoundError(
+            f"{key}={name}: the model has no {absent}, and pickles, which can run code, are not "
+            "read; give one in safetensors"
+        )
+    return folder
 
 
 def inventory(folder: Path) -> dict[str, Stored]:

@@ -98,7 +98,11 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_the_folder(
 
 
 def test_a_model_of_the_hub_is_read_from_its_cache_and_recorded_with_its_commit(
-    start: Overrides, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Overrides,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     commit = "c0ffee" + "0" * 34
     model = tmp_path / "hub" / "models--me--small"
@@ -113,6 +117,12 @@ def test_a_model_of_the_hub_is_read_from_its_cache_and_recorded_with_its_commit(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
 
+    (snapshot / "model.safetensors").rename(snapshot / "away")
+    assert train.main(start(init="me/small")) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith(f"error: init=me/small@{commit}: the model has no model.safetensors")
+    assert not (tmp_path / "runs").exists()
+    (snapshot / "away").rename(snapshot / "model.safetensors")
     assert train.main(start(init="me/small", max_steps=1, lr=0.0)) == 0
     run = next((tmp_path / "runs").iterdir())
     assert run.name.startswith("small-flash-64-")
