@@ -36,7 +36,7 @@ def test_every_command_of_the_tutorial_does_what_it_is_there_for(tmp_path: Path)
         written.append(done.stdout)
 
     for run in ("short", "long"):
-        assert len(list((tmp_path / "runs" / run / "checkpoints").iterdir())) == 1
+        assert (tmp_path / "runs" / run / "checkpoints" / "last.ckpt").exists()
     assert list((tmp_path / "runs" / "long" / "eval").glob("*.json"))
     assert (tmp_path / "compare.html").is_file()
     (text,) = (x for x, command in zip(written, COMMANDS, strict=True) if "generate" in command)
