@@ -175,7 +175,10 @@ def _sweep(overrides: list[str]) -> int:
                 f"{override}: each job of a sweep is a new run with a name of its own; leave it out"
             )
     for job in sweep_jobs:
-        early_checks.check_training(compose("train", job).config)
+        config = compose("train", job).config
+        early_checks.check_training(config)
+        if config.init is not None:  # all jobs begin with one commit of a model of the Hub
+            job[:] = [f"init={config.init}" if x.startswith("init=") else x for x in job]
     from longctx.training.sweep import sweep
 
     return sweep(sweep_jobs)

@@ -9,6 +9,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from longctx import hub_snapshot
 from longctx.config.eval_config import EvalConfig, EvalRequest
 from longctx.config.train_config import TrainConfig, check_warmup
 from longctx.data import sources
@@ -19,7 +20,7 @@ from longctx.runs import run_folder
 
 def check_training(config: TrainConfig) -> None:
     """Raise ValueError or OSError for what is not there, or there already; of several processes the
-    first one looks.
+    first one looks. A model of the Hub in `config.init` gets its commit.
     """
     if number_here():
         return
@@ -29,7 +30,9 @@ def check_training(config: TrainConfig) -> None:
         run_folder.check_root(Path(config.runs))
         run_folder.check_free(Path(config.runs), config.name)
         if config.init is not None:
-            check_init(Path(config.init).expanduser())
+            config.init = hub_snapshot.pinned(config.init, "init")
+            if hub_snapshot.model_name(config.init) is None:
+                check_init(Path(config.init).expanduser())
     data = config.data
     if config.resume is not None and config.init is not None:  # it has a tokenizer of its own
         data = replace(data, tokenizer=None)

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from longctx import untrusted
+from longctx import hub_snapshot, untrusted
 from longctx.cli.overrides import groups
 from longctx.config.train_config import TrainConfig, upgraded
 from longctx.runs import run_folder
@@ -58,6 +58,11 @@ def arguments(path: Path) -> dict[str, str]:
         values = {key: value for key, value in upgraded(values).items() if key not in OF_RUN}
         if values.get("init") is not None:  # its model is that of the weights
             values.pop("model", None)
+            data = values.get("data")
+            if isinstance(data, dict) and hub_snapshot.is_snapshot(
+                data.get("tokenizer"), values["init"]
+            ):  # in the cache of the machine that it was trained on
+                values["data"] = data | {"tokenizer": None}
     return {key: written(value) for key, value in _keys(values).items()}
 
 

@@ -134,7 +134,8 @@ class TrainConfig:
     )
     init: str | None = key(
         None,
-        "start from the model and tokenizer of a Hugging Face folder, or of a run: runs/NAME",
+        "start from the model and tokenizer of a Hugging Face folder, of a run, runs/NAME, or of a "
+        "model of the Hub, owner/name or owner/name@revision (branch, tag or commit)",
     )
     resume: str | None = key(None, "continue this run, for example runs/tiny-flash-4k-001")
     runs: str = key("runs", "the folder that runs are written to")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from longctx import hub_snapshot
 from longctx.config.command_config import ExportOptions
 from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.model import lora
@@ -45,18 +46,19 @@ def run_adapter(
     if added.rank is None:
         raise ValueError(f"adapter=true: {file} was trained without lora.rank; leave adapter out")
     config = checkpoint["longctx"]["config"]
-    base = str(config.get("init"))
+    base, revision = str(config.get("init")), None
     stretched = config.get("rope", {}).get("type", "keep") != "keep"
-    if Path(base).is_dir():
+    if (from_hub := hub_snapshot.model_name(base)) is not None:
+        base, revision = from_hub
+    elif Path(base).is_dir():
         base = str(Path(base).resolve())
         positions = ("rope_theta", "rope_scaling", "context")
         stretched = any(
             getattr(model.config, key) != getattr(read_config(base), key) for key in positions
         )
     context = max(seq_len, model.config.context or 0)
-    lora.export_adapter(
-        model, added, base, out, architecture(model.config, context) if stretched else None
-    )
+    opened_with = architecture(model.config, context) if stretched else None
+    lora.export_adapter(model, added, base, out, opened_with, revision)
     print(f"{out}: {added.parameters(model.config):,} parameters of {file}, an adapter of {base}")
     if stretched:
         opening = f"open {base} with config=AutoConfig.from_pretrained('{out}')"

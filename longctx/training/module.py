@@ -7,7 +7,6 @@ too, with one micro-batch per optimizer step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,7 +53,7 @@ class TrainingModule(pl.LightningModule):
         for layer in lora.layers(self.model):
             layer.init_added(sharding.draw)
         if config.init is not None and self.run.checkpoint is None:
-            initial.load(self.model, Path(config.init))
+            initial.load(self.model, config.init)
         if work.compile:
             self.model.compile_blocks()
             if config.seq_len_schedule:  # a graph for each length is faster than one for all

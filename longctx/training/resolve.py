@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from longctx import attention, files
+from longctx import attention, files, hub_snapshot
 from longctx.attention import Mask
 from longctx.config import presets
 from longctx.config.data_config import DataConfig
@@ -148,7 +148,8 @@ def choose_model(request: Request, device: str) -> tuple[TrainConfig, GPTConfig,
         )
     if config.init is not None and config.resume is None:
         config, model = initial.model_of_folder(config, request.overrides)
-        return config, model, f"weights of {request.config.init}"
+        from_hub = hub_snapshot.model_name(request.config.init or "") is not None
+        return config, model, f"weights of {config.init if from_hub else request.config.init}"
     if preset != "auto":
         return config, config.model, preset
     model = presets.auto_model(config.model, request.overrides, device)
@@ -159,7 +160,8 @@ def choices_of(request: Request, device: str) -> dict[str, str]:
     """The preset of each group, for the folder's name; weights of a folder go by its name."""
     choices = dict(request.choices)
     if request.config.init is not None:
-        path = Path(request.config.init)
+        from_hub = hub_snapshot.model_name(request.config.init)
+        path = Path(request.config.init if from_hub is None else from_hub.name)
         path = path.parent.parent if path.suffix == ".ckpt" else path
         choices["model"] = path.name.lstrip(".-") or "model"
     elif choices["model"] == "auto":
