@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 from longctx.config.data_config import DataConfig
@@ -13,6 +14,13 @@ from longctx.config.parallel_config import ContextConfig, StrategyConfig
 
 KINDS = ("passkey", "needle")  # of facts: one number, or one number among others
 SHORTEST = 128  # tokens of a text with facts
+RULER_TASKS = [
+    *("niah_single_1", "niah_single_2", "niah_single_3"),
+    *("niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
+    *("niah_multivalue", "niah_multiquery"),
+    *("vt", "cwe", "fwe", "qa_1", "qa_2"),
+]
+QUESTIONS = {"qa_1": "squad", "qa_2": "hotpotqa"}  # tasks → the keys of their files
 TOKENS_PER_BATCH = {"cuda": 65536, "cpu": 4096}
 
 
@@ -53,6 +61,65 @@ class PasskeyConfig:
                 raise ValueError(f"passkey.{name}={values}: a value is there twice; give each once")
         if not self.kinds or set(self.kinds) - set(KINDS):
             raise ValueError(f"passkey.kinds={self.kinds}: give one or more of {', '.join(KINDS)}")
+
+
+@dataclass
+class RulerConfig:
+    """RULER's 13 tasks (arXiv 2404.06654), made from a seed and your own text: ruler=true."""
+
+    enabled: bool = key(False, "set by ruler=true", short=True)
+    lengths: list[int] | None = key(
+        None, "tokens of a text with its answer; null: 4,096, 8,192 … seq_len"
+    )
+    samples: int = key(20, "texts for each task and length; RULER takes 500", between=(1, 10**6))
+    tasks: list[str] | None = key(None, "such as [niah_single_1,vt]; null: all 13")
+    seed: int = key(42, "of the texts", between=(0, 2**63 - 1))
+    squad: str | None = key(
+        None, "JSON in SQuAD's form for qa_1; null: questions are made from your own text"
+    )
+    hotpotqa: str | None = key(
+        None, "JSON in HotpotQA's form for qa_2; null: questions are made from your own text"
+    )
+
+    @property
+    def chosen(self) -> list[str]:
+        """The tasks that run."""
+        return RULER_TASKS if self.tasks is None else self.tasks
+
+    @property
+    def made(self) -> list[str]:
+        """The tasks whose questions are made from one's own text."""
+        return [task for task in self.chosen if task in QUESTIONS and self.file_of(task) is None]
+
+    def file_of(self, task: str) -> str | None:
+        """The file with the questions of `task`, qa_1 or qa_2."""
+        file: str | None = getattr(self, QUESTIONS[task])
+        return file
+
+    def validate(self) -> None:
+        """Raise ValueError naming the first key whose value makes no sense."""
+        check(self, "ruler.")
+        if self.lengths is not None and (not self.lengths or min(self.lengths) < SHORTEST):
+            raise ValueError(
+                f"ruler.lengths={self.lengths}: none, or too short for a task; "
+                f"give lengths from {SHORTEST} tokens up, such as [4096,16384]"
+            )
+        for name in ("lengths", "tasks"):
+            values = getattr(self, name) or []
+            if len(set(values)) < len(values):
+                raise ValueError(f"ruler.{name}={values}: a value is there twice; give each once")
+        for task in self.chosen:
+            if task not in RULER_TASKS:
+                raise ValueError(f"ruler.tasks=[{task}]: one of {', '.join(RULER_TASKS)}")
+        for task, name in QUESTIONS.items():
+            file = getattr(self, name)
+            if file is not None and task not in self.chosen:
+                raise ValueError(
+                    f"ruler.{name}={file}: its questions are those of {task}, which is not among "
+                    "ruler.tasks; leave one of them out"
+                )
+            if file is not None and not Path(file).is_file():
+                raise ValueError(f"ruler.{name}={file}: no such file")
 
 
 @dataclass
@@ -111,6 +178,7 @@ class EvalConfig:
     )
     attention: AttentionConfig = group(AttentionConfig)
     passkey: PasskeyConfig = group(PasskeyConfig)
+    ruler: RulerConfig = group(RulerConfig)
     data: DataConfig = group(DataConfig)  # the run's own documents unless data= is given
     strategy: StrategyConfig = group(StrategyConfig)
     context: ContextConfig = group(ContextConfig)
@@ -137,7 +205,9 @@ class EvalConfig:
                 "it out"
             )
         self.passkey.validate()
+        self.ruler.validate()
         self._validate_passkey()
+        self._validate_ruler()
         self._validate_tasks()
         self.data.validate()
 
@@ -155,6 +225,28 @@ class EvalConfig:
                 "leave one of them out"
             )
         self._check_unused("passkey=true", "stride", "contexts", "batch_size")
+
+    def _validate_ruler(self) -> None:
+        if not self.ruler.enabled:
+            return
+        if self.tasks or self.passkey.enabled:
+            other = f"tasks=[{','.join(self.tasks)}]" if self.tasks else "passkey=true"
+            raise ValueError(
+                f"{other}: another evaluation than ruler=true; call eval.py once for each"
+            )
+        if self.ruler.lengths is not None and self.seq_len is not None:
+            raise ValueError(
+                f"seq_len={self.seq_len}: ruler.lengths gives the lengths of the texts; "
+                "leave one of them out"
+            )
+        if self.context.degree != 1:
+            raise ValueError(
+                f"context={self.context.degree}: with ruler=true each device answers texts of its "
+                "own; leave context out"
+            )
+        if self.compile:
+            raise ValueError("compile=true: does nothing with ruler=true; leave compile out")
+        self._check_unused("ruler=true", "stride", "contexts", "batch_size")
 
     def _validate_tasks(self) -> None:
         if not self.tasks:

@@ -1,4 +1,5 @@
-"""The kinds of evaluation: perplexity of documents, pass keys, tasks of lm-evaluation-harness.
+"""The kinds of evaluation: perplexity of documents, pass keys, RULER, tasks of
+lm-evaluation-harness.
 
 Each takes a `Setup` and returns a `Result` with what only it says; what all of them say is added
 once, in `measure`.
@@ -6,16 +7,19 @@ once, in `measure`.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import track
 
 from longctx.attention import kernels_run
 from longctx.config.eval_config import SHORTEST, doubling
-from longctx.evaluation import heatmap, plots, result_tables
+from longctx.evaluation import heatmap, plots, result_tables, ruler, ruler_table
 from longctx.evaluation.passkey import DEPTHS, filler_of, recall
 from longctx.evaluation.perplexity import perplexity
 from longctx.evaluation.results import Result, decisive, perplexity_content
@@ -30,6 +34,8 @@ def measure(setup: Setup, scorer: Scorer) -> Result:
     kind: Callable[[Setup, Scorer], Result] = measure_perplexity
     if setup.config.passkey.enabled:
         kind = measure_passkeys
+    elif setup.config.ruler.enabled:
+        kind = measure_ruler
     elif setup.config.tasks:
         from longctx.evaluation.harness import measure_tasks  # lm-eval is an optional extra
 
@@ -106,6 +112,49 @@ def measure_passkeys(setup: Setup, scorer: Scorer) -> Result:
         lambda content: heatmap.show(cells),
         heatmap.draw,
     )
+
+
+def measure_ruler(setup: Setup, scorer: Scorer) -> Result:
+    """Answer RULER's tasks; ValueError where the documents are too few or a length too short."""
+    config, subject = setup.config, setup.subject
+    usual = [length for length in doubling(setup.context) if length >= ruler.USUAL]
+    lengths = sorted(config.ruler.lengths or usual or [setup.context])
+    if max(lengths) > max(setup.context, subject.seq_len):
+        print(
+            f"warning: ruler.lengths has {max(lengths):,}, more than the {subject.seq_len:,} "
+            "tokens per sequence that the model was trained at"
+        )
+    text = None
+    if ruler.needs_text(config.ruler):
+        documents = documents_of(subject, setup.request)
+        ids = filler_of(documents, subject.tokenizer, 2 * max(lengths))
+        if 4 * len(ids) < max(lengths):
+            raise ValueError(
+                f"ruler.lengths={lengths}: the documents have {len(ids):,} tokens, too few for "
+                f"texts of {max(lengths):,}; give longer ones with data=text data.path=..., or "
+                "shorter lengths"
+            )
+        text = subject.tokenizer.decode(ids)
+    texts = ruler.Texts.of(config.ruler, subject.tokenizer, text or "")
+    results = list(
+        track(
+            ruler.measured(scorer, texts, lengths),
+            "RULER",
+            total=len(lengths) * len(config.ruler.chosen) * config.ruler.samples,
+            console=Console(stderr=True),
+            transient=True,
+            disable=not sys.stderr.isatty(),
+        )
+    )
+    content = {
+        "samples": config.ruler.samples,
+        "seed": config.ruler.seed,
+        "text": None if text is None else scored(setup),
+        "made": config.ruler.made,
+        **ruler_table.content(results),
+    }
+    stem = evaluations.ruler_stem(subject.name, max(lengths), config.attention.backend)
+    return Result(stem, content, ruler_table.show, ruler_table.draw)
 
 
 def scored(setup: Setup) -> str | dict[str, Any]:

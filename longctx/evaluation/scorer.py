@@ -8,18 +8,22 @@ mistake is said once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from longctx.attention import Mask
+from longctx.distributed import sharding
 from longctx.distributed.parallel import Parallel
 from longctx.model import GPT
+from longctx.model.decoder import Decoder, continuations
 
 # The first process may load a data set between two batches. Who is lost, the heartbeat notices.
 PATIENCE = timedelta(days=7)
@@ -27,7 +31,7 @@ PATIENCE = timedelta(days=7)
 
 class Rows(NamedTuple):
     """Rows of one data rank, in the memory of the CPU, and what is asked about them: the losses of
-    `targets`, or what is predicted at the places `at`.
+    `targets`, what is predicted at the places `at`, or how they go on after the places `at`.
     """
 
     tokens: Tensor  # (B, T) int64
@@ -35,6 +39,8 @@ class Rows(NamedTuple):
     doc_ids: Tensor | None = None  # (B, T); None: each row is of one document
     at: Tensor | None = None  # (B, n)
     wanted: Tensor | None = None  # (B, n) tokens
+    most: Tensor | None = None  # (B,) tokens to go on with, the same in each row
+    ends: Tensor | None = None  # (B, n) tokens that end a row
 
     def dealt(self, ranks: int) -> list[Rows]:
         """Equal parts for each of `ranks`; the last row stands in for those that are lacking."""
@@ -91,6 +97,22 @@ class Scorer:
         logp, likeliest = self._led(rows).cpu().unbind(-1)
         return logp, likeliest.long()
 
+    def answers(
+        self, prompts: Sequence[Sequence[int]], most: int, ends: Sequence[int]
+    ) -> list[list[int]]:
+        """The likeliest next tokens of each prompt, one after the other: at most `most`, and those
+        before one of `ends`.
+        """
+        B = len(prompts)
+        rows = Rows(
+            pad_sequence([torch.tensor(ids) for ids in prompts], batch_first=True),
+            at=torch.tensor([[len(ids) - 1] for ids in prompts]),
+            most=torch.full((B,), most),
+            ends=torch.tensor(ends).expand(B, -1),
+        )
+        tokens = self._led(rows).tolist()
+        return [list(takewhile(lambda token: token not in ends, row)) for row in tokens]
+
     def serve(self) -> None:
         """Compute the rows that the first process deals to this one, until it ends."""
         while (rows := self._share(None)) is not None:
@@ -126,7 +148,9 @@ class Scorer:
             torch.autocast(kind, self.dtype, enabled=self.dtype != torch.float32),
         ):
             tokens = self._sent(rows.tokens)
-            if rows.targets is not None:
+            if rows.most is not None:
+                answer = self._continued(rows)
+            elif rows.targets is not None:
                 answer = self.model(tokens, self._sent(rows.targets), mask, reduction="none")
             else:
                 assert rows.at is not None and rows.wanted is not None
@@ -135,6 +159,27 @@ class Scorer:
                 logp = wanted.double() - logits.logsumexp(-1).double()
                 answer = torch.stack([logp, logits.argmax(-1).double()], dim=-1)
             return answer if self.parallel is None else self.parallel.gathered_rows(answer)
+
+    def _continued(self, rows: Rows) -> Tensor:
+        """(B, most) int64 tokens that follow; after the end of a row, one that ends it.
+
+        Ranks that may share weights all compute as many.
+        """
+        assert rows.most is not None and rows.at is not None and rows.ends is not None
+        B, most, ends = len(rows.tokens), int(rows.most[0]), rows.ends[0].tolist()
+        lengths = (rows.at[:, 0] + 1).tolist()
+        prompts = [ids[:n] for ids, n in zip(rows.tokens.tolist(), lengths, strict=True)]
+        answer = torch.full((B, most), ends[0])
+        alone = self.ranks == 1
+        assert isinstance(self.model, GPT)
+        with sharding.unsharded(self.model):
+            decoder = Decoder(self.model, B, max(lengths) + most, graphs=None if alone else False)
+            new = continuations(
+                decoder, prompts, most, lambda logits: logits.argmax(-1), ends if alone else ()
+            )
+            for n, tokens in enumerate(new):
+                answer[:, n] = torch.tensor([ends[0] if x is None else x for x in tokens])
+        return answer.to(self.device)
 
     def _sent(self, x: Tensor) -> Tensor:
         return self._pinned(x).to(self.device, non_blocking=True)

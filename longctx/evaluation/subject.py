@@ -56,7 +56,8 @@ def open_subject(request: EvalRequest) -> Subject:
         file, folder, run = open_run(path)
         model = GPTConfig.of_saved(run["model"])
         return Subject(model, Tokenizer.load(folder), folder, file, run["seq_len"], run)
-    if not request.other_data and not config.passkey.enabled and not config.tasks:
+    brings_texts = config.passkey.enabled or config.ruler.enabled or config.tasks
+    if not request.other_data and not brings_texts:
         raise ValueError(
             f"checkpoint={path}: a Hugging Face folder has no documents of its own; "
             "add data=text data.path=..."

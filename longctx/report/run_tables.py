@@ -35,6 +35,7 @@ def tables(runs: list[Run]) -> list[Table]:
         evaluations(runs),
         tasks(runs),
         passkeys(runs),
+        rulers(runs),
         kernel_locks(runs),
     ]
     return [table for table in every if table.rows]
@@ -193,6 +194,23 @@ def passkeys(runs: list[Run]) -> Table:
     ]
     headings = ["run", "evaluation", "kind", *(f"{length:,}" for length in lengths)]
     return Table("facts found again", headings, rows, set(), keys=3)
+
+
+def rulers(runs: list[Run]) -> Table:
+    """RULER's scores in percent, a row for each run and task, a column for each length."""
+    scores = [
+        (run.label, one["file"], task, dict(zip(one["lengths"], of_task, strict=True)))
+        for run in runs
+        for one in run.evaluations.rulers
+        for task, of_task in one["scores"].items()
+    ]
+    lengths = sorted({length for *_, by_length in scores for length in by_length})
+    rows = [
+        [*names, *(f"{100 * by_length[n]:.1f}" if n in by_length else "" for n in lengths)]
+        for *names, by_length in scores
+    ]
+    headings = ["run", "evaluation", "task", *(f"{length:,}" for length in lengths)]
+    return Table("RULER (%)", headings, rows, set())
 
 
 def kernel_locks(runs: list[Run]) -> Table:

@@ -1,7 +1,8 @@
 """The files that eval.py leaves in a run's eval/: their names, and what stands in them. Torch-free.
 
 Evaluation writes them and the report reads them; what both must know stands here. A
-perplexity has "total", pass keys have "kinds", tasks of lm-evaluation-harness have "results".
+perplexity has "total", pass keys have "kinds", RULER has "ruler", tasks of lm-evaluation-harness
+have "results".
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from longctx import files
@@ -43,6 +45,11 @@ def perplexity_stem(
 def passkey_stem(checkpoint: str, longest: int, backend: str) -> str:
     """Name of the files about pass keys in texts of up to `longest` tokens."""
     return f"passkey-{checkpoint}-{longest}-{backend}"
+
+
+def ruler_stem(checkpoint: str, longest: int, backend: str) -> str:
+    """Name of the files about RULER's tasks in texts of up to `longest` tokens."""
+    return f"ruler-{checkpoint}-{longest}-{backend}"
 
 
 def tasks_stem(tasks: list[str], checkpoint: str, context: int) -> str:
@@ -102,8 +109,10 @@ def finite(text: str) -> float:
     return value
 
 
-def kind(content: Content) -> Literal["perplexity", "passkey", "tasks"]:
-    """Which of the three evaluations wrote `content`."""
+def kind(content: Content) -> Literal["perplexity", "passkey", "ruler", "tasks"]:
+    """Which of the evaluations wrote `content`."""
+    if "ruler" in content:
+        return "ruler"
     if "kinds" in content or "accuracy" in content:
         return "passkey"
     return "tasks" if "results" in content else "perplexity"
@@ -144,24 +153,27 @@ def _asked(path: Path) -> Any:
 
 
 class Evaluations(NamedTuple):
-    """What eval.py left in a folder: perplexities, maps of facts found again, scores of tasks; and
-    the files that are none of these.
+    """What eval.py left in a folder: perplexities, maps of facts found again, RULER's scores,
+    scores of tasks; and the files that are none of these.
     """
 
     perplexities: list[Row]
     passkeys: list[Row]
+    rulers: list[Row]
     tasks: list[Row]
     unreadable: list[Path]
 
 
 def read_evaluations(folder: Path) -> Evaluations:
     """Every evaluation in the folder of a run."""
-    result = Evaluations([], [], [], [])
+    result = Evaluations([], [], [], [], [])
     for path in paths(folder):
         try:
             content = read(path)
             if kind(content) == "passkey":
                 result.passkeys.extend(passkeys(content, path.name))
+            elif kind(content) == "ruler":
+                result.rulers.append(ruler(content, path.name))
             elif kind(content) == "tasks":
                 result.tasks.extend(tasks(content))
             else:
@@ -214,6 +226,33 @@ def passkeys(content: Row, name: str) -> list[Row]:
             }
         )
     return maps
+
+
+def ruler(content: Content, name: str) -> Row:
+    """RULER's scores of one file, of each task [length]."""
+    lengths, rows = ruler_rows(content)
+    if any(len(scores) != len(lengths) for scores in rows.values()):
+        raise ValueError(f"{name}: scores are not of each length")
+    return {
+        "file": printable(name),
+        "lengths": lengths,
+        "scores": {printable(task): scores for task, scores in rows.items()},
+    }
+
+
+def ruler_rows(content: Content) -> tuple[list[int], dict[str, list[float]]]:
+    """The lengths, and the scores 0 to 1 at each of them, of every task and in the mean.
+
+    Tasks whose questions are made from one's own text say so.
+    """
+    lengths = [int(x) for x in content["ruler"]["lengths"]]
+    rows = {
+        f"{task} (own text)" if task in content["made"] else task: [float(x) for x in scores]
+        for task, scores in content["ruler"]["scores"].items()
+    }
+    if len(rows) > 1:
+        rows["mean"] = [fmean(scores) for scores in zip(*rows.values(), strict=True)]
+    return lengths, rows
 
 
 def tasks(content: Content) -> list[Row]:

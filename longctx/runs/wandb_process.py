@@ -244,6 +244,12 @@ def evaluated(content: dict[str, Any]) -> dict[str, float]:
         for kind, grid in content.get("kinds", {}).items()
         for length, shares in zip(grid["lengths"], grid["accuracy"], strict=True)
     }
+    ruler = content.get("ruler", {})
+    facts |= {
+        f"eval/ruler/{task}/{length}": score
+        for task, scores in ruler.get("scores", {}).items()
+        for length, score in zip(ruler["lengths"], scores, strict=True)
+    }
     tasks = {
         f"eval/{task}/{key.removesuffix(',none')}": value
         for task, values in content.get("results", {}).items()

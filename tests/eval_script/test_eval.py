@@ -289,3 +289,25 @@ def test_result_of_other_keys_keeps_the_first_result(
     assert result_path() == first
     assert result_path("documents=1", "batch_size=3") == fewer, "the same evaluation otherwise run"
     assert json.loads(first.read_text())["documents"] == documents
+
+
+def test_ruler_of_a_run(script: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tasks = "ruler.tasks=[niah_single_2,fwe,qa_1]"
+    overrides = ["ruler=true", tasks, "ruler.samples=2", "ruler.lengths=[1500,900]", "device=cpu"]
+    assert script.main([f"checkpoint={run}", *overrides]) == 0
+    output = capsys.readouterr()
+    path = Path(output.out.split()[-1])
+    assert path.name.startswith("ruler-step-00000003-1500-flash")
+    assert path.with_suffix(".png").exists()
+    assert "warning: ruler.lengths has 1,500" in output.out
+    content = json.loads(path.read_text())
+    assert content["ruler"]["lengths"] == [900, 1500]
+    assert list(content["ruler"]["scores"]) == ["niah_single_2", "fwe", "qa_1"]
+    assert content["made"] == ["qa_1"]
+    assert all(0 < row["tokens"] < row["length"] for row in content["answers"])
+    assert script.main([f"checkpoint={run}", *overrides]) == 0
+    assert json.loads(path.read_text())["answers"] == content["answers"], "by the seed alone"
+    assert script.main([f"checkpoint={run}", *overrides, "ruler.lengths=[200]"]) == 2
+    assert "error: ruler.lengths=[200]: " in capsys.readouterr().err
+    assert script.main([f"checkpoint={run}", "ruler.samples=3"]) == 2
+    assert "ruler.samples=3: does nothing without ruler=true" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from tests.eval_script.sample import SCRIPT, Evaluate, write_task
 from tests.processes import children, with_local_rank
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "4")
+RULER = ["ruler=true", "ruler.tasks=[fwe,niah_single_1]", "ruler.samples=3", "ruler.lengths=[900]"]
 TASK = ["tasks=[mine]", "tasks_path={run}"]
 
 
@@ -42,6 +43,7 @@ def on_devices(
         (["split=train", "documents=5"], ["devices=2", "context=2", "strategy=fsdp"], ()),
         (["split=train", "documents=7"], ["context=2", "strategy=fsdp"], TORCHRUN),
         (["passkey=true", "passkey.samples=3"], ["devices=2", "strategy=fsdp"], ()),
+        (RULER, ["devices=2", "strategy=fsdp"], ()),
         (TASK, ["devices=4", "context=2"], ()),
     ],
 )

@@ -1,0 +1,87 @@
+"""Scores of RULER over tasks and lengths as a table, as JSON, and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from longctx.evaluation.plots import save
+from longctx.evaluation.ruler import Scored
+from longctx.evaluation.ruler_texts import needs_essay
+from longctx.runs.evaluations import ruler_rows
+
+
+def content(scored: Sequence[Scored]) -> dict[str, Any]:
+    """What the JSON says: lengths, the mean score of each task at each of them, every answer."""
+    lengths = sorted({one.length for one in scored})
+    scores = {}
+    for task in dict.fromkeys(one.task for one in scored):
+        of_task = [one for one in scored if one.task == task]
+        scores[task] = [
+            round(fmean(one.score for one in of_task if one.length == length), 6)
+            for length in lengths
+        ]
+    return {
+        "ruler": {"lengths": lengths, "scores": scores},
+        "answers": [
+            {
+                "task": one.task,
+                "length": one.length,
+                "tokens": one.tokens,
+                "outputs": one.outputs,
+                "answer": one.answer,
+                "score": one.score,
+            }
+            for one in scored
+        ],
+    }
+
+
+def show(content: dict[str, Any]) -> None:
+    """Print the table: tasks down, lengths across, the score in percent."""
+    lengths, rows = ruler_rows(content)
+    view = Table(title="RULER, score by task and tokens (%)", title_justify="left")
+    view.add_column("task")
+    for length in lengths:
+        view.add_column(f"{length:,}", justify="right")
+    for name, scores in rows.items():
+        if name == "mean":
+            view.add_section()
+        style = "bold" if name == "mean" else None
+        view.add_row(name, *(f"{100 * score:.1f}" for score in scores), style=style)
+    Console(highlight=False).print(view)
+    for line in notes(content):
+        print(line)
+
+
+def notes(content: dict[str, Any]) -> list[str]:
+    """What is not RULER's own data."""
+    lines = []
+    if any(map(needs_essay, content["ruler"]["scores"])):
+        lines.append("essays are your own text, where RULER has Paul Graham's")
+    if made := content["made"]:
+        lines.append(f"{' and '.join(made)}: questions made from your own text, not RULER's data")
+    return lines
+
+
+def draw(content: dict[str, Any], path: Path) -> None:
+    """Write a PNG of the table in the content of a JSON."""
+    lengths, rows = ruler_rows(content)
+    size = 3.2 + 0.8 * len(lengths), 1.5 + 0.28 * len(rows)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.add_subplot()
+    axes.imshow(list(rows.values()), cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+    for y, scores in enumerate(rows.values()):
+        for x, score in enumerate(scores):
+            ink = "black" if 0.2 < score < 0.9 else "white"  # on dark red and dark green
+            axes.text(x, y, f"{100 * score:.0f}", ha="center", va="center", fontsize=7, color=ink)
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.set(xlabel="tokens", title="RULER, score (%)")
+    save(figure, path)

@@ -1,0 +1,272 @@
+"""RULER: texts of every task as long as asked and answerable, scores by its rules, answers greedy,
+tables of them, mistakes in a line.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from longctx.config.eval_config import RULER_TASKS, EvalConfig, RulerConfig
+from longctx.data.tokenizer import Tokenizer, train
+from longctx.evaluation import ruler_table
+from longctx.evaluation.questions import read_hotpotqa, read_squad
+from longctx.evaluation.ruler import Scored, Texts, match_all, match_part, measured
+from longctx.evaluation.ruler_texts import among, sentences, words_of
+from longctx.evaluation.scorer import Scorer
+from longctx.model import GPT, GPTConfig
+from longctx.report import run_view
+from longctx.report.run_tables import rulers
+from longctx.runs import evaluations
+
+LENGTH = 3001
+ESSAY = "The old dog walks home. " * 30 + "Nobody knows the way, but the river does! " * 40
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train([ESSAY], 300)
+
+
+def texts_of(tokenizer: Tokenizer, **keys: Any) -> Texts:
+    return Texts.of(RulerConfig(**{"samples": 2, **keys}), tokenizer, ESSAY)
+
+
+def solved(prompt: str) -> list[str]:
+    """What answers the question at the end of a prompt, found in its text."""
+    if match := re.search(r"\? The special magic \w+ for (.+) mentioned .* (is|are)$", prompt):
+        keys = re.split(r", and |, ", match[1])
+        return [x for key in keys for x in re.findall(rf"for {key} is: ([\w-]+)\.", prompt)]
+    if match := re.search(r"assigned the value (\d+), they are:$", prompt):
+        names = re.findall(rf"VAR (\w+) = {match[1]}", prompt)
+        while found := re.findall(rf"VAR (\w+) = VAR {names[-1]}\b", prompt):
+            names += found
+        return names
+    if prompt.endswith("in the list are:"):
+        words = re.findall(r"\d+\. ([a-z-]+)", prompt.split("Memorize")[-1])
+        return [word for word, _ in Counter(words).most_common(10)]
+    if prompt.endswith("appeared words are:"):
+        words = prompt.split("coded words. ")[1].split("\nQuestion")[0].split()
+        return [word for word, _ in Counter(words).most_common(4)[1:]]
+    match = re.search(r"Question: (Where was|.* where) (.+?) (was )?born\? Answer:$", prompt)
+    assert match is not None
+    town = re.findall(rf"{match[2]} was born in (\w+)\.", prompt)
+    return re.findall(rf"The mayor of {town[0]} is ([\w ]+)\.", prompt) if match[3] else town
+
+
+class Reader(Scorer):
+    """A model that finds every answer, and says it in capitals."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(GPT(GPTConfig(vocab_size=320, layers=1, channels=16, heads=2, ffn=16)))
+        self.tokenizer = tokenizer
+
+    def answers(
+        self, prompts: Sequence[Sequence[int]], most: int, ends: Sequence[int]
+    ) -> list[list[int]]:
+        shown = [" ".join(solved(self.tokenizer.decode(ids))) for ids in prompts]
+        return [self.tokenizer.encode(f" {text.upper()}.") for text in shown]
+
+
+@pytest.mark.parametrize("task", RULER_TASKS)
+def test_texts_fill_their_length_and_can_be_answered(tokenizer: Tokenizer, task: str) -> None:
+    texts = texts_of(tokenizer, tasks=[task])
+    room = LENGTH - texts.sized(task, LENGTH).answer
+    rows = list(texts.samples(task, LENGTH))
+    for sample, ids in rows:
+        assert 0.75 * room < len(ids) <= room
+        assert tokenizer.decode(ids) == sample.prompt
+        assert sorted(solved(sample.prompt)) == sorted(sample.outputs)
+        assert len(set(sample.outputs)) == len(sample.outputs)
+    assert rows[0][0] != rows[1][0]
+
+
+def test_the_same_seed_makes_the_same_texts(tokenizer: Tokenizer) -> None:
+    for task in ("niah_multikey_2", "vt", "qa_2"):
+        first, again, other = (
+            [sample for sample, _ in texts_of(tokenizer, seed=seed).samples(task, LENGTH)]
+            for seed in (1, 1, 2)
+        )
+        assert first == again
+        assert first[0].outputs != other[0].outputs
+
+
+def test_each_task_asks_for_what_it_says(tokenizer: Tokenizer) -> None:
+    counts = {"niah_multivalue": 4, "niah_multiquery": 4, "vt": 5, "cwe": 10, "fwe": 3}
+    texts = texts_of(tokenizer, samples=1)
+    for task in RULER_TASKS:
+        [(sample, _)] = texts.samples(task, LENGTH)
+        assert len(sample.outputs) == counts.get(task, 1), task
+        needles = sample.prompt.count("One of the special magic")
+        assert needles > 4 if task in ("niah_multikey_2", "niah_multikey_3") else needles <= 4
+
+
+def test_who_finds_everything_scores_1(tokenizer: Tokenizer) -> None:
+    texts = texts_of(tokenizer)
+    scored = list(measured(Reader(tokenizer), texts, [2500, LENGTH]))
+    assert len(scored) == 2 * len(RULER_TASKS) * 2
+    assert {one.score for one in scored} == {1.0}
+
+
+def test_too_short_lengths_are_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match=r"ruler\.lengths=\[500\]: vt needs [\d,]+ tokens"):
+        list(measured(Reader(tokenizer), texts_of(tokenizer, tasks=["vt"]), [500]))
+
+
+@pytest.mark.parametrize(
+    ("answer", "outputs", "every", "one"),
+    [
+        (" 1234567.", ["1234567"], 1.0, 1.0),
+        ("ab and\x00cd", ["AB", "cd", "ef", "gh"], 0.5, 1.0),
+        ("", ["x"], 0.0, 0.0),
+        ("\n\tA b\n", ["a B"], 1.0, 1.0),
+        ("a\tb", ["a b"], 0.0, 0.0),
+    ],
+)
+def test_scores_are_those_of_ruler(
+    answer: str, outputs: list[str], every: float, one: float
+) -> None:
+    assert match_all(answer, outputs) == every
+    assert match_part(answer, outputs) == one
+
+
+def test_scores_are_those_of_lm_eval() -> None:
+    pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness")
+    common = pytest.importorskip("lm_eval.tasks.ruler.common_utils")
+    rng = Random(5)
+    for _ in range(200):
+        outputs = ["".join(rng.choices("aBc", k=2)) for _ in range(rng.randint(1, 5))]
+        answer = "".join(rng.choices("abC \n\t\x01", k=12))
+        theirs = common.string_match_all(common.postprocess_pred([answer]), [outputs])
+        assert match_all(answer, outputs) == theirs
+        [first, *_] = outputs
+        theirs = common.string_match_part(common.postprocess_pred([answer]), [[first]])
+        assert match_part(answer, [first]) == theirs
+
+
+def test_answers_are_greedy_and_end() -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=64, layers=2, channels=16, heads=2, ffn=16)).eval()
+    prompts = [[1, 2, 3, 4, 5], [7], [9, 8, 9]]
+    expected = []
+    for prompt in prompts:
+        ids = list(prompt)
+        for _ in range(6):
+            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+        expected.append(ids[len(prompt) :])
+    assert Scorer(model).answers(prompts, 6, [63]) == expected
+    end = expected[0][2]
+    until = [row[: row.index(end)] if end in row else row for row in expected]
+    assert Scorer(model).answers(prompts, 6, [end]) == until
+
+
+def test_essays_are_cut_into_sentences_wherever_there_are_some() -> None:
+    assert sentences(words_of("A dog.  A\ncat! End")) == ["A dog.", "A cat!", "End"]
+    assert len(sentences(words_of("x " * 100))) == 3
+    unspaced = words_of("数" * 100 + "。" + "字" * 5)
+    assert "".join(unspaced).strip() == "数" * 100 + "。" + "字" * 5
+    assert among(["a", "b"], ["X", "Y"], [0.0, 1.0]) == ["X", "a", "b", "Y"]
+
+
+SQUAD = {
+    "data": [
+        {
+            "paragraphs": [
+                {
+                    "context": f"{place} is a town.",
+                    "qas": [
+                        {"question": f"What is {place}?", "answers": [{"text": "a town"}]},
+                        {"question": "Why?", "answers": [], "is_impossible": True},
+                    ],
+                }
+                for place in ("Bern", "Graz", "Kiel")
+            ]
+        },
+        {"paragraphs": [{"context": "Something else.", "qas": []}]},
+    ]
+}
+HOTPOT = [
+    {"question": "Who?", "answer": "Ada", "context": [["A", ["One. ", "Two."]], ["B", ["Three."]]]}
+]
+
+
+def test_questions_of_files(tmp_path: Path) -> None:
+    (tmp_path / "squad.json").write_text(json.dumps(SQUAD))
+    squad = read_squad(tmp_path / "squad.json")
+    for size in (1, 2, 4, 11):
+        asked = squad.draw(size, Random(size))
+        assert len(asked.documents) == size
+        place = asked.question.removeprefix("What is ").removesuffix("?")
+        assert f"{place} is a town." in asked.documents
+        assert asked.answers == ["a town"]
+        assert ("Something else." in asked.documents) == (size > 3)
+    (tmp_path / "hotpot.json").write_text(json.dumps(HOTPOT))
+    hotpot = read_hotpotqa(tmp_path / "hotpot.json")
+    assert hotpot.fewest == 2
+    assert sorted(hotpot.draw(2, Random(1)).documents) == ["A\nOne. Two.", "B\nThree."]
+    (tmp_path / "empty.json").write_text('{"data": []}')
+    for wrong in ("hotpot.json", "empty.json"):
+        with pytest.raises(ValueError, match=r"^ruler\.squad=.*json: "):
+            read_squad(tmp_path / wrong)
+    with pytest.raises(ValueError, match=r"^ruler\.hotpotqa=.*json: "):
+        read_hotpotqa(tmp_path / "squad.json")
+
+
+@pytest.mark.parametrize(
+    ("keys", "of_ruler", "message"),
+    [
+        ({}, {"lengths": [64]}, r"ruler\.lengths=\[64\]: "),
+        ({}, {"lengths": [256, 256]}, r"ruler\.lengths=\[256, 256\]: "),
+        ({}, {"tasks": ["niah"]}, r"ruler\.tasks=\[niah\]: "),
+        ({}, {"samples": 0}, r"ruler\.samples=0: "),
+        ({}, {"squad": "nowhere.json"}, r"ruler\.squad=nowhere.json: "),
+        ({}, {"tasks": ["vt"], "squad": __file__}, r"ruler\.squad=.*qa_1"),
+        ({"seq_len": 256}, {"lengths": [512]}, "seq_len=256: "),
+        ({"stride": 8}, {}, "stride=8: "),
+        ({"batch_size": 8}, {}, "batch_size=8: "),
+        ({"compile": True}, {}, "compile=true: "),
+        ({"tasks": ["a"]}, {}, r"tasks=\[a\]: "),
+    ],
+)
+def test_mistakes_name_the_key(
+    keys: dict[str, Any], of_ruler: dict[str, Any], message: str
+) -> None:
+    config = EvalConfig(checkpoint="x", ruler=RulerConfig(enabled=True, **of_ruler), **keys)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        config.validate()
+
+
+def test_tables_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scored = [
+        Scored(task, length, "", length - 50, ["x"], "y", score)
+        for task, score in (("niah_single_2", 1.0), ("qa_1", 0.5))
+        for length in (512, 2048)
+        for _ in range(2)
+    ]
+    content = {"made": ["qa_1"], **ruler_table.content(scored)}
+    assert content["ruler"]["scores"] == {"niah_single_2": [1.0, 1.0], "qa_1": [0.5, 0.5]}
+    ruler_table.show(content)
+    printed = capsys.readouterr().out
+    assert "qa_1 (own text)" in printed
+    assert "75.0" in printed
+    assert "not RULER's data" in printed
+    ruler_table.draw(content, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+    (tmp_path / "eval").mkdir()
+    evaluations.write(content, tmp_path / "eval" / "ruler-x.json")
+    (tmp_path / "config.yaml").write_text("seq_len: 512\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens_seen": 64, "elapsed_s": 1.0}\n')
+    table = rulers([run_view.read(tmp_path, 100)])
+    assert table.headings[-2:] == ["512", "2,048"]
+    assert [row[2:] for row in table.rows] == [
+        ["niah_single_2", "100.0", "100.0"],
+        ["qa_1 (own text)", "50.0", "50.0"],
+        ["mean", "75.0", "75.0"],
+    ]
