@@ -23,7 +23,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import machine, save_figure, write_json
+from benchmarks.report import machine, save_figure, show, write_json
 from longctx import cli
 from longctx.config.fields import key
 
@@ -263,7 +263,6 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def _print(result: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     view = Table(title="right answers over all depths (the worst depth)", title_justify="left")
@@ -279,7 +278,7 @@ def _print(result: dict[str, Any]) -> None:
             for row in grid["accuracy"]
         ]
         view.add_row(name, *cells)
-    Console(width=160).print(view)
+    show(view)
 
 
 def _environment() -> dict[str, str]:

@@ -11,6 +11,7 @@ from typing import Any
 import longctx
 from longctx import files
 from longctx.tables import grid as grid
+from longctx.tables import show as show
 
 
 def machine() -> dict[str, str]:
@@ -30,7 +31,6 @@ def machine() -> dict[str, str]:
 
 def table(rows: list[dict[str, Any]], title: str) -> None:
     """Print one case: a line per backend, or why it was left out."""
-    from rich.console import Console
     from rich.table import Table
 
     columns = [
@@ -46,7 +46,7 @@ def table(rows: list[dict[str, Any]], title: str) -> None:
             else [str(row.get(column, "")) for column in columns]
         )
         shown.add_row(row["backend"], *reason)
-    Console(width=150).print(shown)
+    show(shown)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

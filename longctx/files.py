@@ -39,6 +39,13 @@ def atomic(path: Path) -> Iterator[Path]:
         remove(partial)
 
 
+def as_umask_allows(path: Path) -> None:
+    """Give a file the mode of a new one, where a library has made it for its owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` in UTF-8, atomically."""
     with atomic(path) as partial:

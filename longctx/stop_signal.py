@@ -31,6 +31,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.number: int | None = None
+        self.speaks = True  # of several processes the first one does
         self.waits = False
         self.has_raised = False
         self._latest = -TOGETHER
@@ -65,9 +66,19 @@ class StopSignal:
         if self.has_raised:
             exit_at_once(number, frame)
         is_first, self.number = self.number is None, self.number or number
-        if not (is_first and self.waits):
-            self.has_raised = True
-            raise KeyboardInterrupt
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        if is_first and self.waits:
+            self._say(f"{name}: finishing this step, then saving; {name} again quits unsaved")
+            return
+        if self.waits:
+            self._say(f"{name}: quitting, unsaved")
+        self.has_raised = True
+        raise KeyboardInterrupt
+
+    def _say(self, text: str) -> None:
+        """Write a line to stderr at once; print may be under way where a handler is called."""
+        if self.speaks:
+            os.write(2, f"\n{text}\n".encode())
 
 
 _current: StopSignal | None = None

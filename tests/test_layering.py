@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-GROUND = {"files", "untrusted", "tables", "python_child", "stop_signal", "config", "runs"}
+GROUND = {"files", "hub_snapshot", "untrusted", "tables", "python_child", "stop_signal"}
+GROUND |= {"config", "runs"}
 MAY_IMPORT = {
     "config": {"config"},
     "runs": GROUND,
@@ -35,6 +36,7 @@ ONLY_IN = {
     "wandb": ("longctx/runs/wandb_process.py", "longctx/report/dashboard.py"),
     "wandb_workspaces": ("longctx/report/dashboard.py",),
     "lm_eval": ("longctx/evaluation/harness.py",),
+    "huggingface_hub": ("longctx/hub_snapshot.py", "longctx/data/sources/hub.py"),
     "hydra": ("longctx/cli/composition.py",),
     "omegaconf": ("longctx/cli/composition.py",),
 }

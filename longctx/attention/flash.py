@@ -10,6 +10,7 @@ from torch import Tensor
 
 from longctx.attention.mask import Mask
 from longctx.attention.registry import Backend, Gradients, Request, register
+from longctx.config.model_config import BACKEND_OPTIONS
 from longctx.kernels import HAS_TRITON
 from longctx.kernels.flash_op import (
     HEAD_SIZES,
@@ -28,7 +29,7 @@ class Flash(Backend):
     runs, and portable elsewhere.
     """
 
-    options = {"kernel": ("auto", "portable", "hopper")}
+    options = BACKEND_OPTIONS["flash"]
     reproducible = {
         "triton-portable": ("out", "dq", "dk", "dv"),
         "torch-tiled": ("out", "dq", "dk", "dv"),

@@ -15,6 +15,7 @@ from torch import Tensor
 from longctx.attention.mask import Mask
 from longctx.attention.registry import Backend, Request, register
 from longctx.attention.sdpa import beyond_flash_attention
+from longctx.config.model_config import BACKEND_OPTIONS, NEEDS_GPU
 
 
 class Api(NamedTuple):
@@ -48,7 +49,7 @@ PACKAGES = {"auto": "-4", "4": "-4", "3": "-3", "2": ""}
 class FlashAttn(Backend):
     """`version`: auto (the newest installed that this GPU can run), 4, 3 or 2."""
 
-    options = {"version": ("auto", 4, 3, 2)}
+    options = BACKEND_OPTIONS["flash_attn"]
     takes_intervals = False
     # dq is added up in any order
     reproducible = {f"flash-attention-{version}": ("out",) for version in APIS}
@@ -56,7 +57,7 @@ class FlashAttn(Backend):
     def refusal(self, request: Request) -> str | None:
         wanted = str(request.options.get("version", "auto"))
         if request.device.type != "cuda":
-            return "FlashAttention needs a CUDA GPU; use attention=flash"
+            return NEEDS_GPU["flash_attn"]
         if not INSTALLED or (wanted != "auto" and wanted not in INSTALLED):
             version = "" if wanted == "auto" else f" {wanted}"
             command = f"pip install flash-attn{PACKAGES[wanted]}"

@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from longctx.attention.mask import Mask
 from longctx.attention.registry import Backend, Request, register
+from longctx.config.model_config import NEEDS_GPU
 
 BLOCK = 128
 
@@ -23,7 +24,7 @@ class Flex(Backend):
 
     def refusal(self, request: Request) -> str | None:
         if request.device.type != "cuda":
-            return f"FlexAttention has no backward on {request.device.type}; use attention=flash"
+            return NEEDS_GPU["flex"]
         if request.head_dim < 16 or request.head_dim > 256:
             return f"head size {request.head_dim} is outside 16 to 256; use attention=naive"
         return None

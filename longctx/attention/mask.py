@@ -25,8 +25,8 @@ class Mask:
     Build it once per batch with `causal`, `full`, `documents` or `intervals`. After `bind` it holds
     int32 tensors: `first`, `last` (B or 1, Tq) and `qfirst`, `qlast` (B or 1, Tk). A batch of 1
     stands for every row. `doc_ids` (B, T) and `offsets` (documents + 1,) describe packed documents
-    over the flattened batch; none is longer than `longest`, a power of two, so that code compiled
-    for it serves many batches.
+    over the flattened batch, and `lengths` their tokens; none is longer than `longest`, a power of
+    two, so that code compiled for it serves many batches.
     """
 
     kind: str
@@ -37,6 +37,7 @@ class Mask:
     qfirst: Tensor | None = None
     qlast: Tensor | None = None
     offsets: Tensor | None = None
+    lengths: tuple[int, ...] | None = None  # no tensor, so that it stays in the CPU's memory
     longest: int = 0
     visible: int = -1
     exchange: Exchange | None = None  # of q, k, v and out, where ranks share the rows
@@ -87,6 +88,7 @@ class Mask:
             _checked(window),
             doc_ids=doc_ids,
             offsets=offsets,
+            lengths=tuple(lengths.tolist()),
             longest=longest,
             visible=visible,
         )

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from longctx.attention.exchange import WHOLE_ROWS
 from longctx.attention.mask import Mask
+from longctx.config.model_config import check_options
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
@@ -322,15 +323,7 @@ def _lookup(backend: str, options: Mapping[str, Any]) -> Backend:
         names = ", ".join(sorted(_backends))
         raise ValueError(f"attention={backend} is not a backend; choose one of {names}")
     chosen = _backends[backend]
-    for key, value in options.items():
-        if key not in chosen.options:
-            names = ", ".join(chosen.options) or "none"
-            raise ValueError(
-                f"attention.options.{key}={value} is not an option of {backend}; it has: {names}"
-            )
-        if value not in chosen.options[key]:
-            choices = ", ".join(str(x) for x in chosen.options[key])
-            raise ValueError(f"attention.options.{key}={value} must be one of {choices}")
+    check_options(backend, options, chosen.options)
     return chosen
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from longctx.attention.mask import Mask
 from longctx.attention.naive import visible
 from longctx.attention.registry import Backend, Request, register
+from longctx.config.model_config import BACKEND_OPTIONS, NEEDS_GPU
 from longctx.kernels.tiled import fused_documents
 
 TILE = 512  # queries of a tile on a CPU
@@ -23,7 +24,7 @@ TILE = 512  # queries of a tile on a CPU
 class Sdpa(Backend):
     """`kernel`, for GPUs only: auto (cuDNN where right and faster, else flash), flash or cudnn."""
 
-    options = {"kernel": ("auto", "flash", "cudnn")}
+    options = BACKEND_OPTIONS["sdpa"]
     takes_intervals = False
     reproducible = {  # the backward of the GPU kernels adds up in any order
         "torch CPU flash": ("out", "dq", "dk", "dv"),
@@ -35,7 +36,7 @@ class Sdpa(Backend):
         kernel = request.options.get("kernel", "auto")
         if request.device.type == "cpu":
             if kernel == "cudnn" and request.dtype != torch.float64:
-                return "kernel=cudnn needs a GPU; leave attention.options.kernel=auto"
+                return NEEDS_GPU["sdpa cudnn"]
             return None
         if request.device.type != "cuda":
             return (

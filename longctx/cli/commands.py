@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from longctx.cli import early_checks
 from longctx.cli.composition import Composed, compose, from_file, jobs, options, with_model
 from longctx.cli.entry import answer, libraries
 from longctx.cli.overrides import SCHEMAS, key_and_value, keys, read, unquoted
+from longctx.cli.own_file import with_file
 from longctx.cli.usage import choices_lines, key_lines
 from longctx.config import command_config, presets
 from longctx.config.eval_config import EvalRequest
@@ -127,12 +129,13 @@ def _dispatch(name: str, arguments: list[str]) -> int | None:
 
 def _train(argv: list[str]) -> int:
     """One run in this process, or a sweep, whose jobs are processes of their own."""
-    arguments = read("train", argv)
+    arguments = read("train", with_file(argv))
     if arguments.sweep:
         return _sweep(arguments.overrides)
     try:
         composed = _resumed(arguments.overrides) or compose("train", arguments.overrides)
         processes = launched(composed.config)
+        early_checks.check_training(composed.config)
         if processes.ranks > 1:  # warnings about a process that is gone bury the line that names it
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         with libraries():
@@ -159,6 +162,7 @@ def _resumed(overrides: list[str]) -> Composed | None:
     run_folder.check_resumable(folder, others)
     composed = from_file("train", folder / "config.yaml", others)
     composed.config.resume = str(folder)
+    run_folder.check_unfinished(folder, composed.config.max_steps)
     return composed
 
 
@@ -171,7 +175,10 @@ def _sweep(overrides: list[str]) -> int:
                 f"{override}: each job of a sweep is a new run with a name of its own; leave it out"
             )
     for job in sweep_jobs:
-        compose("train", job)
+        config = compose("train", job).config
+        early_checks.check_training(config)
+        if config.init is not None:  # all jobs begin with one commit of a model of the Hub
+            job[:] = [f"init={config.init}" if x.startswith("init=") else x for x in job]
     from longctx.training.sweep import sweep
 
     return sweep(sweep_jobs)
@@ -181,6 +188,8 @@ def _evaluate(argv: list[str]) -> int:
     """Run one evaluation, print its tables and write its files."""
     composed = compose("eval", read("eval", argv).overrides)
     request = EvalRequest.of(composed.config, composed.changed)
+    launched(request.config)
+    early_checks.check_evaluation(request)
     with libraries():
         from longctx.evaluation.evaluate import evaluate
     return evaluate(request)
@@ -244,6 +253,7 @@ def _dashboard(argv: list[str]) -> None:
 
 def _export(argv: list[str]) -> None:
     chosen = options(command_config.ExportOptions, argv)
+    run_folder.checkpoint_of(Path(chosen.run), "run")
     with libraries():
         from longctx.model.export_checkpoint import run
 
@@ -279,6 +289,8 @@ COMMANDS: dict[str, Command] = {
             "python train.py -m attention=naive,sdpa,flash seq_len=4096,8192",
             "    -m: a sweep, every combination, one process each",
             "python train.py resume=runs/NAME",
+            "python train.py my.yaml key=value ...",
+            "    my.yaml: keys as below, or a run's config.yaml",
             "The same: longctx train key=value ...",
         ),
         SCHEMAS["train"],

@@ -18,8 +18,11 @@ FULL_DISK = 74  # EX_IOERR of sysexits.h: nothing about the request is wrong
 @contextmanager
 def libraries() -> Iterator[None]:
     """Import large libraries inside this block: the garbage collector pauses, which otherwise takes
-    a quarter of the time to look through objects that stay.
+    a quarter of the time to look through objects that stay. On a terminal it is said that they
+    load, which takes 5 to 30 s where their files are not in memory.
     """
+    if "torch" not in sys.modules and sys.stderr.isatty() and number_here() == 0:
+        print("loading torch ...", file=sys.stderr, flush=True)
     if not gc.isenabled():
         yield
         return
@@ -56,7 +59,8 @@ def answer(
         except (Exception, KeyboardInterrupt) as error:
             if isinstance(error, KeyboardInterrupt) or stop.has_raised:
                 if number_here() == 0:
-                    print(f"stopped by {stop.name}", file=sys.stderr)
+                    unsaved = ", unsaved since the last checkpoint" if stop.waits else ""
+                    print(f"stopped by {stop.name}{unsaved}", file=sys.stderr)
                 return stop.code
             if not isinstance(error, ValueError | OSError):
                 raise

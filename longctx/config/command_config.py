@@ -15,7 +15,7 @@ class DescribeConfig:
     """Which documents to describe; `data` has the keys that train.py has."""
 
     seq_len: int = key(4096, "tokens in a row", between=(2, 2**31 - 1))
-    out: str | None = key("lengths.png", "picture of the document lengths; null: none")
+    out: str | None = key(None, "picture of the document lengths, such as lengths.png; null: none")
     data: DataConfig = group(DataConfig)
 
     def validate(self) -> None:

@@ -59,9 +59,10 @@ class DataConfig:
         "tokenizer.json or Hugging Face folder; null: a BPE trained on the documents",
     )
     vocab_size: int = key(16384, "of the tokenizer trained here")
-    val_fraction: float = key(
-        0.02,
-        "share of documents that validate, chosen by their hash; 0: none",
+    val_fraction: float | None = key(
+        None,
+        "share of the text that validates: whole documents by their hash, else the ends of "
+        "documents; null: 0.02, or up to 0.1 of a small corpus; 0: none",
     )
     cache: str | None = key(
         None,
@@ -73,10 +74,10 @@ class DataConfig:
         self.paths()
         self.data_files()
         check(self, "data.")
-        if not 0 <= self.val_fraction < 1:
+        if self.val_fraction is not None and not 0 <= self.val_fraction < 1:
             raise ValueError(
                 f"data.val_fraction={self.val_fraction}: not a share; "
-                "give a number from 0 (no validation) to below 1"
+                "give a number from 0 (no validation) to below 1, or null"
             )
         if self.tokenizer is None and not 257 <= self.vocab_size <= 2**20:
             raise ValueError(

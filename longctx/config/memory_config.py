@@ -92,6 +92,10 @@ class MemoryConfig:
             for name, usual in plain.items()
             if values[name] not in (None, usual)
         ]
+        usual = POLICIES.get(self.policy, {})
+        if any(values[name] not in (None, of_policy) for name, of_policy in usual.items()):
+            changed = [f"{n}={values[n]}" for n, x in usual.items() if values[n] not in (None, x)]
+            return f"{', '.join(changed)}, all else as {self.policy}"
         return ", ".join([self.policy, *parts])
 
     def policies(self) -> list[str]:

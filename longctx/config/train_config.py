@@ -80,7 +80,7 @@ class TrainConfig:
     )
     max_steps: int | None = key(
         None,
-        "optimizer steps; null: from max_tokens, else 300 on a GPU and 60 on a CPU",
+        "optimizer steps; null: from max_tokens, else 300 on a GPU, up to 60 on a CPU",
         between=(1, 10**9),
     )
     max_tokens: int | None = key(
@@ -134,7 +134,8 @@ class TrainConfig:
     )
     init: str | None = key(
         None,
-        "start from this Hugging Face folder (config.json, safetensors): its model and tokenizer",
+        "start from the model and tokenizer of a Hugging Face folder, of a run, runs/NAME, or of a "
+        "model of the Hub, owner/name or owner/name@revision (branch, tag or commit)",
     )
     resume: str | None = key(None, "continue this run, for example runs/tiny-flash-4k-001")
     runs: str = key("runs", "the folder that runs are written to")
@@ -162,6 +163,14 @@ class TrainConfig:
         200, "steps between checkpoints; one always comes at the end", between=(1, 10**9)
     )
     keep_checkpoints: int = key(2, "the newest so many stay on disk", between=(1, 10**9))
+    keep_best: bool = key(
+        False, "also keep the checkpoint with the lowest validation loss, as best.ckpt"
+    )
+    patience: int | None = key(
+        None,
+        "end after so many validations without a lower loss; null: after max_steps",
+        between=(1, 10**9),
+    )
     log_every: int = key(5, "steps between rows of metrics.jsonl", between=(1, 10**9))
     workers: int = key(1, "processes that prepare batches, per device; 0: none", between=(0, 256))
     attention: AttentionConfig = group(AttentionConfig)
@@ -268,6 +277,15 @@ class TrainConfig:
             before = stage[0]
 
 
+def check_warmup(warmup_steps: int | None, max_steps: int | None) -> None:
+    """Raise ValueError where the learning rate would never reach its peak."""
+    if warmup_steps and max_steps and warmup_steps > max_steps:
+        raise ValueError(
+            f"warmup_steps={warmup_steps}: the run has {max_steps:,} steps, so the learning rate "
+            "would never reach lr; give fewer, or a larger max_steps"
+        )
+
+
 def check_name(name: str) -> None:
     """Raise ValueError unless `name` is safe as the name of one folder."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
@@ -291,8 +309,11 @@ def from_plain(plain: dict[str, Any]) -> TrainConfig:
 def upgraded(saved: dict[str, Any]) -> dict[str, Any]:
     """A run's configuration as this version has it. Older ones say memory.optimizer for
     memory.optimizer_state and know AdamW only; still older ones say recompute and loss_chunk under
-    model.
+    model. Raises ValueError where one of these groups is none.
     """
+    for name in ("memory", "model"):
+        if not isinstance(saved.get(name) or {}, dict):
+            raise ValueError(f"{name}={str(saved[name])[:60]}: a group of keys belongs there")
     saved = {"optimizer": {"name": "adamw"}} | saved
     memory = saved.get("memory") or {}
     if "optimizer" in memory:

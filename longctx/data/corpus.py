@@ -85,6 +85,9 @@ class Source(ABC):
     def check(self, config: DataConfig) -> None:  # noqa: B027 (nothing to check by default)
         """Raise ValueError for the first key that cannot be right; reads nothing."""
 
+    def check_files(self, config: DataConfig) -> None:  # noqa: B027 (most read none)
+        """Raise OSError for the first path of this machine that is not there; reads no file."""
+
     def without_effect(self, config: DataConfig) -> Mapping[str, str]:
         """Keys of this source that change nothing with this configuration, each with the reason.
 

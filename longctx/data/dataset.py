@@ -18,10 +18,10 @@ import numpy as np
 
 from longctx.config.data_config import DataConfig
 from longctx.data.cache import cached, fingerprint
-from longctx.data.duplicates import choose_validation
 from longctx.data.packing import Packing, pack
 from longctx.data.progress import Progress
 from longctx.data.sources import open_corpus
+from longctx.data.split import Rule, by_bytes, by_hash
 from longctx.data.store import NothingToPredict, Store, build
 from longctx.data.tokenizer import Tokenizer, train
 
@@ -37,8 +37,8 @@ SPLITS = ("train", "val")
 
 
 class EncodedDocument(NamedTuple):
-    """An uncut document: its tokens (tokens,) int64, the last one end-of-text, and its size in
-    UTF-8 bytes.
+    """A document of a split, or the part of one that is in it: tokens (tokens,) int64, at the end
+    of a document end-of-text, and UTF-8 bytes of its text.
     """
 
     name: str
@@ -47,11 +47,17 @@ class EncodedDocument(NamedTuple):
 
 
 class SplitDocuments(NamedTuple):
-    """The tokenized documents of a source, and which of them validate, (documents,) bool."""
+    """The tokenized documents of a source, and how many tokens of each are trained on, (documents,)
+    int64; the rest of them validates.
+    """
 
     tokenizer: Tokenizer
     store: Store
-    validating: np.ndarray
+    trained: np.ndarray
+
+    def unseen(self) -> set[bytes]:
+        """The keys of documents that validate, or whose ends do."""
+        return {key.tobytes() for key in self.store.keys[self.trained < self.store.lengths]}
 
 
 class Data:
@@ -65,11 +71,24 @@ class Data:
             raise ValueError(f"seq_len={seq_len}: a row holds at least 2 tokens; give more")
         self.config = config
         self.seq_len = seq_len
-        self.tokenizer, self.store, validating = documents or split_documents(config)
-        self.split = {"train": np.flatnonzero(~validating), "val": np.flatnonzero(validating)}
+        self.tokenizer, self.store, self.trained = documents or split_documents(config)
+        validates = self.trained < self.store.lengths
+        self.split = {"train": np.flatnonzero(self.trained), "val": np.flatnonzero(validates)}
         content = [self.store.content(), self.tokenizer.fingerprint, self.split["val"].tolist()]
+        if (validates & (self.trained > 0)).any():
+            content.append(self.trained[validates].tolist())
         self.fingerprint: str = fingerprint([_VERSION, *content])
         self.packings = self._pack()
+
+    def as_begun(self, began: str) -> Data | None:
+        """The same documents in the split whose fingerprint is `began`, which an older version may
+        have made; None where they are in none.
+        """
+        if self.fingerprint == began:
+            return self
+        older = split_documents(self.config, rule=by_hash)
+        data = Data(self.config, self.seq_len, older)
+        return data if data.fingerprint == began else None
 
     @property
     def lengths(self) -> np.ndarray:
@@ -91,12 +110,25 @@ class Data:
         return SampleStream(len(self.train), seed, rank, world_size, consumed)
 
     def documents(self, split: str = "val") -> Iterator[EncodedDocument]:
-        """Read the uncut documents of `train` or `val`, in their fixed order."""
+        """Read the documents of `train` or `val`, not cut into rows, in their fixed order."""
         if split not in SPLITS:
             raise ValueError(f"split={split}: not a split; use train or val")
-        for document in self.split[split].tolist():
-            ids = self.store.tokens(document).astype(np.int64)
-            yield EncodedDocument(self.store.name(document), ids, int(self.store.n_bytes[document]))
+        starts, stops = self._span(split)
+        for document, start, stop in zip(
+            self.split[split].tolist(), starts.tolist(), stops.tolist(), strict=True
+        ):
+            ids = self.store.tokens(document, start, stop).astype(np.int64)
+            name, n_bytes = self.store.name(document), int(self.store.n_bytes[document])
+            if len(ids) < self.store.lengths[document]:
+                name += " (end)" if start else " (before its end)"
+                text = self.tokenizer.decode(ids[:-1] if ids[-1] == self.tokenizer.eos_id else ids)
+                n_bytes = len(text.encode())
+            yield EncodedDocument(name, ids, n_bytes)
+
+    def tokens(self, split: str) -> int:
+        """How many tokens `train` or `val` has."""
+        starts, stops = self._span(split)
+        return int((stops - starts).sum())
 
     def summary(self) -> dict[str, Any]:
         """Counts for a table or a log; `efficiency` is the share of row positions that hold a
@@ -115,10 +147,20 @@ class Data:
         for split in SPLITS:
             packing = self.packings[split]
             counts[f"{split}_documents"] = len(self.split[split])
-            counts[f"{split}_tokens"] = int(self.store.lengths[self.split[split]].sum())
+            counts[f"{split}_tokens"] = self.tokens(split)
             counts[f"{split}_rows"] = packing.rows
             counts[f"{split}_efficiency"] = round(packing.efficiency(self.seq_len), 6)
+        # Documents that are trained on and whose ends validate.
+        counts["val_ends"] = int(np.count_nonzero(self.trained[self.split["val"]]))
         return counts
+
+    def _span(self, split: str) -> tuple[np.ndarray, np.ndarray]:
+        """First and last + 1 token of each document of `split` that is in it."""
+        documents = self.split[split]
+        trained = self.trained[documents]
+        if split == "train":
+            return np.zeros_like(trained), trained
+        return trained, self.store.lengths[documents]
 
     def _rows(self, split: str) -> Rows:
         from longctx.data.rows import Rows
@@ -128,7 +170,11 @@ class Data:
     def _pack(self) -> dict[str, Packing]:
         def write(folder: Path) -> None:
             for split, documents in self.split.items():
-                packing = pack(self.store.lengths[documents], self.seq_len, documents)
+                starts, stops = self._span(split)
+                # Where the end validates, the last token that is trained on is only predicted: no
+                # row shows it, or the first one that validates would be its target.
+                shown = stops - starts - (stops < self.store.lengths[documents])
+                packing = pack(shown, self.seq_len, documents, starts)
                 packing.save(folder / f"{split}.npz")
 
         key = fingerprint([self.fingerprint, self.seq_len])
@@ -141,11 +187,13 @@ class Data:
         return packings
 
 
-def split_documents(config: DataConfig, without: Set[bytes] = frozenset()) -> SplitDocuments:
-    """Tokenize the documents of one source and choose which of them validate."""
+def split_documents(
+    config: DataConfig, without: Set[bytes] = frozenset(), rule: Rule = by_bytes
+) -> SplitDocuments:
+    """Tokenize the documents of one source and choose by `rule` which of them validate."""
     tokenizer, store = tokenize(config, without)
-    validating = choose_validation(store.hashes(), store.groups, config.val_fraction)
-    return SplitDocuments(tokenizer, store, validating)
+    (trained,) = rule([store], {"data": config.val_fraction}, tokenizer)
+    return SplitDocuments(tokenizer, store, trained)
 
 
 def tokenize(config: DataConfig, without: Set[bytes] = frozenset()) -> tuple[Tokenizer, Store]:

@@ -4,7 +4,6 @@ how well they fill rows.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -59,15 +58,14 @@ def share_in_longer(data: Data | Mixture, length: int) -> float:
 
 
 def _print(data: Data | Mixture) -> None:
-    from rich.console import Console
+    from longctx.tables import show
 
-    console = Console(width=None if sys.stdout.isatty() else 100)
     counts = data.summary()
-    console.print(_facts(data, counts))
-    console.print(_rows(counts))
+    show(_facts(data, counts))
+    show(_rows(counts))
     if "mix" in counts:
-        console.print(_members(counts["mix"]))
-    console.print(_lengths(histogram(data), counts["tokens"]))
+        show(_members(counts["mix"]))
+    show(_lengths(histogram(data), counts["tokens"]))
 
 
 def _facts(data: Data | Mixture, counts: dict[str, Any]) -> Table:

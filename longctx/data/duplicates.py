@@ -73,26 +73,3 @@ def groups(signatures: np.ndarray) -> np.ndarray:
             a, b = sorted((root(a), root(b)))
             parent[b] = a
     return np.array([root(document) for document in range(count)], dtype=np.int64)
-
-
-def choose_validation(keys: np.ndarray, group: np.ndarray, fraction: float) -> np.ndarray:
-    """Choose the documents that validate, (documents,) bool: about `fraction` of the groups.
-
-    `keys` are hashes of the documents' contents, (documents,) uint64; a group validates if its
-    smallest key lies in the lowest `fraction` of all hashes. If that were no group or every group,
-    only the one with the smallest key does. Raises ValueError if there is only one group to split.
-    """
-    if fraction == 0:
-        return np.zeros(len(keys), bool)
-    smallest = np.full(len(keys), 2**64 - 1, np.uint64)
-    np.minimum.at(smallest, group, keys)
-    chosen = smallest[group] < np.uint64(fraction * 2**63) * np.uint64(2)
-    if chosen.all() or not chosen.any():
-        chosen = smallest[group] == smallest[group].min()
-    if chosen.all():
-        raise ValueError(
-            f"data.val_fraction={fraction}: cannot split {len(keys)} document(s), all alike, "
-            "into training and validation; give more documents, "
-            "or data.val_fraction=0 to train without validation"
-        )
-    return chosen

@@ -27,8 +27,8 @@ from longctx.data.dataset import (
     tokenize,
     train_tokenizer,
 )
-from longctx.data.duplicates import choose_validation, groups
 from longctx.data.sources import check, mix, open_corpus
+from longctx.data.split import Rule, by_bytes, by_hash
 from longctx.data.store import Store
 from longctx.data.tokenizer import Tokenizer
 
@@ -55,7 +55,7 @@ class Mixture:
     `parts` are their data sets by name, in the order of the configuration.
     """
 
-    def __init__(self, config: DataConfig, seq_len: int) -> None:
+    def __init__(self, config: DataConfig, seq_len: int, rule: Rule = by_bytes) -> None:
         members = mix.members(config)
         self.config = config
         self.seq_len = seq_len
@@ -63,21 +63,25 @@ class Mixture:
         sources = {name: source for name, (_, source) in members.items()}
         tokenizer = config.tokenizer or _train_on_all(sources, config)
         sources = {name: replace(one, tokenizer=tokenizer) for name, one in sources.items()}
-        documents = _split_together(sources)
+        documents = _split_together(sources, rule)
         self.parts: dict[str, Data] = {}
         for name, source in sources.items():
             with _name_in_errors(name):
                 self.parts[name] = Data(source, seq_len, documents[name])
-            if not len(self.parts[name].train):
-                raise ValueError(
-                    f"data.mix.{name}: no document is left to train on; "
-                    f"give more, or data.mix.{name}.val_fraction=0"
-                )
         self.tokenizer: Tokenizer = next(iter(self.parts.values())).tokenizer
         content = [
             [name, self.weights[name], part.fingerprint] for name, part in self.parts.items()
         ]
         self.fingerprint: str = fingerprint(["mix 1", content])
+
+    def as_begun(self, began: str) -> Mixture | None:
+        """The same documents in the split whose fingerprint is `began`, which an older version may
+        have made; None where they are in none.
+        """
+        if self.fingerprint == began:
+            return self
+        older = Mixture(self.config, self.seq_len, by_hash)
+        return older if older.fingerprint == began else None
 
     @property
     def lengths(self) -> np.ndarray:
@@ -149,51 +153,30 @@ def _name_in_errors(name: str) -> Iterator[None]:
         raise ValueError(f"data.mix.{name}: {error}") from error
 
 
-def _split_together(sources: dict[str, DataConfig]) -> dict[str, SplitDocuments]:
+def _split_together(sources: dict[str, DataConfig], rule: Rule) -> dict[str, SplitDocuments]:
     """Tokenize and split every source so that no text is on both sides.
 
-    Near-duplicates in several sources lie on one side, and train if one of them does; generated
-    documents have no text in them that validates.
+    Near-duplicates in several sources lie on one side; generated documents have no text in them
+    that validates.
     """
     encoded: dict[str, tuple[Tokenizer, Store]] = {}
     for name, source in sources.items():
         if not SOURCES[source.source].generated:
             with _name_in_errors(name):
                 encoded[name] = tokenize(source)
-    validating = _validating(sources, {name: store for name, (_, store) in encoded.items()})
-    documents = {
-        name: SplitDocuments(tokenizer, store, validating[name])
-        for name, (tokenizer, store) in encoded.items()
-    }
-    unseen = {key.tobytes() for one in documents.values() for key in one.store.keys[one.validating]}
+    documents: dict[str, SplitDocuments] = {}
+    if encoded:
+        stores = [store for _, store in encoded.values()]
+        fractions = {f"data.mix.{name}": sources[name].val_fraction for name in encoded}
+        splits = rule(stores, fractions, next(iter(encoded.values()))[0])
+        for (name, (tokenizer, store)), trained in zip(encoded.items(), splits, strict=True):
+            documents[name] = SplitDocuments(tokenizer, store, trained)
+    unseen = {key for one in documents.values() for key in one.unseen()}
     for name, source in sources.items():
         if name not in documents:
             with _name_in_errors(name):
-                documents[name] = split_documents(source, unseen)
+                documents[name] = split_documents(source, unseen, rule)
     return documents
-
-
-def _validating(sources: dict[str, DataConfig], stores: dict[str, Store]) -> dict[str, np.ndarray]:
-    """Which documents of each store validate, (documents,) bool: none that is also trained on."""
-    if not stores:
-        return {}
-    # Near-duplicates over all stores, and the smallest hash of each group.
-    group = groups(np.concatenate([store.signatures for store in stores.values()]))
-    smallest = np.full(len(group), 2**64 - 1, np.uint64)
-    hashes = np.concatenate([store.hashes() for store in stores.values()])
-    np.minimum.at(smallest, group, hashes)
-    # Each store by its own val_fraction, then without the groups that another one trains on.
-    bounds = np.cumsum([len(store) for store in stores.values()])[:-1]
-    keys = dict(zip(stores, np.split(smallest[group], bounds), strict=True))
-    group_of = dict(zip(stores, np.split(group, bounds), strict=True))
-    chosen = {}
-    for name in stores:
-        with _name_in_errors(name):
-            local = np.unique(group_of[name], return_inverse=True)[1]
-            chosen[name] = choose_validation(keys[name], local, sources[name].val_fraction)
-    trained = np.zeros(len(group), bool)
-    np.logical_or.at(trained, group, ~np.concatenate(list(chosen.values())))
-    return {name: chosen[name] & ~trained[group_of[name]] for name in stores}
 
 
 def _train_on_all(sources: dict[str, DataConfig], config: DataConfig) -> str:

@@ -121,12 +121,20 @@ def best_fit_decreasing(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, 
     return row_of, rows
 
 
-def pack(lengths: np.ndarray, seq_len: int, documents: np.ndarray | None = None) -> Packing:
+def pack(
+    lengths: np.ndarray,
+    seq_len: int,
+    documents: np.ndarray | None = None,
+    starts: np.ndarray | None = None,
+) -> Packing:
     """Cut and pack documents of `lengths` tokens into rows of `seq_len`.
 
-    `documents` are their numbers in the result, (documents,); default 0, 1, ...
+    `documents` are their numbers in the result, (documents,); default 0, 1, ...; `starts` the
+    tokens of each that come before and are left out, (documents,); default none.
     """
     document, start, length = cut(lengths, seq_len)
+    if starts is not None:
+        start = start + np.asarray(starts, dtype=np.int64)[document]
     row_of, rows = best_fit_decreasing(length, seq_len)
     order = np.argsort(row_of, kind="stable")
     row_starts = np.searchsorted(row_of[order], np.arange(rows + 1))

@@ -142,7 +142,7 @@ def build(folder: Path, corpus: Corpus, tokenizer: Tokenizer, chat: bool = False
     keys: list[bytes] = []
     signatures: list[np.ndarray] = []
     dropped = 0
-    shortest = 2 if tokenizer.bos_id is None or chat else 3  # tokens of a document that has text
+    shortest = 2 if chat else tokenizer.shortest
     with (
         Progress("tokenizing", corpus.total) as progress,
         pa.OSFile(str(folder / "documents.arrow"), "wb") as sink,

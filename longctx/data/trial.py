@@ -1,7 +1,7 @@
-"""Tokenizers and chat templates of strangers, tried in a child process before they are used.
+"""Tokenizers of strangers, tried in a child process before they are used.
 
-Both are programs: a template can loop for ever, thirty doubling normalizers turn one letter into a
-gigabyte. The child has little time and memory, so what does such things ends there, in one line.
+They are programs: thirty doubling normalizers turn one letter into a gigabyte. The child has little
+time and memory, so what does such things ends there, in one line.
 """
 
 from __future__ import annotations
@@ -29,32 +29,29 @@ _REFUSED = 3  # exit code; the reason is the last line on stderr
 _tried: set[bytes] = set()
 
 
-def check(kind: str, place: str | Path, content: dict[str, Any]) -> None:
-    """Raise ValueError, naming `place`, unless the child gets through with `content`.
-
-    kind: `tokenizer` with `text`, a tokenizer.json; `template` with `source` and `tokens`.
-    """
-    request = json.dumps(content)
-    key = hashlib.sha256(f"{kind} {request}".encode()).digest()
+def check(file: Path, text: str) -> None:
+    """Raise ValueError, naming `file`, unless the child gets through with its `text`."""
+    content = text.encode("utf-8", "surrogatepass")
+    key = hashlib.sha256(content).digest()
     if key in _tried:
         return
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
     try:
         process = subprocess.run(
-            python_child.command("longctx.data.trial", kind),
+            python_child.command("longctx.data.trial"),
             env=python_child.environment(TOKENIZERS_PARALLELISM="false", **threads),
-            input=request.encode(),
+            input=content,
             capture_output=True,
             timeout=WAIT,
         )
     except subprocess.TimeoutExpired:
-        raise ValueError(f"{place}: this {kind} does not come to an end; use another") from None
+        raise ValueError(f"{file}: this tokenizer does not come to an end; use another") from None
     if process.returncode == _REFUSED:
         reason = process.stderr.decode(errors="replace").strip().splitlines()[-1]
-        raise ValueError(f"{place}: this {kind} {reason}; use another")
+        raise ValueError(f"{file}: this tokenizer {reason}; use another")
     if process.returncode != 0:
         raise ValueError(
-            f"{place}: this {kind} takes more than {SECONDS} s or {MEMORY >> 20} MiB for a few "
+            f"{file}: this tokenizer takes more than {SECONDS} s or {MEMORY >> 20} MiB for a few "
             "words; use another"
         )
     _tried.add(key)
@@ -85,38 +82,17 @@ def _try_tokenizer(text: str) -> None:
     tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def _try_template(source: str, tokens: dict[str, str]) -> None:
-    from longctx.data.chat import compiled
-
-    template = compiled(source)
-    user = {"role": "user", "content": "a question"}
-    turns = [user, {"role": "assistant", "content": "an answer"}]
-    system = {"role": "system", "content": "a rule"}
-    for messages in (turns, [*turns, *turns], [system, *turns, user]):
-        template.render(
-            messages=messages, tools=None, documents=None, add_generation_prompt=True, **tokens
-        )
-
-
 def main() -> int:
     """Try what stands on stdin: 0 where it is harmless, even if it cannot be used."""
     import tokenizers  # noqa: F401  # before the limit: libraries are large
 
-    import longctx.data.chat  # noqa: F401
-
-    request = json.load(sys.stdin)
-    pages = Path("/proc/self/statm")
-    used = int(pages.read_text().split()[0]) * resource.getpagesize() if pages.exists() else 1 << 30
+    text = sys.stdin.buffer.read().decode("utf-8", "surrogatepass")
     spent = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+    python_child.limit_memory(MEMORY)
     resource.setrlimit(resource.RLIMIT_CPU, (int(spent) + SECONDS, int(spent) + SECONDS))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.alarm(WAIT)
     try:
-        if sys.argv[1] == "tokenizer":
-            _try_tokenizer(**request)
-        else:
-            _try_template(**request)
+        _try_tokenizer(text)
     except MemoryError:
         return 1
     except Exception:  # what it cannot do, its user says when it is used

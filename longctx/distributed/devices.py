@@ -24,9 +24,7 @@ def this_machine() -> Machine:
 def choose_device(config: TrainConfig | EvalConfig | GenerateConfig, machine: Machine) -> str:
     """ "cuda" or "cpu"; ValueError for a GPU that is asked for and not there, or lacks bf16."""
     if config.device == "cuda" and not machine.gpus:
-        raise ValueError(
-            "device=cuda: torch finds no GPU here; use device=cpu, or device=auto for what there is"
-        )
+        raise ValueError(hardware.NO_GPU)
     if config.device == "cpu" or not machine.gpus:
         return "cpu"
     if not machine.bf16 and config.precision in ("auto", "bf16"):

@@ -16,6 +16,7 @@ from longctx.config.eval_config import EvalConfig
 from longctx.config.train_config import TrainConfig
 
 OWN_VARIABLE = "LONGCTX_DEVICES"  # set by the first process for those that it starts
+FIRST_VARIABLE = "LONGCTX_FIRST"  # and its PID
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 TORCHRUN = (*NUMBERS, "MASTER_ADDR", "MASTER_PORT")
 OWN = "train.py"
@@ -86,12 +87,20 @@ def leave_to_first() -> None:
         raise SystemExit(2)
 
 
+def leave_with_first(rank: int, environ: Mapping[str, str] = os.environ) -> None:
+    """End this process without a word where the first one started it and is gone: who ended that
+    one knows.
+    """
+    if rank and environ.get(FIRST_VARIABLE, str(os.getppid())) != str(os.getppid()):
+        raise SystemExit(2)
+
+
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` for a child that is no process of the run."""
     return {
         name: value
         for name, value in environ.items()
-        if name not in (*TORCHRUN, OWN_VARIABLE, "NODE_RANK", "GROUP_RANK")
+        if name not in (*TORCHRUN, OWN_VARIABLE, FIRST_VARIABLE, "NODE_RANK", "GROUP_RANK")
         and not name.startswith(("TORCHELASTIC_", "SLURM_"))
     }
 

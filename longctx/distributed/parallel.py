@@ -34,7 +34,7 @@ from longctx.distributed import rendezvous, sharding
 from longctx.distributed.devices import choose_device
 from longctx.distributed.fabric import Met, Processes, make_fabric, quiet_lightning
 from longctx.distributed.heartbeat import RUN_VARIABLE, SILENCE, Heartbeat
-from longctx.distributed.launched import OWN, OWN_VARIABLE, launched
+from longctx.distributed.launched import FIRST_VARIABLE, OWN, OWN_VARIABLE, launched
 from longctx.distributed.lightning_parts import DDPStrategy, Fabric, SingleDeviceStrategy
 from longctx.model import GPT
 from longctx.planner.hardware import Machine
@@ -132,6 +132,8 @@ class Parallel:
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         if self.launched.by == OWN and self.ranks > 1:
             os.environ[OWN_VARIABLE] = str(self.ranks)
+            if self.launched.rank == 0:
+                os.environ[FIRST_VARIABLE] = str(os.getpid())
         try:
             self.fabric.launch()
         except BaseException:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from longctx.config.eval_config import EvalConfig
 from longctx.config.train_config import TrainConfig
-from longctx.distributed.launched import OWN, Launched, leave_to_first
+from longctx.distributed.launched import OWN, Launched, leave_to_first, leave_with_first
 from longctx.planner.hardware import Machine
 
 WAIT_VARIABLE = "LONGCTX_ARRIVAL_SECONDS"  # instead of
@@ -130,6 +130,7 @@ class Meeting:
     def begins(self) -> bool:
         """Wait, as one of the others, until the first process has told whether the run begins."""
         while not self.store.check(["problem"]):
+            leave_with_first(self.launched.rank)
             late = time.monotonic() - self.deadline
             if late > REFUSES or (late > 0 and not self.store.check(["arrived 0"])):
                 raise NotAll(f"process 0 of {self.launched.ranks} has not arrived at {self.place}")
@@ -155,6 +156,7 @@ class Meeting:
     def _wait_for_store(self) -> None:
         """Wait until something listens, without torch's warnings about each attempt."""
         while True:
+            leave_with_first(self.launched.rank)
             try:
                 port = self.launched.port
                 socket.create_connection((self.launched.address, port), timeout=5).close()

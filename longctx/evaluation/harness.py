@@ -84,7 +84,14 @@ class Harness(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        return self.vocabulary.encode(string)
+        """Begin-of-text, where the tokenizer has one, and the text; as lm-eval's own HFLM."""
+        begin = self.vocabulary.bos_id
+        if begin is None or add_special_tokens is False:
+            return self.vocabulary.encode(string)
+        return [
+            begin,
+            *self.vocabulary.encode(string.removeprefix(self.vocabulary.decode([begin]))),
+        ]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], **kwargs: Any
@@ -100,12 +107,13 @@ class Harness(TemplateLM):
         ]
         for batch in self._batches(sorted(pieces, key=lambda piece: -len(piece.ids))):
             most = max(piece.scored for piece in batch)
-            ends = [len(piece.ids) - 1 for piece in batch]
+            ends = [len(piece.ids) - 1 for piece in batch]  # tokens that are shown
             at = torch.tensor([[max(0, end - most + k) for k in range(most)] for end in ends])
             tokens = _padded([piece.ids[:-1] for piece in batch])
             # At places before a continuation nothing is wanted, and what is found there left out.
             wanted = _padded([piece.ids[::-1][: piece.scored] for piece in batch]).flip(1)
-            logp, likeliest = self.scorer.predictions(tokens, at, wanted)
+            lengths = torch.tensor(ends)
+            logp, likeliest = self.scorer.predictions(tokens, at, wanted, lengths)
             right = likeliest == wanted
             for piece, each, hits in zip(batch, logp, right, strict=True):
                 sums[piece.owner] += float(each[most - piece.scored :].sum())
@@ -117,7 +125,7 @@ class Harness(TemplateLM):
     ) -> list[float]:
         """ln p of texts, every token scored once."""
         texts = [
-            np.array([self.prefix_token_id, *self.tok_encode(r.args[0])], dtype=np.int64)
+            np.array([self.prefix_token_id, *self.vocabulary.encode(r.args[0])], dtype=np.int64)
             for r in requests
         ]
         sums = [0.0] * len(texts)
@@ -152,7 +160,9 @@ class Harness(TemplateLM):
         while going := [question for question in questions if not self._text(question)[1]]:
             shown = [np.array((q.prompt + q.answer)[-self.context :]) for q in going]
             last = torch.tensor([[len(ids) - 1] for ids in shown])
-            _, likeliest = self.scorer.predictions(_padded(shown), last, torch.zeros_like(last))
+            _, likeliest = self.scorer.predictions(
+                _padded(shown), last, torch.zeros_like(last), last[:, 0] + 1
+            )
             for question, token in zip(going, likeliest[:, 0].tolist(), strict=True):
                 question.answer.append(token)
 

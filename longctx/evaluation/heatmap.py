@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
 
 from longctx.evaluation.passkey import Cell
 from longctx.evaluation.plots import save
+from longctx.tables import show as show_table
 
 
 def show(cells: Sequence[Cell]) -> None:
     """Print a table of each kind: depths down, lengths across, the share of right answers."""
-    console = Console(highlight=False)
     for kind, (lengths, depths, grid) in _grids(cells).items():
-        console.print(f"{kind}: right answers, by depth and tokens")
+        print(f"{kind}: right answers, by depth and tokens")
         view = Table()
         view.add_column("depth", justify="right")
         for length in lengths:
@@ -29,7 +28,7 @@ def show(cells: Sequence[Cell]) -> None:
         view.add_section()
         means = [[grid[length, depth].accuracy for depth in depths] for length in lengths]
         view.add_row("mean", *(f"{sum(each) / len(each):.0%}" for each in means), style="bold")
-        console.print(view)
+        show_table(view)
 
 
 def content(cells: Sequence[Cell]) -> dict[str, Any]:
@@ -67,7 +66,8 @@ def panel(axes: Any, grid: dict[str, Any], title: str) -> Any:
     )
     for x, row in enumerate(grid["accuracy"]):
         for y, share in enumerate(row):
-            axes.text(x, y, f"{100 * share:.0f}", ha="center", va="center", fontsize=7)
+            ink = "black" if 0.2 < share < 0.9 else "white"  # on dark red and dark green
+            axes.text(x, y, f"{100 * share:.0f}", ha="center", va="center", fontsize=7, color=ink)
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45)
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     axes.set(xlabel="tokens", ylabel="depth of the fact", title=title)

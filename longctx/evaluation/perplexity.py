@@ -65,6 +65,7 @@ class Perplexity:
     stride: int
     documents: list[Score] = field(default_factory=list)
     windows: int = 0
+    of_windows: list[tuple[float, int]] = field(default_factory=list)  # nats and tokens of each
     positions: Positions = field(default_factory=Positions)
     contexts: Contexts = field(default_factory=lambda: Contexts([]))
     speed: Speed = field(default_factory=Speed)
@@ -80,6 +81,14 @@ class Perplexity:
             math.fsum(score.nats for score in scored),
             sum(score.n_words for score in scored),
         )
+
+    @property
+    def standard_error(self) -> float:
+        """Of the mean nats per token, as far as other documents of the kind would give another, or
+        other windows of the one document that there is; nan for a single window.
+        """
+        scored = [(score.nats, score.tokens) for score in self.documents if score.tokens]
+        return error_of_ratio(scored if len(scored) > 1 else self.of_windows)
 
     def require_scores(self) -> None:
         """Raise ValueError if no token was scored."""
@@ -119,7 +128,8 @@ def perplexity(
             if window.context:
                 result.contexts.add(window, nats)
                 continue
-            result.documents[window.owner].nats += math.fsum(nats)
+            result.of_windows.append((math.fsum(nats), len(nats)))
+            result.documents[window.owner].nats += result.of_windows[-1][0]
             if window.begin == 0:
                 result.positions.add(window.owner, nats)
             bar.show(result)
@@ -134,6 +144,18 @@ def _windows(documents: Iterable[Document], result: Perplexity) -> Iterator[Wind
             yield window
         if result.contexts.contexts:
             yield from result.contexts.windows(owner, ids)
+
+
+def error_of_ratio(pairs: Sequence[tuple[float, float]]) -> float:
+    """Standard error of Σ a / Σ b over independent pairs (a, b), linearized (Cochran, Sampling
+    Techniques, 1977, 6.4); nan for less than two.
+    """
+    count, total = len(pairs), math.fsum(b for _, b in pairs)
+    if count < 2 or not total:
+        return math.nan
+    ratio = math.fsum(a for a, _ in pairs) / total
+    squares = math.fsum((a - ratio * b) ** 2 for a, b in pairs)
+    return math.sqrt(count / (count - 1) * squares) / total
 
 
 def _exp(nats: float, count: int) -> float:

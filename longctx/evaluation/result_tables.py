@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from longctx.evaluation.perplexity import Perplexity, Score
 from longctx.evaluation.results import Decode, gain_rows
 from longctx.runs.evaluations import TaskScore
+from longctx.tables import show as show_table
 
 GAINS_SHOWN = 5
 
@@ -52,7 +52,10 @@ def table(result: Perplexity, most: int = 3) -> Table:
         for score in scores:
             view.add_row(*_cells(score))
         view.add_section()
-    view.add_row(*_cells(result.total), style="bold")
+    name, tokens, n_bytes, mean, *others = _cells(result.total)
+    if not math.isnan(result.standard_error):  # of the loss, so times the perplexity
+        mean += f" ± {result.total.perplexity * result.standard_error:,.3f}"
+    view.add_row(name, tokens, n_bytes, mean, *others, style="bold")
     return view
 
 
@@ -96,12 +99,11 @@ def gains(result: Perplexity, decode: Decode) -> Table:
 
 def show(result: Perplexity, decode: Decode) -> None:
     """Print the tables of a perplexity."""
-    console = _console()
     for view in tables(result, decode):
-        console.print(view)
+        show_table(view)
     if result.contexts.contexts and not result.contexts.tokens:
         limit = result.contexts.contexts[-1]
-        console.print(
+        print(
             f"no document has more than {limit:,} tokens, so no tokens to compare contexts on; "
             "try a smaller seq_len="
         )
@@ -122,26 +124,19 @@ def show_tasks(scores: Sequence[TaskScore]) -> None:
     view = Table(title="lm-evaluation-harness", title_justify="left")
     for heading in ("task", "metric", "value", "± standard error"):
         text = heading in ("task", "metric")
-        view.add_column(heading, justify="left" if text else "right", overflow="fold")
+        view.add_column(heading, justify="left" if text else "right")
     for task, metric, value, error in scores:
         shown = "" if error is None else f"{error:,.4f}"
         view.add_row(Text(task), Text(metric), f"{value:,.4f}", shown)
-    _console().print(view)
-
-
-def _console() -> Console:
-    """The terminal; 160 columns where the output goes into a file."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 160
-    return console
+    show_table(view, keys=2)
 
 
 def _plain_table(title: str, *headings: str) -> Table:
     view = Table(title=title, title_justify="left")
     for heading in headings:
         text = heading in ("in its text", "document")
-        view.add_column(heading, justify="left" if text else "right", overflow="fold")
+        overflow: Any = "fold" if text else "ellipsis"  # the others are never broken
+        view.add_column(heading, justify="left" if text else "right", overflow=overflow)
     return view
 
 

@@ -82,7 +82,7 @@ def perplexity_content(result: Perplexity, decode: Decode) -> dict[str, Any]:
         "context": result.context,
         "stride": result.stride,
         "windows": result.windows,
-        "total": _plain(result.total),
+        "total": _plain(result.total) | {"standard_error": result.standard_error},
         "by_position": result.positions.buckets(),
         "by_context": result.contexts.rows(),
         "gains": gain_rows(result, decode),

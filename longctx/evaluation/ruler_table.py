@@ -8,13 +8,13 @@ from statistics import fmean
 from typing import Any
 
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
 
 from longctx.evaluation.plots import save
 from longctx.evaluation.ruler import Scored
 from longctx.evaluation.ruler_texts import needs_essay
 from longctx.runs.evaluations import ruler_rows
+from longctx.tables import show as show_table
 
 
 def content(scored: Sequence[Scored]) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def show(content: dict[str, Any]) -> None:
             view.add_section()
         style = "bold" if name == "mean" else None
         view.add_row(name, *(f"{100 * score:.1f}" for score in scores), style=style)
-    Console(highlight=False).print(view)
+    show_table(view)
     for line in notes(content):
         print(line)
 

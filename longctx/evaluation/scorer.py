@@ -65,6 +65,8 @@ class Scorer:
         self.device = next(model.parameters()).device
         self.data_ranks = 1 if parallel is None else parallel.data_ranks
         self.ranks = 1 if parallel is None else parallel.ranks
+        # Whether what a row computes depends on its length: padding is then a document of its own.
+        self.follows_length = isinstance(model, GPT) and model.rope.follows_length
         self.group: dist.ProcessGroup | None = None
         if self.ranks > 1:
             self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -80,11 +82,19 @@ class Scorer:
         """
         return self._led(Rows(tokens, targets, doc_ids))
 
-    def predictions(self, tokens: Tensor, at: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    def predictions(
+        self, tokens: Tensor, at: Tensor, wanted: Tensor, lengths: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """ln p of the tokens `wanted` (B, n) after the places `at` (B, n) of rows (B, T), in fp64,
         and the likeliest tokens there; on the CPU.
+
+        After `lengths` (B,) tokens, where they are given, a row is padding.
         """
-        logp, likeliest = self._led(Rows(tokens, at=at, wanted=wanted)).cpu().unbind(-1)
+        doc_ids = None
+        if self.follows_length and lengths is not None:
+            doc_ids = (torch.arange(tokens.shape[1]) >= lengths[:, None]).long()
+        rows = Rows(tokens, doc_ids=doc_ids, at=at, wanted=wanted)
+        logp, likeliest = self._led(rows).cpu().unbind(-1)
         return logp, likeliest.long()
 
     def answers(
@@ -144,7 +154,7 @@ class Scorer:
                 answer = self.model(tokens, self._sent(rows.targets), mask, reduction="none")
             else:
                 assert rows.at is not None and rows.wanted is not None
-                logits = self.model(tokens, at=self._sent(rows.at)).float()  # (B, n, V)
+                logits = self.model(tokens, mask=mask, at=self._sent(rows.at)).float()  # (B, n, V)
                 wanted = logits.gather(-1, self._sent(rows.wanted)[..., None])[..., 0]
                 logp = wanted.double() - logits.logsumexp(-1).double()
                 answer = torch.stack([logp, logits.argmax(-1).double()], dim=-1)

@@ -114,8 +114,8 @@ def _launch(scorer: Scorer, batch: list[list[Window]]) -> _Launched:
         doc_ids[b, at:] = len(row)
         count += at
     # Forward. A row with one window needs no document mask: after it there is only padding, which
-    # no token of the window sees.
-    alone = all(len(row) == 1 for row in batch)
+    # no token of the window sees, unless the length of the row matters.
+    alone = all(len(row) == 1 for row in batch) and not scorer.follows_length
     x, y, ids = (torch.from_numpy(array) for array in (tokens, targets, doc_ids))
     values = scorer.losses(x, y, None if alone else ids)
     if values.device.type != "cuda":

@@ -88,8 +88,9 @@ def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
     if seq_len > subject.seq_len:
         origin = "the run trained at" if subject.run else "the model is made for"
         print(
-            f"seq_len={seq_len:,} is longer than the {subject.seq_len:,} tokens per sequence "
-            f"that {origin}"
+            f"warning: seq_len={seq_len:,} is {seq_len / subject.seq_len:,.1f} times the "
+            f"{subject.seq_len:,} tokens per sequence that {origin}, so positions beyond them are "
+            "ones that it has never seen"
         )
     return setup
 

@@ -52,7 +52,7 @@ def open_subject(request: EvalRequest) -> Subject:
     if not config.checkpoint:
         raise ValueError("checkpoint=: names nothing; give a run, such as checkpoint=runs/NAME")
     path = Path(config.checkpoint)
-    if not huggingface.is_folder(path):
+    if not run_folder.is_hugging_face(path):
         file, folder, run = open_run(path)
         model = GPTConfig.of_saved(run["model"])
         return Subject(model, Tokenizer.load(folder), folder, file, run["seq_len"], run)
@@ -94,7 +94,7 @@ def open_run(path: Path) -> tuple[Path, Path, dict[str, Any]]:
     """The checkpoint that `path` means, whole as it was written, its run's folder, and what the run
     was configured to be; raises as `load_model`.
     """
-    file = _checkpoint_file(path)
+    file = run_folder.checkpoint_of(path)
     checkpoints.verify(file)
     config: dict[str, Any] = checkpoints.read(file)["longctx"]["config"]
     if file == path:  # or a link to one
@@ -106,24 +106,6 @@ def open_run(path: Path) -> tuple[Path, Path, dict[str, Any]]:
             "run's folder"
         )
     return file, folder, config
-
-
-def _checkpoint_file(path: Path) -> Path:
-    if not path.exists():
-        raise ValueError(f"checkpoint={path}: no such file or folder")
-    if not path.is_dir() or path.suffix == ".ckpt":
-        return path
-    files = run_folder.checkpoints(path)
-    if files:
-        return files[-1]
-    if (path / "adapter_config.json").exists():
-        raise ValueError(
-            f"checkpoint={path}: an adapter, which lacks the weights it adds to; give the run, "
-            "or an export without adapter=true"
-        )
-    if (path / "config.yaml").exists():
-        raise ValueError(f"checkpoint={path}: the run has no checkpoint yet; train it further")
-    raise ValueError(f"checkpoint={path}: not the folder of a run; give one, such as runs/NAME")
 
 
 def documents_of(subject: Subject, request: EvalRequest) -> Iterator[Document]:
@@ -145,12 +127,14 @@ def of_run(
     """
     config = replace(DataConfig(**run["data"]), tokenizer=str(folder))
     data = load(config, run["seq_len"])
+    began_with = data.as_begun(fingerprint)
+    data = began_with or data
     if not len(data.split[split]):
         raise ValueError(
             f"split={split}: the run has no such documents; use the other split or "
             "data=text data.path=..."
         )
-    if data.fingerprint != fingerprint:
+    if began_with is None:
         print(
             f"data: the documents are not those that {folder} began with; "
             "it may have seen some of them",
@@ -159,7 +143,7 @@ def of_run(
     tokenizer = data.tokenizer
     for name, ids, n_bytes in islice(data.documents(split), most):
         after = ids[1:-1] if ids[-1] == tokenizer.eos_id else ids[1:]
-        scored_bytes = n_bytes - _text_bytes(tokenizer, int(ids[0]))
+        scored_bytes = n_bytes - tokenizer.n_bytes(int(ids[0]))
         yield Document(name, ids, scored_bytes, len(tokenizer.decode(after).split()))
 
 
@@ -167,7 +151,7 @@ def of_source(
     config: DataConfig, tokenizer: Tokenizer, most: int | None = None
 ) -> Iterator[Document]:
     """The first `most` (None: all) documents of `config`, which names files or a data set; nothing
-    is cached.
+    is cached. Those without text are left out, which a line on stderr says.
     """
     if config.source == "mix":
         raise ValueError(
@@ -176,17 +160,23 @@ def of_source(
     if config.chat:
         raise ValueError("data.chat=true: an evaluation scores plain text; leave data.chat out")
     texts = islice(read_documents(config), most)
+    scored = empty = 0
     while group := list(islice(texts, TOGETHER)):
         encoded = tokenizer.encode_documents([text for _, text in group])
         for (name, text), ids in zip(group, encoded, strict=True):
+            if len(ids) < tokenizer.shortest:
+                empty += 1
+                continue
+            scored += 1
             raw = text.encode()
-            first = _text_bytes(tokenizer, int(ids[0]))
+            first = tokenizer.n_bytes(int(ids[0]))
             words = len(raw[first:].decode(errors="replace").split())
             yield Document(name, ids.astype(np.int64), len(raw) - first, words)
-
-
-def _text_bytes(tokenizer: Tokenizer, token: int) -> int:
-    """UTF-8 bytes of a token's text; 0 for begin- and end-of-text, 1 for a part of a character."""
-    if token in (tokenizer.bos_id, tokenizer.eos_id):
-        return 0
-    return len(tokenizer.decode([token]).replace("\ufffd", "?").encode())
+    if empty and not scored:
+        raise ValueError(
+            f"documents: none of the {empty} has 2 tokens or more, so there is nothing to score; "
+            "give others"
+        )
+    if empty:
+        left_out = "1 document without text is" if empty == 1 else f"{empty:,} without text are"
+        print(f"data: {left_out} left out", file=sys.stderr)

@@ -16,7 +16,7 @@ from longctx.config.model_config import AttentionConfig, GPTConfig, LoraConfig
 from longctx.distributed import sharding
 from longctx.model import GPT, huggingface
 from longctx.model.restore import copy_weights
-from longctx.runs import checkpoints
+from longctx.runs import checkpoints, run_folder
 
 
 def skeleton(config: GPTConfig, attention: AttentionConfig, dtype: torch.dtype) -> GPT:
@@ -48,7 +48,7 @@ def build_model(
     `shard` spreads the weights, which hold nothing yet, over ranks; each then reads its rows alone.
     Raises ValueError or OSError, one line, where the weights are not those of the model.
     """
-    if huggingface.is_folder(file):
+    if run_folder.is_hugging_face(file):
         model = skeleton(huggingface.read_config(file), attention, dtype)
         shard(model)
         model.to_empty(device=device)

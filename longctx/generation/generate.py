@@ -31,6 +31,7 @@ from longctx.model.kv_cache import KVCache
 from longctx.model.sampling import Sampler
 from longctx.planner.hardware import GIB
 from longctx.planner.workload import PRECISION
+from longctx.runs import run_folder
 
 
 class Opened(NamedTuple):
@@ -97,7 +98,7 @@ def open_model(config: GenerateConfig, device: str) -> Opened:
     precision = PRECISION[device] if config.precision == "auto" else config.precision
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     chosen = AttentionConfig(**presets.read("attention", config.attention))
-    if huggingface.is_folder(path):
+    if run_folder.is_hugging_face(path):
         file = folder = path
         shape = huggingface.read_config(path)
         seq_len, head_dim = shape.context or 1, shape.head_size

@@ -75,7 +75,7 @@ def asked(template: Template, place: str, messages: Any) -> str:
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{place}: 'messages' must be a list of messages")
     answered = [*messages, {"role": "assistant", "content": "."}]
-    written = template.render("prompt", place, {"messages": answered})
+    [written] = template.conversations([("prompt", place, {"messages": answered})])
     return str(written.text)[: written.spans[-1][0]]
 
 

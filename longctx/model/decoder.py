@@ -76,7 +76,7 @@ class Decoder:
         masks = {w: mask if w is None else mask.windowed(w) for w in set(self.windows)}
         places = [torch.arange(n, device=self.device) for n in lengths]
         slots = torch.cat([row * cache.length + at for row, at in enumerate(places)])
-        angles = [self.model.rope(at[None], len(at)) for at in places]
+        angles = [self.model.rope.of_length(at[None], len(at)) for at in places]
         cos, sin = (torch.cat(x, dim=1) for x in zip(*angles, strict=True))
 
         tile = self.model.memory.mlp_tile or 0
@@ -122,7 +122,7 @@ class Decoder:
             cos, sin = self.model.rope(positions)
             return cos, sin
         rows = zip(positions, self.lengths, strict=True)
-        angles = [self.model.rope(position[None], n) for position, n in rows]
+        angles = [self.model.rope.of_length(position[None], n) for position, n in rows]
         cos, sin = (torch.cat(x) for x in zip(*angles, strict=True))
         return cos, sin
 

@@ -110,6 +110,7 @@ def _write_weights(model: GPT, dtype: torch.dtype, shard_bytes: int, folder: Pat
         )
         tensors = {piece.theirs: _rows(parameters[piece.ours], piece).to(dtype) for piece in shard}
         save_file(tensors, folder / name, metadata={"format": "pt"})
+        files.as_umask_allows(folder / name)
         placed |= dict.fromkeys(tensors, name)
     if len(shards) > 1:
         size = dtype.itemsize * sum(x.numel() for x in parameters.values())

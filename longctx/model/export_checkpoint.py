@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from longctx import hub_snapshot
 from longctx.config.command_config import ExportOptions
 from longctx.config.model_config import GPTConfig, LoraConfig
-from longctx.files import by_step
 from longctx.model import lora
 from longctx.model.export import SHORT_NAMES, architecture, check_out, export
 from longctx.model.huggingface import read_config
 from longctx.model.restore import mapped_model
+from longctx.runs import run_folder
 from longctx.runs.checkpoints import opened, verify
 
 
@@ -19,7 +20,7 @@ def run(options: ExportOptions) -> None:
     """Read the checkpoint that `options` names, write the folder, print what it holds."""
     out = Path(options.out)
     check_out(out)
-    file = newest(Path(options.run))
+    file = run_folder.checkpoint_of(Path(options.run), "run")
     verify(file)
     checkpoint = opened(file)
     model, seq_len, added = build(file, checkpoint)
@@ -45,33 +46,23 @@ def run_adapter(
     if added.rank is None:
         raise ValueError(f"adapter=true: {file} was trained without lora.rank; leave adapter out")
     config = checkpoint["longctx"]["config"]
-    base = str(config.get("init"))
+    base, revision = str(config.get("init")), None
     stretched = config.get("rope", {}).get("type", "keep") != "keep"
-    if Path(base).is_dir():
+    if (from_hub := hub_snapshot.model_name(base)) is not None:
+        base, revision = from_hub
+    elif Path(base).is_dir():
         base = str(Path(base).resolve())
         positions = ("rope_theta", "rope_scaling", "context")
         stretched = any(
             getattr(model.config, key) != getattr(read_config(base), key) for key in positions
         )
     context = max(seq_len, model.config.context or 0)
-    lora.export_adapter(
-        model, added, base, out, architecture(model.config, context) if stretched else None
-    )
+    opened_with = architecture(model.config, context) if stretched else None
+    lora.export_adapter(model, added, base, out, opened_with, revision)
     print(f"{out}: {added.parameters(model.config):,} parameters of {file}, an adapter of {base}")
     if stretched:
         opening = f"open {base} with config=AutoConfig.from_pretrained('{out}')"
         print(f"its positions are stretched, which peft does not do: {opening}")
-
-
-def newest(source: Path) -> Path:
-    """Find the checkpoint of the run or checkpoint `source`; ValueError if there is none."""
-    if source.is_file() or source.suffix == ".ckpt":
-        return source
-    checkpoints = sorted((source / "checkpoints").glob("step-*.ckpt"), key=by_step)
-    if not checkpoints:
-        reason = "no run with a checkpoint" if source.exists() else "no such run or checkpoint"
-        raise ValueError(f"{source}: {reason}")
-    return checkpoints[-1]
 
 
 def build(file: Path, checkpoint: dict[str, Any]) -> tuple[Any, int, Any]:

@@ -138,7 +138,8 @@ class GPT(nn.Module):
         N = context.padded(T)  # tokens of a row with those that make it divisible
         mask = mask.padded(T, N).bind(B, N, N, tokens.device)
         shards = context.shards(mask, N)
-        cos, sin = self.rope(shards.local(mask.positions(B, N, tokens.device)), T)
+        positions = shards.local(mask.positions(B, N, tokens.device))
+        cos, sin = self.rope(positions, self._frequencies(mask, shards, tokens.device, (B, T, N)))
         embedding, lm_head = self.embed.weight, self.lm_head_weight
         tied_in_place = (
             self.head is None and targets is not None and self._adds_tied_gradients_in_place(tokens)
@@ -163,6 +164,19 @@ class GPT(nn.Module):
         chunk = self.memory.chunk(self.embed.num_embeddings, x.device.type)
         loss = linear_cross_entropy(x, lm_head, targets, chunk, reduction, scale)
         return shards.gathered(loss)[:, :T] if reduction == "none" else loss
+
+    def _frequencies(
+        self, mask: Mask, shards: Shards, device: torch.device, shape: tuple[int, int, int]
+    ) -> Tensor | None:
+        """This rank's (B, n, D/2) rotary frequencies of each token, by the length of its document
+        in rows of T tokens, padded to N; None where all tokens have the same.
+        """
+        if not self.rope.follows_length:
+            return None
+        B, T, N = shape
+        table, number = self.rope.of_documents(mask.lengths or (N,) * B, T)
+        number = number.view(B, N).to(device, non_blocking=True)
+        return table.to(device, non_blocking=True)[shards.local(number)]
 
     def _masks(self, mask: Mask, shards: Shards) -> list[Mask]:
         """The mask of each layer; each window's is made once, for all layers that have it."""

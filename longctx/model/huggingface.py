@@ -17,13 +17,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from longctx import untrusted
+from longctx import hub_snapshot, untrusted
 from longctx.config.model_config import AttentionConfig, GPTConfig
 from longctx.model.families import read_json, read_model
 from longctx.model.families.tensors import BUFFERS, EMBEDDING, LM_HEAD
 from longctx.model.gpt import GPT
 
 HEADER_SIZE = 16 << 20  # bytes of the header of a safetensors file; a large shard has 0.1 MiB
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # What a folder does not decide; positions may be stretched, see extension.py.
 NOT_OF_FOLDER = ("vocab_size", "init_std", "context", "head_dim", "rope_theta", "rope_scaling")
@@ -35,14 +36,6 @@ class Stored(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: str
-
-
-def is_folder(path: Path) -> bool:
-    """Whether `path` is meant as a Hugging Face folder: it has a config.json, and is no run and no
-    adapter.
-    """
-    adapter = (path / "adapter_config.json").exists() and not any(path.glob("model*.safetensors"))
-    return (path / "config.json").is_file() and not (path / "config.yaml").exists() and not adapter
 
 
 def read_config(folder: str | Path) -> GPTConfig:
@@ -150,14 +143,34 @@ def check_weights(config: GPTConfig, folder: str | Path) -> dict[str, Stored]:
     return stored
 
 
+def with_weights(name: str, key: str) -> Path:
+    """The folder that `name`, given as `key`, means, with its weights in it: those of a model of
+    the Hub are downloaded where the cache lacks them.
+
+    Raises ValueError or OSError, one line, where that cannot be.
+    """
+    folder = hub_snapshot.folder(name, key)
+    if hub_snapshot.model_name(name) is None:
+        return folder
+    index = folder / INDEX
+    shards = sorted(set(_weight_map(index).values())) if os.path.lexists(index) else [SINGLE]
+    folder = hub_snapshot.folder(name, key, shards)
+    if absent := next((file for file in shards if not (folder / file).exists()), None):
+        raise FileNotFoundError(
+            f"{key}={name}: the model has no {absent}, and pickles, which can run code, are not "
+            "read; give one in safetensors"
+        )
+    return folder
+
+
 def inventory(folder: Path) -> dict[str, Stored]:
     """Every tensor in the safetensors of `folder`, one file or the shards that an index names, from
     their headers.
     """
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     placed: dict[str, str] = {}
-    if os.path.lexists(folder / "model.safetensors"):
-        files = ["model.safetensors"]
+    if os.path.lexists(folder / SINGLE):
+        files = [SINGLE]
     elif os.path.lexists(index):
         placed = _weight_map(index)
         files = sorted(set(placed.values()))

@@ -142,12 +142,17 @@ def merged_weights(weights: Mapping[str, Any], config: LoraConfig) -> dict[str, 
 
 
 def export_adapter(
-    model: GPT, config: LoraConfig, base: str, out: Path, architecture: dict[str, Any] | None = None
+    model: GPT,
+    config: LoraConfig,
+    base: str,
+    out: Path,
+    architecture: dict[str, Any] | None = None,
+    revision: str | None = None,
 ) -> None:
     """Write the adapter of `model` to the new folder `out` as peft reads it.
 
-    `base` names the model that it belongs to. Where that has to be opened with another config.json,
-    such as one with stretched positions, `architecture` is that.
+    `base` names the model that it belongs to, `revision` its commit at the Hub. Where it has to be
+    opened with another config.json, such as one with stretched positions, `architecture` is that.
     """
     # q, k and v have copies of one A, and their rows of B
     tensors: dict[str, Tensor] = {}
@@ -166,6 +171,7 @@ def export_adapter(
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
+        "revision": revision,
         "r": config.rank,
         "lora_alpha": config.scaling * (config.rank or 1),
         "lora_dropout": 0.0,
@@ -177,6 +183,7 @@ def export_adapter(
     with files.atomic(out) as folder:
         folder.mkdir(parents=True)
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        files.as_umask_allows(folder / "adapter_model.safetensors")
         (folder / "adapter_config.json").write_text(
             json.dumps(adapter, indent=2) + "\n", encoding="utf-8"
         )

@@ -77,8 +77,8 @@ def copy_weights(
     lora: LoraConfig,
     copy: Callable[[Any, Tensor], None],
 ) -> None:
-    """Copy the weights of a checkpoint into `model`, a plain GPT, one after the other; what LoRA
-    trained is added to them.
+    """Copy the weights of a checkpoint into `model`, one after the other, with what LoRA trained
+    added to them. What LoRA is to add to `model` itself is left alone.
 
     `copy` is given what has the rows of a weight, and the weight. Raises ValueError if they are not
     those of this model.
@@ -88,4 +88,5 @@ def copy_weights(
     if lora.rank is not None:
         weights = merged_weights(weights, lora)
     for name, x in model.named_parameters():
-        copy(weights[name], x)
+        if name in weights:
+            copy(weights[name], x)

@@ -7,14 +7,14 @@ exact; in fp32 it would be off by 0.03 rad at position 1,000,000.
 
 Scaled frequencies equal transformers' to the last bit, so that a model means the same there: linear
 (arXiv 2306.15595), dynamic NTK-aware, YaRN (arXiv 2309.00071), llama3 (arXiv 2407.21783), longrope
-(arXiv 2402.13753). dynamic and longrope depend on the length of the input: it is that of the row,
-whatever documents are packed in it.
+(arXiv 2402.13753). dynamic and longrope depend on the length of the input: it is that of each
+document, or the piece of it that lies in a row, whatever else is packed there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,37 +38,54 @@ class Rope(nn.Module):
         super().__init__()
         self.head_dim, self.theta = head_dim, theta
         self.scaling, self.context = dict(scaling or {}), context
-        self.length: int | None = None  # that the frequencies are for, where they depend on it
         # (D/2,), no buffer: a model cast to bf16 keeps it in fp32
         self.frequencies, self.attention_factor = frequencies(
             head_dim, theta, self.scaling, context
         )
 
-    def forward(self, positions: Tensor, length: int | None = None) -> tuple[Tensor, Tensor]:
+    @property
+    def follows_length(self) -> bool:
+        """Whether the frequencies depend on the length of the document."""
+        return self.scaling.get("rope_type") in ("dynamic", "longrope")
+
+    def of_documents(self, lengths: Sequence[int], longest: int) -> tuple[Tensor, Tensor]:
+        """Frequencies (n, D/2) fp32, and for each token of documents of these `lengths` which of
+        them are its own, (tokens,) int64; on the CPU.
+
+        No document counts as longer than `longest`.
+        """
+        each = torch.tensor(lengths, device="cpu")
+        different, number = each.clamp(max=longest).unique(return_inverse=True)
+        table = [
+            frequencies(self.head_dim, self.theta, self.scaling, self.context, length)[0]
+            for length in different.tolist()
+        ]
+        return torch.stack(table), number.repeat_interleave(each)
+
+    def forward(
+        self, positions: Tensor, own_frequencies: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """positions (B, T) → cos, sin (B, T, 1, D/2) in fp32.
 
-        `length` is that of the row, where these tokens are a part of it.
+        `own_frequencies` (B, T, D/2) are those of each token, where its document's length decides.
         """
-        self._follow_length(positions.shape[-1] if length is None else length)
         if self.frequencies.device != positions.device:
             self.frequencies = self.frequencies.to(positions.device)
-        angles = positions[..., None, None].double() * self.frequencies.double()
+        per_token = self.frequencies if own_frequencies is None else own_frequencies[..., None, :]
+        angles = positions[..., None, None].double() * per_token.double()
         cos, sin = angles.cos().float(), angles.sin().float()
         if self.attention_factor == 1:
             return cos, sin
         return cos * self.attention_factor, sin * self.attention_factor
 
-    @property
-    def follows_length(self) -> bool:
-        """Whether the frequencies depend on the length of the input."""
-        return self.scaling.get("rope_type") in ("dynamic", "longrope")
-
-    def _follow_length(self, length: int) -> None:
-        if self.follows_length and length != self.length:
-            self.length = length
-            self.frequencies, _ = frequencies(
-                self.head_dim, self.theta, self.scaling, self.context, length
-            )
+    def of_length(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """As forward, of tokens in documents of `length` tokens."""
+        own = None
+        if self.follows_length:
+            own, _ = frequencies(self.head_dim, self.theta, self.scaling, self.context, length)
+            own = own.to(positions.device).expand(*positions.shape, -1)
+        cos, sin = self(positions, own)
+        return cos, sin
 
 
 def frequencies(

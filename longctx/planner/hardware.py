@@ -40,6 +40,8 @@ LINKS = {
 REACHED = 3.5 / 4.5  # of that; measured on two H200
 NETWORK = 5e10  # what a GPU sends to other machines: 400 Gbit/s for each, assumed
 HOPPERS = {"H100", "H200", "GH200", "H800", "H20"}
+NO_GPU = "device=cuda: torch finds no GPU here; use device=cpu, or device=auto for what there is"
+NO_LONGEST = "seq_len=max: finds what fits a GPU, and this run is on a CPU; give a number of tokens"
 ASSUMED = "NVIDIA H200", 139.8  # GiB; where there is no GPU and none is named
 
 
@@ -122,6 +124,11 @@ def here() -> Chip | None:
     ):
         return None
     return chip(name.value.decode(), float(size.value))
+
+
+def cores() -> int:
+    """Cores of this machine that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def host_memory() -> float:

@@ -59,11 +59,11 @@ def run(options: PlanOptions, requests: Mapping[str, TrainConfig]) -> None:
     columns = ("backend", "memory", "rows", *terms, *sizes, "fits", *SPEED)
     rows = [row(backend, config, chip, host) for backend, config in configs]
     layout = f" on {configs[0][1].devices:,} GPUs" if configs[0][1].devices > 1 else ""
-    grid(f"Predicted peak by term, GiB{layout}", columns, rows)
+    grid(f"Predicted peak by term, GiB{layout}", columns, rows, keys=2)
 
     columns = ("backend", "memory", "tokens", "rows", *sizes, *SPEED)
     rows = [longest(backend, config, chip, host) for backend, config in configs]
-    grid("The longest row that fits, in about as many tokens a step", columns, rows)
+    grid("The longest row that fits, in about as many tokens a step", columns, rows, keys=2)
 
 
 def each_layout(request: TrainConfig, per_machine: int) -> list[Workload]:
@@ -100,7 +100,7 @@ def print_layouts(request: TrainConfig, chip: Chip, host: float, per_machine: in
     backend = request.attention.backend
     title = f"Layouts on {request.devices:,} GPUs, attention={backend}"
     columns = ("strategy", "context", "method", "memory", "GiB", "s/step", "tokens/s")
-    grid(title, (*columns, "longest row"), rows, lines=False)
+    grid(title, (*columns, "longest row"), rows, keys=3)
     chosen, reason = layouts.choose(steps, chip, host, merge)
     print(f"strategy=auto context=auto: {layouts.name_of(chosen)} ({reason})\n")
 
@@ -112,7 +112,7 @@ def print_layouts(request: TrainConfig, chip: Chip, host: float, per_machine: in
         row = layout_row(chosen, chip, host)
         rows.append({"GPUs": devices, **row, "longest row": most})
     title = f"The layout chosen by number of GPUs, attention={backend}"
-    grid(title, ("GPUs", *columns, "longest row"), rows, lines=False)
+    grid(title, ("GPUs", *columns, "longest row"), rows)
 
 
 def numbers_of_gpus(request: TrainConfig) -> list[int]:
@@ -189,7 +189,7 @@ def print_machine(config: Workload, chip: Chip, host: float, assumed: bool) -> N
 
 def count_of(number: int, thing: str) -> str:
     """A number and the noun, in the plural where it has to be."""
-    return f"{number:,} {thing}{'s' if number > 1 else ''}"
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def machine(options: PlanOptions) -> tuple[Chip, float]:

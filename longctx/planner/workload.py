@@ -95,7 +95,7 @@ def workload_of(
         attention=config.attention,
         lora=config.lora,
         optimizer=config.optimizer.filled(),
-        validates=config.data.val_fraction > 0,
+        validates=config.data.val_fraction != 0,
     )
 
 

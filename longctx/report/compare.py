@@ -7,15 +7,14 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from longctx.files import printable
 from longctx.report import page
 from longctx.report.locks import lock_differences
-from longctx.report.run_tables import rendered, tables
+from longctx.report.run_tables import not_ranked, rendered, tables
 from longctx.report.run_view import Run, read
 from longctx.runs.metrics import Shown, shown
 from longctx.runs.run_folder import NotARun
+from longctx.tables import show
 
 POINTS = 250_000  # in all curves of a page, which makes it 7 MB
 
@@ -30,15 +29,12 @@ def compare(paths: Sequence[Path], out: Path) -> None:
     runs, notes = read_all(paths)
     shown_tables = tables(runs)
     page.write(out, runs, shown_tables, notes)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 240
     for table in shown_tables:
-        console.print(rendered(table))
-        console.print()
+        show(rendered(table), table.keys)
+        print()
     for note in notes:
         print(note if note.startswith("warning: ") else f"note: {note}", file=sys.stderr)
-    console.print(f"curves     {printable(str(out))}", markup=False, soft_wrap=True)
+    print(f"curves     {printable(str(out))}")
 
 
 def read_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
@@ -63,5 +59,6 @@ def read_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
         if counts[run.label] > 1:
             run.label = printable(str(run.folder))
     notes = [note for run in runs for note in run.notes]
+    notes += not_ranked(runs)
     notes += lock_differences((run.label, run.config, run.lock) for run in runs)
     return runs, [*notes, *(f"left out: {printable(str(problem))}" for problem in problems)]

@@ -24,6 +24,7 @@ class Table(NamedTuple):
     headings: list[str]
     rows: list[list[str]]
     best: set[tuple[int, int]]
+    keys: int = 1  # columns that name a row
 
 
 def tables(runs: list[Run]) -> list[Table]:
@@ -63,8 +64,32 @@ def differences(runs: list[Run]) -> Table:
     return Table("what differs", ["run", *keys], rows, set())
 
 
+def documents_of(run: Run) -> dict[str, str]:
+    """The keys that decide which documents a run has, and its tokens."""
+    keys = [key for key in run.config if key.startswith("data.") and key != "data.cache"]
+    return {key: configured(run, key) for key in (*keys, "model.vocab_size")}
+
+
+def not_ranked(runs: list[Run]) -> list[str]:
+    """A note where losses stand side by side that cannot be compared."""
+    first, *others = map(documents_of, runs)
+    keys = {key for other in others for key in first | other if first.get(key) != other.get(key)}
+    if not keys:
+        return []
+    return [
+        f"losses are not ranked: they are of other documents or tokens ({', '.join(sorted(keys))} "
+        "differ); across tokenizers compare the bits per byte of eval.py on the same documents"
+    ]
+
+
+def is_loss(metric: Metric) -> bool:
+    """Whether a metric depends on the documents and their tokens."""
+    return metric.panel is not None and metric.panel.section == "Loss"
+
+
 def results(runs: list[Run]) -> Table:
-    """One column for each figure that any run has."""
+    """One column for each figure of any run; the best is marked where they can be compared."""
+    same = not not_ranked(runs)
     table = Table("what came out", ["run"], [[run.label] for run in runs], set())
     for metric in shown(Shown.COMPARE):
         cells = [
@@ -72,11 +97,13 @@ def results(runs: list[Run]) -> Table:
             for run in runs
         ]
         if any(cells):
-            table.best.update((row, len(table.headings)) for row in best_of(metric, runs, cells))
+            if same or not is_loss(metric):
+                table.best.update(
+                    (row, len(table.headings)) for row in best_of(metric, runs, cells)
+                )
             add_column(table, metric.heading, cells)
     if any(run.longest for run in runs):
-        lengths = [f"{run.longest:,}" if run.longest else "" for run in runs]
-        add_column(table, "longest context", lengths)
+        add_column(table, "context trained at", [run.longest for run in runs])
     add_column(table, "ended", [run.ended for run in runs])
     return table
 
@@ -119,8 +146,21 @@ def evaluations(runs: list[Run]) -> Table:
                 "" if score[key] is None else text.format(score[key])
                 for key, text in formats.items()
             ]
+            if score["perplexity"] is not None and score.get("standard_error"):
+                numbers[0] += f" ± {score['perplexity'] * score['standard_error']:,.3f}"
             rows.append([run.label, score["file"], *counts, *numbers])
-    return Table("evaluations", headings, rows, set())
+    return Table("evaluations", headings, rows, best_bits(runs, len(headings) - 1), keys=2)
+
+
+def best_bits(runs: list[Run], column: int) -> set[tuple[int, int]]:
+    """The least bits per byte of evaluations of several runs that scored as many bytes."""
+    scores = [(run.label, score) for run in runs for score in run.evaluations.perplexities]
+    by_bytes: dict[int, list[tuple[float, int, str]]] = {}
+    for row, (label, score) in enumerate(scores):
+        if score["bytes"] and score["bits_per_byte"] is not None:
+            by_bytes.setdefault(score["bytes"], []).append((score["bits_per_byte"], row, label))
+    several = [each for each in by_bytes.values() if len({label for *_, label in each}) > 1]
+    return {(min(each)[1], column) for each in several}
 
 
 def tasks(runs: list[Run]) -> Table:
@@ -133,7 +173,7 @@ def tasks(runs: list[Run]) -> Table:
             by_context.setdefault(score["context"], {})[score["name"]] = f"{score['value']:,.4f}"
         for context, cells in by_context.items():
             rows.append([run.label, f"{context:,}", *(cells.get(name, "") for name in names)])
-    return Table("tasks", ["run", "context", *names], rows, set())
+    return Table("tasks", ["run", "context", *names], rows, set(), keys=2)
 
 
 def passkeys(runs: list[Run]) -> Table:
@@ -153,7 +193,7 @@ def passkeys(runs: list[Run]) -> Table:
         for *names, by_length in shares
     ]
     headings = ["run", "evaluation", "kind", *(f"{length:,}" for length in lengths)]
-    return Table("facts found again", headings, rows, set())
+    return Table("facts found again", headings, rows, set(), keys=3)
 
 
 def rulers(runs: list[Run]) -> Table:
@@ -170,7 +210,7 @@ def rulers(runs: list[Run]) -> Table:
         for *names, by_length in scores
     ]
     headings = ["run", "evaluation", "task", *(f"{length:,}" for length in lengths)]
-    return Table("RULER (%)", headings, rows, set())
+    return Table("RULER (%)", headings, rows, set(), keys=3)
 
 
 def kernel_locks(runs: list[Run]) -> Table:
@@ -189,7 +229,7 @@ def rendered(table: Table) -> RichTable:
         numeric = column > 0 and all(
             row[column][:1].isdigit() or not row[column] for row in table.rows
         )
-        view.add_column(Text(heading), justify="right" if numeric else "left", overflow="fold")
+        view.add_column(Text(heading), justify="right" if numeric else "left")
     for number, row in enumerate(table.rows):
         cells = [
             Text(cell, "bold green" if (number, column) in table.best else "")

@@ -49,11 +49,14 @@ class Run:
     facts: dict[str, dict[int, float]] = field(default_factory=dict)  # kind → length → share
 
     @property
-    def longest(self) -> int | None:
-        """The longest context that the run trained or was evaluated at."""
-        contexts = (score["context"] for score in self.evaluations.perplexities)
-        lengths = [self.config.get("seq_len"), *contexts]
-        return max((length for length in lengths if isinstance(length, int)), default=None)
+    def longest(self) -> str:
+        """The context that the run trained at; where eval.py went beyond it, that is said."""
+        trained = self.config.get("seq_len")
+        contexts = [score["context"] for score in self.evaluations.perplexities]
+        if not isinstance(trained, int):
+            return ""
+        beyond = max(contexts, default=0)
+        return f"{trained:,}" + (f", evaluated at {beyond:,}" if beyond > trained else "")
 
 
 def read(folder: Path, points: int) -> Run:

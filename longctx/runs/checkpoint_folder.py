@@ -23,17 +23,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from longctx import untrusted
 from longctx.files import remove
+from longctx.runs import checkpoint_index
+from longctx.runs.checkpoint_index import AT_ONCE, FORMAT, INDEX, checksum
 
-FORMAT = 3
-INDEX = "checkpoint.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 IN_FILES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-INDEX_SIZE = 128 * untrusted.MIB  # of a model of 1,000 weights on 1,024 ranks
 PART = 1 << 30  # bytes of one file: as much is copied from a GPU at one time
-AT_ONCE = 4  # files that are written, or read, at one time
-CHUNK = 1 << 24  # bytes that a checksum reads at one time
 
 
 class Rows:
@@ -230,46 +226,12 @@ def read(path: Path) -> dict[str, Any]:
     """The checkpoint in the folder `path`, with `Rows` for tensors; ValueError, which says why, if
     it is not whole.
     """
+    content = checkpoint_index.read(path)
     try:
-        written = untrusted.read_json(path / INDEX, INDEX_SIZE, within=path)
-        content: dict[str, Any] = written["content"]
-        if zlib.crc32(json.dumps(content).encode()) != written["crc32"]:
-            raise ValueError("its checksum is another")
         tensors = {name: Rows(path, name, x) for name, x in content.pop("tensors").items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{INDEX} is not what runs write ({error})") from error
     return content | {"tensors": tensors}
-
-
-def verify(path: Path) -> str | None:
-    """The first file of the checkpoint at `path` that is not what was written, None if all are;
-    some are read at a time. Raises ValueError as `read`.
-    """
-    files = read(path).get("files")
-    if not isinstance(files, dict) or not files:
-        return INDEX
-
-    def is_whole(name: str) -> bool:
-        try:
-            file = path / Path(name).name
-            untrusted.check_file(file, within=path)
-            written = {"bytes": file.stat().st_size, "crc32": checksum(file)}
-        except (OSError, ValueError):
-            return False
-        return bool(files[name] == written)
-
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        whole = list(pool.map(is_whole, files))
-    return next((name for name, good in zip(files, whole, strict=True) if not good), None)
-
-
-def checksum(path: Path) -> int:
-    """CRC-32 of a file."""
-    value = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            value = zlib.crc32(chunk, value)
-    return value
 
 
 def _write_json(path: Path, content: Any) -> None:

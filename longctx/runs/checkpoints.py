@@ -20,7 +20,7 @@ from torch import Tensor
 
 from longctx import files
 from longctx.files import by_step
-from longctx.runs import checkpoint_folder, run_folder, tensor_checks, torch_file
+from longctx.runs import checkpoint_folder, checkpoint_index, run_folder, tensor_checks, torch_file
 from longctx.runs.checkpoint_folder import ALONE, Sharded, Writers
 
 FORMAT = 2
@@ -47,6 +47,26 @@ def is_number(x: Any) -> bool:
 def are_counts(x: Any) -> bool:
     """Whether x are the four counts of a window: scored, real and all tokens, pairs."""
     return isinstance(x, list) and len(x) == 4 and all(map(is_count, x))
+
+
+def are_spikes(x: Any) -> bool:
+    """Whether x can be what Spikes.state() returned."""
+    lists, counts = ("losses", "norms", "dropped"), ("found", "skipped")
+    return (
+        isinstance(x, dict)
+        and all(isinstance(x.get(key), list) and all(map(is_number, x[key])) for key in lists)
+        and all(is_count(x.get(key)) for key in counts)
+    )
+
+
+def is_best(x: Any) -> bool:
+    """Whether x can be what Best.state() returned."""
+    return (
+        isinstance(x, dict)
+        and (x.get("loss") is None or is_number(x["loss"]))
+        and is_count(x.get("step"))
+        and is_count(x.get("since"))
+    )
 
 
 # What a run counts (Meter.state) → whether a value can be that
@@ -77,18 +97,27 @@ def describe(
     }
 
 
-def tidy(folder: Path, keep: int) -> None:
-    """Point last.ckpt at the newest checkpoint; delete all but the newest `keep`, and what a killed
-    process left half-written.
+def tidy(folder: Path, keep: int, best_step: int = 0) -> None:
+    """Point last.ckpt at the newest checkpoint, and best.ckpt at that after `best_step`, if it is
+    there; delete all but these and the newest `keep`, and what a killed process left half-written.
     """
-    paths = run_folder.checkpoints(folder)
-    last = folder / "checkpoints" / "last.ckpt"
-    if not last.is_symlink():  # a copy, from a program that follows links
-        files.remove(last)
-    with files.atomic(last) as link:
-        link.symlink_to(paths[-1].name)
+    paths, best = run_folder.checkpoints(folder), path_of(folder, best_step)
+    _link("last.ckpt", paths[-1])
+    if best in paths:
+        _link("best.ckpt", best)
+    elif best_step:
+        files.remove(folder / "checkpoints" / "best.ckpt")
     for path in [*paths[:-keep], *(folder / "checkpoints").glob(".step-*.ckpt*")]:
+        if path != best:
+            files.remove(path)
+
+
+def _link(name: str, target: Path) -> None:
+    path = target.with_name(name)
+    if not path.is_symlink():  # a copy, from a program that follows links
         files.remove(path)
+    with files.atomic(path) as link:
+        link.symlink_to(target.name)
 
 
 def read(path: Path, parts: Collection[str] = ("state_dict",)) -> dict[str, Any]:
@@ -152,10 +181,10 @@ def _of_folder(path: Path) -> dict[str, Any]:
         content = checkpoint_folder.read(path)
     except ValueError as error:
         raise _not_whole(path, str(error)) from error
-    if content["format"] != checkpoint_folder.FORMAT:
+    if content["format"] != checkpoint_index.FORMAT:
         raise ValueError(
             f"{path}: a folder of format {content['format']}, this version reads "
-            f"{checkpoint_folder.FORMAT}"
+            f"{checkpoint_index.FORMAT}"
         )
     try:
         states: dict[int, dict[str, Any]] = {
@@ -201,7 +230,7 @@ def opened(path: Path) -> dict[str, Any]:
 def verify(path: Path) -> None:
     """Raise Damaged, with a remedy, where the checkpoint at `path` is not what was written."""
     try:
-        damaged = (checkpoint_folder if path.is_dir() else torch_file).verify(path)
+        damaged = (checkpoint_index if path.is_dir() else torch_file).verify(path)
     except ValueError as error:
         raise _not_whole(path, str(error)) from error
     if damaged is not None:
@@ -289,6 +318,10 @@ def check_plain(path: Path, checkpoint: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{path}: random: not the state of random number generators ({reason})"
         ) from error
+    for part, may_be in (("best", is_best), ("meter.spikes", are_spikes)):
+        value = checkpoint.get(part) if part == "best" else meter.get("spikes")
+        if value is not None and not may_be(value):  # older checkpoints have none
+            raise ValueError(f"{path}: {part}={_short(value)}: not what a run writes")
     config = checkpoint["longctx"]["config"]
     if not isinstance(config, dict):
         raise ValueError(f"{path}: config={_short(config)}: not the configuration of a run")

@@ -22,7 +22,8 @@ FOLDER = "eval"  # beside the checkpoints of a run, or in a Hugging Face folder
 LONGEST_TASKS = 80  # characters of the tasks in a file's name
 Content = dict[str, Any]  # of one JSON
 Line = dict[str, list[float]]  # points to draw: "x", such as tokens before, and "y", the losses
-SCORES = ("perplexity", "word_perplexity", "bits_per_byte")
+# standard_error is of the mean nats per token, over documents.
+SCORES = ("perplexity", "word_perplexity", "bits_per_byte", "standard_error")
 
 
 class TaskScore(NamedTuple):
@@ -190,6 +191,7 @@ def perplexity(content: Row, name: str) -> Row:
         "context": int(content["context"]),
         "stride": int(content["stride"]),
         "tokens": int(total["tokens"]),
+        "bytes": int(total.get("bytes") or 0),
         **{key: None if total.get(key) is None else float(total[key]) for key in SCORES},
         "positions": line(content.get("by_position", []), "first"),
         "contexts": line(content.get("by_context", []), "context"),

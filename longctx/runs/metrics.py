@@ -135,6 +135,7 @@ METRICS: tuple[Metric, ...] = (
         better="min",
         panel=Panel("Loss", "Validation loss"),
     ),
+    Metric("val_loss_error", "±", "{:.4f}".format, shown=Shown.CONSOLE),
     Metric(
         "val_perplexity",
         "val perplexity",

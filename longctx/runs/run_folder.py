@@ -10,12 +10,14 @@ leave its last line cut.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import fcntl
 import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+import zipfile
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from typing import Any
 import yaml
 
 from longctx import files, untrusted
+from longctx.runs import checkpoint_index
 from longctx.runs.metrics import Row
 
 # What resume= may change: where and by how many devices it is computed, how long and how closely
@@ -36,6 +39,8 @@ RESUMABLE = {
         "val_rows",
         "checkpoint_every",
         "keep_checkpoints",
+        "keep_best",
+        "patience",
         "log_every",
         "sample_every",
         "sample_prompt",
@@ -62,6 +67,9 @@ NOT_IN_NAMES = {
     "init",
     *RESUMABLE,
 }
+# How the same is computed: said in a name only where a sweep varies it.
+DULL = {"batch_size", "accumulate", "memory", "precision", "deterministic", "warmup_steps"}
+QUICK = 1 << 30  # bytes that are read in about a second
 CHECKPOINT_NAME = re.compile(r"step-(\d+)\.ckpt")
 
 
@@ -69,16 +77,21 @@ class NotARun(ValueError):
     """Raised for a folder that holds nothing to read a run from."""
 
 
-def stem(choices: dict[str, str], seq_len: int, changed: dict[str, str]) -> str:
-    """The beginning of a new folder's name, from what differs from the defaults, such as
-    `tiny-flash-16k-lr0.003`.
+def stem(
+    choices: dict[str, str], seq_len: int, changed: dict[str, str], varied: Collection[str] = ()
+) -> str:
+    """The beginning of a new folder's name, from what differs from the defaults and the keys
+    `varied` by a sweep, such as `tiny-flash-16k-lr0.003`.
     """
     length = f"{seq_len // 1024}k" if seq_len % 1024 == 0 else str(seq_len)
-    parts = [choices["model"], choices["attention"], length]
+    shape = {key for key in changed if key.startswith("model.")}
+    is_own = len(shape) > 3  # a model of its own, whose keys would fill the name
+    parts = ["own" if is_own else choices["model"], choices["attention"], length]
     if choices["data"] != "embedded":
         parts.append(choices["data"])
     for key, value in changed.items():
-        if key not in NOT_IN_NAMES and not key.startswith("data."):
+        is_dull = key.split(".")[0] in DULL or (is_own and key in shape) or value == "auto"
+        if key in varied or not (is_dull or key in NOT_IN_NAMES or key.startswith("data.")):
             parts.append(key.split(".")[-1].replace("_", "") + value)
     return re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts)).strip("-")[:80].rstrip("-.")
 
@@ -206,6 +219,76 @@ def find(path: str) -> Path:
     for written in (folder, folder / "checkpoints"):
         files.check_writable(written)
     return folder
+
+
+def check_unfinished(folder: Path, max_steps: int | None) -> None:
+    """Raise ValueError where the newest checkpoint in `folder` is that of the last step.
+
+    One that is damaged does not count.
+    """
+    newest = checkpoints(folder)[-1]
+    steps = int(newest.stem.removeprefix("step-"))
+    if max_steps is not None and steps >= max_steps and _is_whole(newest):
+        raise ValueError(
+            f"resume={folder}: the run has done its {steps:,} steps; to go on, give a larger "
+            "max_steps="
+        )
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether a checkpoint of at most QUICK bytes is what was written; False for larger ones."""
+    try:
+        if checkpoint.is_dir():
+            return checkpoint_index.verify(checkpoint, QUICK) is None
+        if checkpoint.stat().st_size > QUICK:
+            return False
+        with zipfile.ZipFile(checkpoint) as file:
+            return file.testzip() is None
+    except Exception:  # whatever is wrong with it: the run looks closer
+        return False
+
+
+def is_hugging_face(path: Path) -> bool:
+    """Whether `path` is meant as a Hugging Face folder: it has a config.json, and is no run and no
+    adapter.
+    """
+    adapter = (path / "adapter_config.json").exists() and not any(path.glob("model*.safetensors"))
+    return (path / "config.json").is_file() and not (path / "config.yaml").exists() and not adapter
+
+
+def is_run(path: Path) -> bool:
+    """Whether `path` is meant as a run, or as one of its checkpoints."""
+    return path.suffix == ".ckpt" or (path / "config.yaml").exists()
+
+
+def checkpoint_of(path: Path, key: str = "checkpoint") -> Path:
+    """The checkpoint that `path`, given as `key`, means: itself, or the newest one of a run.
+
+    Raises ValueError where there is none.
+    """
+    if not path.exists():
+        raise ValueError(f"{key}={path}: no such file or folder{_remedy(path)}")
+    if not path.is_dir() or path.suffix == ".ckpt":
+        return path
+    if of_run := checkpoints(path):
+        return of_run[-1]
+    if (path / "adapter_config.json").exists():
+        raise ValueError(
+            f"{key}={path}: an adapter, which lacks the weights it adds to; give the run, "
+            "or an export without adapter=true"
+        )
+    if (path / "config.yaml").exists():
+        raise ValueError(f"{key}={path}: the run has no checkpoint yet; train it further")
+    raise ValueError(f"{key}={path}: not the folder of a run; give one, such as runs/NAME")
+
+
+def _remedy(path: Path) -> str:
+    """What to give instead of a `path` that is not there."""
+    there = sorted(folder.parent.name for folder in path.absolute().parent.glob("*/config.yaml"))
+    close = difflib.get_close_matches(path.name, there, n=1)
+    if close:
+        return f"; did you mean {path.parent / close[0]}?"
+    return "; give a run, such as runs/NAME, or a Hugging Face folder"
 
 
 def check_resumable(folder: Path, overrides: Iterable[str]) -> None:

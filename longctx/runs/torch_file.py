@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from longctx import untrusted
+from longctx.runs import torch_archive
 
 
 def read(path: Path) -> Any:
@@ -19,7 +19,8 @@ def read(path: Path) -> Any:
 
     Raises ValueError where it is no regular file, or holds more than tensors and plain values.
     """
-    untrusted.check_file(path)
+    if what := torch_archive.flaw(path):
+        raise ValueError(f"{path}: {what}")
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
@@ -36,9 +37,11 @@ def verify(path: Path) -> str | None:
     """The first part of the file at `path` that is not what was written, None if all are.
 
     Each part of the zip file has a checksum, which torch does not look at. A file that is no zip
-    file at all passes: `read` refuses it.
+    file at all passes: `read` refuses it. Raises ValueError,
+    which says why, where torch had better not open it.
     """
-    untrusted.check_file(path)
+    if what := torch_archive.flaw(path):
+        raise ValueError(what)
     try:
         with zipfile.ZipFile(path) as file:
             return file.testzip()

@@ -104,8 +104,8 @@ class Tracker:
         why = "" if self.config.mode == "offline" or _has_key() else " (no API key)"
         folder = self.folder / "wandb"
         return (
-            f"wandb  offline{why}; look: wandb leet {folder}   "
-            f"upload: wandb sync {folder}/offline-run-*"
+            f"wandb      offline{why}\n           look: wandb leet {folder}\n"
+            f"           upload: wandb sync {folder}/offline-run-*"
         )
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from longctx import stop_signal
+from longctx import stop_signal, tables
 from longctx.runs import metrics
 from longctx.runs.metrics import Metric, Row, Shown, figures, is_step
 from longctx.runs.run_folder import checkpoints, read_metrics
@@ -19,9 +19,8 @@ UNSCORED = "nothing scored"  # such as pieces of conversations without an answer
 
 def console(silent: bool = False) -> Console:
     """A console on stdout, wide where that is no terminal, so that nothing is cut."""
-    output = Console(quiet=silent, highlight=False)
-    if not output.is_terminal:
-        output.width = 240
+    output = tables.console()
+    output.quiet = silent
     return output
 
 
@@ -31,6 +30,7 @@ class Display:
     def __init__(self, steps: int, first_step: int, silent: bool = False) -> None:
         self.console = console(silent)
         self.steps = steps
+        self._is_estimated = False
         self._bar: Progress | None = None
         self._task = TaskID(0)
         if self.console.is_terminal and not silent:
@@ -49,6 +49,12 @@ class Display:
         """Print a line, above the bar if there is one."""
         self.console.print(text, soft_wrap=True, markup=False)
 
+    def print(self, table: Table) -> None:
+        """Print a table as wide as it is: a path that is broken in two cannot be copied."""
+        width, self.console.width = self.console.width, tables.WIDEST
+        self.console.print(table, soft_wrap=True)
+        self.console.width = width
+
     def start(self) -> None:
         """Show the bar."""
         if self._bar is not None:
@@ -66,10 +72,24 @@ class Display:
 
     def show(self, row: Row) -> None:
         """Show a logged row: in the bar, or as a line where the output is no terminal."""
+        left = self.left(row)
         if self._bar is not None and is_step(row):
             self._bar.update(self._task, completed=row["step"], numbers=brief(row))
         else:
-            self.say(f"step {row['step']:,}/{self.steps:,}  {brief(row)}")
+            self.say(
+                f"step {row['step']:,}/{self.steps:,}  {brief(row)}{left and f'  {left} left'}"
+            )
+        if left and self._bar is not None and not self._is_estimated:
+            self._is_estimated = True
+            steps = self.steps - row["step"]
+            self.say(f"estimate   about {left} for the {steps:,} steps to come, by the first")
+
+    def left(self, row: Row) -> str:
+        """The time that the steps after `row` take at its pace; empty where it tells none."""
+        steps = self.steps - row["step"]
+        if not is_step(row) or not steps or not row.get("ms_per_step"):
+            return ""
+        return metrics.duration(steps * row["ms_per_step"] / 1000)
 
 
 def brief(row: Row) -> str:
@@ -80,10 +100,13 @@ def brief(row: Row) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def closing_table(folder: Path, kernels: dict[str, str], finished: bool) -> Table:
-    """The end of a run: what came out, where it is, what to type next."""
+def closing_table(folder: Path, kernels: dict[str, str], finished: bool, steps: int) -> Table:
+    """The end of a run after `steps`: what came out, where it is, what to type next."""
     rows = read_metrics(folder)
     numbers = figures(rows)
+    if numbers.get("step") != steps:  # it was stopped after steps that no row has counted
+        numbers.pop("tokens_seen", None)
+        numbers["step"] = steps
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -96,6 +119,7 @@ def closing_table(folder: Path, kernels: dict[str, str], finished: bool) -> Tabl
     if checkpoints(folder):
         more = f" max_steps={2 * numbers['step']}" if finished else ""
         table.add_row("evaluate", f"python eval.py checkpoint={folder}")
+        table.add_row("write text", f"longctx generate {folder} prompt='Once upon a time'")
         table.add_row("train on", f"python train.py resume={folder}{more}")
     return table
 

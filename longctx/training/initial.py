@@ -1,4 +1,5 @@
-"""Runs that start from the weights of a Hugging Face folder (`init=`) instead of random ones.
+"""Runs that start from weights that are trained (`init=`): a Hugging Face folder, a model of the
+Hub, or another run.
 
 The folder is read once, at the start: config.yaml of the run holds the whole model, and the run's
 folder its tokenizer, so that resuming and evaluating need nothing else.
@@ -11,10 +12,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from longctx import files, untrusted
-from longctx.config.model_config import GPTConfig
+from longctx import files, hub_snapshot, untrusted
+from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.config.train_config import TrainConfig
-from longctx.model import huggingface
+from longctx.distributed import sharding
+from longctx.model import GPT, huggingface, restore
+from longctx.runs import checkpoints, run_folder
 
 OPEN_KEYS = ("vocab_size",)  # what the weights leave open
 # What a run keeps of the folder beside the tokenizer, for exports.
@@ -24,12 +27,14 @@ KEPT_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config
 def model_of_folder(
     config: TrainConfig, overrides: Mapping[str, str]
 ) -> tuple[TrainConfig, GPTConfig]:
-    """`config` with the tokenizer of the folder `config.init` where none is named, and its model.
+    """`config` with the tokenizer of the folder `config.init` where none is named, and its model. A
+    model of the Hub has its commit in `config.init` then, and its weights in the cache.
 
     The weights are checked from the files' headers; positions are not stretched yet. Raises
     ValueError or OSError for a folder that is not covered, and for overrides of its model.
     """
-    init, folder = config.init, Path(config.init or "").expanduser().resolve()
+    init = hub_snapshot.pinned(config.init or "", "init")
+    folder = hub_snapshot.folder(init, "init")
     if overrides.get("model", "auto") != "auto":
         raise ValueError(
             f"model={overrides['model']}: init={init} brings its own model; leave out one of them"
@@ -45,28 +50,64 @@ def model_of_folder(
             f"data.vocab_size={overrides['data.vocab_size']}: init={init} brings its tokenizer; "
             "leave it out"
         )
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"init={init}: no such folder; give a Hugging Face folder on this machine"
-        )
+    if run_folder.is_run(folder):
+        return model_of_run(config, overrides)
     opened = {key: getattr(config.model, key) for key in OPEN_KEYS if f"model.{key}" in overrides}
     opened = {key: value for key, value in opened.items() if value is not None}
     model = replace(huggingface.read_config(folder), **opened)
-    huggingface.check_weights(model, folder)
+    huggingface.check_weights(model, huggingface.with_weights(init, "init"))
     for name in KEPT_FILES:
         if os.path.lexists(folder / name):
             untrusted.check_file(folder / name, untrusted.SETTINGS_SIZE, within=folder)
     tokenizer = str(folder) if config.data.tokenizer is None else config.data.tokenizer
     data = replace(config.data, tokenizer=tokenizer)
-    return replace(config, init=str(folder), data=data), model
+    is_path = hub_snapshot.model_name(init) is None
+    return replace(config, init=str(folder) if is_path else init, data=data), model
+
+
+def model_of_run(
+    config: TrainConfig, overrides: Mapping[str, str]
+) -> tuple[TrainConfig, GPTConfig]:
+    """As `model_of_folder` where `config.init` is a run, whose newest checkpoint is meant, or a
+    checkpoint. What LoRA trained is added to its weights.
+    """
+    path = Path(config.init or "").expanduser().resolve()
+    file = run_folder.checkpoint_of(path, "init")
+    checkpoints.verify(file)
+    saved = checkpoints.read(file)["longctx"]["config"]
+    if "model.vocab_size" in overrides:
+        raise ValueError(
+            f"model.vocab_size={overrides['model.vocab_size']}: the weights of init={config.init} "
+            "decide that; leave it out"
+        )
+    model = GPTConfig.of_saved(saved["model"])
+    model = replace(model, context=max(saved["seq_len"], model.context or 0))
+    tokenizer = config.data.tokenizer or str(file.resolve().parent.parent)
+    data = replace(config.data, tokenizer=tokenizer)
+    return replace(config, init=str(file), data=data), model
+
+
+def load(model: GPT, name: str) -> None:
+    """Copy the weights that `name` means, of a folder, a checkpoint or a model of the Hub with its
+    commit, into `model`, of which this rank may hold a part.
+    """
+    init = huggingface.with_weights(name, "init")
+    if not run_folder.is_run(init):
+        huggingface.load_weights(model, init, sharding.write)
+        return
+    checkpoint = checkpoints.read(init)
+    added = LoraConfig(**checkpoint["longctx"]["config"].get("lora", {}))
+    restore.copy_weights(model, init, checkpoint, added, sharding.write_rows_of)
 
 
 def keep_for_export(config: TrainConfig, folder: Path) -> None:
     """Copy what belongs to the tokenizer of `config.init`, its chat template and generation
     settings, into a run.
     """
-    source = Path(config.init or "")
-    if config.init is None or config.data.tokenizer != config.init:
+    if config.init is None:
+        return
+    source, init = Path(config.data.tokenizer or ""), hub_snapshot.folder(config.init, "init")
+    if source not in (init, init.parent.parent):
         return
     settings = source / "tokenizer_config.json"
     template = (

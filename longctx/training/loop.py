@@ -39,6 +39,7 @@ from longctx.training.batches import (
     read_ahead,
     train_loader,
 )
+from longctx.training.best import Best
 from longctx.training.learning_rate import learning_rate
 from longctx.training.resolve import continue_folder, data_config, resolve
 from longctx.training.run import Run, of_shared
@@ -62,6 +63,7 @@ def train(request: Request) -> int:
     parallel = parallel_of(request.config, machine)
     run: Run | None = None
     with stop_signal.caught() as stop:
+        stop.speaks = parallel.is_first
         try:
             try:
                 request = request._replace(config=replace(request.config, devices=parallel.ranks))
@@ -103,8 +105,9 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal) -> None:
     spikes = Spikes(run.config.spike, run.config.spike_budget)
     meter, split = Meter(run.workload, parallel, spikes), StepSplit(parallel.device)
     drops = spikes.drops if run.config.spike == "skip" else None
+    best = Best(run.config.patience)
     if run.checkpoint is not None:
-        state.restore(run.checkpoint, meter, parallel)
+        state.restore(run.checkpoint, meter, parallel, best)
         log.spikes = spikes.found
     predicted = predicted_gib(run)
     vote = Vote(stop, parallel)
@@ -117,6 +120,7 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal) -> None:
                 row |= facts_found(state.module, data, run)
             log.record(row)
             require_finite("validation loss", row.get("val_loss", 0.0), step, run)
+            best.add(step, row)
 
     log.begin()
     if not run.steps_done:
@@ -155,12 +159,15 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal) -> None:
 
         # Save
         stopped = vote.stops(step, waits_anyway=run.logs(step))
-        if last or stopped or step % run.config.checkpoint_every == 0:
+        is_best = run.config.keep_best and best.step == step
+        if last or stopped or is_best or best.is_over or step % run.config.checkpoint_every == 0:
             require_finite("gradient norm", float(state.module.grad_norm), step, run)
             with meter.set_aside():
                 require_finite_state(state, step, run, parallel)
-                save(run, state, meter, data.fingerprint, step, parallel, log)
-        if stopped:
+                save(run, state, meter, data.fingerprint, step, parallel, log, best)
+        if best.is_over and not last:
+            log.ended_early(best.describe(step))
+        if stopped or best.is_over:
             break
         meter.waits()
 
@@ -189,12 +196,16 @@ def save(
     step: int,
     parallel: Parallel,
     log: RunLog,
+    best: Best,
 ) -> None:
-    """Write the checkpoint after `step`; the older ones of the run go."""
+    """Write the checkpoint after `step`; the older ones of the run go, but for the best one where
+    that is kept.
+    """
     path = checkpoints.path_of(run.folder, step)
     about = checkpoints.describe(run.settings(), fingerprint, parallel.ranks, run.kernel_lock)
     counters = meter.state()  # of all ranks
-    content = {"steps_done": step, "meter": counters, "random": checkpoints.random_state()}
+    content = {"steps_done": step, "meter": counters, "best": best.state()}
+    content["random"] = checkpoints.random_state()
     sharded = parallel.strategy == "fsdp"
     if sharded or parallel.is_first:
         weights = sharding.parts(state.module)
@@ -204,7 +215,8 @@ def save(
         writers = all_ranks if sharded else ALONE
         checkpoints.save(path, about, content, weights, optimizer, trained, writers)
     if parallel.is_first:
-        checkpoints.tidy(run.folder, run.config.keep_checkpoints)
+        best_step = best.step if run.config.keep_best else 0
+        checkpoints.tidy(run.folder, run.config.keep_checkpoints, best_step)
         log.checkpoint(path, step)
     parallel.barrier()
 

@@ -7,7 +7,6 @@ too, with one micro-batch per optimizer step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +15,7 @@ from torch import Tensor
 from longctx.distributed import sharding
 from longctx.distributed.lightning_parts import pytorch as pl
 from longctx.model import GPT, lora
-from longctx.model.huggingface import load_weights
-from longctx.training import optimizers
+from longctx.training import initial, optimizers
 from longctx.training.batches import MicroBatch
 from longctx.training.learning_rate import LearningRate
 from longctx.training.run import Run
@@ -26,7 +24,7 @@ from longctx.training.run import Run
 class TrainingModule(pl.LightningModule):
     """The GPT of `run` under training.
 
-    Its weights are random, or those of the Hugging Face folder that a new run begins with.
+    Its weights are random, or those that a new run begins with.
     """
 
     model: GPT
@@ -55,7 +53,7 @@ class TrainingModule(pl.LightningModule):
         for layer in lora.layers(self.model):
             layer.init_added(sharding.draw)
         if config.init is not None and self.run.checkpoint is None:
-            load_weights(self.model, Path(config.init), sharding.write)
+            initial.load(self.model, config.init)
         if work.compile:
             self.model.compile_blocks()
             if config.seq_len_schedule:  # a graph for each length is faster than one for all

@@ -8,6 +8,7 @@ mistake leaves nothing behind. What follows reads the frozen `Run` (run.py).
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -18,28 +19,31 @@ from typing import Any
 
 import torch
 
-from longctx import attention, files
+from longctx import attention, files, hub_snapshot
 from longctx.attention import Mask
 from longctx.config import presets
 from longctx.config.data_config import DataConfig
 from longctx.config.model_config import GPTConfig
 from longctx.config.request import Request
-from longctx.config.train_config import TrainConfig
+from longctx.config.train_config import TrainConfig, check_warmup
 from longctx.data import load, sources
 from longctx.distributed.devices import choose_device
 from longctx.distributed.launched import launched
 from longctx.model.context_extension import extended
-from longctx.planner import fitting, layouts
+from longctx.planner import fitting, hardware, layouts
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import Workload, with_vocabulary, workload_of
 from longctx.runs import checkpoints, run_folder
 from longctx.training import initial, kernel_lock, longest, saved_state
 from longctx.training.child import DryRun
+from longctx.training.out_of_memory import check_fits
 from longctx.training.run import Run
+from longctx.training.sweep import VARIED_VARIABLE
 from longctx.training.validation import check_facts, check_validation
 
 SOME_LENGTH = 4096  # tokens per row, to open the data of seq_len=max before its length is known
-STEPS = {"cuda": 300, "cpu": 60}
+STEPS = {"cuda": 300, "cpu": 60}  # at most, where max_steps is not given
+FLOPS_ON_CPU = 8e12  # what two slow cores do in 4 to 5 minutes
 TOKENS_PER_VALIDATION = {"cuda": 262144, "cpu": 32768}
 Say = Callable[[str], None]
 
@@ -54,9 +58,6 @@ def resolve(request: Request, machine: Machine, say: Say = print) -> Run:
 
     # Device
     device = choose_device(config, machine)
-    if not resumed:
-        run_folder.check_root(Path(config.runs))
-        run_folder.check_free(Path(config.runs), config.name)
 
     # Model: a preset, the weights of a folder, or what the run began with
     config, model, source = choose_model(request, device)
@@ -81,6 +82,10 @@ def resolve(request: Request, machine: Machine, say: Say = print) -> Run:
     if config.init is not None and not resumed:
         model, rope = extended(model, config.rope, seq_len)
         source += f", rope {rope}" if rope else ""
+    is_probed = config.seq_len == "max"
+    if not is_probed:  # before the data is opened, with the smallest vocabulary
+        least = [step_of(one, device, seq_len, model, tokens=1) for one in open_layouts]
+        check_fits(least, machine)
     data = load(data_config(config), seq_len)
     tokens = data.tokenizer.vocab_size
     check_vocabulary(model, tokens)
@@ -95,6 +100,9 @@ def resolve(request: Request, machine: Machine, say: Say = print) -> Run:
         work, reason = layouts.choose(candidates, machine.gpu, machine.host_memory, merge)
     elif device == "cuda":
         work = fitting.with_policy(work, config.memory.policy)
+
+    if not is_probed:
+        check_fits([work], machine)
 
     # Schedule
     run = scheduled(config, work)
@@ -117,7 +125,12 @@ def resolve(request: Request, machine: Machine, say: Say = print) -> Run:
     folder = run_folder.create(
         Path(config.runs),
         config.name,
-        run_folder.stem(choices_of(request, device), seq_len, request.overrides),
+        run_folder.stem(
+            choices_of(request, device),
+            seq_len,
+            request.overrides,
+            varied=os.environ.get(VARIED_VARIABLE, "").split(","),
+        ),
     )
     config = replace(config, data=sources.absolute(config.data), name=folder.name)
     run = replace(run, config=config, folder=folder, kernel_lock=lock)
@@ -135,7 +148,8 @@ def choose_model(request: Request, device: str) -> tuple[TrainConfig, GPTConfig,
         )
     if config.init is not None and config.resume is None:
         config, model = initial.model_of_folder(config, request.overrides)
-        return config, model, f"weights of {request.config.init}"
+        from_hub = hub_snapshot.model_name(request.config.init or "") is not None
+        return config, model, f"weights of {config.init if from_hub else request.config.init}"
     if preset != "auto":
         return config, config.model, preset
     model = presets.auto_model(config.model, request.overrides, device)
@@ -146,7 +160,10 @@ def choices_of(request: Request, device: str) -> dict[str, str]:
     """The preset of each group, for the folder's name; weights of a folder go by its name."""
     choices = dict(request.choices)
     if request.config.init is not None:
-        choices["model"] = Path(request.config.init).name.lstrip(".-") or "model"
+        from_hub = hub_snapshot.model_name(request.config.init)
+        path = Path(request.config.init if from_hub is None else from_hub.name)
+        path = path.parent.parent if path.suffix == ".ckpt" else path
+        choices["model"] = path.name.lstrip(".-") or "model"
     elif choices["model"] == "auto":
         choices["model"] = presets.AUTO_MODEL[device]
     return choices
@@ -194,9 +211,7 @@ def longest_rows(
 ) -> int:
     """Tokens per row for seq_len=max; ValueError on a CPU, whose memory others use too."""
     if device != "cuda" or machine.gpu is None:
-        raise ValueError(
-            "seq_len=max: finds what fits a GPU, and this run is on a CPU; give a number of tokens"
-        )
+        raise ValueError(hardware.NO_LONGEST)
 
     candidates = [
         partial(step_of, one, "cuda", model=model, tokens=tokens)
@@ -226,7 +241,7 @@ def scheduled(config: TrainConfig, work: Workload) -> Run:
     if config.max_tokens is not None:
         steps = math.ceil(config.max_tokens / work.tokens_per_step)
     else:
-        steps = config.max_steps or STEPS[work.device]
+        steps = config.max_steps or default_steps(work)
     rows = max(1, TOKENS_PER_VALIDATION[work.device] // work.seq_len)
     return Run(
         config=config,
@@ -237,6 +252,14 @@ def scheduled(config: TrainConfig, work: Workload) -> Run:
         val_every=config.val_every or max(20, math.ceil(steps / 5)),
         val_rows=rows if config.val_rows is None else config.val_rows,
     )
+
+
+def default_steps(work: Workload) -> int:
+    """Steps of a run that names none; on a CPU as many as it does in minutes."""
+    if work.device == "cuda" or work.model.vocab_size is None:
+        return STEPS[work.device]
+    flops = work.tokens_per_step * work.model.flops_per_token(work.seq_len / 2)
+    return max(3, min(STEPS["cpu"], int(FLOPS_ON_CPU / flops)))
 
 
 def default_learning_rate(config: TrainConfig, model: GPTConfig) -> float:
@@ -251,7 +274,11 @@ def default_learning_rate(config: TrainConfig, model: GPTConfig) -> float:
 
 
 def check_schedule(run: Run) -> None:
-    """Raise ValueError where seq_len_schedule leaves no step for seq_len itself."""
+    """Raise ValueError where warm-up takes more than all steps, or seq_len_schedule leaves none for
+    seq_len itself.
+    """
+    if run.config.resume is None:
+        check_warmup(run.config.warmup_steps, run.max_steps)
     stages = run.config.seq_len_schedule or []
     if sum(steps for _, steps in stages) >= run.max_steps:
         raise ValueError(
@@ -292,6 +319,14 @@ def continued(run: Run) -> Run:
     config, folder = run.config, Path(run.config.resume or "")
     path, checkpoint, damaged = newest_whole(run, folder)
     about, steps_done = checkpoint["longctx"], checkpoint["steps_done"]
+    assert run.data is not None
+    run = replace(run, data=run.data.as_begun(about["data"]))
+    best = checkpoint.get("best") or {"since": 0}
+    if config.patience is not None and best["since"] >= config.patience:
+        raise ValueError(
+            f"resume={folder}: the run has ended after {best['since']} validations without a lower "
+            "loss; to go on, give a larger patience=, or patience=null"
+        )
     if steps_done >= run.max_steps:
         raise ValueError(
             f"resume={folder}: the run has done its {steps_done:,} steps; to go on, give a larger "
@@ -337,7 +372,7 @@ def whole_checkpoint(run: Run, folder: Path, path: Path) -> dict[str, Any]:
     checkpoints.check_plain(path, checkpoint)
     about = checkpoint["longctx"]
     assert run.data is not None
-    if about["data"] != run.data.fingerprint:
+    if run.data.as_begun(about["data"]) is None:
         raise ValueError(
             f"resume={folder}: the documents or the tokenizer are no longer those that the run "
             "began with"

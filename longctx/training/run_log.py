@@ -11,13 +11,18 @@ from longctx import attention
 from longctx.distributed.parallel import Parallel
 from longctx.files import printable
 from longctx.planner.hardware import GIB
+from longctx.planner.overview import count_of
 from longctx.planner.peak_memory import predict
 from longctx.planner.workload import Workload
+from longctx.runs import run_folder
 from longctx.runs.metrics import SAMPLE
 from longctx.runs.tracking import Tracker
 from longctx.training.console import Display, closing_table
 from longctx.training.context_check import Finding
+from longctx.training.loss_curve import loss_curve
 from longctx.training.run import Run
+
+FEW = 10_000  # tokens that validate; the standard error of their mean loss is some 0.03 nats
 
 
 class RunLog:
@@ -84,6 +89,10 @@ class RunLog:
         if self.tracker is not None:
             self.tracker.checkpoint(path, step)
 
+    def ended_early(self, why: str) -> None:
+        """Say why a run ends before its last step."""
+        self.display.say(why)
+
     def end(self, code: int) -> None:
         """Close bar, file and wandb."""
         self.display.stop()
@@ -103,8 +112,11 @@ class RunLog:
         if stopped_by is not None:
             self.display.say(f"stopped by {stopped_by} after step {self.steps_done:,}, saved")
         self.display.say("")
-        table = closing_table(self.run.folder, attention.kernels_run(), finished=code == 0)
-        self.display.console.print(table)
+        for line in loss_curve(run_folder.read_metrics(self.run.folder)):
+            self.display.say(line)
+        self.display.say("")
+        table = closing_table(self.run.folder, attention.kernels_run(), code == 0, self.steps_done)
+        self.display.print(table)
 
 
 def facts(run: Run) -> dict[str, Any]:
@@ -133,6 +145,35 @@ def spread_of(work: Workload) -> str:
     return f"{groups} on {work.devices} devices ({work.strategy}{shared})"
 
 
+def validates(counts: dict[str, Any]) -> list[str]:
+    """What validates of a data set with these `counts`, and a warning where that is little."""
+    documents, tokens = counts["val_documents"], counts["val_tokens"]
+    if not documents:
+        return ["validate   nothing (data.val_fraction=0)"]
+    ends = counts["val_ends"]
+    of_documents = f"{documents:,} documents" if documents > 1 else "1 document"
+    if ends == documents:
+        of_documents = f"the ends of {of_documents}" if documents > 1 else "the end of 1 document"
+    elif ends:
+        of_documents += f" (of {ends:,} the ends)"
+    line = f"validate   {tokens:,} tokens of {of_documents}, {tokens / counts['tokens']:.1%}"
+    if tokens >= FEW:
+        return [line]
+    return [
+        line,
+        f"warning: {tokens:,} tokens are few to validate on; see the standard error of val_loss, "
+        "give more text, or a larger data.val_fraction",
+    ]
+
+
+def short_on_cpu(run: Run) -> str:
+    """A remark on a length that nobody asked for; empty for others."""
+    is_own = run.config.max_steps is not None or run.config.max_tokens is not None
+    if is_own or run.workload.device == "cuda" or run.steps_done:
+        return ""
+    return ", under 5 minutes on most CPUs; max_steps= sets more"
+
+
 def opening(run: Run, parallel: Parallel) -> list[str]:
     """The lines that a run begins with."""
     work, config, data = run.workload, run.config, run.data
@@ -149,7 +190,7 @@ def opening(run: Run, parallel: Parallel) -> list[str]:
     options = "".join(f", {key}={value}" for key, value in work.attention.options.items())
     counts = data.summary()
     empty = counts["documents_dropped"]
-    documents = f"{counts['documents']:,} documents" + (
+    documents = count_of(counts["documents"], "document") + (
         f" ({empty:,} empty left out)" if empty else ""
     )
     pieces = "micro-batch" if work.accumulate == 1 else "micro-batches"
@@ -165,11 +206,13 @@ def opening(run: Run, parallel: Parallel) -> list[str]:
         f"memory     {work.memory}",
         f"data       {config.data.source}, {documents}, {counts['tokens']:,} tokens, "
         f"{len(data.train):,} rows of {work.seq_len:,}",
+        *validates(counts),
         f"step       {work.tokens_per_step:,} tokens = {work.batch_size} rows × {work.accumulate} "
         + pieces
         + spread_of(work),
         f"length     {run.max_steps:,} steps, {run.max_steps * work.tokens_per_step:,} tokens"
-        + (f", {shorter} first" if shorter else ""),
+        + (f", {shorter} first" if shorter else "")
+        + short_on_cpu(run),
     ]
     lines += [f"layout     {run.layout_note}"] if run.layout_note else []
     return [*lines, f"kernels    {run.lock_note}"] if run.lock_note else lines

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from longctx import python_child, stop_signal
+from longctx.tables import show
 from longctx.training.console import Job, console, sweep_table
 
+VARIED_VARIABLE = "LONGCTX_VARIED"  # the keys in which jobs differ, joined by commas
 RESULT_VARIABLE = "LONGCTX_RESULT"  # the file in which a job leaves the name of its folder
 
 
@@ -23,26 +25,29 @@ def sweep(overrides_of_jobs: list[list[str]]) -> int:
     """
     out = console()
     jobs: list[Job] = []
+    shared = set.intersection(*map(set, overrides_of_jobs))
+    varied = {one.partition("=")[0] for each in overrides_of_jobs for one in {*each} - shared}
     for number, overrides in enumerate(overrides_of_jobs, start=1):
         title = f"\n[{number}/{len(overrides_of_jobs)}] {' '.join(overrides)}"
         out.print(title, markup=False, style="bold")
-        jobs.append(_run(overrides))
+        jobs.append(_run(overrides, varied - {"attention", "model", "data", "seq_len"}))
         if jobs[-1].code in stop_signal.EXIT_CODES:
             break
     out.print()
-    out.print(sweep_table(jobs))
+    show(sweep_table(jobs), output=out)
     stopped = jobs[-1].code in stop_signal.EXIT_CODES
     return jobs[-1].code if stopped else int(any(job.code for job in jobs))
 
 
-def _run(overrides: list[str]) -> Job:
+def _run(overrides: list[str], varied: set[str]) -> Job:
     """Run one job to its end. Ctrl-C reaches it too, other signals are passed on: it saves a
     checkpoint and ends, which is waited for.
     """
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "folder"
         command = python_child.command("longctx", "train", *overrides)
-        env = python_child.environment(**{RESULT_VARIABLE: str(result)})
+        told = {RESULT_VARIABLE: str(result), VARIED_VARIABLE: ",".join(sorted(varied))}
+        env = python_child.environment(**told)
         process = subprocess.Popen(command, env=env)
 
         def pass_on(number: int, frame: Any) -> None:

@@ -13,6 +13,7 @@ from longctx.distributed import sharding
 from longctx.distributed.parallel import Parallel
 from longctx.runs import checkpoints
 from longctx.training.batches import StepBatch
+from longctx.training.best import Best
 from longctx.training.learning_rate import LearningRate
 from longctx.training.module import TrainingModule
 from longctx.training.run import Run
@@ -94,7 +95,7 @@ class TrainState:
         }
         return weights | {name: sharding.local(x) for name, x in averages.items()}
 
-    def restore(self, path: Path, meter: Meter, parallel: Parallel) -> None:
+    def restore(self, path: Path, meter: Meter, parallel: Parallel, best: Best) -> None:
         """Continue from the checkpoint at `path`, bit for bit."""
         checkpoint = checkpoints.read(path, checkpoints.TO_RESUME)
         for name, weight in self.module.named_parameters():
@@ -105,4 +106,6 @@ class TrainState:
         self.optimizer.load_state_dict(state)
         self.scheduler = LearningRate(self.optimizer, self.run)
         meter.restore(checkpoint["meter"], parallel.is_first)
+        if "best" in checkpoint:  # checkpoints of longctx before it followed that have none
+            best.restore(checkpoint["best"])
         checkpoints.restore_random_state(checkpoint["random"])

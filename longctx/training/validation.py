@@ -9,7 +9,7 @@ would be of other texts than near ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -36,15 +36,16 @@ MOST = 32  # buckets; rows are shorter than 2^32 tokens
 def validate(
     module: nn.Module, data: Data | Mixture, run: Run, parallel: Parallel
 ) -> dict[str, float]:
-    """Loss, perplexity and loss by position over `val_rows` rows; empty where no token is scored.
+    """Loss with its standard error over rows, perplexity and loss by position over `val_rows` rows;
+    empty where no token is scored.
 
     Each token is scored once over all ranks, without torch.compile, which would compile everything
     a second time for it.
     """
     # Nats of every (full buckets of the piece, bucket), then those of all tokens, their number, and
-    # pieces by full buckets.
-    sums = torch.zeros(MOST * MOST + 2 + MOST, dtype=torch.float64, device=parallel.device)
-    nats, totals, pieces = sums.split([MOST * MOST, 2, MOST])
+    # pieces by full buckets; of the rows, with a nats and b targets each: a², ab, b² and 1.
+    sums = torch.zeros(MOST * MOST + 2 + MOST + 4, dtype=torch.float64, device=parallel.device)
+    nats, totals, pieces, rows = sums.split([MOST * MOST, 2, MOST, 4])
     for micro in validation_batches(
         data.val, run.val_rows, run.workload.batch_size, parallel.data_rank, parallel.data_ranks
     ):
@@ -56,13 +57,37 @@ def validate(
         pieces += torch.bincount(full, minlength=MOST).to(pieces)
         totals[0] += losses.sum()
         totals[1] += micro.scored
+        rows += row_sums(losses.view(micro.targets.shape), micro.targets)
     parallel.sum(sums.mul_(parallel.once(1)))
     total, scored = totals.tolist()
     if not scored:
         return {}
     loss = total / scored
     row = {"val_loss": loss, "val_perplexity": math.exp(min(loss, 700.0))}
+    error = error_over_rows(rows.tolist(), loss, scored)
+    row |= {} if error is None else {"val_loss_error": error}
     return row | by_position(nats.view(MOST, MOST).tolist(), pieces.tolist())
+
+
+def row_sums(losses: Tensor, targets: Tensor) -> Tensor:
+    """(4,) sums over rows with a nats and b scored targets each, of a², ab, b² and 1; losses and
+    targets are (B, T).
+    """
+    nats = losses.sum(dim=1)
+    scored = (targets != IGNORED).sum(dim=1).to(nats)
+    return torch.stack([nats**2, nats * scored, scored**2, (scored > 0).to(nats)]).sum(dim=1)
+
+
+def error_over_rows(sums: Sequence[float], loss: float, scored: float) -> float | None:
+    """Standard error of `loss`, the mean over `scored` targets, from `row_sums`; None for one row.
+
+    The same as `longctx.evaluation.perplexity.error_of_ratio` of the rows, from what ranks can add.
+    """
+    squares, products, of_targets, rows = sums
+    if rows < 2:
+        return None
+    variance = max(0.0, squares - 2 * loss * products + loss**2 * of_targets)
+    return math.sqrt(rows / (rows - 1) * variance) / scored
 
 
 def validation_losses(module: Any, micro: MicroBatch, parallel: Parallel) -> Tensor:
@@ -109,7 +134,7 @@ def check_validation(
     data: Data | Mixture, config: TrainConfig, overrides: Mapping[str, str]
 ) -> None:
     """ValueError for an override about validations where there is nothing to validate on."""
-    for key in ("val_every", "val_rows", "passkey.enabled"):
+    for key in ("val_every", "val_rows", "passkey.enabled", "keep_best", "patience"):
         value = overrides.get(key, "null")
         if value.lower() not in ("null", "false") and not len(data.val):
             raise ValueError(

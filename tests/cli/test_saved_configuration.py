@@ -77,7 +77,11 @@ def test_a_run_from_before_memory_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["[1, 2]", "seq_len: many", "lerning_rate: 3", "a: [", "\x00\x01", ""]
+    "content",
+    [
+        *("[1, 2]", "seq_len: many", "lerning_rate: 3", "a: [", "\x00\x01", ""),
+        *("memory: true", "model: 7", "model: [[64, 1]]"),
+    ],
 )
 def test_a_file_that_is_no_configuration(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.yaml").write_text(content)

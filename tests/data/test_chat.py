@@ -114,7 +114,7 @@ def test_long_conversations_are_cut_with_their_marks(folder: Path) -> None:
 def test_tools_reach_the_template(folder: Path) -> None:
     tools = [{"type": "function", "function": {"name": "f<&", "parameters": {}}}]
     talk = TALK[:1] + TALK[3:]
-    ours = Template(folder).render("a", "here", {"messages": talk, "tools": tools})
+    (ours,) = Template(folder).conversations([("a", "here", {"messages": talk, "tools": tools})])
     theirs = AutoTokenizer.from_pretrained(folder)
     assert ours.text == theirs.apply_chat_template(talk, tools=tools, tokenize=False)
     assert (ours.name, len(ours.spans)) == ("a", 1)
@@ -175,7 +175,8 @@ def test_a_file_beside_the_settings_and_a_named_template_are_found(folder: Path)
     (folder / "chat_template.jinja").write_text(INST)
     second = Template(folder)
     assert first.fingerprint != second.fingerprint
-    assert second.render("a", "here", {"messages": TALK}).text.startswith("<|endoftext|>[INST]")
+    (talk,) = second.conversations([("a", "here", {"messages": TALK})])
+    assert talk.text.startswith("<|endoftext|>[INST]")
 
 
 def test_a_source_without_conversations_is_refused(folder: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from longctx.data import load
-from longctx.data.duplicates import choose_validation, groups, signature
+from longctx.data.duplicates import groups, signature
 from tests.data.conftest import prose
 
 
@@ -68,31 +68,6 @@ def test_signatures_do_not_change_with_a_release() -> None:
 
 def test_short_texts_are_compared_too() -> None:
     assert grouped(["yes", "no", "yes ", "yes and no", ""]) == [0, 1, 0, 3, 4]
-
-
-def test_a_group_lies_on_one_side_whatever_the_fraction() -> None:
-    rng = np.random.default_rng(0)
-    keys = rng.integers(0, 2**64, 500, dtype=np.uint64)
-    group = np.sort(rng.integers(0, 120, 500))
-    group = np.array([int(np.flatnonzero(group == one)[0]) for one in group])
-    for fraction in (0.001, 0.1, 0.5, 0.999):
-        chosen = choose_validation(keys, group, fraction)
-        assert chosen.any()
-        assert not chosen.all()
-        assert all(len(set(chosen[group == one])) == 1 for one in set(group.tolist()))
-        order = rng.permutation(500)
-        first = [int(np.flatnonzero(group[order] == one)[0]) for one in group[order]]
-        assert (choose_validation(keys[order], np.array(first), fraction) == chosen[order]).all(), (
-            "in whatever order"
-        )
-
-
-def test_the_share_is_about_the_fraction_and_documents_stay_when_others_come() -> None:
-    keys = np.random.default_rng(1).integers(0, 2**64, 4000, dtype=np.uint64)
-    alone = np.arange(4000)
-    chosen = choose_validation(keys, alone, 0.1)
-    assert chosen.mean() == pytest.approx(0.1, abs=0.02)
-    assert (choose_validation(keys[:1000], alone[:1000], 0.1) == chosen[:1000]).all()
 
 
 def test_near_duplicates_in_files_stay_on_one_side(text_config, corpus) -> None:

@@ -197,9 +197,3 @@ def test_a_mistake_is_one_line(text_config: Make, changes: dict[str, Any], messa
     with pytest.raises(ValueError, match=message) as caught:
         load(text_config(**{"source": "mix", "path": None} | changes), 64)
     assert "\n" not in str(caught.value)
-
-
-def test_a_source_that_has_nothing_to_train_on_is_named(config: DataConfig) -> None:
-    config.mix["recall"] |= {"documents": 1, "val_fraction": 0.999999}
-    with pytest.raises(ValueError, match=r"data\.mix\.recall: data\.val_fraction=0\.999999: "):
-        load(config, 64)

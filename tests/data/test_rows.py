@@ -164,9 +164,12 @@ def test_nothing_to_predict_is_one_clear_line(text_config, corpus) -> None:
         load(text_config(), 16)
 
 
-def test_one_document_cannot_be_split(text_config, corpus) -> None:
+def test_copies_of_too_short_a_document_cannot_be_split(text_config, corpus) -> None:
+    for name in ("one", "two"):
+        (corpus / f"{name}.txt").write_text("a")
+    files = [str(corpus / f"{name}.txt") for name in ("one", "two")]
     with pytest.raises(ValueError, match=r"data\.val_fraction=0\.2: .*data\.val_fraction=0 "):
-        load(text_config(path=str(corpus / "00.txt")), 16)
+        load(text_config(path=files, vocab_size=257), 16)
 
 
 def test_a_changed_file_is_read_again(text_config, corpus) -> None:

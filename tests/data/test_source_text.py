@@ -10,6 +10,8 @@ import json
 import lzma
 import os
 import resource
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -261,6 +263,45 @@ def test_a_bomb_is_refused_before_it_fills_the_memory(tmp_path: Path, name: str)
             pass
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert peak < 2 << 20  # KiB, the test session's own included
+
+
+def with_window(kind: str) -> bytes:
+    """A few bytes that claim to need gigabytes to be unpacked."""
+    if kind == "zst":  # a frame without its size, window 2^31, one block as it is
+        return (
+            b"\x28\xb5\x2f\xfd\x00"
+            + bytes([21 << 3])
+            + struct.pack("<I", 5 << 3 | 1)[:3]
+            + b"hello"
+        )
+    packed = bytearray(lzma.compress(b"hello"))
+    header = slice(12, 12 + 4 * (packed[12] + 1))  # of the block, after that of the stream
+    assert packed[14:16] == b"\x21\x01"  # LZMA2, one byte of properties
+    packed[16] = 39  # a dictionary of 3 GiB
+    packed[header.stop - 4 : header.stop] = zlib.crc32(packed[12 : header.stop - 4]).to_bytes(
+        4, "little"
+    )
+    return bytes(packed)
+
+
+@pytest.mark.parametrize("kind", ["xz", "zst"])
+def test_a_dictionary_of_gigabytes_is_refused(tmp_path: Path, kind: str) -> None:
+    (tmp_path / f"a.txt.{kind}").write_bytes(with_window(kind))
+    with pytest.raises(
+        ValueError, match=r"a\.txt\..* needs more than 128 MiB to be unpacked; pack"
+    ):
+        read(str(tmp_path))
+
+
+@pytest.mark.parametrize("padding", [b"", bytes(8)])
+def test_streams_of_xz_follow_one_another(tmp_path: Path, padding: bytes) -> None:
+    texts = [os.urandom(length).hex() for length in (1, 9000, 300_000)]
+    packed = padding.join(lzma.compress(text.encode()) for text in texts)
+    (tmp_path / "a.txt.xz").write_bytes(packed + padding)
+    assert read(str(tmp_path)) == [("a.txt.xz", "".join(texts))]
+    (tmp_path / "a.txt.xz").write_bytes(packed[:-1])
+    with pytest.raises(ValueError, match=r"a\.txt\.xz: not a complete \.xz file"):
+        read(str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "loop"])

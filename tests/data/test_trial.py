@@ -1,4 +1,4 @@
-"""Tokenizers and templates that would never end or fill the memory are refused in one line."""
+"""Tokenizers that would never end or fill the memory are refused in one line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from longctx.data.chat import Template
 from longctx.data.tokenizer import Tokenizer, train
 
 
@@ -35,26 +34,3 @@ def test_an_odd_tokenizer_is_one_line(folder: Path, content: str) -> None:
     with pytest.raises(ValueError, match=r"tokenizer\.json") as error:
         Tokenizer.load(folder)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}",
-        "{{ 10**(10**9) }}",
-        "{{ 'x' * 10**10 }}",
-        "{{ '%10000000000d' % 1 }}",
-        "{% set n = namespace(s='x') %}"
-        "{% for a in range(40) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
-    ],
-)
-def test_a_template_without_end_is_refused(folder: Path, template: str) -> None:
-    (folder / "chat_template.jinja").write_text(template)
-    with pytest.raises(ValueError, match=r"this template takes more than .*; use another") as error:
-        Template(folder)
-    assert "\n" not in str(error.value)
-
-
-def test_a_template_that_takes_no_such_conversation_is_not_refused(folder: Path) -> None:
-    (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
-    Template(folder)

@@ -160,18 +160,34 @@ def test_a_process_that_ends_before_it_arrives_is_named(
         assert "process 1 of 2 (PID " in error and f"has ended with {became}" in error
 
 
-@pytest.mark.slow
-def test_a_worker_of_torchrun_that_is_killed_before_it_arrives_is_named(
-    overrides: Overrides, tmp_path: Path
+CHILD = """
+import os, sys, time
+from longctx.distributed.launched import FIRST_VARIABLE, leave_with_first
+if os.fork():
+    time.sleep(float(sys.argv[1]))
+    os._exit(0)
+first = os.getppid()
+for _ in range(40):
+    leave_with_first(1, {FIRST_VARIABLE: str(first)})
+    leave_with_first(0, {FIRST_VARIABLE: "1"})
+    leave_with_first(1, {})
+    time.sleep(0.05)
+print("waited in vain")
+"""
+
+
+@pytest.mark.parametrize(("seconds", "outcome"), [("0.3", ""), ("30", "waited in vain")])
+def test_a_process_waits_no_longer_than_the_first_one_that_started_it_lives(
+    seconds: str, outcome: str
 ) -> None:
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(ABSENT), "killed"]
-    process = begin([*command, *overrides(name="r")], tmp_path, {})
-    _, err = process.communicate(timeout=120)
-    lines = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert process.returncode == 1
-    # torchrun may end the first process before it has come so far as to wait
-    assert not lines or "process 1 of 2 has not arrived" in lines[0]
-    assert "train.py" not in err.partition("torch.distributed.elastic")[0]
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD, seconds], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == outcome
+    process.kill()
+    process.wait()
+    process.stdout.close()
 
 
 def other(**changes: Any) -> Arrival:

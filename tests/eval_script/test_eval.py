@@ -26,7 +26,7 @@ from tests.eval_script.sample import SCRIPT, Evaluate, write_task
 
 
 def test_a_run_is_scored_on_its_validation_documents(run: Path, evaluate: Evaluate) -> None:
-    content, output = evaluate()
+    content, output = evaluate("batch_size=4")
     assert content["context"] == 64
     assert content["stride"] == 32
     assert content["attention"] == "flash"

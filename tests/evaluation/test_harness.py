@@ -13,6 +13,10 @@ import torch
 
 pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'longctx[lm-eval]'")
 
+import tokenizers
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
 from longctx.data import Tokenizer
 from longctx.data.tokenizer import train
 from longctx.evaluation.harness import Harness, evaluate_tasks
@@ -20,6 +24,7 @@ from longctx.evaluation.perplexity import perplexity
 from longctx.evaluation.scorer import Scorer
 from longctx.evaluation.windows import Document
 from longctx.model import GPT, GPTConfig
+from longctx.model.export import export
 from longctx.runs.evaluations import task_scores
 
 TEXT = "a rose is a rose is a rose\nand a violet is a violet\n"
@@ -118,6 +123,57 @@ def test_generation_is_greedy_and_ends_at_stop_words(model: GPT, tokenizer: Toke
     assert answer(max_gen_toks=12, until=[stop]) == expected[: expected.index(stop)]
     with pytest.raises(ValueError, match="sampling"):
         answer(do_sample=True, temperature=0.7)
+
+
+def test_log_likelihoods_are_those_of_hflm_with_begin_of_text(tmp_path: Path) -> None:
+    """A small Llama of transformers whose tokenizer puts <s> before every text."""
+    plain = train([TEXT * 9], 300)
+    begins = tokenizers.Tokenizer.from_str(plain._tokenizer.to_str())
+    begins.add_special_tokens(["<s>"])
+    begin = begins.token_to_id("<s>")
+    begins.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", begin)]
+    )
+    Tokenizer(begins, plain.eos).save(tmp_path / "tokenizer.json")
+    torch.manual_seed(1)
+    shape = {"layers": 2, "channels": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "init_std": 0.3}
+    model = GPT(GPTConfig(vocab_size=begin + 1, **shape), "naive").eval()
+    export(model, tmp_path, tmp_path / "hf", context=64)
+
+    theirs = HFLM(pretrained=str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=1)
+    ours = harness(model, Tokenizer.load(tmp_path / "hf"), 64)
+    pairs = [
+        ("a rose is", " a rose"),
+        ("", "a violet"),
+        ("a violet ", "is"),
+        ("<s>a rose", " is"),
+        (TEXT * 9, " rose"),
+    ]
+    requests = [
+        Instance("loglikelihood", {}, arguments=pair, idx=n) for n, pair in enumerate(pairs)
+    ]
+    answers = zip(ours.loglikelihood(requests), theirs.loglikelihood(requests), strict=True)
+    for pair, ((ln_p, greedy), (want, wanted_greedy)) in zip(pairs, answers, strict=True):
+        assert ln_p == pytest.approx(want, rel=1e-4), pair
+        assert greedy == wanted_greedy
+    settings = {"until": ["\n"], "max_gen_toks": 9, "do_sample": False}
+    asked = [Instance("generate_until", {}, arguments=("a rose is", settings), idx=0)]
+    assert ours.generate_until(asked) == theirs.generate_until(asked)
+
+
+def test_padding_does_not_stretch_a_model_that_follows_the_length(tokenizer: Tokenizer) -> None:
+    torch.manual_seed(0)
+    shape = {"layers": 2, "channels": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "init_std": 0.3}
+    scaling = {"rope_type": "dynamic", "factor": 4.0}
+    config = GPTConfig(tokenizer.vocab_size, rope_scaling=scaling, context=8, **shape)
+    model = GPT(config, "naive").eval()
+    rng = np.random.default_rng(0)
+    requests = [(("", ""), rng.integers(256, size=n).tolist(), [5]) for n in (30, 3, 12, 19)]
+    together = harness(model, tokenizer)._loglikelihood_tokens(requests)
+    for request, (total, _) in zip(requests, together, strict=True):
+        with torch.no_grad():
+            logp = model(torch.tensor([request[1]]))[0, -1].double().log_softmax(-1)
+        assert total == pytest.approx(float(logp[5]), rel=1e-4)
 
 
 def write_tasks(folder: Path) -> Path:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from longctx.attention import Attention
 from longctx.evaluation import scoring
-from longctx.evaluation.perplexity import perplexity
+from longctx.evaluation.perplexity import error_of_ratio, perplexity
 from longctx.evaluation.scorer import Scorer
 from longctx.evaluation.weights import round_matrices
-from longctx.evaluation.windows import Document
+from longctx.evaluation.windows import Document, spans
 from longctx.model import GPT, GPTConfig
 
 V = 53
@@ -310,3 +310,65 @@ def test_speed_on_a_cpu_is_that_of_every_batch_but_the_first(
     monkeypatch.setattr(scoring, "time", SimpleNamespace(perf_counter=lambda: float(clock)))
     speed = perplexity(Scorer(model), documents(31, 31, 31), 32).speed
     assert (speed.tokens, speed.seconds) == (60, 2.0)
+
+
+ROPES = {
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "longrope": {
+        **{"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 32},
+        **{"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [1.0, 2.0, 4.0, 8.0]},
+    },
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_scores_of_a_stretched_model_do_not_depend_on_what_is_packed_together(
+    name: str, batch_size: int
+) -> None:
+    torch.manual_seed(0)
+    shape = {"layers": 2, "channels": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "init_std": 0.3}
+    config = GPTConfig(vocab_size=V, rope_scaling=ROPES[name], context=40, **shape)
+    model = GPT(config, "naive").eval()
+    docs = documents(150, 97, 33, 20, 100, 41)
+    docs = [document._replace(name=str(n)) for n, document in enumerate([*docs, *docs])]
+    result = perplexity(Scorer(model), docs, context=120, stride=60, batch_size=batch_size)
+    for document, score in zip(docs, result.documents, strict=True):
+        expected = 0.0
+        for begin, end, first in spans(len(document.ids), 120, 60):
+            shown = torch.from_numpy(document.ids[begin:end])[None]
+            targets = torch.from_numpy(document.ids[begin + 1 : end + 1])[None]
+            with torch.no_grad():
+                losses = model(shown, targets, reduction="none")[0]
+            expected += float(losses[first - begin - 1 :].double().sum())
+        assert score.nats == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_standard_error_is_that_of_the_mean_over_documents() -> None:
+    """Of equal documents it is the textbook one; and other draws differ by about as much."""
+    rng = np.random.default_rng(0)
+    values = rng.normal(3, 1, 400)
+    error = error_of_ratio([(10 * x, 10) for x in values])
+    assert error == pytest.approx(values.std(ddof=1) / 20, rel=1e-9)
+    tokens = rng.integers(5, 500, (300, 60))
+    nats = tokens * rng.normal(3, 0.5, (300, 60))
+    errors = [
+        error_of_ratio(list(zip(a, b, strict=True))) for a, b in zip(nats, tokens, strict=True)
+    ]
+    means = nats.sum(axis=1) / tokens.sum(axis=1)
+    assert np.mean(errors) == pytest.approx(means.std(), rel=0.15)
+    assert math.isnan(error_of_ratio([(3.0, 2)]))
+
+
+def test_one_document_has_a_standard_error_over_its_windows(model: GPT) -> None:
+    (document,) = documents(150)
+    result = perplexity(Scorer(model), [document], context=40, stride=40)
+    each = [
+        (nats(model, document.ids[first : first + 41])[:40].sum().item(), min(40, 149 - first))
+        for first in range(0, 149, 40)
+    ]
+    assert result.standard_error == pytest.approx(error_of_ratio(each), rel=1e-4)
+    assert math.isnan(perplexity(Scorer(model), [document], context=150).standard_error)
+    several = perplexity(Scorer(model), documents(90, 70, 80), context=40)
+    of_documents = [(score.nats, score.tokens) for score in several.documents]
+    assert several.standard_error == error_of_ratio(of_documents)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from longctx.data import DataConfig, Tokenizer, load
 from longctx.data.tokenizer import train
@@ -39,12 +40,57 @@ def test_documents_of_files_are_uncut_and_count_bytes_after_the_first_token(
         assert n_bytes == len(tokenizer.decode(ids[1:-1]).encode())
 
 
-def test_documents_count_a_part_of_a_character_as_one_byte(tmp_path: Path) -> None:
-    tokenizer = train(["abc"], 260)
-    (tmp_path / "x.txt").write_text("é!", encoding="utf-8")
-    (document,) = of_source(DataConfig(source="text", path=str(tmp_path)), tokenizer)
-    assert len(document.ids) == 4
-    assert document.n_bytes == 2
+@pytest.mark.parametrize("learnt", [["abc"], ["😀 😁 😂 😃"] * 9])
+def test_every_byte_is_counted_once_where_a_token_holds_part_of_a_character(
+    tmp_path: Path, learnt: list[str]
+) -> None:
+    tokenizer = train(learnt, 264)
+    for text in ("é!", "😄 !", "\ufffd?", "a"):
+        ids = tokenizer.encode(text)
+        assert sum(map(tokenizer.n_bytes, ids)) == len(text.encode())
+        (tmp_path / "x.txt").write_text(text, encoding="utf-8")
+        (document,) = of_source(DataConfig(source="text", path=str(tmp_path)), tokenizer)
+        assert document.n_bytes == sum(map(tokenizer.n_bytes, ids[1:]))
+    assert {tokenizer.n_bytes(token) for token in tokenizer.encode("😄")} == (
+        {1} if learnt == ["abc"] else {1, 3}
+    )
+
+
+def test_bytes_of_tokens_that_stand_for_bytes(tmp_path: Path) -> None:
+    """As in Llama 2: characters, and <0x..> for those that the vocabulary lacks."""
+    words = ["<s>", "</s>", "<unk>", "a", "水", "\ufffd", *(f"<0x{n:02X}>" for n in range(256))]
+    model = tokenizers.models.BPE(
+        {word: n for n, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True
+    )
+    plain = tokenizers.Tokenizer(model)
+    plain.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    )
+    tokenizer = Tokenizer(plain, "</s>")
+    for text in ("a水é", "\ufffd😀"):
+        each = [tokenizer.n_bytes(token) for token in tokenizer.encode(text)]
+        assert sum(each) == len(text.encode())
+    assert tokenizer.n_bytes(tokenizer.eos_id) == 0
+
+
+def test_documents_without_text_are_left_out_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = train(["abc"], 257)
+    with_begin = tokenizers.Tokenizer.from_str(plain._tokenizer.to_str())
+    with_begin.add_special_tokens(["<s>"])
+    with_begin.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", with_begin.token_to_id("<s>"))]
+    )
+    (tmp_path / "a.txt").write_text("")
+    (tmp_path / "b.txt").write_text("abc")
+    for tokenizer in (plain, Tokenizer(with_begin, plain.eos)):
+        (document,) = of_source(DataConfig(source="text", path=str(tmp_path)), tokenizer)
+        assert document.name == "b.txt"
+        assert document.n_bytes == (2 if tokenizer is plain else 3)
+        assert "1 document" in capsys.readouterr().err
+        with pytest.raises(ValueError, match="documents: none of the 1 "):
+            list(of_source(DataConfig(source="text", path=str(tmp_path / "a.txt")), tokenizer))
 
 
 def test_documents_of_a_run_are_those_of_its_split(

@@ -111,6 +111,8 @@ def test_the_command_writes_the_newest_checkpoint(
             "tokenizer_config.json",
         )
     ]
+    modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1, "others may read the weights where they may read the rest"
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert theirs.dtype == torch.bfloat16
     torch.manual_seed(0)
@@ -152,8 +154,8 @@ def test_the_command_writes_the_newest_checkpoint(
         (["export", "{run}", "{new}", "shard_gb=0"], "shard_gb=0.0: a number from"),
         (["export", "{run}", "{new}", "shard_gb=inf"], "shard_gb=inf: a number from"),
         (["export", "{run}", "{run}"], "exists already and is not an empty folder"),
-        (["export", "{new}", "{new}"], "no such run or checkpoint"),
-        (["export", "{run}/checkpoints", "{new}"], "no run with a checkpoint"),
+        (["export", "{new}", "{new}"], "no such file or folder"),
+        (["export", "{run}/checkpoints", "{new}"], "not the folder of a run"),
         (["export", "{run}/tokenizer.json", "{new}"], "not a checkpoint, or not a whole one"),
     ],
 )

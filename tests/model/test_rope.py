@@ -52,6 +52,14 @@ SCALINGS: dict[str, dict[str, Any]] = {
 CONTEXT = 16384
 
 
+def own_frequencies(rope: Rope, *lengths: int) -> torch.Tensor | None:
+    """(1, tokens, D/2) of a row of documents of these lengths; None where they do not matter."""
+    if not rope.follows_length:
+        return None
+    table, number = rope.of_documents(lengths, sum(lengths))
+    return table[number][None]
+
+
 def theirs(theta: float, scaling: dict[str, Any], head_dim: int = 64) -> LlamaConfig:
     rope = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
     sizes = {"hidden_size": head_dim, "num_attention_heads": 1, "max_position_embeddings": CONTEXT}
@@ -91,8 +99,9 @@ def test_rotation_is_that_of_transformers(name: str, length: int) -> None:
     positions = torch.arange(length)[None]
     cos, sin = rotary(torch.zeros(1), positions)
     rope = Rope(64, 5e5, SCALINGS[name], CONTEXT)
-    ours = rope(positions)
-    assert torch.equal(rope.frequencies, rotary.inv_freq)
+    ours = rope(positions, own_frequencies(rope, length))
+    per_token = rope.frequencies if not rope.follows_length else own_frequencies(rope, length)[0, 0]
+    assert torch.equal(per_token, rotary.inv_freq)
     assert rope.attention_factor == rotary.attention_scaling
     for a, b in zip(ours, (cos, sin), strict=True):  # theirs has angles in fp32
         assert (a[:, :, 0] - b[..., :32]).abs().max() < length * 2**-23 * rope.attention_factor
@@ -113,12 +122,22 @@ def test_cos_and_sin_are_right_at_a_million_positions(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
-def test_frequencies_follow_the_length_down_again(name: str) -> None:
+def test_frequencies_are_those_of_each_document_alone(name: str) -> None:
     rope = Rope(64, 500000.0, SCALINGS[name], CONTEXT)
-    short, long = torch.arange(50)[None], torch.arange(2 * CONTEXT)[None]
-    before = rope(short)[0]
-    assert not torch.equal(rope(long)[0][:, :50], before)
-    assert torch.equal(rope(short)[0], before)
+    lengths = [50, 2 * CONTEXT, 1, 3000, CONTEXT + 7]
+    together = own_frequencies(rope, *lengths)[0].split(lengths)
+    for length, ours in zip(lengths, together, strict=True):
+        rotary = LlamaRotaryEmbedding(theirs(5e5, SCALINGS[name]))
+        rotary(torch.zeros(1), torch.arange(length)[None])
+        assert torch.equal(ours, rotary.inv_freq.expand(length, -1))
+
+
+def test_no_document_is_longer_than_the_row_without_padding() -> None:
+    rope = Rope(64, 500000.0, SCALINGS["dynamic"], 64)
+    table, number = rope.of_documents([104, 104], 100)
+    expected, _ = rope.of_documents([100], 100)
+    assert torch.equal(table, expected)
+    assert number.tolist() == [0] * 208
 
 
 def test_scores_depend_on_distance_alone() -> None:

@@ -233,3 +233,38 @@ def test_start_up_needs_no_torch():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
     assert not {"torch", "lightning", "wandb", "datasets", "numpy"} & set(loaded)
+
+
+def test_losses_are_ranked_where_documents_and_tokens_are_the_same(tmp_path, capsys):
+    def pair(name: str, first: str, second: str) -> list[Path]:
+        rows = ([step(n, loss=loss) for n in range(1, 21)] for loss in (2.0, 3.0))
+        configs = (first, second)
+        return [
+            make(tmp_path / name / f"{number}", each, config=config)
+            for number, (each, config) in enumerate(zip(rows, configs, strict=True))
+        ]
+
+    for name, configs, is_ranked in (
+        ("same", ("data: {path: a, cache: x}", "data: {path: a, cache: y}"), True),
+        ("path", ("data: {path: a}", "data: {path: b}"), False),
+        ("words", ("model: {vocab_size: 300}", "model: {vocab_size: 400}"), False),
+    ):
+        compare(pair(name, *configs), tmp_path / "x.html")
+        data = page_data(tmp_path / "x.html")
+        table = next(table for table in data["tables"] if table["title"] == "what came out")
+        assert ([0, table["headings"].index("loss")] in table["best"]) == is_ranked
+        assert ("not ranked" in capsys.readouterr().err) != is_ranked
+
+
+def test_bits_per_byte_are_ranked_over_the_same_bytes(tmp_path):
+    for name, n_bytes, bits in (("a", 900, 1.25), ("b", 900, 1.5), ("c", 700, 0.5)):
+        folder = make(tmp_path / name)
+        (folder / "eval").mkdir()
+        total = {"tokens": 77, "bytes": n_bytes, "bits_per_byte": bits}
+        content = {"context": 100_000, "stride": 32, "total": total}
+        (folder / "eval" / "x.json").write_text(json.dumps(content))
+    compare([tmp_path / name for name in "abc"], tmp_path / "x.html")
+    data = {table["title"]: table for table in page_data(tmp_path / "x.html")["tables"]}
+    assert data["evaluations"]["best"] == [[0, 7]]
+    cells = data["what came out"]["rows"][0]
+    assert "64, evaluated at 100,000" in cells

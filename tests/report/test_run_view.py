@@ -124,7 +124,7 @@ def test_curves_of_an_evaluation_reach_the_page(tmp_path, capsys):
     (folder / "eval" / "x.json").write_text(json.dumps(content))
     run = read(folder, 100)
     assert described(run)["contexts"] == {"x": [32, 256], "y": [2.0, 1.5]}
-    assert run.longest == 256
+    assert run.longest == "64, evaluated at 256"
     compare([folder], tmp_path / "x.html")
     assert "77.25" in capsys.readouterr().out
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longctx.runs import checkpoint_folder, checkpoints, tensor_checks
+from longctx.runs import checkpoint_folder, checkpoint_index, checkpoints, tensor_checks
 from longctx.runs.checkpoint_folder import Sharded, Writers
 
 RANKS = 3
@@ -215,12 +215,12 @@ def test_a_rank_writes_as_many_files_as_its_tensors_need(
     checkpoint_folder.save(path, {}, whole)
     files = list(path.glob("*.safetensors"))
     assert 15 <= len(files) <= 24
-    assert checkpoint_folder.verify(path) is None
+    assert checkpoint_index.verify(path) is None
     read = checkpoint_folder.read(path)["tensors"]
     for name, x in weights.items():
         assert torch.equal(read[name][:], x)
     files[7].write_bytes(files[7].read_bytes().replace(b"F32", b"I32"))
-    assert checkpoint_folder.verify(path) == files[7].name
+    assert checkpoint_index.verify(path) == files[7].name
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "link"])

@@ -63,7 +63,7 @@ def cells(table: Any) -> str:
 def test_a_new_metric_is_on_the_console_while_a_run_trains_and_at_its_end(run: Path) -> None:
     assert "2,000.0 pages/h" in brief(ROWS[1])
     assert "gate a at 3 7.5" in brief(ROWS[1])
-    assert "2,500.0 pages/h (median)" in cells(closing_table(run, {}, finished=False))
+    assert "2,500.0 pages/h (median)" in cells(closing_table(run, {}, finished=False, steps=3))
     assert "reading 2,500.0 pages/h" in cells(sweep_table([Job(["seed=1"], 0, run)]))
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from longctx.model.export_checkpoint import newest
 from longctx.runs import run_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +48,7 @@ def test_the_last_checkpoint_is_that_of_the_last_step(tmp_path: Path) -> None:
         (tmp_path / "checkpoints" / f"step-{step:08d}.ckpt").touch()
     names = [path.stem for path in run_folder.checkpoints(tmp_path)]
     assert names == ["step-00000005", "step-99999999", "step-100000000"]
-    assert newest(tmp_path).stem == names[-1]
+    assert run_folder.checkpoint_of(tmp_path).stem == names[-1]
 
 
 def test_another_process_cannot_train_the_same_run(tmp_path: Path) -> None:

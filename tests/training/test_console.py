@@ -5,11 +5,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 from rich.table import Table
 
-from longctx.runs.metrics import duration, figures
+from longctx.runs.metrics import Row, duration, figures
 from longctx.training.console import Display, Job, brief, closing_table, sweep_table
+from longctx.training.loss_curve import loss_curve
+from longctx.training.run_log import validates
 
 ROWS: list[dict[str, Any]] = [
     {"step": 0, "tokens_seen": 0, "val_loss": 9.0, "val_perplexity": 8000.0},
@@ -72,7 +75,9 @@ def test_a_run_that_moved_to_a_gpu_has_the_mfu_of_its_rows_there() -> None:
 
 
 def test_the_closing_table_says_what_to_type_next(tmp_path: Path) -> None:
-    text = printed(closing_table(run(tmp_path / "r"), {"flash": "triton-portable"}, finished=True))
+    text = printed(
+        closing_table(run(tmp_path / "r"), {"flash": "triton-portable"}, finished=True, steps=9)
+    )
     for part in (
         "8,000.00 → 150.00",
         "9.0000 → 6.0000",
@@ -83,11 +88,11 @@ def test_the_closing_table_says_what_to_type_next(tmp_path: Path) -> None:
         f"eval.py checkpoint={tmp_path / 'r'}",
     ):
         assert part in text
-    assert "max_steps" not in printed(closing_table(tmp_path / "r", {}, finished=False))
+    assert "max_steps" not in printed(closing_table(tmp_path / "r", {}, finished=False, steps=9))
 
 
 def test_a_run_without_a_checkpoint_offers_none(tmp_path: Path) -> None:
-    text = printed(closing_table(tmp_path, {}, finished=False))
+    text = printed(closing_table(tmp_path, {}, finished=False, steps=0))
     assert "resume" not in text
     assert "eval.py" not in text
 
@@ -138,3 +143,61 @@ def test_other_ranks_say_nothing(capsys: Any) -> None:
 
 def test_durations() -> None:
     assert [duration(x) for x in (3.25, 75, 3700)] == ["3.2 s", "1 min 15 s", "1 h 1 min"]
+
+
+@pytest.mark.parametrize(
+    ("documents", "ends", "tokens", "wanted"),
+    [
+        (0, 0, 0, ["nothing"]),
+        (12, 0, 20_000, ["20,000 tokens of 12 documents, 2.0%"]),
+        (1, 1, 20_000, ["20,000 tokens of the end of 1 document"]),
+        (3, 3, 20_000, ["20,000 tokens of the ends of 3 documents"]),
+        (1, 0, 405, ["405 tokens of 1 document, 0.0%", "warning: 405 tokens are few"]),
+    ],
+)
+def test_a_run_says_how_much_validates_and_warns_where_it_is_little(
+    documents: int, ends: int, tokens: int, wanted: list[str]
+) -> None:
+    counts = {"val_documents": documents, "val_ends": ends, "val_tokens": tokens}
+    lines = validates(counts | {"tokens": 1_000_000})
+    assert len(lines) == len(wanted)
+    for line, text in zip(lines, wanted, strict=True):
+        assert text in line
+
+
+def test_a_piped_run_says_how_long_it_will_take(capsys: pytest.CaptureFixture[str]) -> None:
+    display = Display(steps=21, first_step=0)
+    display.show(ROWS[0])
+    display.show(ROWS[1])  # 9 s a step
+    display.show(ROWS[2])
+    lines = capsys.readouterr().out.splitlines()
+    assert "left" not in lines[0]
+    assert lines[1].endswith("3 min 0 s left")
+    assert lines[2].endswith("14.4 s left")
+
+
+def test_a_run_stopped_between_rows_has_the_steps_that_it_did(tmp_path: Path) -> None:
+    text = printed(closing_table(run(tmp_path / "r"), {}, finished=False, steps=12))
+    (line,) = (line for line in text.splitlines() if line.startswith("steps"))
+    assert line.split() == ["steps", "12"]
+    assert "810" not in text  # tokens after step 9
+
+
+def test_a_curve_goes_from_the_first_loss_to_the_last() -> None:
+    rows = [{"step": n, "loss": 8 - n / 10, "ms_per_step": 1.0} for n in range(3, 40, 2)]
+    lines = loss_curve([*rows, {"step": 39, "val_loss": 99.0}])
+    top, bottom = lines[1], lines[-3]
+    assert top.startswith("7.70 │") and bottom.startswith("4.10 │")
+    assert lines[-1].split() == ["3", "step", "39"]
+    drawn = [[letter != "\u2800" for letter in line.partition("│")[2]] for line in lines[1:-2]]
+    assert all(any(column) for column in zip(*drawn, strict=True)), "no gap"
+    first, last = ([line[at] for line in drawn].index(True) for at in (0, -1))
+    assert (first, last) == (0, len(drawn) - 1)
+    assert len(set(map(len, lines[1:-2]))) == 1
+
+
+@pytest.mark.parametrize("losses", [[], [1.0] * 3, [None] * 9])
+def test_too_few_losses_are_no_curve(losses: list[float | None]) -> None:
+    rows: list[Row] = [{"step": n, "loss": x, "ms_per_step": 1.0} for n, x in enumerate(losses)]
+    assert loss_curve(rows) == []
+    assert loss_curve([{"step": n, "loss": 2.0, "ms_per_step": 1.0} for n in range(9)])

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 import yaml
@@ -71,7 +72,7 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_the_folder(
     start: Overrides, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train.main(start(max_steps=4, checkpoint_every=2, runs=tmp_path / "straight")) == 0
-    straight = tmp_path / "straight" / "Small-1.5-flash-64-text-batchsize2-accumulate2-001"
+    straight = tmp_path / "straight" / "Small-1.5-flash-64-text-001"
     theirs = LlamaForCausalLM.from_pretrained(folder)
     line = f"model      weights of {folder}, {theirs.num_parameters():,} parameters\n"
     assert line in capsys.readouterr().out
@@ -94,6 +95,48 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_the_folder(
     shutil.rmtree(folder)
     assert train.main([f"resume={cut}"]) == 0
     check_equal_weights(straight, cut)
+
+
+def test_a_model_of_the_hub_is_read_from_its_cache_and_recorded_with_its_commit(
+    start: Overrides,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    commit = "c0ffee" + "0" * 34
+    model = tmp_path / "hub" / "models--me--small"
+    snapshot = model / "snapshots" / commit
+    for place in (snapshot, model / "blobs", model / "refs"):
+        place.mkdir(parents=True)
+    (model / "refs" / "main").write_text(commit)
+    for number, file in enumerate(sorted(folder.iterdir())):
+        file.rename(model / "blobs" / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+
+    (snapshot / "model.safetensors").rename(snapshot / "away")
+    assert train.main(start(init="me/small")) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith(f"error: init=me/small@{commit}: the model has no model.safetensors")
+    assert not (tmp_path / "runs").exists()
+    (snapshot / "away").rename(snapshot / "model.safetensors")
+    assert train.main(start(init="me/small", max_steps=1, lr=0.0)) == 0
+    run = next((tmp_path / "runs").iterdir())
+    assert run.name.startswith("small-flash-64-")
+    assert yaml.safe_load((run / "config.yaml").read_text())["init"] == f"me/small@{commit}"
+    tokens = torch.randint(320, (1, 50))
+    theirs = LlamaForCausalLM.from_pretrained(snapshot)
+    torch.testing.assert_close(load_model(run)[0](tokens), theirs(tokens).logits)
+
+    # the branch moves on, and a repetition does not
+    (model / "refs" / "main").write_text("d" * 40)
+    assert train.main([str(run / "config.yaml"), "name=again"]) == 0
+    check_equal_weights(run, tmp_path / "runs" / "again")
+    shutil.rmtree(model)
+    assert train.main([f"resume={run}", "max_steps=2"]) == 0
 
 
 def test_a_stretched_run_opens_stretched_in_transformers(
@@ -331,7 +374,7 @@ def test_what_the_weights_leave_open_can_be_said(start: Overrides, tmp_path: Pat
             {"init": None, "lora__rank": 8},
             "lora.rank=8: adds to trained weights, and init= names none",
         ),
-        ({"init": "nowhere"}, "init=nowhere: no such folder"),
+        ({"init": "nowhere"}, "init=nowhere: no such file or folder"),
         ({"init": ""}, "init= names no folder"),
         ({"init": "."}, "config.json: no such file"),
         ({"data__tokenizer": "nowhere"}, "nowhere"),
@@ -410,3 +453,23 @@ def test_the_cache_of_hugging_face_is_a_folder_of_links(
         shutil.copyfile(file, blobs / file.name)
         (snapshot / file.name).symlink_to(Path("../../blobs", file.name))
     assert train.main(start(init=snapshot, max_steps=1)) == 0
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_a_run_begins_with_the_weights_of_another(
+    overrides: Overrides, tmp_path: Path, rank: int | None
+) -> None:
+    runs = tmp_path / "runs"
+    assert train.main(overrides(name="first", max_steps=2, lr=0.01)) == 0
+    chosen = {"model": None, "model__layers": None, "model__channels": None, "model__ffn": None}
+    chosen |= {"data__vocab_size": None, "lora__rank": rank, "max_steps": 1}
+    assert train.main(overrides(init=runs / "first", name="second", **chosen)) == 0
+    first, second = (run_folder.read_metrics(runs / name) for name in ("first", "second"))
+    before, after = first[-1], second[0]
+    assert after["step"] == 0
+    assert after["val_loss"] == pytest.approx(before["val_loss"], rel=1e-6)
+    saved = run_folder.read_config(runs / "second")
+    assert saved["model.channels"] == 32 and saved["lr"] != 0.01
+    tokenizers = [(runs / name / "tokenizer.json").read_text() for name in ("first", "second")]
+    assert tokenizers[0] == tokenizers[1]
+    assert train.main([f"resume={runs / 'second'}", "max_steps=2"]) == 0

@@ -10,13 +10,16 @@ from longctx import cli
 from longctx.config.request import Request
 from longctx.planner import fitting, hardware, layouts
 from longctx.planner.hardware import GIB, Machine
+from longctx.planner.peak_memory import predict
 from longctx.planner.workload import Workload, workload_of
 from longctx.runs import run_folder
 from longctx.training import resolve
 from longctx.training.child import DryRun
+from longctx.training.out_of_memory import check_fits
 from longctx.training.run import Run, of_shared
 
 H200 = Machine(1, hardware.chip("NVIDIA H200", 139.8 * GIB), True, 128 * GIB)
+L4 = Machine(1, hardware.chip("NVIDIA L4", 22 * GIB), True, 64 * GIB)
 CPU = Machine(0, None, False, 16 * GIB)
 
 
@@ -155,3 +158,38 @@ def test_a_resumed_run_keeps_its_degree_unless_asked(tmp_path: Path) -> None:
     # Two rows are for one group of devices or for two
     every = layouts_of("context.degree=auto", "context.method=auto")
     assert set(every) == {(4, 1), (8, 2)}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "machine", "remedy"),
+    [
+        (["model=tiny", "seq_len=262144", "attention=naive"], CPU, "attention=flash"),
+        (["model=1b", "seq_len=262144"], CPU, r"seq_len=\d+ batch_size=1 memory=long"),
+        (["model=1b", "seq_len=16384", "memory=fast"], L4, "memory=long"),
+        (["model=1b", "batch_size=1024", "memory=long"], L4, r"batch_size=\d+ accumulate=\d+"),
+    ],
+)
+def test_what_is_predicted_to_take_clearly_too_much_is_refused_with_what_fits(
+    tmp_path: Path, overrides: list[str], machine: Machine, remedy: str
+) -> None:
+    words = [*overrides, f"runs={tmp_path}", "data.path=/nowhere", "data=text"]
+    request = Request(*cli.compose("train", words))
+    with pytest.raises(ValueError, match=rf"^seq_len=.* GiB of .*; try .*{remedy}") as error:
+        resolve.resolve(request, machine)  # before it opens the data
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("overrides", [["model=8b"], ["model=1b", "seq_len=262144"]])
+@pytest.mark.parametrize("machine", [H200, CPU], ids=["H200", "CPU"])
+def test_what_may_run_is_not_refused(overrides: list[str], machine: Machine) -> None:
+    config = cli.compose("train", [*overrides, "model.vocab_size=50304"]).config
+    assert isinstance(config.seq_len, int)
+    device = "cpu" if machine is CPU else "cuda"
+    work = workload_of(config, device, config.seq_len)
+    needed = min(predict(one).peak for one in fitting.policies(work)) / 1.2  # by a fifth too much
+    if machine.gpu is None:
+        check_fits([work], replace(machine, host_memory=needed))
+    else:
+        gpu = hardware.chip(machine.gpu.name, needed)
+        check_fits([work], replace(machine, gpu=gpu, host_memory=2048 * GIB))

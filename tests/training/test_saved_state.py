@@ -231,6 +231,8 @@ SHARD = "shard-00000-000.safetensors"
         *[("format", x) for x in (99, None, [])],
         *[("steps_done", x) for x in ("2", 0, 2.5, 10**30)],
         *[("meter", x) for x in (None, {}, {"loss": "x"})],
+        *[("meter/spikes", x) for x in ("x", {}, {"losses": 5})],
+        *[("best", x) for x in ("x", {}, {"loss": "x", "step": 1, "since": 0})],
         *[("random", x) for x in (None, [], {"torch": [1] * 9})],
         *[("random/torch", x) for x in (None, "x", [256], [1.5], [[1]])],
         *[("random/python", x) for x in (None, [3], [3, ["x"], None])],

@@ -2,6 +2,9 @@
 one that went on.
 """
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,9 @@ import train
 from longctx.runs import checkpoints, run_folder
 from longctx.training.spikes import LEAST, WINDOW, Spikes, is_outlier
 from tests.training.sample_run import Overrides, check_equal_weights, steps, weights
+
+ROOT = Path(__file__).parents[2]
+LEAPING = Path(__file__).parent / "leaping_run.py"
 
 
 def test_only_a_leap_upwards_out_of_enough_values_is_an_outlier() -> None:
@@ -86,3 +92,33 @@ def test_looking_for_spikes_changes_no_bit(overrides: Overrides, tmp_path: Path)
     for kind in ("flag", "skip"):
         assert train.main(overrides(name=kind, spike=kind, max_steps=4)) == 0
     check_equal_weights(tmp_path / "runs" / "flag", tmp_path / "runs" / "skip")
+
+
+@pytest.mark.slow
+def test_two_processes_drop_the_same_step_and_a_resumed_run_too(
+    overrides: Overrides, tmp_path: Path
+) -> None:
+    folder = tmp_path / "runs" / "two"
+
+    def dropped(name: str, words: list[str]) -> list[list[str]]:
+        """What each process wrote of its steps while it trained."""
+        (tmp_path / name).mkdir()
+        places = {"LEAP": str(tmp_path / name), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(LEAPING), *words]
+        result = subprocess.run(
+            command, env=os.environ | places, capture_output=True, text=True, timeout=240
+        )
+        assert result.returncode == 0, result.stderr
+        return [(tmp_path / name / f"rank-{rank}").read_text().splitlines() for rank in range(2)]
+
+    shape: dict[str, Any] = {"max_steps": 14, "checkpoint_every": 11, "keep_checkpoints": 9}
+    first, second = dropped("whole", overrides(name="two", devices=2, spike="skip", **shape))
+    assert first == second == [f"{step} {int(step == 12)}" for step in range(1, 15)]
+    before = steps(folder)
+    run_folder.checkpoints(folder)[-1].rename(tmp_path / "last.ckpt")
+    last = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
+    first, second = dropped("resumed", [f"resume={folder}"])
+    assert first == second == ["12 1", "13 0", "14 0"]
+    torch.testing.assert_close(weights(folder), last, rtol=0, atol=0)
+    assert [row["loss"] for row in steps(folder)] == [row["loss"] for row in before]
+    assert spike_rows(folder)[-1] == (14, 1, 1)

@@ -10,9 +10,17 @@ import torch
 
 import train
 from longctx.data.rows import IGNORED
+from longctx.evaluation.perplexity import error_of_ratio
 from longctx.runs import run_folder
 from longctx.training.batches import micro_batch
-from longctx.training.validation import BY_POSITION, MOST, by_position, places
+from longctx.training.validation import (
+    BY_POSITION,
+    MOST,
+    by_position,
+    error_over_rows,
+    places,
+    row_sums,
+)
 from tests.training.sample_run import Overrides
 
 
@@ -85,3 +93,19 @@ def test_the_buckets_of_a_run_are_its_losses(overrides: Overrides, tmp_path: Pat
     for value in buckets.values():
         assert value == pytest.approx(before["val_loss"], rel=0.02)
     assert {key: after[key] for key in buckets} == pytest.approx(buckets)
+
+
+def test_the_error_over_rows_is_that_of_a_ratio() -> None:
+    torch.manual_seed(0)
+    losses, targets = torch.rand(7, 9, dtype=torch.float64), torch.randint(-1, 2, (7, 9))
+    targets[targets < 0] = IGNORED
+    targets[4] = IGNORED
+    losses[targets == IGNORED] = 0
+    sums = row_sums(losses[:3], targets[:3]) + row_sums(losses[3:], targets[3:])
+    scored = int((targets != IGNORED).sum())
+    error = error_over_rows(sums.tolist(), float(losses.sum()) / scored, scored)
+    pairs = [
+        (float(a.sum()), int((b != IGNORED).sum())) for a, b in zip(losses, targets, strict=True)
+    ]
+    assert error == pytest.approx(error_of_ratio([pair for pair in pairs if pair[1]]), rel=1e-9)
+    assert error_over_rows(row_sums(losses[:1], targets[:1]).tolist(), 1.0, 9) is None

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import MISSING, fields, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from longctx.config.data_config import DataConfig
@@ -33,6 +34,7 @@ __all__ = [
     "Source",
     "absolute",
     "check",
+    "check_files",
     "check_overrides",
     "open_corpus",
     "read_documents",
@@ -82,6 +84,16 @@ def _check_effect(place: str, config: DataConfig, overridden: Mapping[str, Any])
             raise ValueError(
                 f"{place}.{name}={value}: has no effect, because {reasons[name]}; leave it out"
             )
+
+
+def check_files(config: DataConfig) -> None:
+    """Raise OSError for the first path of documents or tokenizer that is not there; reads none."""
+    source_of(config).check_files(config)
+    if config.tokenizer is not None and not Path(config.tokenizer).expanduser().exists():
+        raise FileNotFoundError(
+            f"data.tokenizer={config.tokenizer}: no such file or folder; give a tokenizer.json, or "
+            "a folder that has one"
+        )
 
 
 def absolute(config: DataConfig) -> DataConfig:

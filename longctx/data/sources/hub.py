@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
 
@@ -24,6 +24,9 @@ from longctx.config.data_config import DataConfig
 from longctx.data.cache import fingerprint
 from longctx.data.corpus import Corpus, Document, Shard, Source, register
 from longctx.files import write_text
+
+if TYPE_CHECKING:
+    from longctx.data.chat import Template
 
 _BUILDERS = ("json", "csv", "parquet", "arrow", "text", "webdataset")
 _NO_CONNECTION = (  # in an error of any of the transports
@@ -62,26 +65,31 @@ class Hub(Source):
             *(path, config.name, config.split, config.text_column),
             *(revision, files, local),
         ]
+        template = None
         if config.chat:
-            from longctx.data.chat import Template  # needs jinja2 and tokenizers
+            from longctx.data.chat import Template  # needs tokenizers
 
-            identity.append(Template.of(config).fingerprint)
-        return Corpus(identity, [Shard(path, partial(_read, path, files, revision, config))], None)
+            template = Template.of(config)
+            identity.append(template.fingerprint)
+        read = partial(_read, path, files, revision, config, template)
+        return Corpus(identity, [Shard(path, read)], None)
 
 
 def _read(
-    path: str, files: list[str], revision: str | None, config: DataConfig
+    path: str,
+    files: list[str],
+    revision: str | None,
+    config: DataConfig,
+    template: Template | None,
 ) -> Iterator[Document]:
-    template = None
-    if config.chat:
-        from longctx.data.chat import Template
-
-        template = Template.of(config)
-    for number, row in enumerate(_stream(path, files, revision, config), start=1):
+    rows = enumerate(_stream(path, files, revision, config), start=1)
+    if template is not None:
+        yield from template.conversations(
+            (f"{path}:{number}", f"data.path={path}: row {number}", row) for number, row in rows
+        )
+        return
+    for number, row in rows:
         place = f"data.path={path}: row {number}"
-        if template is not None:
-            yield template.render(f"{path}:{number}", place, row)
-            continue
         if config.text_column not in row:
             columns = ", ".join(list(row)[:8])
             raise ValueError(

@@ -48,6 +48,10 @@ class Mix(Source):
             used |= source.keys_of(one) - source.without_effect(one).keys()
         return dict.fromkeys(self.keys_of(config) - used, "no source of the mix reads it")
 
+    def check_files(self, config: DataConfig) -> None:
+        for _, one in members(config).values():
+            source_of(one).check_files(one)
+
     def absolute(self, config: DataConfig) -> DataConfig:
         mix = dict(config.mix)
         for name, (_, one) in members(config).items():

@@ -38,6 +38,9 @@ class Needles(Source):
             return Text().without_effect(config)
         return dict.fromkeys(_OF_FILES, "without data.path the embedded documents are read")
 
+    def check_files(self, config: DataConfig) -> None:
+        Text().check_files(config)
+
     def absolute(self, config: DataConfig) -> DataConfig:
         return Text().absolute(config)
 

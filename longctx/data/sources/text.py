@@ -21,19 +21,60 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from longctx import untrusted
 from longctx.config.data_config import DataConfig
 from longctx.data.corpus import Corpus, Document, Shard, Source, register
 
+if TYPE_CHECKING:
+    from longctx.data.chat import Template
+
 # A file may hold so many bytes of text, or so many times its own size if that is more: text is
 # packed to a third or a tenth, a bomb to a thousandth.
 UNPACKED = 128 << 20
 RATIO = 20
+WINDOW = 128 << 20  # bytes that unpacking may keep: zstd's own limit; xz -9 needs 65 MiB
 OF_LINES = (".jsonl", ".ndjson")
 OF_ROWS = (*OF_LINES, ".parquet")
 FORMATS = (".txt", ".md", *OF_ROWS)
+
+
+class _Unpacked(io.RawIOBase):
+    """What an .xz file unpacks to, with dictionaries of at most WINDOW, which lzma.open does not
+    bound.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.file = open(path, "rb")  # noqa: SIM115 (close() closes it)
+        self.stream = self._next()  # the first; a file may have several
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            packed = b""
+            if self.stream.eof:
+                packed = self.stream.unused_data.lstrip(b"\0")  # padding
+                packed = packed or self.file.read(io.DEFAULT_BUFFER_SIZE).lstrip(b"\0")
+                if not packed:
+                    return 0
+                self.stream = self._next()
+            elif self.stream.needs_input:
+                packed = self.file.read(io.DEFAULT_BUFFER_SIZE)
+                if not packed:
+                    raise EOFError("its end is missing")
+            if piece := self.stream.decompress(packed, len(buffer)):
+                buffer[: len(piece)] = piece
+                return len(piece)
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+    def _next(self) -> lzma.LZMADecompressor:
+        return lzma.LZMADecompressor(memlimit=WINDOW)
 
 
 def _open_zst(path: Path) -> IO[bytes]:
@@ -45,7 +86,7 @@ def _open_zst(path: Path) -> IO[bytes]:
 _COMPRESSIONS: dict[str, Callable[[Path], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
-    ".xz": lzma.open,
+    ".xz": lambda path: io.BufferedReader(_Unpacked(path)),
     ".zst": _open_zst,
 }
 
@@ -61,6 +102,10 @@ class Text(Source):
             raise ValueError(
                 "data.path is not set; data=text reads a file, folder or glob, data.path=..."
             )
+
+    def check_files(self, config: DataConfig) -> None:
+        for path in config.paths():
+            _find(path)
 
     def without_effect(self, config: DataConfig) -> Mapping[str, str]:
         if config.chat:
@@ -80,6 +125,17 @@ class Text(Source):
         for path in config.paths():
             for name, file in _find(path):
                 files.setdefault(os.path.realpath(file), (name, file))
+        template = None
+        if config.chat:
+            from longctx.data.chat import Template  # needs tokenizers
+
+            others = [str(file) for _, file in files.values() if _format(file)[0] not in OF_LINES]
+            if others:
+                raise ValueError(
+                    f"data.chat=true: {others[0]} is no .jsonl file; "
+                    "give files in which every line is a conversation"
+                )
+            template = Template.of(config)
         states, shards = [], []
         for name, file in files.values():
             if _is_dead_link(file):
@@ -91,18 +147,10 @@ class Text(Source):
             # The last time is of the file on this disk: a copy, or one unpacked with the time of
             # another, has its own.
             states.append((name, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
-            shards.append(Shard(name, partial(_read, name, file, config)))
+            shards.append(Shard(name, partial(_read, name, file, config, template)))
         identity: list[Any] = [states, config.text_column, config.errors]
-        if config.chat:
-            from longctx.data.chat import Template  # needs jinja2 and tokenizers
-
-            others = [str(file) for _, file in files.values() if _format(file)[0] not in OF_LINES]
-            if others:
-                raise ValueError(
-                    f"data.chat=true: {others[0]} is no .jsonl file; "
-                    "give files in which every line is a conversation"
-                )
-            identity.append(Template.of(config).fingerprint)
+        if template is not None:
+            identity.append(template.fingerprint)
         one_each = all(_format(file)[0] not in OF_ROWS for _, file in files.values())
         return Corpus(identity, shards, len(shards) if one_each else None)
 
@@ -192,9 +240,12 @@ def _format(file: Path) -> tuple[str, str]:
     return Path(file.name[: len(file.name) - len(compression)]).suffix.lower(), compression
 
 
-def _read(name: str, file: Path, config: DataConfig) -> Iterator[Document]:
+def _read(
+    name: str, file: Path, config: DataConfig, template: Template | None
+) -> Iterator[Document]:
     ending, compression = _format(file)
-    readers = {".parquet": _read_parquet} | dict.fromkeys(OF_LINES, _read_jsonl)
+    of_lines = dict.fromkeys(OF_LINES, partial(_read_jsonl, template))
+    readers = {".parquet": _read_parquet} | of_lines
     try:
         with untrusted.open_file(file) as plain:
             most = max(UNPACKED, RATIO * os.fstat(plain.fileno()).st_size)
@@ -206,12 +257,15 @@ def _read(name: str, file: Path, config: DataConfig) -> Iterator[Document]:
                     if used > most:
                         raise _too_large(file, most)
                     yield document
-    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+    except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+        if compression and "memory" in str(error).lower():  # in the words of zstd and xz
+            raise ValueError(
+                f"{file}: needs more than {WINDOW >> 20} MiB to be unpacked; pack it again, as "
+                "xz -9 or zstd -19 do"
+            ) from error
+        if isinstance(error, OSError) and not (compression and error.errno is None):
+            raise OSError(f"{file}: cannot read this file ({error.strerror or error})") from error
         raise ValueError(f"{file}: not a complete {compression} file ({error})") from error
-    except OSError as error:
-        if compression and error.errno is None:
-            raise ValueError(f"{file}: not a complete {compression} file ({error})") from error
-        raise OSError(f"{file}: cannot read this file ({error.strerror or error})") from error
 
 
 def _too_large(file: Path, most: int) -> ValueError:
@@ -246,28 +300,39 @@ def _read_text(
 
 
 def _read_jsonl(
-    name: str, file: Path, stream: IO[bytes], config: DataConfig, most: int
+    template: Template | None,
+    name: str,
+    file: Path,
+    stream: IO[bytes],
+    config: DataConfig,
+    most: int,
 ) -> Iterator[Document]:
-    template = None
-    if config.chat:
-        from longctx.data.chat import Template
-
-        template = Template.of(config)
-    for number, line in enumerate(_lines(stream, file, most), start=1):
-        if not line.strip():
-            continue
-        place = f"{file}:{number}"
-        row = _json_object(_decode(line, place, config), place, config)
-        if template is not None:
-            row = json.loads(_encodable(json.dumps(row, ensure_ascii=False), place, config))
-            yield template.render(f"{name}:{number}", place, row)
-            continue
+    rows = _rows(file, stream, config, most)
+    if template is not None:
+        named = ((f"{name}:{number}", place, row) for number, place, row in rows)
+        yield from template.conversations(named)
+        return
+    for number, place, row in rows:
         if config.text_column not in row:
             raise _no_column(place, config, list(row))
         text = row[config.text_column]
         if not isinstance(text, str):
             raise _no_string(place, config, text)
         yield Document(f"{name}:{number}", _encodable(text, place, config))
+
+
+def _rows(
+    file: Path, stream: IO[bytes], config: DataConfig, most: int
+) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """(line, place, object) of every line that is not empty."""
+    for number, line in enumerate(_lines(stream, file, most), start=1):
+        if not line.strip():
+            continue
+        place = f"{file}:{number}"
+        row = _json_object(_decode(line, place, config), place, config)
+        if config.chat:
+            row = json.loads(_encodable(json.dumps(row, ensure_ascii=False), place, config))
+        yield number, place, row
 
 
 def _json_object(line: str, place: str, config: DataConfig) -> dict[str, Any]:

@@ -7,6 +7,7 @@ A family's test file holds a subclass of `FamilyTests` with the family's own con
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import tokenizers
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
+from longctx.config.model_config import GPTConfig
 from longctx.model.export import export
 from longctx.model.families.qwen2 import QWEN2_SPLIT
 from longctx.model.huggingface import pretrained, read_config
@@ -48,6 +50,23 @@ ROPES: dict[str, dict[str, Any]] = {
         **{"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [1.0, 2.0, 4.0, 8.0]},
     },
 }
+
+
+# What transformers itself needs, or what says nothing of a forward pass.
+STRUCTURE = {"model_type", "architectures", "dtype", "transformers_version", "return_dict"}
+STRUCTURE |= {"id2label", "label2id", "problem_type", "output_hidden_states", "_name_or_path"}
+STRUCTURE |= {"output_attentions", "is_encoder_decoder", "_attn_implementation"}
+
+
+def others_than(value: Any) -> list[Any]:
+    """Other values of the kind of a value in config.json."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1]
+    if isinstance(value, float):
+        return [value * 2 + 0.25]
+    return [1] if value is None else []
 
 
 def reference(config: PreTrainedConfig) -> Any:
@@ -190,6 +209,31 @@ class FamilyTests:
         ]
         assert ours.context == theirs.max_position_embeddings
         assert ours.init_std == theirs.initializer_range
+
+    def test_keys_that_are_not_read_change_nothing_in_transformers(self, tmp_path: Path) -> None:
+        """Each field of the class in transformers is read, refused, or without effect."""
+        keys = SIZES | SPECIAL | {"num_key_value_heads": 2, "head_dim": 8} | dict(self.special)
+        content = json.loads(self.config_class(**keys).to_json_string(use_diff=False))
+        file = tmp_path / "config.json"
+
+        def written(changes: Mapping[str, Any]) -> GPTConfig:
+            file.write_text(json.dumps(content | dict(changes)))
+            return read_config(tmp_path)
+
+        before, ignored = written({}), {}
+        for key, value in content.items():
+            if key in STRUCTURE:
+                continue
+            for other in others_than(value):
+                with suppress(ValueError):  # refused
+                    if written({key: other}) == before:
+                        ignored[key] = other
+        assert {"attention_dropout", "use_cache"} <= ignored.keys()
+        tokens = torch.randint(301, (1, 101))
+        plain = reference(self.config_class.from_dict(content))(tokens).logits
+        for key, value in ignored.items():
+            changed = reference(self.config_class.from_dict(content | {key: value}))
+            assert torch.equal(changed(tokens).logits, plain), key
 
     def test_unknown_keys_are_refused_by_name(self, tmp_path: Path) -> None:
         """Every key that transformers writes for the family is known; any other is refused."""

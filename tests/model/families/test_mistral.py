@@ -4,10 +4,18 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, MinistralConfig, MistralConfig
 
-from longctx.model.huggingface import read_config
-from tests.model.families.parity import SIZES, FamilyTests, check_computation, reference
+from longctx.model.export import export
+from longctx.model.huggingface import pretrained, read_config
+from tests.model.families.parity import (
+    SIZES,
+    FamilyTests,
+    check_computation,
+    reference,
+    write_tokenizer,
+)
 
 
 class TestMistral(FamilyTests):
@@ -45,6 +53,11 @@ def test_windows_follow_layer_types(
     assert (config.window, config.window_layers) == (window, window_layers)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     check_computation(theirs, tmp_path)
+    write_tokenizer(tmp_path)
+    export(pretrained(tmp_path), tmp_path, tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    tokens = torch.randint(301, (2, 101))
+    assert torch.equal(again.eval()(tokens).logits, theirs(tokens).logits)
 
 
 def test_sliding_layer_types_without_a_window_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,85 @@
+"""What is wrong with a request on this machine, as far as that can be told without torch.
+
+Importing torch takes 5 to 30 s, so what is misnamed or missing is looked for before.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from longctx import hub_snapshot
+from longctx.config.eval_config import EvalConfig, EvalRequest
+from longctx.config.train_config import TrainConfig, check_warmup
+from longctx.data import sources
+from longctx.distributed.launched import launched, number_here
+from longctx.planner import hardware
+from longctx.runs import run_folder
+
+
+def check_training(config: TrainConfig) -> None:
+    """Raise ValueError or OSError for what is not there, or there already; of several processes the
+    first one looks. A model of the Hub in `config.init` gets its commit.
+    """
+    if number_here():
+        return
+    check_device(config)
+    if config.resume is None:
+        check_warmup(config.warmup_steps, config.max_steps)
+        run_folder.check_root(Path(config.runs))
+        run_folder.check_free(Path(config.runs), config.name)
+        if config.init is not None:
+            config.init = hub_snapshot.pinned(config.init, "init")
+            if hub_snapshot.model_name(config.init) is None:
+                check_init(Path(config.init).expanduser())
+    data = config.data
+    if config.resume is not None and config.init is not None:  # it has a tokenizer of its own
+        data = replace(data, tokenizer=None)
+    sources.check_files(data)
+
+
+def check_evaluation(request: EvalRequest) -> None:
+    """The same for an evaluation."""
+    if number_here():
+        return
+    check_device(request.config)
+    checkpoint = Path(request.config.checkpoint or "")
+    if not run_folder.is_hugging_face(checkpoint):
+        run_folder.checkpoint_of(checkpoint)
+    if request.other_data:
+        sources.check_files(request.config.data)
+
+
+def check_init(path: Path) -> None:
+    """Raise ValueError or OSError unless `path` is a run with a checkpoint, a checkpoint, or has
+    the config.json of a Hugging Face folder.
+    """
+    if run_folder.is_run(path) or not path.exists():
+        run_folder.checkpoint_of(path, "init")
+    elif not os.path.lexists(path / "config.json"):
+        raise FileNotFoundError(
+            f"init={path}: {path / 'config.json'}: no such file; give a Hugging Face folder, or a "
+            "run, such as runs/NAME"
+        )
+
+
+def check_device(config: TrainConfig | EvalConfig) -> None:
+    """Raise ValueError for what needs a GPU where there is none; say where processes share the
+    cores of a CPU.
+    """
+    config.attention.validate()
+    if config.device != "cpu" and hardware.here() is not None:
+        return
+    if config.device == "cuda":
+        raise ValueError(hardware.NO_GPU)
+    config.attention.check_without_gpu()
+    if isinstance(config, TrainConfig) and config.seq_len == "max":
+        raise ValueError(hardware.NO_LONGEST)
+    cores, here = hardware.cores(), launched(config).local_ranks
+    if here > cores:
+        print(
+            f"warning: devices={config.devices}: {here} processes share the {cores} "
+            f"core{'s' if cores > 1 else ''} of this machine, which is slower than "
+            f"devices={cores}"
+        )

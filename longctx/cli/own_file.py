@@ -1,0 +1,120 @@
+"""A file of one's own: `python train.py my.yaml key=value`. It holds keys as `--help` lists them,
+nested or dotted; the config.yaml of a run is such a file.
+
+Its keys become arguments before those of the command line, so that they are checked as these are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from longctx import hub_snapshot, untrusted
+from longctx.cli.overrides import groups
+from longctx.config.train_config import TrainConfig, upgraded
+from longctx.runs import run_folder
+
+NAMED_BY = {  # group → its key that names the preset which the others differ from
+    "attention": "backend",
+    "data": "source",
+    "memory": "policy",
+    "optimizer": "name",
+    "rope": "type",
+    "strategy": "name",
+}
+OF_RUN = ("name", "resume")  # of the run whose config.yaml it is, not of another
+
+
+def with_file(argv: list[str]) -> list[str]:
+    """`argv` with the keys of the file that it names in place of that, without those that it gives
+    itself; ValueError for a file that cannot be read.
+    """
+    files = [word for word in argv if "=" not in word and word.endswith((".yaml", ".yml"))]
+    if not files:
+        return argv
+    if len(files) > 1:
+        raise ValueError(f"{files[1]}: {files[0]} is given too; give one file")
+    words = [word for word in argv if word not in files]
+    given = {word.partition("=")[0].lstrip("+") for word in words}
+    keys = arguments(Path(files[0]))
+    return [f"{key}={value}" for key, value in keys.items() if not _is_given(key, given)] + words
+
+
+def arguments(path: Path) -> dict[str, str]:
+    """Key → value of the file at `path`, as the command line writes them."""
+    try:
+        values = yaml.safe_load(untrusted.read_yaml(path))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: no such file; give one with key: value lines") from None
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path}: cannot be read as YAML: {reason}") from error
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ValueError(f"{path}: no configuration; it should hold key: value lines")
+    if path.name == "config.yaml":
+        values = {key: value for key, value in upgraded(values).items() if key not in OF_RUN}
+        if values.get("init") is not None:  # its model is that of the weights
+            values.pop("model", None)
+            data = values.get("data")
+            if isinstance(data, dict) and hub_snapshot.is_snapshot(
+                data.get("tokenizer"), values["init"]
+            ):  # in the cache of the machine that it was trained on
+                values["data"] = data | {"tokenizer": None}
+    return {key: written(value) for key, value in _keys(values).items()}
+
+
+def _keys(values: dict[str, Any]) -> dict[str, Any]:
+    """Dotted key → value, without those that have their default anyway, which another preset may
+    not take; of a model all stand, since presets of models differ in every key.
+    """
+    presets, result = groups("train"), dict[str, Any]()
+    for key, value in values.items():
+        if not isinstance(value, dict):
+            result[key] = value
+            continue
+        if key in NAMED_BY and NAMED_BY[key] in value:
+            result[key] = value[NAMED_BY[key]]
+            value = {name: x for name, x in value.items() if name != NAMED_BY[key]}
+        default = run_folder.flat({key: _default(key)})
+        for name, inner in run_folder.flat({key: value}).items():
+            is_default = name in default and default[name] == inner
+            if not is_default or (key == "model" and key in presets and inner not in ({}, [])):
+                result[name] = inner
+    return result
+
+
+def _default(key: str) -> Any:
+    """The default of a key of train, as plain values."""
+    fields = {item.name: item for item in dataclasses.fields(TrainConfig)}
+    if key not in fields:
+        return None
+    item = fields[key]
+    made = item.default_factory() if callable(item.default_factory) else item.default
+    return dataclasses.asdict(made) if dataclasses.is_dataclass(made) else made  # type: ignore[arg-type]
+
+
+def written(value: Any) -> str:
+    """A value as Hydra reads it on the command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return "[" + ",".join(map(written, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{written(x)}" for key, x in value.items()) + "}"
+    if isinstance(value, str) and not _is_plain(value):
+        quoted = value.replace("\\", "\\\\").replace("'", "\\'")
+        return f"'{quoted}'"
+    return str(value)
+
+
+def _is_plain(text: str) -> bool:
+    """Whether `text` needs no quotes."""
+    return bool(text) and all(one.isalnum() or one in "_-./" for one in text) and text.isascii()
+
+
+def _is_given(key: str, given: set[str]) -> bool:
+    """Whether the command line has `key`, or a choice of the group that it belongs to."""
+    return key in given or key.split(".")[0] in given

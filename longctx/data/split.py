@@ -1,0 +1,198 @@
+"""Which tokens validate: a share of the corpus, near-duplicates on one side.
+
+Documents validate whole, in the order of their hashes, until the share is there. Where whole
+documents cannot make it up, because they are few or long, the ends of documents do. Shares are
+counted in bytes, so that a run with another tokenizer validates the same documents.
+
+A split is told as `trained` (documents,) int64 for each store: so many tokens at the beginning of a
+document are trained on, and the rest of them validates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from longctx.data import duplicates
+from longctx.data.store import Store
+from longctx.data.tokenizer import Tokenizer
+
+SHARE = 0.02  # of the bytes, where data.val_fraction does not say
+# Bytes, about 32,000 tokens, from which the standard error of a mean loss is some 0.02 nats; but of
+# a small corpus no more than MOST.
+ENOUGH = 128 << 10
+MOST = 0.1
+NEARLY = 0.98  # of the wanted bytes, at which no more documents are looked for
+SHORTEST = 2  # tokens of a part: one that is shown and one to predict
+
+# Place of the key, such as data, → val_fraction of each store.
+Fractions = Mapping[str, float | None]
+Rule = Callable[[Sequence[Store], Fractions, Tokenizer], list[np.ndarray]]
+
+
+def by_bytes(
+    stores: Sequence[Store], fractions: Fractions, tokenizer: Tokenizer
+) -> list[np.ndarray]:
+    """Split the documents of all `stores`, (documents,) int64 each; a group of near-duplicates, in
+    whichever stores, validates whole or not at all.
+
+    Raises ValueError where a store has nothing that could validate.
+    """
+    group = _groups(stores)
+    owner = np.repeat(np.arange(len(stores)), [len(store) for store in stores])
+    n_bytes = np.concatenate([store.n_bytes for store in stores])
+    sizes = np.zeros((int(group.max()) + 1, len(stores)), np.int64)  # bytes of (group, store)
+    np.add.at(sizes, (group, owner), n_bytes)
+    totals = sizes.sum(axis=0).tolist()
+    wanted = [_wanted(*each) for each in zip(totals, fractions.values(), strict=True)]
+    taken = _taken(_order(stores, group), sizes, wanted)
+    # What whole documents do not make up.
+    alone = (sizes > 0).sum(axis=1) == 1  # in one store
+    bounds = np.cumsum([len(store) for store in stores])[:-1]
+    validating = np.split(taken[group], bounds)
+    can_be_cut = np.split((alone & ~taken & _members_are_copies(stores, group))[group], bounds)
+    splits = []
+    for n, (place, store) in enumerate(zip(fractions, stores, strict=True)):
+        trained = np.where(validating[n], 0, store.lengths)
+        missing = wanted[n] - int(store.n_bytes[validating[n]].sum())
+        if wanted[n] and (missing > wanted[n] / 2 or not validating[n].any()):
+            _cut_ends(trained, can_be_cut[n], missing, store, tokenizer)
+        if wanted[n] and (trained == store.lengths).all():
+            # Groups too large for the share, of which no end can validate: the smallest then.
+            size = np.where(alone, sizes[:, n], 0)
+            smallest = int(np.argmin(np.where(size > 0, size, totals[n])))
+            if 0 < size[smallest] < totals[n]:
+                trained[np.split(group, bounds)[n] == smallest] = 0
+            elif (sizes[:, n] > 0).sum() == 1:
+                raise _cannot_split(place, fractions[place], len(store))
+        splits.append(trained)
+    return splits
+
+
+def by_hash(
+    stores: Sequence[Store], fractions: Fractions, tokenizer: Tokenizer
+) -> list[np.ndarray]:
+    """The split of older runs, by which they go on: the documents whose group's smallest hash lies
+    in the lowest `fractions` of all hashes.
+    """
+    group = _groups(stores)
+    smallest = np.full(len(group), 2**64 - 1, np.uint64)
+    np.minimum.at(smallest, group, np.concatenate([store.hashes() for store in stores]))
+    bounds = np.cumsum([len(store) for store in stores])[:-1]
+    chosen = []
+    parts = np.split(smallest[group], bounds)
+    for keys, fraction in zip(parts, fractions.values(), strict=True):
+        share = SHARE if fraction is None else fraction
+        below = keys < np.uint64(share * 2**63) * np.uint64(2)
+        if share and (below.all() or not below.any()):
+            below = keys == keys.min()
+        chosen.append(below)
+    trained = np.zeros(len(group), bool)
+    np.logical_or.at(trained, group, ~np.concatenate(chosen))
+    validating = np.split(np.concatenate(chosen) & ~trained[group], bounds)
+    return [np.where(one, 0, store.lengths) for one, store in zip(validating, stores, strict=True)]
+
+
+def _groups(stores: Sequence[Store]) -> np.ndarray:
+    """(documents,) int64 over all stores: the group of near-duplicates, counted from 0."""
+    if len(stores) == 1:
+        group = stores[0].groups
+    else:
+        group = duplicates.groups(np.concatenate([store.signatures for store in stores]))
+    return np.asarray(np.unique(group, return_inverse=True)[1], np.int64)
+
+
+def _order(stores: Sequence[Store], group: np.ndarray) -> np.ndarray:
+    """The groups by a hash of their own, whatever the order and the number of their members."""
+    smallest = np.full(int(group.max()) + 1, 2**64 - 1, np.uint64)
+    np.minimum.at(smallest, group, np.concatenate([store.hashes() for store in stores]))
+    # The smallest of many is small: hashed again (splitmix64), large groups come no earlier.
+    mixed = (smallest ^ (smallest >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.argsort(mixed ^ (mixed >> np.uint64(31)), kind="stable")
+
+
+def _wanted(total: int, fraction: float | None) -> int:
+    """Bytes of `total` that are to validate."""
+    if fraction is not None:
+        return 0 if fraction == 0 else max(1, round(fraction * total))
+    return max(1, round(max(SHARE * total, min(ENOUGH, MOST * total))))
+
+
+def _taken(order: np.ndarray, sizes: np.ndarray, wanted: Sequence[int]) -> np.ndarray:
+    """Which groups validate whole, (groups,) bool: one after the other, those that fit into what is
+    still wanted of each store; then one for each store that brings it closer.
+    """
+    taken = np.zeros(len(sizes), bool)
+    room = np.array(wanted, np.int64)
+    enough = np.maximum(1, (1 - NEARLY) * room).astype(np.int64)  # room that may stay
+    for one in order.tolist():
+        if (room < enough).all():
+            break
+        size = sizes[one]
+        if (size <= np.where(room < enough, 0, room)).all():
+            taken[one] = True
+            room -= size
+    for n, total in enumerate(sizes.sum(axis=0).tolist()):
+        in_this_alone = (sizes > 0).sum(axis=1) == 1
+        others = order[(~taken & in_this_alone & (sizes[:, n] > 0))[order]]
+        if room[n] < enough[n] or not len(others):
+            continue
+        size = sizes[others, n]
+        closer = np.abs(room[n] - size) < room[n]
+        closer &= size <= room[n] + wanted[n] // 2
+        closer &= wanted[n] - room[n] + size < total
+        if closer.any():
+            best = int(np.argmin(np.where(closer, np.abs(room[n] - size), total)))
+            taken[others[best]] = True
+    return taken
+
+
+def _members_are_copies(stores: Sequence[Store], group: np.ndarray) -> np.ndarray:
+    """Whether all documents of a group are the same text, (groups,) bool.
+
+    Only then no end of one can lie in what is trained on of another.
+    """
+    keys = np.concatenate([store.keys for store in stores])
+    first = np.zeros(int(group.max()) + 1, np.int64)
+    first[group[::-1]] = np.arange(len(group))[::-1]
+    same = np.ones(len(first), bool)
+    np.logical_and.at(same, group, (keys == keys[first[group]]).all(axis=1))
+    return same
+
+
+def _cut_ends(
+    trained: np.ndarray, can_be_cut: np.ndarray, missing: int, store: Store, tokenizer: Tokenizer
+) -> None:
+    """Let the ends of documents validate, the same share of each, about `missing` bytes in all."""
+    documents = np.flatnonzero(can_be_cut & (store.lengths >= 2 * SHORTEST))
+    if not len(documents):
+        return
+    share = missing / int(store.n_bytes[documents].sum())
+    ends = np.floor(share * store.lengths[documents]).astype(np.int64)
+    if (ends < SHORTEST).all():
+        ends[np.argmax(store.lengths[documents])] = SHORTEST
+    for document, end in zip(documents.tolist(), ends.tolist(), strict=True):
+        if end >= SHORTEST:
+            length = int(store.lengths[document])
+            cut = max(SHORTEST, length - end)
+            trained[document] = _between_characters(store, tokenizer, document, cut)
+
+
+def _between_characters(store: Store, tokenizer: Tokenizer, document: int, cut: int) -> int:
+    """`cut`, or a place up to 3 tokens before it, that lies in no character."""
+    for place in range(cut, max(SHORTEST, cut - 3) - 1, -1):
+        after = store.tokens(document, place, place + 4).tolist()  # of a byte each at least
+        if not tokenizer.decode(after).startswith("\ufffd"):
+            return place
+    return cut
+
+
+def _cannot_split(place: str, fraction: float | None, documents: int) -> ValueError:
+    shown = "null" if fraction is None else fraction
+    return ValueError(
+        f"{place}.val_fraction={shown}: cannot split {documents} document(s), all alike or too "
+        "short, into training and validation; give more documents, "
+        f"or {place}.val_fraction=0 to train without validation"
+    )

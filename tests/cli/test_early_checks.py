@@ -1,0 +1,114 @@
+"""What is missing, or there already, is told before torch is imported."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from longctx import cli
+from longctx.cli import early_checks
+from longctx.planner import hardware
+from longctx.runs import checkpoint_folder, run_folder
+from longctx.runs.checkpoint_folder import Sharded
+
+WITHOUT_TORCH = """
+import sys
+from longctx import cli
+code = cli.main(sys.argv[1:])
+slow = {"torch", "triton", "lightning", "datasets", "transformers", "numpy", "pyarrow"}
+sys.exit(99 if slow & set(sys.modules) else code)
+"""
+NO_GPU = pytest.mark.skipif(hardware.here() is not None, reason="there is a GPU")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current folder with a finished run."""
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs" / "done"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text("max_steps: 7\nseq_len: 64\n")
+    write_checkpoint(run / "checkpoints" / "step-00000007.ckpt")
+    return tmp_path
+
+
+def write_checkpoint(path: Path) -> None:
+    """A whole one, of a single tensor."""
+    checkpoint_folder.save(path, {}, {"x": Sharded.whole(torch.zeros(3))})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "data=text", "data.path=nowhere.txt"], "data.path=nowhere.txt: no such file"),
+        (["train", "data=needles", "data.path=no/"], "data.path=no/: no such file"),
+        (["train", "data=mix", "data.mix.a.path=no.txt"], "no.txt: no such file"),
+        (["train", "data.tokenizer=no.json"], "data.tokenizer=no.json: no such file"),
+        (["train", "name=done"], "name=done: runs/done exists already"),
+        (["train", "runs=/proc/here"], "runs=/proc/here: no folder can be made"),
+        (["train", "init=nowhere"], "init=nowhere: no such file or folder"),
+        (["train", "resume=runs/done"], "the run has done its 7 steps"),
+        (["train", "attention.options.kernel=hoper"], "kernel=hoper must be one of auto, portable"),
+        (["train", "attention=sdpa", "attention.options.x=1"], "x=1 is not an option of sdpa"),
+        (["train", "-m", "seq_len=64,128", "data=text", "data.path=no"], "data.path=no: no such"),
+        (["eval", "checkpoint=runs/dnoe"], "did you mean runs/done?"),
+        (["eval", "checkpoint=runs"], "checkpoint=runs: not the folder of a run"),
+        (["eval", "checkpoint=runs/done", "data=text", "data.path=no"], "data.path=no: no such"),
+        (["export", "runs/dnoe", "out"], "run=runs/dnoe: no such file or folder"),
+        pytest.param(["train", "device=cuda"], "finds no GPU here", marks=NO_GPU),
+        pytest.param(["train", "attention=flex"], "attention=flex cannot run", marks=NO_GPU),
+        pytest.param(["train", "attention.options.kernel=hopper"], "Hopper GPU", marks=NO_GPU),
+        pytest.param(["train", "seq_len=max"], "seq_len=max: finds what fits a GPU", marks=NO_GPU),
+        pytest.param(["eval", "checkpoint=runs/done", "device=cuda"], "finds no GPU", marks=NO_GPU),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_it(
+    words: list[str],
+    message: str,
+    here: Path,
+    refused: Callable[[int, str], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("longctx.cli.commands.libraries", imported)
+    before = sorted(here.rglob("*"))
+    refused(cli.main(words), message)
+    assert sorted(here.rglob("*")) == before
+
+
+def imported() -> None:
+    raise AssertionError("torch is imported")
+
+
+def test_no_large_library_is_imported_before(here: Path) -> None:
+    command = [sys.executable, "-c", WITHOUT_TORCH, "train", "data=text", "data.path=nowhere.txt"]
+    root = str(Path(__file__).parents[2])
+    process = subprocess.run(command, env={"PYTHONPATH": root}, capture_output=True, text=True)
+    assert process.returncode == 2, process.stderr
+    assert "nowhere.txt" in process.stderr
+
+
+def test_a_damaged_last_checkpoint_is_no_end_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step-00000007.ckpt").write_bytes(b"PK cut short")
+    run_folder.check_unfinished(tmp_path, 7)
+    (tmp_path / "checkpoints" / "step-00000008.ckpt").mkdir()
+    run_folder.check_unfinished(tmp_path, 8)
+    (tmp_path / "checkpoints" / "step-00000008.ckpt").rmdir()
+    write_checkpoint(tmp_path / "checkpoints" / "step-00000008.ckpt")
+    run_folder.check_unfinished(tmp_path, 9)
+    with pytest.raises(ValueError, match="8 steps"):
+        run_folder.check_unfinished(tmp_path, 8)
+
+
+def test_processes_that_share_cores_are_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hardware, "cores", lambda: 2)
+    for devices, is_said in ((2, False), (8, True)):
+        config = cli.compose("train", ["device=cpu", f"devices={devices}"]).config
+        early_checks.check_device(config)
+        said = capsys.readouterr().out
+        assert (f"devices={devices}" in said and "2 cores" in said) == is_said

@@ -1,0 +1,69 @@
+"""A file of one's own: its keys are arguments, those of the command line stand."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from longctx import cli
+from longctx.cli.own_file import with_file
+from longctx.config.train_config import TrainConfig
+from longctx.runs import run_folder
+
+
+def config_of(*words: str) -> TrainConfig:
+    config: TrainConfig = cli.compose("train", cli.read("train", with_file([*words])).overrides)[0]
+    return config
+
+
+def test_presets_nested_and_dotted_keys_and_the_command_line_over_them(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text(
+        "model: 124m\nseq_len: 512\nattention: sdpa\nmodel.window: 64\nlr: 0.002\n"
+        "data: {source: text, path: ['a b/c.txt', \"it's,[odd].md\"]}\n"
+        "wandb: {tags: [x, 'y z'], notes: 'a: b, {c} [d]'}\n"
+    )
+    config = config_of(str(file), "lr=0.004", "seed=3")
+    assert (config.seq_len, config.lr, config.seed) == (512, 0.004, 3)
+    assert (config.model.channels, config.model.window) == (768, 64)
+    assert config.attention.backend == "sdpa"
+    assert config.data.path == ["a b/c.txt", "it's,[odd].md"]
+    assert (config.wandb.tags, config.wandb.notes) == (["x", "y z"], "a: b, {c} [d]")
+    assert config_of("model=tiny", str(file)).model.channels == 128
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model=tiny"],
+        ["model=1b", "model.layers=12", "attention=sdpa", "memory=long", "betas=[0.9,0.99]"],
+        ["optimizer=muon", "data=text", "data.path=docs/", "data.vocab_size=300", "model=tiny"],
+        ["model=tiny", "model.nope_layers=[1,2]", "passkey=true", "passkey.lengths=[256]"],
+        ["model=tiny", "attention.options.kernel=portable", "rope=keep", "data=needles"],
+    ],
+)
+def test_the_configuration_of_a_run_is_such_a_file(words: list[str], tmp_path: Path) -> None:
+    config = cli.compose("train", cli.read("train", words).overrides).config
+    run_folder.write_config(tmp_path, run_folder.plain(config) | {"name": "there"})
+    again = config_of(str(tmp_path / "config.yaml"))
+    assert again == config
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("seq_length: 5", "did you mean seq_len?"),
+        ("seq_len: abc", "seq_len=abc: must be a whole number"),
+        ("- a\n- b", "no configuration; it should hold key: value lines"),
+        ("a: [", "cannot be read as YAML"),
+        (None, "no such file"),
+        ("lr: ${oc.env:HOME}", "is not filled in here"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    content: str | None, message: str, tmp_path: Path, refused: Callable[[int, str], str]
+) -> None:
+    file = tmp_path / "my.yaml"
+    if content is not None:
+        file.write_text(content)
+    refused(cli.main(["train", str(file)]), message)

@@ -1,0 +1,222 @@
+"""The share that validates: as much as was asked for, groups on one side, one file too, and the
+split of older runs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from longctx.config.data_config import DataConfig
+from longctx.data import load
+from longctx.data.split import ENOUGH, MOST, SHARE, by_bytes, by_hash
+from longctx.data.store import Store
+from longctx.data.tokenizer import Tokenizer
+from longctx.data.tokenizer import train as train_tokenizer
+from tests.data.conftest import prose
+
+Make = Callable[..., DataConfig]
+
+
+class Documents(Store):
+    """Documents of `lengths` tokens of 4 bytes, each the letter x, in near-duplicate `groups`."""
+
+    def __init__(self, lengths: list[int], groups: np.ndarray | None = None, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self.lengths = np.array(lengths, np.int64)
+        self.n_bytes = 4 * self.lengths
+        self.groups = np.arange(len(lengths)) if groups is None else groups
+        self.keys = rng.integers(0, 256, (len(lengths), 16), dtype=np.uint8)
+
+    def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        return np.full((stop or 0) - start, 88)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer(["x"], 257)
+
+
+def firsts(numbers: np.ndarray) -> np.ndarray:
+    """The first document of each one's group."""
+    return np.array([int(np.flatnonzero(numbers == one)[0]) for one in numbers])
+
+
+def lengths_of(count: int, seed: int = 0) -> list[int]:
+    return (5 + np.random.default_rng(seed).lognormal(6, 1, count)).astype(int).tolist()
+
+
+@pytest.mark.parametrize("size", [1, 2, 10, 50])
+@pytest.mark.parametrize("fraction", [0.02, 0.3, 0.9])
+def test_groups_stay_together_and_the_share_is_the_one_asked_for(
+    size: int, fraction: float, tokenizer: Tokenizer
+) -> None:
+    store = Documents(lengths_of(2000), firsts(np.arange(2000) // size))
+    (trained,) = by_bytes([store], {"data": fraction}, tokenizer)
+    assert ((trained == 0) | (trained == store.lengths)).all()
+    sides = (trained == 0).reshape(-1, size)
+    assert (sides.all(axis=1) == sides.any(axis=1)).all()
+    share = 1 - trained.sum() / store.lengths.sum()
+    assert share == pytest.approx(fraction, rel=0.15)
+
+
+def test_groups_larger_than_the_share_give_the_smallest(tokenizer: Tokenizer) -> None:
+    store = Documents(lengths_of(200), firsts(np.arange(200) // 50))
+    (trained,) = by_bytes([store], {"data": 0.001}, tokenizer)
+    assert (trained == 0).sum() == 50
+    assert (trained[trained > 0] == store.lengths[trained > 0]).all()
+    validating = store.lengths[trained == 0].sum()
+    assert validating == store.lengths.reshape(4, 50).sum(axis=1).min()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "fraction"),
+    [
+        ([300_007], 0.02),
+        ([5001, 4003, 7001], 0.1),
+        ([1_000_000, *[100] * 20], 0.02),
+    ],
+)
+def test_the_ends_of_few_documents_validate(
+    lengths: list[int], fraction: float, tokenizer: Tokenizer
+) -> None:
+    store = Documents(lengths)
+    (trained,) = by_bytes([store], {"data": fraction}, tokenizer)
+    assert (trained < store.lengths).any()
+    assert 0 < trained[0] < lengths[0]
+    assert 1 - trained.sum() / sum(lengths) == pytest.approx(fraction, rel=0.01)
+
+
+def test_ends_of_near_duplicates_do_not_validate_but_those_of_copies_do(
+    tokenizer: Tokenizer,
+) -> None:
+    """The end of one near-duplicate may lie in the middle of another."""
+    store = Documents([1000, 1000, 5000], np.array([0, 0, 2]))
+    (trained,) = by_bytes([store], {"data": 0.05}, tokenizer)
+    assert trained[:2].tolist() == [1000, 1000]
+    assert trained[2] == pytest.approx(5000 - 350, abs=5)
+    store.keys[1] = store.keys[0]
+    (trained,) = by_bytes([store], {"data": 0.05}, tokenizer)
+    assert trained[0] == trained[1] == pytest.approx(950, abs=2)
+
+
+@pytest.mark.parametrize("total", [10_000, 300_000, 20_000_000])
+def test_without_a_fraction_enough_validates(total: int, tokenizer: Tokenizer) -> None:
+    store = Documents([total // 500] * 500)
+    (trained,) = by_bytes([store], {"data": None}, tokenizer)
+    share = 1 - trained.sum() / store.lengths.sum()
+    wanted = max(SHARE, min(MOST, ENOUGH / store.n_bytes.sum()))
+    assert share == pytest.approx(wanted, rel=0.1)
+
+
+def test_the_split_depends_on_the_texts_alone(tokenizer: Tokenizer) -> None:
+    """In whatever order they come; and few change sides where others come."""
+    store = Documents(lengths_of(500), firsts(np.arange(500) // 3))
+    (trained,) = by_bytes([store], {"data": 0.1}, tokenizer)
+    order = np.random.default_rng(1).permutation(500)
+    other = Documents([1])
+    for name in ("lengths", "n_bytes", "keys"):
+        setattr(other, name, getattr(store, name)[order])
+    other.groups = firsts((np.arange(500) // 3)[order])
+    (permuted,) = by_bytes([other], {"data": 0.1}, tokenizer)
+    assert (permuted == trained[order]).all()
+    for name in ("lengths", "n_bytes", "keys", "groups"):
+        setattr(other, name, getattr(store, name)[:480])
+    (fewer,) = by_bytes([other], {"data": 0.1}, tokenizer)
+    assert (fewer != trained[:480]).mean() < 0.03
+
+
+def test_near_duplicates_in_two_stores_lie_on_one_side(tokenizer: Tokenizer) -> None:
+    a, b = Documents(lengths_of(300)), Documents(lengths_of(300, 1), seed=1)
+    rng = np.random.default_rng(2)
+    a.signatures = rng.integers(0, 2**32, (300, 64), dtype=np.uint64).astype(np.uint32)
+    b.signatures = a.signatures.copy()
+    b.signatures[200:] = rng.integers(0, 2**32, (100, 64), dtype=np.uint64).astype(np.uint32)
+    of_a, of_b = by_bytes([a, b], {"data.mix.a": 0.2, "data.mix.b": 0.3}, tokenizer)
+    assert ((of_a[:200] == 0) == (of_b[:200] == 0)).all()
+    assert (of_a[:200] == 0).any()
+    for store, trained, fraction in ((a, of_a, 0.2), (b, of_b, 0.3)):
+        assert 1 - trained.sum() / store.lengths.sum() == pytest.approx(fraction, rel=0.1)
+    of_a, of_b = by_bytes([a, b], {"data.mix.a": 0.2, "data.mix.b": 0}, tokenizer)
+    assert (of_b == b.lengths).all()
+    assert (of_a[:200] == a.lengths[:200]).all()
+    assert (of_a[200:] == 0).any()
+
+
+@pytest.fixture
+def one_file(tmp_path: Path) -> Path:
+    file = tmp_path / "input.txt"
+    file.write_text(prose(3000, 5) + "\n" + "水été😀" * 90, encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize("seq_len", [16, 100])
+@pytest.mark.parametrize("vocab_size", [257, 400])
+def test_one_file_trains_on_its_beginning_and_validates_on_its_end(
+    text_config: Make, one_file: Path, seq_len: int, vocab_size: int
+) -> None:
+    data = load(text_config(path=str(one_file), vocab_size=vocab_size, val_fraction=0.1), seq_len)
+    (begin,), (end,) = data.documents("train"), data.documents("val")
+    assert begin.name != end.name
+    texts = [data.tokenizer.decode(ids) for ids in (begin.ids, end.ids[:-1])]
+    text = one_file.read_text(encoding="utf-8")
+    assert "".join(texts) == text
+    assert begin.n_bytes == len(texts[0].encode())
+    assert end.n_bytes == len(texts[1].encode())
+    counts = data.summary()
+    assert counts["val_tokens"] == len(end.ids)
+    assert counts["val_tokens"] / counts["tokens"] == pytest.approx(0.1, abs=0.001)
+    # Each token but the first of each side is predicted once, none on both sides.
+    for rows, ids in ((data.train, begin.ids), (data.val, end.ids)):
+        targets = np.concatenate(
+            [row["targets"].numpy() for row in map(rows.__getitem__, range(len(rows)))]
+        )
+        targets = targets[targets != -100]
+        assert sorted(targets.tolist()) == sorted(ids[1:].tolist())
+
+
+def test_ends_change_the_fingerprint(text_config: Make, one_file: Path) -> None:
+    one, two = (
+        load(text_config(path=str(one_file), val_fraction=share), 32) for share in (0.1, 0.2)
+    )
+    assert one.fingerprint != two.fingerprint
+    assert (
+        one.fingerprint == load(text_config(path=str(one_file), val_fraction=0.1), 64).fingerprint
+    )
+
+
+def test_the_split_of_an_older_run_is_found_by_its_fingerprint(text_config: Make) -> None:
+    data = load(text_config(), 32)
+    (older,) = by_hash([data.store], {"data": 0.2}, data.tokenizer)
+    again = type(data)(data.config, 32, (data.tokenizer, data.store, older))  # type: ignore[arg-type]
+    assert again.fingerprint != data.fingerprint
+    found: Any = data.as_begun(again.fingerprint)
+    assert (found.trained == older).all()
+    assert data.as_begun(data.fingerprint) is data
+    assert data.as_begun("0" * 32) is None
+
+
+def test_a_mix_of_older_runs_is_found_too(text_config: Make, tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    for n in range(30):
+        (tmp_path / "more" / f"{n}.txt").write_text(prose(random.Random(n).choice([9, 80]), 50 + n))
+    mix = {name: {"path": str(tmp_path / name)} for name in ("corpus", "more")}
+    data: Any = load(text_config(source="mix", path=None, mix=mix), 32)
+    older = type(data)(data.config, 32, by_hash)
+    assert older.fingerprint != data.fingerprint
+    assert data.as_begun(older.fingerprint).fingerprint == older.fingerprint
+
+
+def test_characters_are_not_cut_by_the_split(text_config: Make, tmp_path: Path) -> None:
+    file = tmp_path / "signs.txt"
+    file.write_text("😀水é" * 400, encoding="utf-8")
+    for share in (0.1, 0.2003, 0.3017, 0.45):
+        data = load(text_config(path=str(file), vocab_size=257, val_fraction=share), 32)
+        for split in ("train", "val"):
+            (document,) = data.documents(split)
+            assert "\ufffd" not in data.tokenizer.decode(document.ids)

@@ -1,0 +1,244 @@
+"""Properties that hold for whatever comes: masks, packing, words of a command line, run folders.
+
+The examples are the same in every run; LONGCTX_FUZZ=1000 tries so many new ones of each property.
+What they find becomes a test with a name of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import tempfile
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("hypothesis")  # of the extra `test`
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from longctx import cli
+from longctx.attention import Mask, attention
+from longctx.config.train_config import TrainConfig
+from longctx.data.packing import pack
+from longctx.report import run_view
+from longctx.runs import metrics
+from longctx.runs.run_folder import NotARun
+from tests.report.run_files import make
+
+EXAMPLES = int(os.environ.get("LONGCTX_FUZZ", "0"))
+
+
+def examples(count: int) -> Any:
+    """Settings of a property that is tried on `count` examples."""
+    return settings(
+        max_examples=EXAMPLES or count,
+        deadline=None,
+        derandomize=not EXAMPLES,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+# Masks
+
+lengths = st.integers(1, 70)
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> tuple[Mask, torch.Tensor]:
+    """A mask of one row of Tq queries, and (Tq, Tk) bool as its definition says."""
+    kind = draw(st.sampled_from(["causal", "documents", "intervals", "full"]))
+    Tk = draw(lengths)
+    Tq = Tk if kind == "documents" else draw(lengths)
+    window = draw(st.none() | st.integers(1, 80))
+    i, j = torch.arange(Tq)[:, None] + (Tk - Tq), torch.arange(Tk)[None]
+    causal = (j <= i) & (j > i - (window or 10**6))
+    if kind == "full":
+        return Mask.full(), torch.ones(Tq, Tk, dtype=torch.bool)
+    if kind == "causal":
+        return Mask.causal(window), causal
+    if kind == "documents":
+        steps = draw(st.lists(st.sampled_from([0, 0, 0, 1, 5]), min_size=Tq, max_size=Tq))
+        ids = torch.tensor(steps).cumsum(0)
+        return Mask.documents(ids[None], window), causal & (ids[:, None] == ids[None])
+    ends = [st.lists(st.integers(-2, Tk + 2), min_size=Tq, max_size=Tq) for _ in range(2)]
+    first, last = (torch.tensor(sorted(draw(one))) for one in ends)
+    first, last = first.clamp(0, Tk), last.clamp(-1, Tk - 1)
+    seen = (j >= first[:, None]) & (j <= last[:, None])
+    return Mask.intervals(first[None].int(), last[None].int()), seen
+
+
+@given(masks(), st.integers(0, 2**31))
+@examples(60)
+def test_attention_is_its_definition_under_any_mask(
+    case: tuple[Mask, torch.Tensor], seed: int
+) -> None:
+    mask, seen = case
+    Tq, Tk = seen.shape
+    assert mask.pairs(1, Tq, Tk) == int(seen.sum())
+    g = torch.Generator().manual_seed(seed)
+    q = torch.randn(1, Tq, 2, 8, generator=g, requires_grad=True)
+    k, v = (torch.randn(1, Tk, 1, 8, generator=g, requires_grad=True) for _ in range(2))
+    scores = torch.einsum("qhd,kd->hqk", q[0], k[0, :, 0]) * 8**-0.5
+    weights = torch.nan_to_num(scores.masked_fill(~seen, -torch.inf).softmax(-1))
+    expected = torch.einsum("hqk,kd->qhd", weights, v[0, :, 0])
+    expected = torch.where(seen.any(-1)[:, None, None], expected, torch.zeros(()))
+    for backend in ("naive", "flash"):
+        out = attention(q, k, v, mask=mask, backend=backend)
+        torch.testing.assert_close(out[0], expected, rtol=1e-4, atol=1e-5)
+        gradients = torch.autograd.grad(out.square().sum(), (q, k, v))
+        assert all(torch.isfinite(x).all() for x in gradients)
+        blind = ~seen.any(-1)
+        assert not gradients[0][0, blind].any() and not out[0, blind].any()
+
+
+# Packing
+
+
+@given(st.lists(st.integers(0, 300), max_size=60), st.integers(2, 64))
+@examples(150)
+def test_packing_has_every_token_once_in_rows_that_hold_them(
+    sizes: list[int], seq_len: int
+) -> None:
+    documents = np.arange(len(sizes), dtype=np.int64)
+    packing = pack(np.asarray(sizes, dtype=np.int64), seq_len, documents)
+    packing.check(np.asarray(sizes, dtype=np.int64), seq_len)
+    seen = [np.zeros(size, np.int64) for size in sizes]
+    for document, start, length in zip(
+        packing.document, packing.start, packing.length, strict=True
+    ):
+        seen[document][start : start + length] += 1
+    assert all((one == 1).all() for one in seen)
+
+
+# Words of a command line
+
+KEYS = sorted(field.name for field in fields(TrainConfig))
+DEEPER = ["model.layers", "data.path", "data.mix.a.source", "wandb.notes", "optimizer.name"]
+ODD = [
+    "null",
+    "-1",
+    "1e999",
+    "${oc.env:HOME}",
+    "[",
+    "{a:1}",
+    "99999999999999999999",
+    "é水",
+    "",
+    "~",
+]
+values = st.sampled_from(ODD) | st.text(max_size=12) | st.integers().map(str) | st.floats().map(str)
+keys = st.sampled_from([*KEYS, *DEEPER]) | st.text(max_size=10)
+words = st.text(max_size=20) | st.builds("{}={}".format, keys, values)
+words |= st.builds("+{}={}".format, keys, values) | st.builds("~{}".format, keys)
+
+
+@given(st.lists(words, min_size=1, max_size=3))
+@examples(120)
+def test_any_words_are_a_configuration_or_one_line(words: list[str]) -> None:
+    mistake = None
+    try:
+        composed = cli.compose("train", cli.read("train", words).overrides)
+    except (ValueError, OSError) as error:  # what the commands make a line of
+        mistake = str(error)
+    assert mistake or isinstance(composed.config, TrainConfig)
+
+
+# Saved configurations
+
+SAVED = yaml.safe_load((Path(__file__).parent / "fixtures/old_run/config.yaml").read_text())
+PATHS = [(key,) for key in SAVED]
+PATHS += [
+    (key, inner) for key, value in SAVED.items() if isinstance(value, dict) for inner in value
+]
+plain = st.sampled_from([*ODD, -1, 0, 2**70, 1e308, [], {}, [[64, 1]], True, None, [None]])
+plain |= st.integers() | st.floats() | st.text(max_size=6) | st.lists(st.integers(), max_size=2)
+changes = st.lists(st.tuples(st.sampled_from(PATHS), plain), min_size=1, max_size=2)
+
+
+@given(changes, st.sampled_from(["max_steps=9", "seq_len=64", "resume=."]))
+@examples(20)
+def test_any_saved_values_are_a_configuration_or_one_line(
+    changed: list[tuple[tuple[str, ...], Any]], override: str
+) -> None:
+    saved = copy.deepcopy(SAVED)
+    for (*outer, last), value in changed:
+        inner = saved[outer[0]] if outer else saved
+        if isinstance(inner, dict):
+            inner[last] = value
+    mistake = None
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place) / "config.yaml"
+        file.write_text(yaml.safe_dump(saved, allow_unicode=True))
+        try:
+            composed = cli.from_file("train", file, [override])
+        except (ValueError, OSError) as error:
+            mistake = str(error)
+    assert mistake or isinstance(composed.config, TrainConfig)
+
+
+# Run folders
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6)
+names = st.sampled_from(
+    [*(metric.key for metric in metrics.METRICS), "step", "val_loss_by_position/16", "x"]
+)
+json_values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=4)
+)
+lines = st.dictionaries(names, scalars, max_size=6).map(json.dumps) | json_values.map(json.dumps)
+lines |= st.text(max_size=30)
+
+
+def check_view(folder: Path) -> None:
+    try:
+        said = run_view.read(folder, points=50).notes
+    except (NotARun, OSError, ValueError) as error:
+        said = [str(error)]
+    assert all(str(folder) in one and "\n" not in one for one in said)
+
+
+@given(st.lists(lines, max_size=5), st.booleans())
+@examples(120)
+def test_any_metrics_are_a_run_or_one_line(rows: list[str], is_whole: bool) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        folder = make(Path(place) / "run", rows=None if is_whole else [], tail="\n".join(rows))
+        check_view(folder)
+
+
+@given(st.sampled_from(["config.yaml", "kernel.lock.json"]), lines | st.binary(max_size=30))
+@examples(60)
+def test_any_settings_are_a_run_or_one_line(name: str, content: str | bytes) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        folder = make(Path(place) / "run")
+        text = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
+        (folder / name).write_bytes(text)
+        check_view(folder)
+
+
+PARTS = ["total", "context", "stride", "kinds", "accuracy", "lengths", "depths", "results", "loss"]
+evaluations = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from([*PARTS, "checkpoint", "positions"]), inner, max_size=6)
+    ),
+)
+
+
+@given(evaluations.map(json.dumps) | st.text(max_size=20))
+@examples(120)
+def test_any_evaluation_is_shown_or_left_out(content: str) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        folder = make(Path(place) / "run")
+        (folder / "eval").mkdir()
+        (folder / "eval" / "a.json").write_bytes(content.encode("utf-8", "surrogatepass"))
+        check_view(folder)

@@ -1,0 +1,199 @@
+"""Models of the Hugging Face Hub, with a server of this machine in its place, in processes of their
+own: huggingface_hub reads its variables when it is imported.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from longctx.hub_snapshot import is_snapshot, model_name
+
+OLD, NEW = "a" * 40, "b" * 40
+TOKEN = "hf_secretsecretsecret"
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "tokenizer.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+    "model.safetensors": b"weights",
+    "pytorch_model.bin": b"pickle",
+    "modeling_llama.py": b"raise SystemExit",
+    "consolidated.safetensors": b"again",
+    "onnx/config.json": b"{}",
+}
+SETTINGS = {"config.json", "tokenizer.json", "chat_template.jinja"}
+ERRORS = {  # model → status and code, as the Hub answers
+    "me/gated": (403, "GatedRepo"),
+    "me/missing": (401, "RepoNotFound"),
+    "me/broken": (500, ""),
+}
+SCRIPT = """
+import sys
+from longctx import hub_snapshot
+try:
+    name = hub_snapshot.pinned(sys.argv[1], "init")
+    print(name)
+    print(hub_snapshot.folder(name, "init", sys.argv[2:]))
+except (ValueError, OSError) as error:
+    sys.exit(f"error: {error}")
+"""
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The part of the Hub's protocol that downloads need."""
+
+    commit = NEW
+    requests: list[str] = []
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0].strip("/")
+        self.requests.append(path)
+        parts = path.removeprefix("api/models/").split("/")
+        status, code = ERRORS.get("/".join(parts[:2]), (200, ""))
+        if status == 200 and "nosuch" in parts:
+            status, code = 404, "RevisionNotFound"
+        if status != 200:
+            self.answer(status, b"no", {"X-Error-Code": code, "X-Error-Message": code})
+        elif "tree" in parts:
+            files = [
+                {"type": "file", "path": name, "size": len(content), "oid": f"{number:040x}"}
+                for number, (name, content) in enumerate(FILES.items())
+            ]
+            self.answer(200, json.dumps(files).encode())
+        elif path.startswith("api/"):
+            sha = OLD if parts[-1] == "old" else type(self).commit
+            self.answer(200, json.dumps({"id": "me/small", "sha": sha, "siblings": []}).encode())
+        else:
+            content = FILES["/".join(parts[4:])]
+            etag = f'"{list(FILES.values()).index(content):040x}"'
+            self.answer(200, content, {"ETag": etag, "X-Repo-Commit": parts[3]})
+
+    def answer(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in ({"Content-Length": str(len(content))} | (headers or {})).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+
+class Answer(NamedTuple):
+    """What a process said."""
+
+    code: int
+    lines: list[str]
+    err: str
+
+
+class Machine:
+    """Processes with a cache of their own, and the Hub at `endpoint`."""
+
+    def __init__(self, cache: Path, endpoint: str) -> None:
+        self.cache, self.endpoint = cache, endpoint
+
+    def __call__(self, *words: str, **variables: str) -> Answer:
+        settings = {"HF_HUB_CACHE": str(self.cache), "HF_ENDPOINT": self.endpoint}
+        environ = os.environ | settings | {"HF_TOKEN": TOKEN} | variables
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, *words], env=environ, capture_output=True, text=True
+        )
+        assert TOKEN not in done.stdout + done.stderr
+        return Answer(done.returncode, done.stdout.splitlines(), done.stderr)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    Hub.commit = NEW
+    Hub.requests.clear()
+    yield Machine(tmp_path / "hub", f"http://127.0.0.1:{server.server_port}")
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_name_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert model_name("me/small") == ("me/small", None)
+    assert model_name("me/small-1.5@v1.0") == ("me/small-1.5", "v1.0")
+    for path in ("small", "./me", "/me", "~/me", "me/small/", "a/b/c", "me/../small", "me/s p", ""):
+        assert model_name(path) is None
+    (tmp_path / "me").mkdir()
+    assert model_name("me/small") is None  # misspelt, as runs/NAME may be
+    assert model_name("me/small@main") == ("me/small", "main")
+    (tmp_path / "you").mkdir()
+    (tmp_path / "you" / "small@main").mkdir()
+    assert model_name("you/small@main") is None
+
+
+def test_a_folder_of_the_cache_is_known_on_another_machine() -> None:
+    place = f"/elsewhere/hub/models--me--small/snapshots/{OLD}"
+    assert is_snapshot(place, f"me/small@{OLD}")
+    assert not is_snapshot(place, f"me/small@{NEW}")
+    assert not is_snapshot("me/small", "me/small") and not is_snapshot(None, "runs/a")
+
+
+def test_only_settings_and_the_weights_that_are_named_are_downloaded(machine: Machine) -> None:
+    code, (name, place), err = machine("me/small", "model.safetensors")
+    assert code == 0, err
+    assert name == f"me/small@{NEW}"
+    assert Path(place) == machine.cache / "models--me--small" / "snapshots" / NEW
+    there = {str(file.relative_to(place)) for file in Path(place).rglob("*")}
+    assert there == SETTINGS | {"model.safetensors"}
+    assert all((Path(place) / one).read_bytes() == FILES[one] for one in there)
+    assert not any(".bin" in path or ".py" in path for path in Hub.requests)
+
+    Hub.commit = OLD  # the branch moves on; what a run has recorded does not
+    Hub.requests.clear()
+    assert machine(name, "model.safetensors").lines == [name, place]
+    assert not Hub.requests
+    assert machine("me/small@old").lines[0] == f"me/small@{OLD}"
+
+
+def test_the_cache_answers_where_the_hub_does_not(machine: Machine) -> None:
+    name, place = machine("me/small", "model.safetensors").lines
+    Hub.requests.clear()
+    code, lines, err = machine("me/small", "model.safetensors", HF_HUB_OFFLINE="1")
+    assert (code, lines, err) == (0, [name, place], "")
+    assert not Hub.requests
+    code, lines, err = machine("me/small", HF_ENDPOINT="http://127.0.0.1:9")
+    assert (code, lines) == (0, [name, place])
+    assert "using the cache" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "variables", "words"),
+    [
+        ("me/gated", {}, ["a gated model", "accept its terms at", "HF_TOKEN"]),
+        ("me/missing", {}, ["no such folder here", "HF_TOKEN"]),
+        ("me/small@nosuch", {}, ["no revision nosuch"]),
+        ("me/broken", {}, ["the Hub answers 500"]),
+        ("me/small", {"HF_HUB_OFFLINE": "1"}, ["not whole in the cache", "unset HF_HUB_OFFLINE"]),
+        (f"me/small@{NEW}", {"HF_HUB_OFFLINE": "1"}, ["unset HF_HUB_OFFLINE"]),
+        ("me/small", {"HF_ENDPOINT": "http://127.0.0.1:9"}, ["cannot be reached", "give a folder"]),
+    ],
+)
+def test_what_cannot_be_had_is_one_line(
+    machine: Machine, name: str, variables: dict[str, str], words: list[str]
+) -> None:
+    code, lines, err = machine(name, **variables)
+    assert (code, lines) == (1, [])
+    last = err.strip().splitlines()[-1]
+    assert last.startswith(f"error: init={name}: ")
+    assert all(word in last for word in words), last
+    assert "Traceback" not in err

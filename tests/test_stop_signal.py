@@ -1,0 +1,37 @@
+"""What a signal says and does, before and after a run has something to save."""
+
+import signal
+
+import pytest
+
+from longctx import stop_signal
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_says_that_the_step_is_finished_and_a_second_quits(
+    number: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop_signal, "TOGETHER", -1.0)
+    name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    with stop_signal.caught() as stop:
+        stop.wait()
+        signal.raise_signal(number)
+        said = capfd.readouterr().err
+        assert f"{name}: finishing this step, then saving; {name} again quits unsaved" in said
+        assert (stop.number, stop.has_raised) == (number, False)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+        assert f"{name}: quitting, unsaved" in capfd.readouterr().err
+
+
+def test_before_there_is_something_to_save_and_on_other_ranks_nothing_is_said(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with stop_signal.caught() as stop, pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+    with stop_signal.caught() as stop:
+        stop.speaks = False
+        stop.wait()
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.number == signal.SIGTERM
+    assert capfd.readouterr().err == ""
