@@ -188,8 +188,12 @@ def _evaluate(argv: list[str]) -> int:
     """Run one evaluation, print its tables and write its files."""
     composed = compose("eval", read("eval", argv).overrides)
     request = EvalRequest.of(composed.config, composed.changed)
-    launched(request.config)
-    early_checks.check_evaluation(request)
+    try:
+        launched(request.config)
+        early_checks.check_evaluation(request)
+    except (ValueError, OSError):
+        leave_to_first()
+        raise
     with libraries():
         from longctx.evaluation.evaluate import evaluate
     return evaluate(request)

@@ -19,20 +19,18 @@ from longctx.runs import run_folder
 
 
 def check_training(config: TrainConfig) -> None:
-    """Raise ValueError or OSError for what is not there, or there already; of several processes the
-    first one looks. A model of the Hub in `config.init` gets its commit.
+    """Raise ValueError or OSError for what is not there, or there already. A model of the Hub in
+    `config.init` gets its commit.
     """
-    if number_here():
-        return
     check_device(config)
     if config.resume is None:
         check_warmup(config.warmup_steps, config.max_steps)
-        run_folder.check_root(Path(config.runs))
-        run_folder.check_free(Path(config.runs), config.name)
-        if config.init is not None:
-            config.init = hub_snapshot.pinned(config.init, "init")
-            if hub_snapshot.model_name(config.init) is None:
-                check_init(Path(config.init).expanduser())
+        if number_here() == 0:  # which may have made the folder when the others look
+            run_folder.check_root(Path(config.runs))
+            run_folder.check_free(Path(config.runs), config.name)
+            config.init = config.init and hub_snapshot.pinned(config.init, "init")
+        if config.init is not None and hub_snapshot.model_name(config.init) is None:
+            check_init(Path(config.init).expanduser())
     data = config.data
     if config.resume is not None and config.init is not None:  # it has a tokenizer of its own
         data = replace(data, tokenizer=None)
@@ -41,8 +39,6 @@ def check_training(config: TrainConfig) -> None:
 
 def check_evaluation(request: EvalRequest) -> None:
     """The same for an evaluation."""
-    if number_here():
-        return
     check_device(request.config)
     checkpoint = Path(request.config.checkpoint or "")
     if not run_folder.is_hugging_face(checkpoint):
@@ -77,7 +73,7 @@ def check_device(config: TrainConfig | EvalConfig) -> None:
     if isinstance(config, TrainConfig) and config.seq_len == "max":
         raise ValueError(hardware.NO_LONGEST)
     cores, here = hardware.cores(), launched(config).local_ranks
-    if here > cores:
+    if here > cores and number_here() == 0:
         print(
             f"warning: devices={config.devices}: {here} processes share the {cores} "
             f"core{'s' if cores > 1 else ''} of this machine, which is slower than "
