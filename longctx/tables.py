@@ -22,7 +22,7 @@ WIDEST = 10_000  # columns, at which nothing is wrapped
 
 def console() -> Console:
     """A console on stdout that wraps nothing where that is no terminal."""
-    output = Console(highlight=False)
+    output = Console(highlight=False, emoji=False)
     if not output.is_terminal:
         output.width = WIDEST
     return output
@@ -146,7 +146,7 @@ def natural_width(table: Table, output: Console) -> int:
 
 def text_of(cell: RenderableType, output: Console) -> Text:
     """A cell as text."""
-    return cell if isinstance(cell, Text) else output.render_str(str(cell))
+    return cell if isinstance(cell, Text) else Text(str(cell))
 
 
 def width_of(cell: RenderableType, output: Console) -> int:

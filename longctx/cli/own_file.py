@@ -7,6 +7,7 @@ Its keys become arguments before those of the command line, so that they are che
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ NAMED_BY = {  # group → its key that names the preset which the others differ 
     "rope": "type",
     "strategy": "name",
 }
+OTHERWISE = re.compile(r"|null|true|false|nan|inf|[+-]?[\d_.]*\d(e[+-]?\d+)?", re.IGNORECASE)
 OF_RUN = ("name", "resume")  # of the run whose config.yaml it is, not of another
 
 
@@ -39,6 +41,8 @@ def with_file(argv: list[str]) -> list[str]:
         raise ValueError(f"{files[1]}: {files[0]} is given too; give one file")
     words = [word for word in argv if word not in files]
     given = {word.partition("=")[0].lstrip("+") for word in words}
+    if given & {"max_tokens", "max_steps"}:  # each ends the run
+        given |= {"max_tokens", "max_steps"}
     keys = arguments(Path(files[0]))
     return [f"{key}={value}" for key, value in keys.items() if not _is_given(key, given)] + words
 
@@ -111,8 +115,12 @@ def written(value: Any) -> str:
 
 
 def _is_plain(text: str) -> bool:
-    """Whether `text` needs no quotes."""
-    return bool(text) and all(one.isalnum() or one in "_-./" for one in text) and text.isascii()
+    """Whether `text` needs no quotes, without which a number or null would be another value."""
+    return (
+        not OTHERWISE.fullmatch(text)
+        and all(one.isalnum() or one in "_-./" for one in text)
+        and text.isascii()
+    )
 
 
 def _is_given(key: str, given: set[str]) -> bool:

@@ -80,15 +80,20 @@ class Renderer:
         for batch in _batches(requests):
             child = self.child = self.child or self._start()
             self._tell(child, str(len(batch)).encode(), *(request.line for request in batch))
-            for request in batch:
-                place = request.place
-                answer = self._answer(child, f"{place}: the chat template of {self.folder}")
-                if "refused" in answer:
+            left = len(batch)
+            try:
+                for request in batch:
+                    place = request.place
+                    answer = self._answer(child, f"{place}: the chat template of {self.folder}")
+                    if "refused" in answer:
+                        raise ValueError(f"{place}: {answer['refused']}")
+                    left -= 1
+                    spans = [(first, end) for first, end in answer["spans"]]
+                    yield Written(request.name, answer["text"], spans)
+            finally:
+                if left and self.child is child:  # it still has answers that nobody waits for
                     self.child = None
                     _end(child)
-                    raise ValueError(f"{place}: {answer['refused']}")
-                spans = [(first, end) for first, end in answer["spans"]]
-                yield Written(request.name, answer["text"], spans)
 
     def _start(self) -> subprocess.Popen[bytes]:
         child = subprocess.Popen(

@@ -64,7 +64,7 @@ def by_bytes(
             smallest = int(np.argmin(np.where(size > 0, size, totals[n])))
             if 0 < size[smallest] < totals[n]:
                 trained[np.split(group, bounds)[n] == smallest] = 0
-            elif (sizes[:, n] > 0).sum() == 1:
+            elif (sizes[:, n] > 0).sum() == 1:  # else it validates nothing, which the run says
                 raise _cannot_split(place, fractions[place], len(store))
         splits.append(trained)
     return splits
@@ -116,7 +116,7 @@ def _order(stores: Sequence[Store], group: np.ndarray) -> np.ndarray:
 def _wanted(total: int, fraction: float | None) -> int:
     """Bytes of `total` that are to validate."""
     if fraction is not None:
-        return 0 if fraction == 0 else max(1, round(fraction * total))
+        return 0 if fraction == 0 else min(max(1, total - 1), max(1, round(fraction * total)))
     return max(1, round(max(SHARE * total, min(ENOUGH, MOST * total))))
 
 
@@ -171,8 +171,9 @@ def _cut_ends(
         return
     share = missing / int(store.n_bytes[documents].sum())
     ends = np.floor(share * store.lengths[documents]).astype(np.int64)
-    if (ends < SHORTEST).all():
-        ends[np.argmax(store.lengths[documents])] = SHORTEST
+    if (ends < SHORTEST).all():  # of the longest one then, and of its copies
+        keys = store.keys[documents]
+        ends[(keys == keys[np.argmax(store.lengths[documents])]).all(axis=1)] = SHORTEST
     for document, end in zip(documents.tolist(), ends.tolist(), strict=True):
         if end >= SHORTEST:
             length = int(store.lengths[document])

@@ -135,6 +135,7 @@ def unsharded(model: GPT) -> Iterator[None]:
     if not isinstance(model, FSDPModule):
         yield
         return
+    model._get_fsdp_state()._lazy_init()  # else a block that is called first keeps its weights
     model.unshard()
     try:
         yield

@@ -17,7 +17,7 @@ from torch import nn
 from longctx import attention, files
 from longctx.config import presets
 from longctx.config.generate_config import GenerateConfig
-from longctx.config.model_config import AttentionConfig
+from longctx.config.model_config import AttentionConfig, GPTConfig
 from longctx.data import Tokenizer
 from longctx.data.tokenizer import read_json
 from longctx.distributed.devices import choose_device, this_machine
@@ -40,7 +40,7 @@ class Opened(NamedTuple):
     model: GPT
     tokenizer: Tokenizer
     folder: Path  # which has the tokenizer and the chat template
-    seq_len: int  # tokens per sequence that it was trained at, or is made for
+    seq_len: int | None  # tokens per sequence that it was trained at, or is made for
 
 
 class Speed(NamedTuple):
@@ -66,7 +66,7 @@ def generate(config: GenerateConfig) -> int:
     opened = open_model(config, device)
     prompts = read_prompts(config, opened.tokenizer, opened.folder)
     most = max(len(prompt.ids) for prompt in prompts) + config.max_new_tokens
-    if most > opened.seq_len:
+    if opened.seq_len is not None and most > opened.seq_len:
         say(
             f"prompt and new tokens make up to {most:,} tokens; the model knows sequences of "
             f"{opened.seq_len:,}"
@@ -101,13 +101,13 @@ def open_model(config: GenerateConfig, device: str) -> Opened:
     if run_folder.is_hugging_face(path):
         file = folder = path
         shape = huggingface.read_config(path)
-        seq_len, head_dim = shape.context or 1, shape.head_size
+        seq_len, head_size = shape.context, shape.head_size
     else:
         file, folder, run = open_run(path)
-        seq_len, head_dim = run["seq_len"], None
+        seq_len, head_size = run["seq_len"], GPTConfig.of_saved(run["model"]).head_size
     tokenizer = Tokenizer.load(folder)
     attention.check(
-        chosen.backend, device=device, dtype=dtype, head_dim=head_dim or 64, options=chosen.options
+        chosen.backend, device=device, dtype=dtype, head_dim=head_size, options=chosen.options
     )
     model = build_model(file, chosen, device, dtype)
     for module in model.modules():
@@ -200,7 +200,7 @@ class Screen:
 def heading(prompts: list[Prompt], number: int) -> str:
     """What a text begins with: its number where there are several, and its prompt's last line."""
     shown = prompts[number].shown
-    last = shown.splitlines()[-1] if isinstance(shown, str) and shown else ""
+    last = shown.rpartition("\n")[2] if isinstance(shown, str) else ""
     return last if len(prompts) == 1 else f"\n── {number + 1} of {len(prompts)} ──\n{last}"
 
 

@@ -38,7 +38,8 @@ def read_prompts(config: GenerateConfig, tokenizer: Tokenizer, folder: Path) -> 
         file = Path(config.prompts)
         text = untrusted.read_text(file, LARGEST)
         is_text = file.suffix == ".txt"
-        lines = [(n, line) for n, line in enumerate(text.splitlines(), start=1) if line.strip()]
+        # Not splitlines, which also breaks at U+2028 and its like, which JSON may hold.
+        lines = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
         rows = (
             [text.removesuffix("\n")]
             if is_text
@@ -47,18 +48,18 @@ def read_prompts(config: GenerateConfig, tokenizer: Tokenizer, folder: Path) -> 
         places = [str(file)] if is_text else [f"{file}:{n}" for n, _ in lines]
     if not rows:
         raise ValueError(f"prompts={config.prompts}: no prompt in it")
-    chats = any(isinstance(row, list) for row in rows) or config.chat
+    chats = any(isinstance(row, dict) for row in rows) or config.chat
     template = Template(folder) if chats else None
     prompts = []
     for place, row in zip(places, rows, strict=True):
         if config.chat and isinstance(row, str):
-            row = [{"role": "user", "content": row}]
+            row = {"messages": [{"role": "user", "content": row}]}
         if isinstance(row, str):
             prompts.append(Prompt(tokens_of(row, tokenizer), row))
         else:
             assert template is not None
             ids = tokenizer.encode_conversation(asked(template, place, row), [])[0].tolist()
-            prompts.append(Prompt(ids, row))
+            prompts.append(Prompt(ids, row["messages"]))
     return prompts
 
 
@@ -70,12 +71,15 @@ def tokens_of(text: str, tokenizer: Tokenizer) -> list[int]:
     return [*begin, *tokenizer.encode(text)] or [tokenizer.eos_id]
 
 
-def asked(template: Template, place: str, messages: Any) -> str:
-    """The conversation `messages` as text, up to where the assistant's next message begins."""
+def asked(template: Template, place: str, row: dict[str, Any]) -> str:
+    """The conversation of `row`, its messages and the tools if there are any, as text, up to where
+    the assistant's next message begins.
+    """
+    messages = row["messages"]
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{place}: 'messages' must be a list of messages")
     answered = [*messages, {"role": "assistant", "content": "."}]
-    [written] = template.conversations([("prompt", place, {"messages": answered})])
+    [written] = template.conversations([("prompt", place, row | {"messages": answered})])
     return str(written.text)[: written.spans[-1][0]]
 
 
@@ -86,7 +90,7 @@ def _row(place: str, line: str) -> Any:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: not JSON ({error})") from error
     if isinstance(row, dict) and isinstance(row.get("messages"), list):
-        return row["messages"]
+        return row
     if isinstance(row, dict) and isinstance(row.get("prompt"), str):
         return row["prompt"]
     raise ValueError(f"{place}: needs a text in 'prompt', or a list in 'messages'")

@@ -39,11 +39,13 @@ class Sampler:
         chance = [row.getrandbits(24) / 2**24 for row in self.random]
         sums = self.probabilities(logits).double().cumsum(-1)
         at = torch.tensor(chance, dtype=torch.float64).to(logits.device)[:, None] * sums[:, -1:]
-        return torch.searchsorted(sums, at, right=True)[:, 0]
+        chosen = torch.searchsorted(sums, at, right=True)[:, 0]
+        return chosen.clamp(max=logits.shape[-1] - 1)  # of logits that are no numbers
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """(rows, V) fp32; 0 for what top_k and top_p leave out."""
-        logits = logits.float() / self.temperature
+        logits = logits.float()
+        logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature  # 0 at most: no inf
         if self.top_k is not None:
             least = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
             logits = logits.masked_fill(logits < least, float("-inf"))

@@ -134,11 +134,12 @@ def save(
 
     def finish() -> None:
         if writers.rank == 0:
-            written = [json.loads(file.read_text()) for file in sorted(partial.glob("rank-*.json"))]
+            ranks = [partial / f"rank-{rank:05d}.json" for rank in range(writers.ranks)]
+            written = [json.loads(file.read_text()) for file in ranks]
             content = {"format": FORMAT, **about} | _index(tensors, written)
             crc32 = zlib.crc32(json.dumps(content).encode())
             _write_json(partial / INDEX, {"crc32": crc32, "content": content})
-            for file in partial.glob("rank-*.json"):
+            for file in ranks:
                 file.unlink()
             _to_disk(partial)
             remove(path)  # the one after this step that an earlier process of the run wrote
@@ -153,6 +154,8 @@ def save(
             problem = f"{path.parent}: the folder of the run is gone, so no checkpoint is written"
         except (OSError, SafetensorError) as error:
             problem = f"{path}: the checkpoint could not be written; is the disk full? ({error})"
+        except ValueError as error:  # a number that JSON has not
+            problem = f"{path}: the checkpoint could not be written ({error})"
         problem = writers.agree(problem)
         if problem is not None:
             if writers.rank == 0:

@@ -105,7 +105,7 @@ def tidy(folder: Path, keep: int, best_step: int = 0) -> None:
     _link("last.ckpt", paths[-1])
     if best in paths:
         _link("best.ckpt", best)
-    elif best_step:
+    else:
         files.remove(folder / "checkpoints" / "best.ckpt")
     for path in [*paths[:-keep], *(folder / "checkpoints").glob(".step-*.ckpt*")]:
         if path != best:

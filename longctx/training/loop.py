@@ -20,7 +20,7 @@ import torch
 from longctx import stop_signal
 from longctx.attention import kernels_run
 from longctx.config.request import Request
-from longctx.data import load
+from longctx.data import Data, Mixture, load
 from longctx.distributed import sharding
 from longctx.distributed.devices import this_machine
 from longctx.distributed.heartbeat import go_on
@@ -94,12 +94,10 @@ def train(request: Request) -> int:
 
 def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal) -> None:
     """Every step of `run`: forward and backward, clipping and update, log, validate, save, stop."""
-    data = run.data or load(data_config(run.config), run.workload.seq_len)
+    data = run.data or data_of(run, run.workload.seq_len)
     if run.config.context.check:
         log.checked(context_check.compare_with_one(run, data, parallel))
-    shorter = [
-        load(data_config(run.config), seq_len) for seq_len, _ in run.config.seq_len_schedule or []
-    ]
+    shorter = [data_of(run, seq_len) for seq_len, _ in run.config.seq_len_schedule or []]
     schedule = Schedule(run, [*shorter, data])
     state = TrainState(run, parallel)
     spikes = Spikes(run.config.spike, run.config.spike_budget)
@@ -170,6 +168,14 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal) -> None:
         if stopped or best.is_over:
             break
         meter.waits()
+
+
+def data_of(run: Run, seq_len: int) -> Data | Mixture:
+    """The documents of `run` in rows of `seq_len`, in the split that it began with."""
+    data = load(data_config(run.config), seq_len)
+    if run.checkpoint is None:
+        return data
+    return data.as_begun(checkpoints.read(run.checkpoint)["longctx"]["data"]) or data
 
 
 def step_batches(run: Run, schedule: Schedule, parallel: Parallel) -> Iterator[StepBatch]:

@@ -149,7 +149,7 @@ def validates(counts: dict[str, Any]) -> list[str]:
     """What validates of a data set with these `counts`, and a warning where that is little."""
     documents, tokens = counts["val_documents"], counts["val_tokens"]
     if not documents:
-        return ["validate   nothing (data.val_fraction=0)"]
+        return ["validate   nothing: no document is left for it"]
     ends = counts["val_ends"]
     of_documents = f"{documents:,} documents" if documents > 1 else "1 document"
     if ends == documents:

@@ -36,7 +36,9 @@ def sample(module: Any, data: Data | Mixture, run: Run, parallel: Parallel) -> s
         torch.compiler.set_stance("force_eager"),
     ):
         decoder = Decoder(module.model, 1, len(prompt) + NEW, "torch", graphs=False)
-        new = [row[0] for row in continuations(decoder, [prompt], NEW, choose)]
+        # On the CPU: with deterministic=true torch has no cumulative sum on a GPU.
+        rows = continuations(decoder, [prompt], NEW, lambda logits: choose(logits.cpu()))
+        new = [row[0] for row in rows]
     ids = [token for token in new if token is not None]
     ids = ids[: ids.index(tokenizer.eos_id)] if tokenizer.eos_id in ids else ids
     return shown(tokenizer, prompt) + tokenizer.decode(ids)

@@ -67,15 +67,13 @@ def test_two_devices_share_each_row(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("optimizer", "rel"), [("adamw", 2e-6), ("muon", 5e-5)])  # bf16 products
 def test_a_sharded_run_resumes_on_any_number_of_devices(
-    optimizer: str,
-    rel: float,
     overrides: Overrides,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    shape = SHAPE | {"optimizer": optimizer, "checkpoint_every": 2, "keep_checkpoints": 5}
+    rel = 2e-6
+    shape = SHAPE | {"checkpoint_every": 2, "keep_checkpoints": 5}
     assert train.main(overrides(name="one", accumulate=4, **shape)) == 0
     run(tmp_path, overrides(name="sharded", accumulate=2, devices=2, strategy="fsdp", **shape))
     runs = tmp_path / "runs"
@@ -88,7 +86,7 @@ def test_a_sharded_run_resumes_on_any_number_of_devices(
             ["devices=1", "strategy=auto"],
             ["devices=4"],
             ["devices=4", "context=2", "strategy=ddp"],
-        )[: 3 if optimizer == "adamw" else 1]
+        )
     ):
         folder = runs / f"resumed-{number}"
         shutil.copytree(runs / "sharded", folder, symlinks=True)

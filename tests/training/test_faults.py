@@ -160,7 +160,7 @@ def test_a_sweep_survives_a_job_that_fails(
     assert train.main(["-m", *jobs]) == 1
     printed = capfd.readouterr()
     assert "error: model.vocab_size=128" in printed.err
-    *_, header, failed, finished = printed.out.splitlines()
+    *_, header, failed, finished = filter(str.strip, printed.out.splitlines())
     assert header.split()[0] == "job"
     assert "mistake" in failed
     assert "well" in finished

@@ -72,6 +72,7 @@ AVERAGES: dict[str, Callable[[Tensor], Any]] = {
     "none": lambda x: None,
     "NaN in it": lambda x: x.clone().fill_(math.nan),
 }
+FOREIGN = ("sparse", "on meta")  # of kinds that no run writes: refused before torch opens the file
 
 
 @pytest.mark.parametrize("kind", AVERAGES)
@@ -80,7 +81,8 @@ def test_an_average_that_is_not_of_the_model_is_refused(
 ) -> None:
     content = newest(folder)
     state(content)[0]["exp_avg"] = AVERAGES[kind](state(content)[0]["exp_avg"])
-    assert "exp_avg of " in refused(folder, content, capsys)
+    line = refused(folder, content, capsys)
+    assert ("more than tensors" if kind in FOREIGN else "exp_avg of ") in line
 
 
 @pytest.mark.parametrize("kind", [kind for kind in AVERAGES if kind != "NaN in it"])
@@ -89,9 +91,11 @@ def test_a_weight_that_is_not_of_the_model_is_refused(
 ) -> None:
     content = newest(folder)
     content["state_dict"][EMBEDDING] = AVERAGES[kind](content["state_dict"][EMBEDDING])
-    line = refused(folder, content, capsys)
-    assert f"its weights are not those of its model: {EMBEDDING} is " in line
-    with pytest.raises(ValueError, match="its weights are not those of its model"):
+    why = f"its weights are not those of its model: {EMBEDDING} is "
+    if kind in FOREIGN:
+        why = "it holds more than tensors and plain values"
+    assert why in refused(folder, content, capsys)
+    with pytest.raises(ValueError, match=why.partition(":")[0]):
         load_model(folder)
 
 
