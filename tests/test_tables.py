@@ -70,3 +70,7 @@ def test_a_text_may_be_folded_and_loses_nothing() -> None:
 def test_brackets_are_text(capsys: pytest.CaptureFixture[str]) -> None:
     tables.grid("t", ("document", "loss"), [{"document": "a/[b].md", "loss": 1234.5}])
     assert "a/[b].md" in (out := capsys.readouterr().out) and "1,234" in out
+    table = Table("job", "text")
+    table.add_row("data.path=[/a,/b]", "x[:key:] [bold]")
+    tables.show(table)
+    assert "data.path=[/a,/b]" in (out := capsys.readouterr().out) and "x[:key:] [bold]" in out

@@ -15,6 +15,7 @@ import yaml
 
 from longctx import hub_snapshot, untrusted
 from longctx.cli.overrides import groups
+from longctx.config import presets
 from longctx.config.train_config import TrainConfig, upgraded
 from longctx.runs import run_folder
 
@@ -74,7 +75,7 @@ def _keys(values: dict[str, Any]) -> dict[str, Any]:
     """Dotted key → value, without those that have their default anyway, which another preset may
     not take; of a model all stand, since presets of models differ in every key.
     """
-    presets, result = groups("train"), dict[str, Any]()
+    choices, result = groups("train"), dict[str, Any]()
     for key, value in values.items():
         if not isinstance(value, dict):
             result[key] = value
@@ -82,12 +83,19 @@ def _keys(values: dict[str, Any]) -> dict[str, Any]:
         if key in NAMED_BY and NAMED_BY[key] in value:
             result[key] = value[NAMED_BY[key]]
             value = {name: x for name, x in value.items() if name != NAMED_BY[key]}
-        default = run_folder.flat({key: _default(key)})
+        default = run_folder.flat({key: _default(key)}) | _preset(key, result.get(key))
         for name, inner in run_folder.flat({key: value}).items():
             is_default = name in default and default[name] == inner
-            if not is_default or (key == "model" and key in presets and inner not in ({}, [])):
+            if not is_default or (key == "model" and key in choices and inner not in ({}, [])):
                 result[name] = inner
     return result
+
+
+def _preset(key: str, name: Any) -> dict[str, Any]:
+    """What the preset `name` of a group sets, by dotted key."""
+    if key not in groups("train") or name not in presets.names(key):
+        return {}
+    return run_folder.flat({key: presets.read(key, name)})
 
 
 def _default(key: str) -> Any:

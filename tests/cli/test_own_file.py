@@ -40,6 +40,8 @@ def test_presets_nested_and_dotted_keys_and_the_command_line_over_them(tmp_path:
         ["optimizer=muon", "data=text", "data.path=docs/", "data.vocab_size=300", "model=tiny"],
         ["model=tiny", "model.nope_layers=[1,2]", "passkey=true", "passkey.lengths=[256]"],
         ["model=tiny", "attention.options.kernel=portable", "rope=keep", "data=needles"],
+        ["model=tiny", "data=hub", "data.path=a/b", "data.documents=null"],
+        ["model=tiny", "data=hub", "data.path=a/b", "data.revision='12e4567'", "lr=1e-3"],
     ],
 )
 def test_the_configuration_of_a_run_is_such_a_file(words: list[str], tmp_path: Path) -> None:
@@ -47,6 +49,14 @@ def test_the_configuration_of_a_run_is_such_a_file(words: list[str], tmp_path: P
     run_folder.write_config(tmp_path, run_folder.plain(config) | {"name": "there"})
     again = config_of(str(tmp_path / "config.yaml"))
     assert again == config
+
+
+def test_values_that_look_like_others_stay_what_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text("lr: 1e-3\nname: 'null'\nmax_steps: 60\nwandb: {notes: '1_000'}\n")
+    config = config_of(str(file), "max_tokens=100000")
+    assert (config.lr, config.name, config.wandb.notes) == (0.001, "null", "1_000")
+    assert (config.max_steps, config.max_tokens) == (None, 100_000)
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,14 @@ def test_conversations_before_one_that_cannot_be_read_come_first() -> None:
         next(answers)
 
 
+def test_conversations_that_nobody_reads_answer_no_later_one() -> None:
+    template = renderer(PLAIN)
+    others = [[{"role": "user", "content": name}, TALK[1]] for name in "abcde"]
+    assert "<user>a" in next(written(template, *others[:3])).text
+    texts = [one.text for one in written(template, *others[3:])]
+    assert ["<user>d" in texts[0], "<user>e" in texts[1]] == [True, True]
+
+
 def test_halves_of_surrogate_pairs_and_nested_tools_pass_through() -> None:
     talk = [QUESTION, {"role": "assistant", "content": "\ud83d é 水"}]
     template = renderer("{{ tools | tojson }}" + PLAIN)

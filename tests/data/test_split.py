@@ -65,6 +65,13 @@ def test_groups_stay_together_and_the_share_is_the_one_asked_for(
     assert share == pytest.approx(fraction, rel=0.15)
 
 
+def test_copies_of_a_short_document_validate_together(tokenizer: Tokenizer) -> None:
+    store = Documents([25, 25, 25], np.zeros(3, np.int64))
+    store.keys[:] = store.keys[0]
+    (trained,) = by_bytes([store], {"data": 0.02}, tokenizer)
+    assert len(set(trained.tolist())) == 1 and 0 < trained[0] < 25
+
+
 def test_groups_larger_than_the_share_give_the_smallest(tokenizer: Tokenizer) -> None:
     store = Documents(lengths_of(200), firsts(np.arange(200) // 50))
     (trained,) = by_bytes([store], {"data": 0.001}, tokenizer)

@@ -66,14 +66,14 @@ def test_text_is_that_of_transformers_and_what_is_said_goes_to_stderr(
 
 def test_prompts_of_a_file_are_answered_in_their_order(folder: Path, tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "who is in 1812?"}]
-    prompts: list[Any] = ["a", chat, "a rose is a rose in 20"]
+    prompts: list[Any] = ["a", chat, "a rose is a rose in 20", "a\u2028b"]
     rows = [{"prompt": x} if isinstance(x, str) else {"messages": x} for x in prompts]
     file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    file.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n")
     for batch_size in (2, 3):
         arguments = (f"prompts={file}", f"out={out}", f"batch_size={batch_size}", "temperature=0")
         assert generate(folder, *arguments) == 0
-        answers = [json.loads(line) for line in out.read_text().splitlines()]
+        answers = [json.loads(line) for line in out.read_text().strip().split("\n")]
         assert [row["prompt"] for row in answers] == prompts
         assert [row["text"] for row in answers] == [expected(folder, x) for x in prompts]
 

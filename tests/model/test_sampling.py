@@ -1,5 +1,7 @@
 """Probabilities are those of transformers' rules; choices follow them, the seed and the text."""
 
+import math
+
 import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -43,6 +45,14 @@ def test_a_text_is_chosen_alike_whatever_is_beside_it() -> None:
     beside = [together(LOGITS)[1].item() for _ in range(20)]
     assert beside == [alone(LOGITS[1:2]).item() for _ in range(20)]
     assert beside != [other(LOGITS[1:2]).item() for _ in range(20)]
+
+
+def test_odd_logits_and_temperatures_choose_a_token_of_the_vocabulary() -> None:
+    for logits in (torch.full((3, 5), math.nan), torch.full((3, 5), math.inf), LOGITS):
+        for temperature in (1e-38, 0.8, 100.0):
+            chosen = Sampler(range(3), temperature)(logits)
+            assert ((chosen >= 0) & (chosen < logits.shape[-1])).all()
+    assert Sampler([0], 1e-38)(torch.tensor([[50.0, 60.0, 1.0]])).item() == 1
 
 
 def test_no_temperature_takes_the_likeliest() -> None:
