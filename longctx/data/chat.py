@@ -116,8 +116,8 @@ def _source(folder: Path, settings: Mapping[str, Any]) -> str:
         template = named.get("default")
     if not isinstance(template, str):
         raise ValueError(
-            f"data.chat=true: {folder} has no chat template; "
-            "give a tokenizer's folder that has one with data.tokenizer="
+            f"{folder}: no chat template, which conversations need; give the folder of a tokenizer "
+            "that has one (data.tokenizer= where you train)"
         )
     return template
 

@@ -85,6 +85,11 @@ def build_scorer(request: EvalRequest, setup: Setup | None, parallel: Parallel) 
 
 def why(error: Exception, request: EvalRequest, parallel: Parallel) -> str | None:
     """What this process has to say about `error`; None where it is to be raised."""
+    if isinstance(error, torch.OutOfMemoryError) and request.config.ruler.enabled:
+        return (
+            f"out of GPU memory on process {parallel.rank}; let devices share the model "
+            "(strategy=fsdp), or give shorter ruler.lengths"
+        )
     if isinstance(error, torch.OutOfMemoryError):
         return (
             f"out of GPU memory on process {parallel.rank}; let more devices share a row "

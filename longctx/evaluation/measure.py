@@ -135,6 +135,8 @@ def measure_ruler(setup: Setup, scorer: Scorer) -> Result:
                 "shorter lengths"
             )
         text = subject.tokenizer.decode(ids)
+    elif setup.request.other_data or config.documents is not None:
+        raise ValueError("ruler.tasks: none of them is made of text; leave data and documents out")
     texts = ruler.Texts.of(config.ruler, subject.tokenizer, text or "")
     results = list(
         track(

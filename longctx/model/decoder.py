@@ -22,6 +22,7 @@ from torch import Tensor
 
 from longctx.attention import Mask
 from longctx.attention.cached import Visible, cached_attention, decode_kernel
+from longctx.config.memory_config import POLICIES
 from longctx.model.gpt import GPT
 from longctx.model.kv_cache import KVCache
 from longctx.model.recompute import in_tiles
@@ -79,7 +80,8 @@ class Decoder:
         angles = [self.model.rope.of_length(at[None], len(at)) for at in places]
         cos, sin = (torch.cat(x, dim=1) for x in zip(*angles, strict=True))
 
-        tile = self.model.memory.mlp_tile or 0
+        # In tiles always, which costs nothing without gradients: an MLP over 1M tokens is 80 GiB.
+        tile = self.model.memory.mlp_tile or POLICIES["long"]["mlp_tile"]
 
         def block_of(n: int) -> Callable[..., Tensor]:
             def forward(block: Any, x: Tensor) -> Tensor:

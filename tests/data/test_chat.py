@@ -158,8 +158,8 @@ def test_a_wrong_conversation_is_one_line(folder: Path, row: dict[str, Any], mes
             "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
             "chats.jsonl:1: message 2 ",
         ),
-        (None, "data.chat=true: .*data.tokenizer="),
-        ([{"name": "other", "template": CHATML}], "data.chat=true: .*data.tokenizer="),
+        (None, "no chat template.*data.tokenizer="),
+        ([{"name": "other", "template": CHATML}], "no chat template.*data.tokenizer="),
     ],
 )
 def test_templates_are_not_trusted(folder: Path, template: Any, message: str) -> None:
@@ -182,7 +182,7 @@ def test_a_file_beside_the_settings_and_a_named_template_are_found(folder: Path)
 def test_a_source_without_conversations_is_refused(folder: Path) -> None:
     for changes, message in (
         ({"source": "embedded", "path": None}, "data.chat=true: data=embedded "),
-        ({"tokenizer": None}, "data.chat=true: .*data.tokenizer="),
+        ({"tokenizer": None}, "no chat template.*data.tokenizer="),
         ({"path": str(folder / "tokenizer_config.json")}, "data.chat=true: .*tokenizer_config"),
     ):
         with pytest.raises(ValueError, match=message):
