@@ -182,7 +182,7 @@ def test_a_file_beside_the_settings_and_a_named_template_are_found(folder: Path)
 def test_a_source_without_conversations_is_refused(folder: Path) -> None:
     for changes, message in (
         ({"source": "embedded", "path": None}, "data.chat=true: data=embedded "),
-        ({"tokenizer": None}, "no chat template.*data.tokenizer="),
+        ({"tokenizer": None}, "data.chat=true: .*data.tokenizer="),
         ({"path": str(folder / "tokenizer_config.json")}, "data.chat=true: .*tokenizer_config"),
     ):
         with pytest.raises(ValueError, match=message):
