@@ -72,6 +72,15 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     bandwidth = None if gpu is None else gpu.bandwidth
     dtype = torch.bfloat16 if work.precision == "bf16" else torch.float32
     rows: list[dict[str, Any]] = []
+    result = {
+        "command": command,
+        **machine(),
+        "options": asdict(options),
+        "parameters": work.model.parameters(),
+        "precision": work.precision,
+        "bandwidth": bandwidth,
+        "results": rows,
+    }
     for prompt in options.prompts:
         for peer in options.peers:
             print(f"{prompt:,} tokens, {peer}:", end=" ", flush=True)
@@ -85,18 +94,9 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
                 row["failed"] = "out of memory"
             measured = None  # its weights go before the next ones come
             rows.append(row)
+            write_json(Path(f"{options.out}.json"), result)
             print(row.get("failed") or f"{row['tokens_per_second']:,.1f} tokens/s", flush=True)
-    result = {
-        "command": command,
-        **machine(),
-        "options": asdict(options),
-        "parameters": work.model.parameters(),
-        "precision": work.precision,
-        "bandwidth": bandwidth,
-        "results": rows,
-    }
     grid("The first new token, and each further one", SHOWN, rows)
-    write_json(Path(f"{options.out}.json"), result)
     print(f"wrote {options.out}.json")
 
 
@@ -138,13 +138,13 @@ class Ours:
         """The first new token."""
         return self.decoder.prefill(self.tokens.tolist()).argmax(-1)
 
-    def all(self) -> Tensor:
-        """The first new token and `new` more."""
-        tokens = self.first()
-        for _ in range(self.new):
-            tokens = self.decoder.step(tokens).argmax(-1)
-            tokens.tolist()  # shown as they come
-        return tokens
+    def all(self) -> list[int | None]:
+        """The first new token and `new` more, read as they come."""
+        from longctx.model.decoder import continuations
+
+        prompts = self.tokens.tolist()
+        *_, last = continuations(self.decoder, prompts, 1 + self.new, lambda x: x.argmax(-1))
+        return last
 
 
 class Transformers:

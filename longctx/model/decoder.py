@@ -105,8 +105,9 @@ class Decoder:
         self.lengths = [n + 1 for n in self.lengths]
         assert max(self.lengths) <= self.cache.length
         self.tokens.copy_(tokens)
-        for buffer, angle in zip((self.cos, self.sin), self._angles(), strict=True):
-            buffer.copy_(angle)
+        if self.model.rope.follows_length:  # which a graph cannot follow
+            for buffer, angle in zip((self.cos, self.sin), self._angles(), strict=True):
+                buffer.copy_(angle)
         if self.graph is not None:
             self.graph.replay()
             return self.logits
@@ -118,19 +119,17 @@ class Decoder:
         return logits
 
     def _angles(self) -> tuple[Tensor, Tensor]:
-        """cos and sin of the newest tokens, (rows, 1, 1, D/2)."""
-        positions = self.cache.lengths[:, None]
-        if not self.model.rope.follows_length:
-            cos, sin = self.model.rope(positions)
-            return cos, sin
-        rows = zip(positions, self.lengths, strict=True)
+        """cos and sin of the newest tokens, (rows, 1, 1, D/2), where the length decides."""
+        rows = zip(self.cache.lengths[:, None], self.lengths, strict=True)
         angles = [self.model.rope.of_length(position[None], n) for position, n in rows]
         cos, sin = (torch.cat(x) for x in zip(*angles, strict=True))
         return cos, sin
 
     def _one_token(self) -> Tensor:
         """Logits after `tokens`; waits for nothing, and reads nothing that changes but tensors."""
-        cache = self.cache
+        cache, cos, sin = self.cache, self.cos, self.sin
+        if not self.model.rope.follows_length:
+            cos, sin = self.model.rope(cache.lengths[:, None])
         slots, last = cache.starts + cache.lengths, cache.lengths.int()
         keys = cache.length if self.graphs else max(self.lengths)
         visible = {
@@ -140,7 +139,7 @@ class Decoder:
 
         def block_of(n: int) -> Callable[..., Tensor]:
             def forward(block: Any, x: Tensor) -> Tensor:
-                q, k, v = block.before(x, self.cos, self.sin)
+                q, k, v = block.before(x, cos, sin)
                 cache.write(n, slots, k[:, 0], v[:, 0])
                 seen = visible[self.windows[n]]
                 out = cached_attention(
@@ -179,14 +178,38 @@ def continuations(
     """The next token of each prompt, `most` times; None for one that a token of `ends` has ended.
 
     `choose` picks tokens (rows,) from logits (rows, V). It stops early where all have ended;
-    without `ends` it never does, as ranks that compute together need it.
+    without `ends` it never does, as ranks that compute together need it. A GPU computes the next
+    step while tokens are read and shown.
     """
     logits, going = decoder.prefill(prompts), [True] * len(prompts)
+    ahead = decoder.device.type == "cuda"
     for n in range(most):
-        tokens = choose(logits)
-        values = tokens.tolist()
-        yield [token if goes else None for token, goes in zip(values, going, strict=True)]
-        going = [goes and token not in ends for token, goes in zip(values, going, strict=True)]
-        if not any(going) or n + 1 == most:
+        tokens, last = choose(logits), n + 1 == most
+        values = reading(tokens)
+        if ahead and not last:
+            logits = decoder.step(tokens)
+        chosen = values()
+        yield [token if goes else None for token, goes in zip(chosen, going, strict=True)]
+        going = [goes and token not in ends for token, goes in zip(chosen, going, strict=True)]
+        if last or not any(going):
             return
-        logits = decoder.step(tokens)
+        if not ahead:
+            logits = decoder.step(tokens)
+
+
+def reading(tokens: Tensor) -> Callable[[], list[int]]:
+    """Begins to read `tokens` (rows,); what is returned waits for them, and for nothing that is
+    queued on a GPU after this call.
+    """
+    if tokens.device.type != "cuda":
+        return tokens.tolist
+    copy = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+    copy.copy_(tokens, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def values() -> list[int]:
+        copied.synchronize()
+        return copy.tolist()
+
+    return values
