@@ -83,6 +83,7 @@ class Starter(_SubprocessScriptLauncher):
 
 def make_fabric(environment: Processes, strategy: Any, device: str, precision: str) -> Fabric:
     """Lightning's Fabric on "cuda" or "cpu" in "bf16" or "fp32"."""
+    quiet_lightning()
     return Fabric(
         accelerator="gpu" if device == "cuda" else "cpu",
         devices=environment.launched.local_ranks,
@@ -101,3 +102,5 @@ def quiet_lightning() -> None:
     warnings.filterwarnings(
         "ignore", message=r".*(does not have many workers|LeafSpec|pkg_resources).*"
     )
+    # DDP keeps the nodes of its first stream; gradients wait for one another as they should.
+    warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")

@@ -32,7 +32,7 @@ from longctx.config.model_config import AttentionConfig
 from longctx.config.train_config import TrainConfig
 from longctx.distributed import rendezvous, sharding
 from longctx.distributed.devices import choose_device
-from longctx.distributed.fabric import Met, Processes, make_fabric, quiet_lightning
+from longctx.distributed.fabric import Met, Processes, make_fabric
 from longctx.distributed.heartbeat import RUN_VARIABLE, SILENCE, Heartbeat
 from longctx.distributed.launched import FIRST_VARIABLE, OWN, OWN_VARIABLE, launched
 from longctx.distributed.lightning_parts import DDPStrategy, Fabric, SingleDeviceStrategy
@@ -122,7 +122,6 @@ class Parallel:
         """Start the other processes of the run in `folder`, or join those of a launcher, once the
         first process has decided what is to be run.
         """
-        quiet_lightning()
         os.environ[RUN_VARIABLE] = folder
         if self.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
