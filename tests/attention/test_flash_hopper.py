@@ -6,7 +6,7 @@ import torch
 from longctx.attention import Mask, attention, check, kernels_run
 from longctx.kernels import flash_op
 from tests.attention import rule
-from tests.attention.rule import DEVICE, FREE, GRID, ON_GPU, Case
+from tests.attention.rule import DEVICE, FREE, GRID, Case
 
 
 @pytest.mark.gpu
@@ -212,7 +212,7 @@ def test_refusals(request_, message):
         check("flash", options={"kernel": "hopper"}, **request_)
 
 
-@pytest.mark.skipif(ON_GPU, reason="there is a GPU")
+@pytest.mark.no_gpu
 def test_no_silent_fallback():
     q = torch.zeros(1, 4, 1, 64)
     with pytest.raises(ValueError, match="needs a Hopper GPU"):

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
 from longctx import files
 from longctx.cli import main as export
@@ -210,7 +209,7 @@ def test_tasks_run_from_the_command_line(
     assert f"{missing}: " in capsys.readouterr().err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.no_gpu
 def test_gpu_that_is_not_there_is_refused(
     script: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
