@@ -254,5 +254,5 @@ def bytes_of_token(config: GPTConfig, rows: int, length: int, itemsize: int) -> 
     if not config.tied:
         weights -= (config.vocab_size or 0) * config.channels
     windows = (config.window_of(n) for n in range(config.layers))
-    seen = sum(length if window is None else min(window, length) for window in windows)
-    return itemsize * (weights + 2 * rows * seen * config.kv_heads * config.head_size)
+    visible = sum(length if window is None else min(window, length) for window in windows)
+    return itemsize * (weights + 2 * rows * visible * config.kv_heads * config.head_size)

@@ -71,9 +71,9 @@ def grouped(table: Table, keys: int, output: Console) -> list[Table] | None:
     first `keys`.
     """
     count = len(table.columns)
-    whole = subset(table, range(count), output)
-    if natural_width(whole, output) <= output.width:
-        return [whole]
+    one_table = subset(table, range(count), output)
+    if natural_width(one_table, output) <= output.width:
+        return [one_table]
     if least_width(table, range(count), output) <= output.width or count <= keys:
         return [subset(table, range(count), output, wraps=True)]
     groups: list[list[int]] = [[]]

@@ -68,14 +68,16 @@ class MadeQuestions:
         people = names(rng, PEOPLE)
         leaders = names(rng, PEOPLE)
         towns = rng.sample(CITIES, PEOPLE)
-        whole, rest = divmod(size, len(self.passages))
-        numbers = [*range(len(self.passages))] * whole + rng.sample(range(len(self.passages)), rest)
+        repeats, remainder = divmod(size, len(self.passages))
+        numbers = [*range(len(self.passages))] * repeats + rng.sample(
+            range(len(self.passages)), remainder
+        )
         rng.shuffle(numbers)
         passages = [list(self.passages[n]) for n in numbers]
-        told = min(PEOPLE, size // self.hops)
-        facts = [f"{people[n]} was born in {towns[n]}." for n in range(told)]
+        count = min(PEOPLE, size // self.hops)
+        facts = [f"{people[n]} was born in {towns[n]}." for n in range(count)]
         if self.hops == 2:
-            facts += [f"The mayor of {towns[n]} is {leaders[n]}." for n in range(told)]
+            facts += [f"The mayor of {towns[n]} is {leaders[n]}." for n in range(count)]
         for fact, place in zip(facts, rng.sample(range(size), len(facts)), strict=True):
             passages[place].insert(rng.randint(0, len(passages[place])), fact)
         documents = [" ".join(passage) for passage in passages]
@@ -116,8 +118,8 @@ class FileQuestions:
         lacking = size - len(row.needed) - len(order)
         if lacking > 0:
             others = [n for n in range(len(self.documents)) if n not in known] or [*known]
-            whole, rest = divmod(lacking, len(others))
-            order += others * whole + rng.sample(others, rest)
+            repeats, remainder = divmod(lacking, len(others))
+            order += others * repeats + rng.sample(others, remainder)
         numbers = [*row.needed, *order][:size]
         rng.shuffle(numbers)
         return Asked([self.documents[n] for n in numbers], row.question, row.answers)
@@ -160,10 +162,10 @@ def read_hotpotqa(path: Path) -> FileQuestions:
 
 def _read(path: Path, key: str, form: str, rows: Any) -> FileQuestions:
     try:
-        found, documents = rows(untrusted.read_json(path, LARGEST))
+        questions, documents = rows(untrusted.read_json(path, LARGEST))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"ruler.{key}={path}: not in the form of {form} ({reason})") from error
-    if not found:
+    if not questions:
         raise ValueError(f"ruler.{key}={path}: no question with an answer in it")
-    return FileQuestions(found, documents)
+    return FileQuestions(questions, documents)

@@ -141,9 +141,12 @@ class Decoder:
             def forward(block: Any, x: Tensor) -> Tensor:
                 q, k, v = block.before(x, cos, sin)
                 cache.write(n, slots, k[:, 0], v[:, 0])
-                seen = visible[self.windows[n]]
                 out = cached_attention(
-                    q[:, 0].to(self.dtype), cache.keys[n], cache.values[n], seen, self.kernel
+                    q[:, 0].to(self.dtype),
+                    cache.keys[n],
+                    cache.values[n],
+                    visible[self.windows[n]],
+                    self.kernel,
                 )
                 y: Tensor = block.after(x, out[:, None])
                 return y

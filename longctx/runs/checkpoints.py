@@ -402,5 +402,5 @@ def restore_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all([x.clone() for x in state["cuda"]])
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    kind, keys, *position = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *position))
