@@ -66,13 +66,9 @@ class Texts:
                 questions[task] = read(Path(config.file_of(task) or ""))
         return cls(config, tokenizer, essay, questions)
 
-    def encoded(self, text: str) -> list[int]:
-        """The tokens of a prompt."""
-        begin = [] if self.tokenizer.bos_id is None else [self.tokenizer.bos_id]
-        return [*begin, *self.tokenizer.encode(text)]
-
-    def count(self, text: str) -> int:
-        return len(self.encoded(text))
+    def count(self, prompt: str) -> int:
+        """Tokens of a prompt."""
+        return len(self.tokenizer.encode_prompt(prompt))
 
     def sized(self, task: str, length: int) -> Sized:
         return ruler_texts.sized(task, length, self.essay, self.questions.get(task), self.count)
@@ -104,7 +100,7 @@ class Texts:
             of_this = size
             while True:
                 sample = texts.make(of_this, self.chance(task, length, number))
-                ids = self.encoded(sample.prompt)
+                ids = self.tokenizer.encode_prompt(sample.prompt)
                 if len(ids) <= room:
                     break
                 assert of_this > texts.least, "see `check`"
