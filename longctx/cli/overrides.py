@@ -99,7 +99,7 @@ def check_override(
     if name.startswith("~") or not equals or not name:
         raise ValueError(f"{override}: not of the form key=value; see --help")
     known = keys(schema)
-    if name in known and known[name].metadata.get("literal") and value != "null":
+    if is_literal(schema, name) and value != "null":
         return f"{name}={quoted(value)}"
     if is_open(schema, name):
         return f"++{name}={value}"
@@ -122,6 +122,12 @@ def check_override(
         more = ", …" if inner[6:] else ""
         raise ValueError(f"{override}: {name} has keys of its own: {', '.join(inner[:6])}{more}")
     return f"{name}={value}"
+
+
+def is_literal(schema: type, name: str) -> bool:
+    """Whether the text of the command line is the key's value, whatever characters it has."""
+    known = keys(schema).get(name)
+    return known is not None and bool(known.metadata.get("literal"))
 
 
 def in_full(override: str, schema: type) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from longctx import hub_snapshot, untrusted
-from longctx.cli.overrides import groups
+from longctx.cli.overrides import groups, is_literal, quoted
 from longctx.config import presets
 from longctx.config.train_config import TrainConfig, upgraded
 from longctx.runs import run_folder
@@ -68,7 +68,10 @@ def arguments(path: Path) -> dict[str, str]:
                 data.get("tokenizer"), values["init"]
             ):  # in the cache of the machine that it was trained on
                 values["data"] = data | {"tokenizer": None}
-    return {key: written(value) for key, value in _keys(values).items()}
+    return {
+        key: str(value) if value is not None and is_literal(TrainConfig, key) else written(value)
+        for key, value in _keys(values).items()
+    }
 
 
 def _keys(values: dict[str, Any]) -> dict[str, Any]:
@@ -117,8 +120,7 @@ def written(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{written(x)}" for key, x in value.items()) + "}"
     if isinstance(value, str) and not _is_plain(value):
-        quoted = value.replace("\\", "\\\\").replace("'", "\\'")
-        return f"'{quoted}'"
+        return quoted(value)
     return str(value)
 
 
