@@ -270,10 +270,10 @@ def peer(name: str, case: Case, place: Place) -> dict[str, Any]:
     with Started([*command, str(request), str(out)], place.folder / f"{name}.log", place) as child:
         if not child.wait(out.exists):
             return row | {"note": child.problem()}
-    return row | measured_steps(json.loads(out.read_text()), work)
+    return row | measured_steps(json.loads(out.read_text()))
 
 
-def measured_steps(answer: dict[str, Any], work: Workload) -> dict[str, Any]:
+def measured_steps(answer: dict[str, Any]) -> dict[str, Any]:
     """Speed of a peer's steps after the first."""
     seconds = median(answer["ms"][1:] or answer["ms"]) / 1000
     return answer | {"seconds": seconds, "tokens_per_second": answer["tokens_per_step"] / seconds}

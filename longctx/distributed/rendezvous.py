@@ -195,7 +195,7 @@ def meet(
             return meeting
         try:
             arrivals = meeting.arrivals(started)
-            problem = here.problem or misfit(launched, arrivals)
+            problem = here.problem or misfit(arrivals)
         except NotAll as error:
             arrivals, problem = [here], str(error)
         if problem:
@@ -246,7 +246,7 @@ def arrival(launched: Launched, device: str, gpus: int, problem: str = "") -> Ar
     )
 
 
-def misfit(launched: Launched, arrivals: list[Arrival]) -> str:
+def misfit(arrivals: list[Arrival]) -> str:
     """What is wrong with the processes of a run together; empty where they fit."""
     first = arrivals[0]
     for one in arrivals:
