@@ -32,7 +32,7 @@ _LAST = (
 FIRST_NAMES, LAST_NAMES = _FIRST.split(), _LAST.split()
 
 
-class Asked(NamedTuple):
+class DocumentQuestion(NamedTuple):
     """A question about `documents`, and its answers, each of which is right."""
 
     documents: list[str]
@@ -45,7 +45,7 @@ class Questions(Protocol):
 
     fewest: int
 
-    def draw(self, size: int, rng: random.Random) -> Asked:
+    def draw(self, size: int, rng: random.Random) -> DocumentQuestion:
         """A question about `size` documents."""
 
 
@@ -63,7 +63,7 @@ class MadeQuestions:
             self.passages[-1].append(sentence)
             characters += len(sentence)
 
-    def draw(self, size: int, rng: random.Random) -> Asked:
+    def draw(self, size: int, rng: random.Random) -> DocumentQuestion:
         """A question about `size` passages, which repeat where there are fewer."""
         people = names(rng, PEOPLE)
         leaders = names(rng, PEOPLE)
@@ -82,9 +82,9 @@ class MadeQuestions:
             passages[place].insert(rng.randint(0, len(passages[place])), fact)
         documents = [" ".join(passage) for passage in passages]
         if self.hops == 1:
-            return Asked(documents, f"Where was {people[0]} born?", [towns[0]])
+            return DocumentQuestion(documents, f"Where was {people[0]} born?", [towns[0]])
         question = f"Who is the mayor of the city where {people[0]} was born?"
-        return Asked(documents, question, [leaders[0]])
+        return DocumentQuestion(documents, question, [leaders[0]])
 
 
 def names(rng: random.Random, count: int) -> list[str]:
@@ -109,7 +109,7 @@ class FileQuestions:
         self.rows, self.documents = rows, documents
         self.fewest = max(len(row.needed) for row in rows)
 
-    def draw(self, size: int, rng: random.Random) -> Asked:
+    def draw(self, size: int, rng: random.Random) -> DocumentQuestion:
         """A question with the documents that answer it, others of its article, then any others."""
         row = rng.choice(self.rows)
         order = [n for n in row.near if n not in row.needed]
@@ -122,7 +122,7 @@ class FileQuestions:
             order += others * repeats + rng.sample(others, remainder)
         numbers = [*row.needed, *order][:size]
         rng.shuffle(numbers)
-        return Asked([self.documents[n] for n in numbers], row.question, row.answers)
+        return DocumentQuestion([self.documents[n] for n in numbers], row.question, row.answers)
 
 
 def read_squad(path: Path) -> FileQuestions:

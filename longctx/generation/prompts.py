@@ -58,12 +58,14 @@ def read_prompts(config: GenerateConfig, tokenizer: Tokenizer, folder: Path) -> 
             prompts.append(Prompt(tokenizer.encode_prompt(row), row))
         else:
             assert template is not None
-            ids = tokenizer.encode_conversation(asked(template, place, row), [])[0].tolist()
+            ids = tokenizer.encode_conversation(text_up_to_answer(template, place, row), [])[
+                0
+            ].tolist()
             prompts.append(Prompt(ids, row["messages"]))
     return prompts
 
 
-def asked(template: Template, place: str, row: dict[str, Any]) -> str:
+def text_up_to_answer(template: Template, place: str, row: dict[str, Any]) -> str:
     """The conversation of `row`, its messages and the tools if there are any, as text, up to where
     the assistant's next message begins.
     """

@@ -27,8 +27,6 @@ from longctx.model.gpt import GPT
 from longctx.model.kv_cache import KVCache
 from longctx.model.recompute import in_tiles
 
-Write = Callable[[Tensor, Tensor], None]  # of the k and v (N, Hkv, D) of new tokens
-
 
 class Decoder:
     """`model`, in eval mode, on `rows` texts of at most `length` tokens each, prompt included.
