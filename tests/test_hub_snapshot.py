@@ -107,11 +107,11 @@ class Machine:
     def __call__(self, *words: str, **variables: str) -> Answer:
         settings = {"HF_HUB_CACHE": str(self.cache), "HF_ENDPOINT": self.endpoint}
         environ = os.environ | settings | {"HF_TOKEN": TOKEN} | variables
-        process = subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-c", SCRIPT, *words], env=environ, capture_output=True, text=True
         )
-        assert TOKEN not in process.stdout + process.stderr
-        return Answer(process.returncode, process.stdout.splitlines(), process.stderr)
+        assert TOKEN not in done.stdout + done.stderr
+        return Answer(done.returncode, done.stdout.splitlines(), done.stderr)
 
 
 @pytest.fixture

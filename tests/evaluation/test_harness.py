@@ -157,8 +157,8 @@ def test_log_likelihoods_are_those_of_hflm_with_begin_of_text(tmp_path: Path) ->
         assert ln_p == pytest.approx(want, rel=1e-4), pair
         assert greedy == wanted_greedy
     settings = {"until": ["\n"], "max_gen_toks": 9, "do_sample": False}
-    requests = [Instance("generate_until", {}, arguments=("a rose is", settings), idx=0)]
-    assert ours.generate_until(requests) == theirs.generate_until(requests)
+    asked = [Instance("generate_until", {}, arguments=("a rose is", settings), idx=0)]
+    assert ours.generate_until(asked) == theirs.generate_until(asked)
 
 
 def test_padding_does_not_stretch_a_model_that_follows_the_length(tokenizer: Tokenizer) -> None:
