@@ -63,14 +63,14 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     """Measure every peer after every prompt, print, write `out`.json."""
     import torch
 
-    from longctx.distributed.devices import this_machine
+    from longctx.distributed.devices import dtype_of, this_machine
 
     check_unused(overrides, TAKEN)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     work = training_run([*overrides, f"seq_len={max(options.prompts)}"], device).workload
     gpu = this_machine().gpu
     bandwidth = None if gpu is None else gpu.bandwidth
-    dtype = torch.bfloat16 if work.precision == "bf16" else torch.float32
+    dtype = dtype_of(work.precision)
     rows: list[dict[str, Any]] = []
     result = {
         "command": command,
