@@ -104,8 +104,8 @@ def test_any_rows_come_back(path: Path) -> None:
 def test_no_file_holds_the_whole(path: Path) -> None:
     files = sorted(path.glob("*.safetensors"))
     assert len(files) == RANKS
-    total = sum(3 * x.nbytes for x in WHOLE.values())
-    assert all(file.stat().st_size < total for file in files)
+    whole = sum(3 * x.nbytes for x in WHOLE.values())
+    assert all(file.stat().st_size < whole for file in files)
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".json"])
@@ -211,8 +211,8 @@ def test_a_rank_writes_as_many_files_as_its_tensors_need(
     monkeypatch.setattr(checkpoint_folder, "PART", 100)
     path = tmp_path / "step-00000001.ckpt"
     weights = {f"x{n}": torch.randn(n, 3) for n in range(1, 25)}
-    tensors = {name: Sharded.whole(x) for name, x in weights.items()}
-    checkpoint_folder.save(path, {}, tensors)
+    whole = {name: Sharded.whole(x) for name, x in weights.items()}
+    checkpoint_folder.save(path, {}, whole)
     files = list(path.glob("*.safetensors"))
     assert 15 <= len(files) <= 24
     assert checkpoint_index.verify(path) is None
