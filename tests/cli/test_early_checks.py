@@ -110,5 +110,5 @@ def test_processes_that_share_cores_are_said(
     for devices, is_said in ((2, False), (8, True)):
         config = cli.compose("train", ["device=cpu", f"devices={devices}"]).config
         early_checks.check_device(config)
-        printed = capsys.readouterr().out
-        assert (f"devices={devices}" in printed and "2 cores" in printed) == is_said
+        said = capsys.readouterr().out
+        assert (f"devices={devices}" in said and "2 cores" in said) == is_said
