@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.report import grid, machine, write_json
 from benchmarks.words import check_unused, training_run
 from longctx.config.fields import key
-from longctx.config.model_config import GPTConfig
+from longctx.config.model_config import AttentionConfig, GPTConfig
 
 if TYPE_CHECKING:
     import torch
@@ -63,14 +63,14 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     """Measure every peer after every prompt, print, write `out`.json."""
     import torch
 
-    from longctx.distributed.devices import this_machine
+    from longctx.distributed.devices import dtype_of, this_machine
 
     check_unused(overrides, TAKEN)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     work = training_run([*overrides, f"seq_len={max(options.prompts)}"], device).workload
     gpu = this_machine().gpu
     bandwidth = None if gpu is None else gpu.bandwidth
-    dtype = torch.bfloat16 if work.precision == "bf16" else torch.float32
+    dtype = dtype_of(work.precision)
     rows: list[dict[str, Any]] = []
     result = {
         "command": command,
@@ -86,8 +86,8 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
             print(f"{prompt:,} tokens, {peer}:", end=" ", flush=True)
             row: dict[str, Any] = {"prompt": prompt, "rows": options.rows, "peer": peer}
             try:
-                of_peer = Ours if peer == "longctx" else Transformers
-                measured = of_peer(work.model, work.attention, prompt, options, device, dtype)
+                case = Case(work.model, work.attention, prompt, options, device, dtype)
+                measured = Ours(case) if peer == "longctx" else Transformers(case)
                 row |= measure(measured, options.repeats, device)
                 row |= reading(work.model, row, options, dtype.itemsize, bandwidth)
             except torch.OutOfMemoryError:
@@ -100,31 +100,49 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     print(f"wrote {options.out}.json")
 
 
+class Case(NamedTuple):
+    """What every peer is measured on: a model, prompts of one length, and a device."""
+
+    config: GPTConfig
+    attention: AttentionConfig
+    prompt: int
+    options: Options
+    device: str
+    dtype: torch.dtype
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row at its end."""
+        return self.prompt + self.options.new
+
+    def random_tokens(self) -> Tensor:
+        """(rows, prompt) int64, the same for every peer."""
+        import torch
+
+        generator = torch.Generator().manual_seed(0)
+        shape = (self.options.rows, self.prompt)
+        tokens = torch.randint(self.config.vocab_size or 1, shape, generator=generator)
+        return tokens.to(self.device)
+
+
 class Ours:
     """The decoder of `longctx generate`."""
 
-    def __init__(
-        self,
-        config: GPTConfig,
-        attention: Any,
-        prompt: int,
-        options: Options,
-        device: str,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, case: Case) -> None:
         import torch
 
         from longctx.model import GPT
         from longctx.model.decoder import Decoder
         from longctx.model.lora import in_precision
 
-        with torch.device(device):
-            self.model: GPT = in_precision(GPT(config, attention).eval(), dtype)
-        self.model.embed.to(dtype)
+        with torch.device(case.device):
+            model = GPT(case.config, case.attention).eval()
+            self.model: GPT = in_precision(model, case.dtype)
+        self.model.embed.to(case.dtype)
         self.model.requires_grad_(False)
-        self.attention, self.new = attention.backend, options.new
-        self.tokens = random_tokens(config, options.rows, prompt, device)
-        self.decoder = Decoder(self.model, options.rows, prompt + options.new)
+        self.attention, self.new = case.attention.backend, case.options.new
+        self.tokens = case.random_tokens()
+        self.decoder = Decoder(self.model, case.options.rows, case.length)
 
     def forward(self) -> Tensor:
         """Logits after the prompts, without a cache."""
@@ -150,29 +168,21 @@ class Ours:
 class Transformers:
     """transformers' class for the model, and its `generate`."""
 
-    def __init__(
-        self,
-        config: GPTConfig,
-        attention: Any,
-        prompt: int,
-        options: Options,
-        device: str,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, case: Case) -> None:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
         from longctx.model.export import architecture
 
-        fast = device == "cuda" and find_spec("flash_attn") is not None
+        fast = case.device == "cuda" and find_spec("flash_attn") is not None
         self.attention = "flash_attention_2" if fast else "sdpa"
-        described = AutoConfig.for_model(**architecture(config, prompt + options.new + 1))
-        with torch.device(device):
+        described = AutoConfig.for_model(**architecture(case.config, case.length + 1))
+        with torch.device(case.device):
             self.model: Any = AutoModelForCausalLM.from_config(
-                described, dtype=dtype, attn_implementation=self.attention
+                described, dtype=case.dtype, attn_implementation=self.attention
             ).eval()
-        self.new = options.new
-        self.tokens = random_tokens(config, options.rows, prompt, device)
+        self.new = case.options.new
+        self.tokens = case.random_tokens()
 
     def forward(self) -> Tensor:
         """Logits after the prompts, without a cache."""
@@ -195,14 +205,6 @@ class Transformers:
         tokens: Tensor = self.model.generate(self.tokens, max_new_tokens=count, **settings)
         assert tokens.shape[1] == self.tokens.shape[1] + count
         return tokens
-
-
-def random_tokens(config: GPTConfig, rows: int, prompt: int, device: str) -> Tensor:
-    """(rows, prompt) int64, the same for every peer."""
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(config.vocab_size or 1, (rows, prompt), generator=generator).to(device)
 
 
 def measure(peer: Ours | Transformers, repeats: int, device: str) -> dict[str, Any]:
@@ -254,5 +256,5 @@ def bytes_of_token(config: GPTConfig, rows: int, length: int, itemsize: int) -> 
     if not config.tied:
         weights -= (config.vocab_size or 0) * config.channels
     windows = (config.window_of(n) for n in range(config.layers))
-    seen = sum(length if window is None else min(window, length) for window in windows)
-    return itemsize * (weights + 2 * rows * seen * config.kv_heads * config.head_size)
+    visible = sum(length if window is None else min(window, length) for window in windows)
+    return itemsize * (weights + 2 * rows * visible * config.kv_heads * config.head_size)

@@ -135,9 +135,9 @@ def torch_context_parallel(job: Job) -> tuple[Step, dict[str, Any]]:
         if job.checkpointing:
             layers[number] = layer = checkpoint_wrapper(layer, preserve_rng_state=False)
         fully_shard(layer, mesh=mesh, mp_policy=precision)
-    whole = LossOfPart(model, job)
-    fully_shard(whole, mesh=mesh, mp_policy=precision)
-    optimizer = adamw(whole, job)
+    wrapped = LossOfPart(model, job)
+    fully_shard(wrapped, mesh=mesh, mp_policy=precision)
+    optimizer = adamw(wrapped, job)
     positions_of_row = torch.arange(job.tokens, device=device)[None]
 
     def step() -> Tensor:
@@ -148,9 +148,9 @@ def torch_context_parallel(job: Job) -> tuple[Step, dict[str, Any]]:
             mesh, buffers=parts, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(parts)
         )
         with cut, way.kernel():
-            loss: Tensor = whole(parts[0], parts[2], parts[1])
+            loss: Tensor = wrapped(parts[0], parts[2], parts[1])
             loss.backward()
-        torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()

@@ -105,13 +105,13 @@ class Started:
 
 def group(pgid: int) -> list[int]:
     """The processes of a group, those left out that only wait for their parent to notice."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, IndexError):
             state, _, its = path.read_text().rpartition(")")[2].split()[:3]
             if int(its) == pgid and state not in "ZX":
-                found.append(int(path.parent.name))
-    return found
+                pids.append(int(path.parent.name))
+    return pids
 
 
 def last_words(log: Path) -> str:
@@ -119,8 +119,8 @@ def last_words(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     launcher = "ChildFailedError"  # torchrun's own, after what a rank said
     errors = [line for line in lines if line.startswith("error: ") or "Error: " in line]
-    said = [line for line in errors if launcher not in line]
-    return (said or lines or ["it said nothing"])[-1][:400]
+    messages = [line for line in errors if launcher not in line]
+    return (messages or lines or ["it said nothing"])[-1][:400]
 
 
 def make_corpus(folder: Path) -> None:
@@ -133,13 +133,14 @@ def make_corpus(folder: Path) -> None:
     tokenizer.save(folder / TOKENIZER)
     if not (folder / TEXT).exists():
         texts = [document.text for document in read_documents(DataConfig())]
-        left, taken = DOCUMENT - 4096, []
+        texts_of_corpus: list[str] = []
+        room = DOCUMENT - 4096  # tokens
         for text, ids in zip(texts, tokenizer.encode_documents(texts), strict=True):
-            taken.append(text if len(ids) <= left else tokenizer.decode(ids[:left]))
-            left -= len(ids)
-            if left <= 0:
+            texts_of_corpus.append(text if len(ids) <= room else tokenizer.decode(ids[:room]))
+            room -= len(ids)
+            if room <= 0:
                 break
-        files.write_text(folder / TEXT, "".join(taken))
+        files.write_text(folder / TEXT, "".join(texts_of_corpus))
     config = DataConfig(
         source="text",
         path=str(folder / TEXT),
@@ -151,8 +152,8 @@ def make_corpus(folder: Path) -> None:
 
 def with_given(own: list[str], place: Place) -> list[str]:
     """`own` overrides and those of the command line, which stand where both name a key."""
-    given = {word.partition("=")[0] for word in place.overrides}
-    return [*(word for word in own if word.partition("=")[0] not in given), *place.overrides]
+    named = {word.partition("=")[0] for word in place.overrides}
+    return [*(word for word in own if word.partition("=")[0] not in named), *place.overrides]
 
 
 def overrides_of(case: Case, place: Place) -> list[str]:
@@ -210,8 +211,7 @@ def train(name: str, case: Case, place: Place) -> dict[str, Any]:
     with Started(command, place.folder / f"{name}.log", place) as started:
         started.wait(lambda: bool(logged()))
         row["start_seconds"] = time.monotonic() - started.started
-        done = started.wait(lambda: bool(logged()) and logged()[-1]["step"] >= case.steps)
-        if not done:
+        if not started.wait(lambda: bool(logged()) and logged()[-1]["step"] >= case.steps):
             row["note"] = started.problem()
     return row | measured(logged())
 
@@ -255,7 +255,7 @@ def peer(name: str, case: Case, place: Place) -> dict[str, Any]:
     work = decided(with_given(case.overrides.split(), place), place)
     request, out = place.folder / f"{name}.request.json", place.folder / f"{name}.out.json"
     out.unlink(missing_ok=True)
-    asked = {
+    settings = {
         "peer": case.what,
         "model": vars(work.model),
         "tokens": work.seq_len,
@@ -263,17 +263,17 @@ def peer(name: str, case: Case, place: Place) -> dict[str, Any]:
         "device": "cuda" if place.cuda else "cpu",
         "checkpointing": case.checkpointing,
     }
-    files.write_text(request, json.dumps(asked))
+    files.write_text(request, json.dumps(settings))
     launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={case.gpus}"]
     command = [sys.executable, "-m", *launcher, "-m", "benchmarks.device_peers"]
     row: dict[str, Any] = {"tokens": work.seq_len, "memory": "", "data": "random tokens"}
     with Started([*command, str(request), str(out)], place.folder / f"{name}.log", place) as child:
         if not child.wait(out.exists):
             return row | {"note": child.problem()}
-    return row | measured_steps(json.loads(out.read_text()), work)
+    return row | measured_steps(json.loads(out.read_text()))
 
 
-def measured_steps(answer: dict[str, Any], work: Workload) -> dict[str, Any]:
+def measured_steps(answer: dict[str, Any]) -> dict[str, Any]:
     """Speed of a peer's steps after the first."""
     seconds = median(answer["ms"][1:] or answer["ms"]) / 1000
     return answer | {"seconds": seconds, "tokens_per_second": answer["tokens_per_step"] / seconds}
@@ -309,13 +309,13 @@ def resumed(name: str, case: Case, place: Place) -> dict[str, Any]:
             if started.process.poll() != 0:
                 return {"note": f"{words[0]} {words[1]}: {started.problem()}"}
     rows = [run_folder.read_metrics(folder) for folder in folders]
-    whole = {one["step"]: one for one in rows[0] if "loss" in one}
+    first = {one["step"]: one for one in rows[0] if "loss" in one}
     last = {one["step"]: one for one in rows[-1] if "loss" in one}
-    apart = max(abs(last[step]["loss"] / one["loss"] - 1) for step, one in whole.items())
-    same = all(last[step]["tokens_seen"] == one["tokens_seen"] for step, one in whole.items())
+    apart = max(abs(last[step]["loss"] / one["loss"] - 1) for step, one in first.items())
+    same = all(last[step]["tokens_seen"] == one["tokens_seen"] for step, one in first.items())
     return {
         "devices": [everything, half, 1, everything],
-        "losses": [one["loss"] for one in whole.values()],
+        "losses": [one["loss"] for one in first.values()],
         "losses_resumed": [one["loss"] for one in last.values()],
         "largest_difference": apart,
         "note": f"losses within {apart:.1e}, {'the same' if same else 'OTHER'} tokens seen"
@@ -349,18 +349,18 @@ def lost(name: str, case: Case, place: Place) -> dict[str, Any]:
         number = signal.SIGSTOP if case.victim == "stopped process" else signal.SIGKILL
         os.kill(victim, number)
         since = time.monotonic()
-        while (left := group(started.process.pid)) and time.monotonic() < since + 90:
+        while (alive := group(started.process.pid)) and time.monotonic() < since + 90:
             time.sleep(0.1)
         seconds = time.monotonic() - since
         started.process.poll()
-    said = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
+    errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
     return {
         "victim": f"{case.victim} of process {case.gpus - 1}",
         "seconds_to_end": seconds,
         "exit_code": started.process.returncode,
-        "left": len(left),
-        "said": said,
-        "note": f"{'NOT ended' if left else 'ended'} after {seconds:.0f} s: {' | '.join(said)}",
+        "left": len(alive),
+        "said": errors,
+        "note": f"{'NOT ended' if alive else 'ended'} after {seconds:.0f} s: {' | '.join(errors)}",
     }
 
 

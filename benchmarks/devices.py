@@ -119,8 +119,8 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
             for name in options.cases:
                 case = CASES[name]
                 while (gpus := free_for(case, list(running.values()), numbers)) is None:
-                    for done in wait(running, return_when=FIRST_COMPLETED).done:
-                        del running[done]
+                    for ended in wait(running, return_when=FIRST_COMPLETED).done:
+                        del running[ended]
                 if time.monotonic() + case.seconds > end:
                     note = f"left out: it would take {case.seconds:.0f} s"
                     report({"case": name, "gpus": case.gpus, "took": 0.0, "note": note})
@@ -142,21 +142,21 @@ def free_for(
     """
     if any(other.shared != case.shared for other, _ in running):
         return None
-    taken = set() if case.shared else {n for _, gpus in running for n in gpus}
-    free = tuple(n for n in numbers if n not in taken)
+    busy = set() if case.shared else {n for _, gpus in running for n in gpus}
+    free = tuple(n for n in numbers if n not in busy)
     return free[: case.gpus] if len(free) >= case.gpus else None
 
 
-def slots(asked: tuple[str, ...]) -> tuple[tuple[int, ...], bool]:
+def slots(names: tuple[str, ...]) -> tuple[tuple[int, ...], bool]:
     """The GPUs to use, and that they are; on a machine without, four places for processes."""
     import torch
 
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     known = [str(n) for n in range(there or 4)]
-    wrong = [n for n in asked if n not in known]
-    if wrong and asked != ("all",):
-        raise ValueError(f"gpus={','.join(asked)}: of {','.join(known)}, or all")
-    numbers = known if asked == ("all",) else asked
+    wrong = [n for n in names if n not in known]
+    if wrong and names != ("all",):
+        raise ValueError(f"gpus={','.join(names)}: of {','.join(known)}, or all")
+    numbers = known if names == ("all",) else names
     return tuple(map(int, numbers)), there > 0
 
 

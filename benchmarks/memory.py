@@ -146,7 +146,7 @@ class Room:
         self.size, self.free, self.changed = size, size, threading.Condition()
 
     @contextmanager
-    def taken(self, size: float) -> Iterator[None]:
+    def reserved(self, size: float) -> Iterator[None]:
         """While `size` bytes, or all of them where it is more, are no one else's."""
         mine = min(size, self.size)
         with self.changed:
@@ -168,7 +168,7 @@ def point(model: str, run: Run, end: float, room: Room) -> dict[str, Any] | None
 
     work = run.workload
     predicted = predict(work)
-    with room.taken(1.05 * predicted.peak + CONTEXT):
+    with room.reserved(1.05 * predicted.peak + CONTEXT):
         if time.monotonic() > end:
             return None
         measured = dry_run_in_child(run, 2, DOCUMENT, True, SECONDS)

@@ -79,9 +79,9 @@ def check_writable(folder: Path) -> None:
 
 def is_full(error: BaseException | None) -> bool:
     """Whether `error`, or what it was raised from, is that of a full disk, or of a quota."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    checked: set[int] = set()
+    while error is not None and id(error) not in checked:
+        checked.add(id(error))
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return True
         if os.strerror(errno.ENOSPC) in str(error):  # as libraries and other processes tell of it

@@ -180,8 +180,8 @@ def _failure(name: ModelName, text: str, key: str, error: Exception) -> Exceptio
             "unset HF_HUB_OFFLINE to download it, or give a folder"
         )
     if _status(error) is not None or not _is_of_network(error):
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        reason = f"the Hub answers {_status(error)}" if _status(error) is not None else said
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = f"the Hub answers {_status(error)}" if _status(error) is not None else first_line
         return ValueError(f"{place}: cannot be downloaded ({reason}); try later, or give a folder")
     return ConnectionError(
         f"{place}: no such folder here, and the Hugging Face Hub, {constants.ENDPOINT}, cannot be "

@@ -71,9 +71,9 @@ def grouped(table: Table, keys: int, output: Console) -> list[Table] | None:
     first `keys`.
     """
     count = len(table.columns)
-    whole = subset(table, range(count), output)
-    if natural_width(whole, output) <= output.width:
-        return [whole]
+    one_table = subset(table, range(count), output)
+    if natural_width(one_table, output) <= output.width:
+        return [one_table]
     if least_width(table, range(count), output) <= output.width or count <= keys:
         return [subset(table, range(count), output, wraps=True)]
     groups: list[list[int]] = [[]]
@@ -103,9 +103,9 @@ def subset(table: Table, columns: Sequence[int], output: Console, wraps: bool = 
     )
     chosen = [table.columns[number] for number in columns]
     for column in chosen:
-        heading, widest = text_of(column.header, output), 0
+        heading, widest = text_of(column.header), 0
         if wraps:
-            widest = max((width_of(one, output) for one in column.cells), default=0)
+            widest = max((width_of(one) for one in column.cells), default=0)
             heading = Text("\n".join(wrapped(heading.plain, widest)), heading.style)
         part.add_column(
             heading,
@@ -116,7 +116,7 @@ def subset(table: Table, columns: Sequence[int], output: Console, wraps: bool = 
             min_width=min(FOLDED, widest) if column.overflow == "fold" else None,
         )
     for number, row in enumerate(table.rows):
-        cells = [text_of(list(column.cells)[number], output) for column in chosen]
+        cells = [text_of(list(column.cells)[number]) for column in chosen]
         part.add_row(*cells, style=row.style, end_section=row.end_section)
     return part
 
@@ -144,24 +144,24 @@ def natural_width(table: Table, output: Console) -> int:
     return Measurement.get(output, options, table).maximum
 
 
-def text_of(cell: RenderableType, output: Console) -> Text:
+def text_of(cell: RenderableType) -> Text:
     """A cell as text."""
     return cell if isinstance(cell, Text) else Text(str(cell))
 
 
-def width_of(cell: RenderableType, output: Console) -> int:
+def width_of(cell: RenderableType) -> int:
     """Columns of a terminal that the longest line of a cell takes."""
-    return max((line.cell_len for line in text_of(cell, output).split()), default=0)
+    return max((line.cell_len for line in text_of(cell).split()), default=0)
 
 
 def print_values(table: Table, output: Console) -> None:
     """Print a value a line, its heading before it, an empty line after each row."""
     if table.title:
         output.print(table.title, style=table.title_style or "", soft_wrap=True)
-    headings = [text_of(column.header, output).plain for column in table.columns]
+    headings = [text_of(column.header).plain for column in table.columns]
     for number in range(table.row_count):
         for heading, column in zip(headings, table.columns, strict=True):
-            value = text_of(list(column.cells)[number], output)
+            value = text_of(list(column.cells)[number])
             output.print(Text.assemble(f"  {heading}: ", value), soft_wrap=True)
         output.print()
 

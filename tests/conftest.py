@@ -25,23 +25,22 @@ if not torch.cuda.is_available():
     del os.environ["TRITON_INTERPRET"]
 
 
-def lacking() -> dict[str, str]:
-    """Marker → what tests with it need, for the markers whose need this machine does not meet."""
+def skips() -> dict[str, pytest.MarkDecorator]:
+    """Marker → its skip, for the markers whose tests cannot run on this machine."""
     if not torch.cuda.is_available():
-        return {"gpu": "runs compiled kernels, for which this machine has no CUDA GPU"}
-    major = torch.cuda.get_device_capability()[0]
-    if major != 9:
-        reason = f"runs kernels for Hopper GPUs (compute capability 9); this GPU has {major}"
-        return {"hopper": reason}
-    return {}
+        return {"gpu": pytest.mark.skip(reason="runs on a CUDA GPU; this machine has none")}
+    no_gpu = pytest.mark.skip(reason="needs a machine without a CUDA GPU; this one has one")
+    if torch.cuda.get_device_capability()[0] == 9:
+        return {"no_gpu": no_gpu}
+    hopper = pytest.mark.skip(reason="runs on a Hopper GPU; this machine's is another")
+    return {"no_gpu": no_gpu, "hopper": hopper}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reasons = lacking()
-    for item in items:
-        for name, reason in reasons.items():
+    for name, skip in skips().items():
+        for item in items:
             if item.get_closest_marker(name):
-                item.add_marker(pytest.mark.skip(reason=reason))
+                item.add_marker(skip)
 
 
 @pytest.fixture(autouse=True)

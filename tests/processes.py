@@ -24,15 +24,15 @@ def run_on(ranks: int, script: Path, *arguments: object) -> None:
 
 def children(pid: int) -> list[int]:
     """The processes that a process has started, from any of its threads."""
-    found = []
+    pids = []
     for file in Path("/proc").glob("[0-9]*/stat"):
         try:
-            name, _, rest = file.read_text().rpartition(")")
+            name, _, fields = file.read_text().rpartition(")")
         except OSError:  # it has ended meanwhile
             continue
-        if int(rest.split()[1]) == pid:
-            found.append(int(name.split()[0]))
-    return found
+        if int(fields.split()[1]) == pid:
+            pids.append(int(name.split()[0]))
+    return pids
 
 
 def descendants(pid: int) -> list[int]:

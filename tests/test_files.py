@@ -48,9 +48,9 @@ def test_a_failure_leaves_the_old_file_and_no_part(tmp_path: Path) -> None:
 def test_folders_and_links_too_and_what_a_killed_process_left_is_no_obstacle(
     tmp_path: Path,
 ) -> None:
-    left = tmp_path / f".out.{os.getpid()}"
-    left.mkdir()
-    (left / "part").write_text("")
+    partial_folder = tmp_path / f".out.{os.getpid()}"
+    partial_folder.mkdir()
+    (partial_folder / "part").write_text("")
     with files.atomic(tmp_path / "out") as partial:
         partial.mkdir()
         (partial / "x").write_text("whole")
@@ -64,7 +64,7 @@ def test_folders_and_links_too_and_what_a_killed_process_left_is_no_obstacle(
 
 
 def test_what_killed_processes_left_goes_and_nothing_else(tmp_path: Path) -> None:
-    left = (
+    hidden = (
         ".config.77.yaml",
         ".kernel.lock.12.json",
         ".last.3.ckpt",
@@ -74,7 +74,7 @@ def test_what_killed_processes_left_goes_and_nothing_else(tmp_path: Path) -> Non
         f"{files.PROBE}ab_c1",
     )
     stays = (".git", ".hidden", ".config.yaml.swp", "a.77.yaml", "step-00000001.ckpt", ".env.local")
-    for name in (*left, *stays):
+    for name in (*hidden, *stays):
         (tmp_path / name).touch()
     (tmp_path / ".step-00000003.ckpt.partial").mkdir()
     (tmp_path / ".step-00000003.ckpt.partial" / "shard").touch()

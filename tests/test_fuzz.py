@@ -72,8 +72,8 @@ def masks(draw: st.DrawFn) -> tuple[Mask, torch.Tensor]:
     ends = [st.lists(st.integers(-2, Tk + 2), min_size=Tq, max_size=Tq) for _ in range(2)]
     first, last = (torch.tensor(sorted(draw(one))) for one in ends)
     first, last = first.clamp(0, Tk), last.clamp(-1, Tk - 1)
-    seen = (j >= first[:, None]) & (j <= last[:, None])
-    return Mask.intervals(first[None].int(), last[None].int()), seen
+    visible = (j >= first[:, None]) & (j <= last[:, None])
+    return Mask.intervals(first[None].int(), last[None].int()), visible
 
 
 @given(masks(), st.integers(0, 2**31))
@@ -81,22 +81,22 @@ def masks(draw: st.DrawFn) -> tuple[Mask, torch.Tensor]:
 def test_attention_is_its_definition_under_any_mask(
     case: tuple[Mask, torch.Tensor], seed: int
 ) -> None:
-    mask, seen = case
-    Tq, Tk = seen.shape
-    assert mask.pairs(1, Tq, Tk) == int(seen.sum())
+    mask, visible = case
+    Tq, Tk = visible.shape
+    assert mask.pairs(1, Tq, Tk) == int(visible.sum())
     g = torch.Generator().manual_seed(seed)
     q = torch.randn(1, Tq, 2, 8, generator=g, requires_grad=True)
     k, v = (torch.randn(1, Tk, 1, 8, generator=g, requires_grad=True) for _ in range(2))
     scores = torch.einsum("qhd,kd->hqk", q[0], k[0, :, 0]) * 8**-0.5
-    weights = torch.nan_to_num(scores.masked_fill(~seen, -torch.inf).softmax(-1))
+    weights = torch.nan_to_num(scores.masked_fill(~visible, -torch.inf).softmax(-1))
     expected = torch.einsum("hqk,kd->qhd", weights, v[0, :, 0])
-    expected = torch.where(seen.any(-1)[:, None, None], expected, torch.zeros(()))
+    expected = torch.where(visible.any(-1)[:, None, None], expected, torch.zeros(()))
     for backend in ("naive", "flash"):
         out = attention(q, k, v, mask=mask, backend=backend)
         torch.testing.assert_close(out[0], expected, rtol=1e-4, atol=1e-5)
         gradients = torch.autograd.grad(out.square().sum(), (q, k, v))
         assert all(torch.isfinite(x).all() for x in gradients)
-        blind = ~seen.any(-1)
+        blind = ~visible.any(-1)
         assert not gradients[0][0, blind].any() and not out[0, blind].any()
 
 
@@ -111,12 +111,12 @@ def test_packing_has_every_token_once_in_rows_that_hold_them(
     documents = np.arange(len(sizes), dtype=np.int64)
     packing = pack(np.asarray(sizes, dtype=np.int64), seq_len, documents)
     packing.check(np.asarray(sizes, dtype=np.int64), seq_len)
-    seen = [np.zeros(size, np.int64) for size in sizes]
+    placed = [np.zeros(size, np.int64) for size in sizes]
     for document, start, length in zip(
         packing.document, packing.start, packing.length, strict=True
     ):
-        seen[document][start : start + length] += 1
-    assert all((one == 1).all() for one in seen)
+        placed[document][start : start + length] += 1
+    assert all((one == 1).all() for one in placed)
 
 
 # Words of a command line
@@ -200,10 +200,10 @@ lines |= st.text(max_size=30)
 
 def check_view(folder: Path) -> None:
     try:
-        said = run_view.read(folder, points=50).notes
+        messages = run_view.read(folder, points=50).notes
     except (NotARun, OSError, ValueError) as error:
-        said = [str(error)]
-    assert all(str(folder) in one and "\n" not in one for one in said)
+        messages = [str(error)]
+    assert all(str(folder) in one and "\n" not in one for one in messages)
 
 
 @given(st.lists(lines, max_size=5), st.booleans())

@@ -16,8 +16,8 @@ def test_the_first_signal_says_that_the_step_is_finished_and_a_second_quits(
     with stop_signal.caught() as stop:
         stop.wait()
         signal.raise_signal(number)
-        said = capfd.readouterr().err
-        assert f"{name}: finishing this step, then saving; {name} again quits unsaved" in said
+        printed = capfd.readouterr().err
+        assert f"{name}: finishing this step, then saving; {name} again quits unsaved" in printed
         assert (stop.number, stop.has_raised) == (number, False)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)

@@ -28,12 +28,12 @@ def test_every_command_of_the_tutorial_does_what_it_is_there_for(tmp_path: Path)
     for command in COMMANDS:
         words = shlex.split(command)
         start = {"python": [sys.executable], "longctx": [sys.executable, "-m", "longctx"]}
-        done = subprocess.run(
+        process = subprocess.run(
             start[words[0]] + words[1:], cwd=tmp_path, env=environ, capture_output=True, text=True
         )
-        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-        assert "warning" not in done.stderr, f"{command}\n{done.stderr}"
-        written.append(done.stdout)
+        assert process.returncode == 0, f"{command}\n{process.stdout}\n{process.stderr}"
+        assert "warning" not in process.stderr, f"{command}\n{process.stderr}"
+        written.append(process.stdout)
 
     for run in ("short", "long"):
         assert (tmp_path / "runs" / run / "checkpoints" / "last.ckpt").exists()

@@ -99,7 +99,7 @@ def check_override(
     if name.startswith("~") or not equals or not name:
         raise ValueError(f"{override}: not of the form key=value; see --help")
     known = keys(schema)
-    if name in known and known[name].metadata.get("literal") and value != "null":
+    if is_literal(schema, name) and value != "null":
         return f"{name}={quoted(value)}"
     if is_open(schema, name):
         return f"++{name}={value}"
@@ -122,6 +122,12 @@ def check_override(
         more = ", …" if inner[6:] else ""
         raise ValueError(f"{override}: {name} has keys of its own: {', '.join(inner[:6])}{more}")
     return f"{name}={value}"
+
+
+def is_literal(schema: type, name: str) -> bool:
+    """Whether the text of the command line is the key's value, whatever characters it has."""
+    known = keys(schema).get(name)
+    return known is not None and bool(known.metadata.get("literal"))
 
 
 def in_full(override: str, schema: type) -> str:
@@ -159,16 +165,16 @@ def split_positional(schema: type, argv: list[str]) -> tuple[list[str], dict[str
         if argument.partition("=")[0] in fields:
             raise ValueError(f"{argument}: give it without {argument.partition('=')[0]}=")
     overrides = [check_override(argument, schema) for argument in overrides]
-    left = list(paths)
+    unread = list(paths)
     for name in fields:
-        values[name] = left if known[name].is_list() else left[:1]
+        values[name] = unread if known[name].is_list() else unread[:1]
         if not values[name]:
             raise ValueError(f"{name.upper()} is missing: {known[name].metadata['help']}")
-        left = left[len(values[name]) :]
+        unread = unread[len(values[name]) :]
         values[name] = values[name] if known[name].is_list() else values[name][0]
-    if left:
+    if unread:
         needed = " ".join(name.upper() for name in fields)
-        raise ValueError(f"{left[0]}: one too many; give {needed}, and nothing else without =")
+        raise ValueError(f"{unread[0]}: one too many; give {needed}, and nothing else without =")
     return overrides, values
 
 
@@ -214,7 +220,7 @@ def key_and_value(override: str) -> tuple[str, str]:
 def quoted(value: str) -> str:
     """A value in quotes, such that Hydra takes every character as it is."""
     escaped = re.sub(
-        r"(\\*)('|$)", lambda found: 2 * found[1] + found[2].replace("'", "\\'"), value
+        r"(\\*)('|$)", lambda match: 2 * match[1] + match[2].replace("'", "\\'"), value
     )
     return f"'{escaped}'"
 
@@ -226,8 +232,8 @@ def unquoted(value: str) -> str:
 
 def _without_none(hint: Any) -> Any:
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        rest = [one for one in typing.get_args(hint) if one is not type(None)]
-        return rest[0] if len(rest) == 1 else hint
+        kinds = [one for one in typing.get_args(hint) if one is not type(None)]
+        return kinds[0] if len(kinds) == 1 else hint
     return hint
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from longctx import hub_snapshot, untrusted
-from longctx.cli.overrides import groups
+from longctx.cli.overrides import groups, is_literal, quoted
 from longctx.config import presets
 from longctx.config.train_config import TrainConfig, upgraded
 from longctx.runs import run_folder
@@ -41,11 +41,11 @@ def with_file(argv: list[str]) -> list[str]:
     if len(files) > 1:
         raise ValueError(f"{files[1]}: {files[0]} is given too; give one file")
     words = [word for word in argv if word not in files]
-    given = {word.partition("=")[0].lstrip("+") for word in words}
-    if given & {"max_tokens", "max_steps"}:  # each ends the run
-        given |= {"max_tokens", "max_steps"}
+    named = {word.partition("=")[0].lstrip("+") for word in words}
+    if named & {"max_tokens", "max_steps"}:  # each ends the run
+        named |= {"max_tokens", "max_steps"}
     keys = arguments(Path(files[0]))
-    return [f"{key}={value}" for key, value in keys.items() if not _is_given(key, given)] + words
+    return [f"{key}={value}" for key, value in keys.items() if not _is_named(key, named)] + words
 
 
 def arguments(path: Path) -> dict[str, str]:
@@ -68,7 +68,10 @@ def arguments(path: Path) -> dict[str, str]:
                 data.get("tokenizer"), values["init"]
             ):  # in the cache of the machine that it was trained on
                 values["data"] = data | {"tokenizer": None}
-    return {key: written(value) for key, value in _keys(values).items()}
+    return {
+        key: str(value) if value is not None and is_literal(TrainConfig, key) else written(value)
+        for key, value in _keys(values).items()
+    }
 
 
 def _keys(values: dict[str, Any]) -> dict[str, Any]:
@@ -104,8 +107,8 @@ def _default(key: str) -> Any:
     if key not in fields:
         return None
     item = fields[key]
-    made = item.default_factory() if callable(item.default_factory) else item.default
-    return dataclasses.asdict(made) if dataclasses.is_dataclass(made) else made  # type: ignore[arg-type]
+    default = item.default_factory() if callable(item.default_factory) else item.default
+    return dataclasses.asdict(default) if dataclasses.is_dataclass(default) else default  # type: ignore[arg-type]
 
 
 def written(value: Any) -> str:
@@ -117,8 +120,7 @@ def written(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{written(x)}" for key, x in value.items()) + "}"
     if isinstance(value, str) and not _is_plain(value):
-        quoted = value.replace("\\", "\\\\").replace("'", "\\'")
-        return f"'{quoted}'"
+        return quoted(value)
     return str(value)
 
 
@@ -131,6 +133,6 @@ def _is_plain(text: str) -> bool:
     )
 
 
-def _is_given(key: str, given: set[str]) -> bool:
+def _is_named(key: str, named: set[str]) -> bool:
     """Whether the command line has `key`, or a choice of the group that it belongs to."""
-    return key in given or key.split(".")[0] in given
+    return key in named or key.split(".")[0] in named

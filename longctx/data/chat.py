@@ -106,15 +106,23 @@ class Template:
                 raise ValueError(f"{place}: {what} contains the special token {token}; take it out")
 
 
+def template_in(settings: Mapping[str, Any]) -> str | None:
+    """The chat template in a tokenizer_config.json, of several the default; None without one."""
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = [one for one in template if isinstance(one, dict)]
+        template = next(
+            (one.get("template") for one in named if one.get("name") == "default"), None
+        )
+    return template if isinstance(template, str) else None
+
+
 def _source(folder: Path, settings: Mapping[str, Any]) -> str:
     file = folder / "chat_template.jinja"
     if os.path.lexists(file):
         return untrusted.read_text(file, within=folder)
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # of named ones
-        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
-        template = named.get("default")
-    if not isinstance(template, str):
+    template = template_in(settings)
+    if template is None:
         raise ValueError(
             f"{folder}: no chat template, which conversations need; give the folder of a tokenizer "
             "that has one (data.tokenizer= where you train)"

@@ -46,12 +46,12 @@ def by_bytes(
     np.add.at(sizes, (group, owner), n_bytes)
     totals = sizes.sum(axis=0).tolist()
     wanted = [_wanted(*each) for each in zip(totals, fractions.values(), strict=True)]
-    taken = _taken(_order(stores, group), sizes, wanted)
+    validates = _validating_groups(_order(stores, group), sizes, wanted)
     # What whole documents do not make up.
     alone = (sizes > 0).sum(axis=1) == 1  # in one store
     bounds = np.cumsum([len(store) for store in stores])[:-1]
-    validating = np.split(taken[group], bounds)
-    can_be_cut = np.split((alone & ~taken & _members_are_copies(stores, group))[group], bounds)
+    validating = np.split(validates[group], bounds)
+    can_be_cut = np.split((alone & ~validates & _members_are_copies(stores, group))[group], bounds)
     splits = []
     for n, (place, store) in enumerate(zip(fractions, stores, strict=True)):
         trained = np.where(validating[n], 0, store.lengths)
@@ -120,11 +120,11 @@ def _wanted(total: int, fraction: float | None) -> int:
     return max(1, round(max(SHARE * total, min(ENOUGH, MOST * total))))
 
 
-def _taken(order: np.ndarray, sizes: np.ndarray, wanted: Sequence[int]) -> np.ndarray:
+def _validating_groups(order: np.ndarray, sizes: np.ndarray, wanted: Sequence[int]) -> np.ndarray:
     """Which groups validate whole, (groups,) bool: one after the other, those that fit into what is
     still wanted of each store; then one for each store that brings it closer.
     """
-    taken = np.zeros(len(sizes), bool)
+    validates = np.zeros(len(sizes), bool)
     room = np.array(wanted, np.int64)
     enough = np.maximum(1, (1 - NEARLY) * room).astype(np.int64)  # room that may stay
     for one in order.tolist():
@@ -132,11 +132,11 @@ def _taken(order: np.ndarray, sizes: np.ndarray, wanted: Sequence[int]) -> np.nd
             break
         size = sizes[one]
         if (size <= np.where(room < enough, 0, room)).all():
-            taken[one] = True
+            validates[one] = True
             room -= size
     for n, total in enumerate(sizes.sum(axis=0).tolist()):
         in_this_alone = (sizes > 0).sum(axis=1) == 1
-        others = order[(~taken & in_this_alone & (sizes[:, n] > 0))[order]]
+        others = order[(~validates & in_this_alone & (sizes[:, n] > 0))[order]]
         if room[n] < enough[n] or not len(others):
             continue
         size = sizes[others, n]
@@ -145,8 +145,8 @@ def _taken(order: np.ndarray, sizes: np.ndarray, wanted: Sequence[int]) -> np.nd
         closer &= wanted[n] - room[n] + size < total
         if closer.any():
             best = int(np.argmin(np.where(closer, np.abs(room[n] - size), total)))
-            taken[others[best]] = True
-    return taken
+            validates[others[best]] = True
+    return validates
 
 
 def _members_are_copies(stores: Sequence[Store], group: np.ndarray) -> np.ndarray:

@@ -52,6 +52,7 @@ class Tokenizer:
         self.eos_id: int = eos_id
         self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.bos_id: int | None = self._find_bos()
+        self.begin: list[int] = [] if self.bos_id is None else [self.bos_id]  # of a document
         digest = hashlib.sha256(f"{tokenizer.to_str()} {eos}".encode())
         self.fingerprint: str = digest.hexdigest()[:32]
         parts = [self.encode(part) for part in ("a b", "\nc", "\n\nd")]
@@ -60,6 +61,12 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of `text` alone, without special tokens."""
         return [token for part in self._encode_parts(self._segments(text)) for token in part]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of `text` at the beginning of a document: begin-of-text if the tokenizer has
+        one, the text. Of no text without begin-of-text: the end-of-text of the document before it.
+        """
+        return [*self.begin, *self.encode(text)] or [self.eos_id]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids, special tokens included."""
@@ -75,11 +82,10 @@ class Tokenizer:
             parts += self._segments(text)
             ends.append(len(parts))
         encoded = self._encode_parts(parts)
-        begin = [] if self.bos_id is None else [self.bos_id]
         documents = []
         first = 0
         for end in ends:
-            lists = (begin, *encoded[first:end], [self.eos_id])
+            lists = (self.begin, *encoded[first:end], [self.eos_id])
             documents.append(np.concatenate([np.asarray(ids, np.int32) for ids in lists]))
             first = end
         return documents
@@ -106,7 +112,7 @@ class Tokenizer:
     @property
     def shortest(self) -> int:
         """Tokens of the shortest document that has text, begin- and end-of-text among them."""
-        return 2 if self.bos_id is None else 3
+        return len(self.begin) + 2
 
     def n_bytes(self, token: int) -> int:
         """UTF-8 bytes of the text that a token stands for, which may be a part of a character; 0

@@ -21,6 +21,11 @@ def this_machine() -> Machine:
     return Machine(gpus, gpu, torch.cuda.is_bf16_supported(), hardware.host_memory())
 
 
+def dtype_of(precision: str) -> torch.dtype:
+    """The dtype in which "bf16" or "fp32" computes products."""
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
 def choose_device(config: TrainConfig | EvalConfig | GenerateConfig, machine: Machine) -> str:
     """ "cuda" or "cpu"; ValueError for a GPU that is asked for and not there, or lacks bf16."""
     if config.device == "cuda" and not machine.gpus:

@@ -53,24 +53,24 @@ def launched(config: TrainConfig | EvalConfig, environ: Mapping[str, str] = os.e
     another number than there is, or context= does not divide it.
     """
     in_step = "SLURM_STEP_ID" in environ
-    given = [name for name in NUMBERS if name in environ]
+    variables = [name for name in NUMBERS if name in environ]
     if OWN_VARIABLE in environ:
         return _own(config.devices, environ)
-    if given and (len(given) == len(NUMBERS) or not in_step):
-        found = _of_torchrun(environ)
+    if variables and (len(variables) == len(NUMBERS) or not in_step):
+        processes = _of_torchrun(environ)
     elif in_step and _tasks(environ) > 1:
-        found = _of_srun(environ)
+        processes = _of_srun(environ)
     else:
         _check_allocation(config.devices, environ)
         config.context.validate(config.devices)
         return _own(config.devices, environ)
-    if config.devices not in (1, found.ranks):
+    if config.devices not in (1, processes.ranks):
         raise ValueError(
-            f"devices={config.devices}: {found.by} has started {found.ranks} processes; leave "
-            "devices out, or start as many"
+            f"devices={config.devices}: {processes.by} has started {processes.ranks} processes; "
+            "leave devices out, or start as many"
         )
-    config.context.validate(found.ranks)
-    return found
+    config.context.validate(processes.ranks)
+    return processes
 
 
 def number_here(environ: Mapping[str, str] = os.environ) -> int:

@@ -31,14 +31,14 @@ from longctx.config.eval_config import EvalConfig
 from longctx.config.model_config import AttentionConfig
 from longctx.config.train_config import TrainConfig
 from longctx.distributed import rendezvous, sharding
-from longctx.distributed.devices import choose_device
+from longctx.distributed.devices import choose_device, dtype_of
 from longctx.distributed.fabric import Met, Processes, make_fabric
 from longctx.distributed.heartbeat import RUN_VARIABLE, SILENCE, Heartbeat
 from longctx.distributed.launched import FIRST_VARIABLE, OWN, OWN_VARIABLE, launched
 from longctx.distributed.lightning_parts import DDPStrategy, Fabric, SingleDeviceStrategy
 from longctx.model import GPT
 from longctx.planner.hardware import Machine
-from longctx.planner.workload import PRECISION
+from longctx.planner.workload import precision_of
 from longctx.stop_signal import exit_within
 
 T = TypeVar("T")
@@ -81,8 +81,8 @@ class Parallel:
         self.strategy = "none"
         # Evaluation computes no gradients, whose order of sums is all that is not deterministic.
         self.deterministic = isinstance(config, TrainConfig) and config.deterministic
-        precision = PRECISION[device] if config.precision == "auto" else config.precision
-        self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        precision = precision_of(config.precision, device)
+        self.dtype = dtype_of(precision)
         several = self.ranks > 1 or config.strategy.name != "auto"
         self.fabric = self._fabric(self._lightning_strategy(several, device), device, precision)
         self.mesh: DeviceMesh | None = None

@@ -195,7 +195,7 @@ def meet(
             return meeting
         try:
             arrivals = meeting.arrivals(started)
-            problem = here.problem or misfit(launched, arrivals)
+            problem = here.problem or misfit(arrivals)
         except NotAll as error:
             arrivals, problem = [here], str(error)
         if problem:
@@ -246,7 +246,7 @@ def arrival(launched: Launched, device: str, gpus: int, problem: str = "") -> Ar
     )
 
 
-def misfit(launched: Launched, arrivals: list[Arrival]) -> str:
+def misfit(arrivals: list[Arrival]) -> str:
     """What is wrong with the processes of a run together; empty where they fit."""
     first = arrivals[0]
     for one in arrivals:
@@ -286,10 +286,10 @@ def about(config: TrainConfig | EvalConfig, launched: Launched, arrivals: list[A
     """What was asked, what the launcher gave, what the machines have."""
     machines = list(dict.fromkeys(map(str, arrivals)))
     has = "; ".join(machines[:4]) + ("; ..." if len(machines) > 4 else "")
-    return f"asked: {asked(config)}; {launched}; {has}"
+    return f"asked: {devices_of(config)}; {launched}; {has}"
 
 
-def asked(config: TrainConfig | EvalConfig) -> str:
+def devices_of(config: TrainConfig | EvalConfig) -> str:
     """The devices that a request names, and how they share rows and weights."""
     return (
         f"devices={config.devices} context={config.context.degree} strategy={config.strategy.name}"
@@ -358,5 +358,5 @@ def too_few_gpus(config: TrainConfig | EvalConfig, launched: Launched, machine: 
         remedy = f"use devices={machine.gpus}"
     return (
         f"devices={launched.local_ranks}: {there}{shown}; {remedy} (asked: "
-        f"{asked(config)}; {launched}, {launched.local_ranks} on this machine)"
+        f"{devices_of(config)}; {launched}, {launched.local_ranks} on this machine)"
     )

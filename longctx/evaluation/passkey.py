@@ -130,13 +130,13 @@ def text(
     same = next((n for n, (a, b) in enumerate(pairs) if a != b), len(question))
     tokens = map(tokenizer.encode, (hidden.fact, *hidden.others))
     facts = sorted(zip((depth, *others), tokens, strict=True))
-    head = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    room = length - len(head) - len(question_answer) - sum(len(fact) for _, fact in facts)
+    least = len(tokenizer.begin) + sum(len(fact) for _, fact in facts) + len(question_answer)
+    room = length - least
     if room < 0:
         raise ValueError(
             f"passkey.lengths=[{length}]: too short for a fact and its question; use more tokens"
         )
-    body = list(head)
+    body = list(tokenizer.begin)
     at = 0
     for place, fact in facts:
         end = round(place * room)

@@ -32,7 +32,7 @@ _LAST = (
 FIRST_NAMES, LAST_NAMES = _FIRST.split(), _LAST.split()
 
 
-class Asked(NamedTuple):
+class DocumentQuestion(NamedTuple):
     """A question about `documents`, and its answers, each of which is right."""
 
     documents: list[str]
@@ -45,7 +45,7 @@ class Questions(Protocol):
 
     fewest: int
 
-    def draw(self, size: int, rng: random.Random) -> Asked:
+    def draw(self, size: int, rng: random.Random) -> DocumentQuestion:
         """A question about `size` documents."""
 
 
@@ -63,26 +63,28 @@ class MadeQuestions:
             self.passages[-1].append(sentence)
             characters += len(sentence)
 
-    def draw(self, size: int, rng: random.Random) -> Asked:
+    def draw(self, size: int, rng: random.Random) -> DocumentQuestion:
         """A question about `size` passages, which repeat where there are fewer."""
         people = names(rng, PEOPLE)
         leaders = names(rng, PEOPLE)
         towns = rng.sample(CITIES, PEOPLE)
-        whole, rest = divmod(size, len(self.passages))
-        numbers = [*range(len(self.passages))] * whole + rng.sample(range(len(self.passages)), rest)
+        repeats, remainder = divmod(size, len(self.passages))
+        numbers = [*range(len(self.passages))] * repeats + rng.sample(
+            range(len(self.passages)), remainder
+        )
         rng.shuffle(numbers)
         passages = [list(self.passages[n]) for n in numbers]
-        told = min(PEOPLE, size // self.hops)
-        facts = [f"{people[n]} was born in {towns[n]}." for n in range(told)]
+        count = min(PEOPLE, size // self.hops)
+        facts = [f"{people[n]} was born in {towns[n]}." for n in range(count)]
         if self.hops == 2:
-            facts += [f"The mayor of {towns[n]} is {leaders[n]}." for n in range(told)]
+            facts += [f"The mayor of {towns[n]} is {leaders[n]}." for n in range(count)]
         for fact, place in zip(facts, rng.sample(range(size), len(facts)), strict=True):
             passages[place].insert(rng.randint(0, len(passages[place])), fact)
         documents = [" ".join(passage) for passage in passages]
         if self.hops == 1:
-            return Asked(documents, f"Where was {people[0]} born?", [towns[0]])
+            return DocumentQuestion(documents, f"Where was {people[0]} born?", [towns[0]])
         question = f"Who is the mayor of the city where {people[0]} was born?"
-        return Asked(documents, question, [leaders[0]])
+        return DocumentQuestion(documents, question, [leaders[0]])
 
 
 def names(rng: random.Random, count: int) -> list[str]:
@@ -107,7 +109,7 @@ class FileQuestions:
         self.rows, self.documents = rows, documents
         self.fewest = max(len(row.needed) for row in rows)
 
-    def draw(self, size: int, rng: random.Random) -> Asked:
+    def draw(self, size: int, rng: random.Random) -> DocumentQuestion:
         """A question with the documents that answer it, others of its article, then any others."""
         row = rng.choice(self.rows)
         order = [n for n in row.near if n not in row.needed]
@@ -116,11 +118,11 @@ class FileQuestions:
         lacking = size - len(row.needed) - len(order)
         if lacking > 0:
             others = [n for n in range(len(self.documents)) if n not in known] or [*known]
-            whole, rest = divmod(lacking, len(others))
-            order += others * whole + rng.sample(others, rest)
+            repeats, remainder = divmod(lacking, len(others))
+            order += others * repeats + rng.sample(others, remainder)
         numbers = [*row.needed, *order][:size]
         rng.shuffle(numbers)
-        return Asked([self.documents[n] for n in numbers], row.question, row.answers)
+        return DocumentQuestion([self.documents[n] for n in numbers], row.question, row.answers)
 
 
 def read_squad(path: Path) -> FileQuestions:
@@ -160,10 +162,10 @@ def read_hotpotqa(path: Path) -> FileQuestions:
 
 def _read(path: Path, key: str, form: str, rows: Any) -> FileQuestions:
     try:
-        found, documents = rows(untrusted.read_json(path, LARGEST))
+        questions, documents = rows(untrusted.read_json(path, LARGEST))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"ruler.{key}={path}: not in the form of {form} ({reason})") from error
-    if not found:
+    if not questions:
         raise ValueError(f"ruler.{key}={path}: no question with an answer in it")
-    return FileQuestions(found, documents)
+    return FileQuestions(questions, documents)

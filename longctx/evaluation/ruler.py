@@ -66,13 +66,9 @@ class Texts:
                 questions[task] = read(Path(config.file_of(task) or ""))
         return cls(config, tokenizer, essay, questions)
 
-    def encoded(self, text: str) -> list[int]:
-        """The tokens of a prompt."""
-        begin = [] if self.tokenizer.bos_id is None else [self.tokenizer.bos_id]
-        return [*begin, *self.tokenizer.encode(text)]
-
-    def count(self, text: str) -> int:
-        return len(self.encoded(text))
+    def count(self, prompt: str) -> int:
+        """Tokens of a prompt."""
+        return len(self.tokenizer.encode_prompt(prompt))
 
     def sized(self, task: str, length: int) -> Sized:
         return ruler_texts.sized(task, length, self.essay, self.questions.get(task), self.count)
@@ -82,34 +78,34 @@ class Texts:
 
     def check(self, task: str, length: int) -> None:
         """ValueError where the smallest texts of `task` are longer than `length`."""
-        made = self.sized(task, length)
+        texts = self.sized(task, length)
         chances = [self.chance(task, length, number) for number in range(self.config.samples)]
-        least = made.answer + max(self.count(made.make(made.least, x).prompt) for x in chances)
+        least = texts.answer + max(self.count(texts.make(texts.least, x).prompt) for x in chances)
         if least > length:
             raise ValueError(
                 f"ruler.lengths=[{length}]: {task} needs {least:,} tokens at least, "
-                f"{made.answer} of them for the answer; give greater lengths, or other ruler.tasks"
+                f"{texts.answer} of them for the answer; give greater lengths, or other ruler.tasks"
             )
 
     def samples(self, task: str, length: int) -> Iterator[tuple[Sample, list[int]]]:
         """Samples with the tokens of their prompts, as long as `length` allows."""
-        made = self.sized(task, length)
-        room = length - made.answer
+        texts = self.sized(task, length)
+        room = length - texts.answer
 
         def tokens(size: int) -> int:
-            return self.count(made.make(size, self.chance(task, length, 0)).prompt)
+            return self.count(texts.make(size, self.chance(task, length, 0)).prompt)
 
-        size, per_unit = fitting(tokens, room, made.least, made.most)
+        size, per_unit = fitting(tokens, room, texts.least, texts.most)
         for number in range(self.config.samples):
             of_this = size
             while True:
-                sample = made.make(of_this, self.chance(task, length, number))
-                ids = self.encoded(sample.prompt)
+                sample = texts.make(of_this, self.chance(task, length, number))
+                ids = self.tokenizer.encode_prompt(sample.prompt)
                 if len(ids) <= room:
                     break
-                assert of_this > made.least, "see `check`"
+                assert of_this > texts.least, "see `check`"
                 over = max(1, round((len(ids) - room) / per_unit))
-                of_this = max(made.least, of_this - over)
+                of_this = max(texts.least, of_this - over)
             yield sample, ids
 
 

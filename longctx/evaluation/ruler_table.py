@@ -65,8 +65,8 @@ def notes(content: dict[str, Any]) -> list[str]:
     lines = []
     if any(map(needs_essay, content["ruler"]["scores"])):
         lines.append("essays are your own text, where RULER has Paul Graham's")
-    if made := content["made"]:
-        lines.append(f"{' and '.join(made)}: questions made from your own text, not RULER's data")
+    if tasks := content["made"]:
+        lines.append(f"{' and '.join(tasks)}: questions made from your own text, not RULER's data")
     return lines
 
 

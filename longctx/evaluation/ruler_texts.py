@@ -132,7 +132,7 @@ def sized(
     if task == "fwe":
         return frequent_words(length)
     assert questions is not None
-    return Sized(asked(questions), 32, questions.fewest)
+    return Sized(question_text(questions), 32, questions.fewest)
 
 
 def words_of(text: str) -> list[str]:
@@ -165,7 +165,7 @@ def needles(task: Needles, essay: Sequence[str]) -> Sized:
         start = rng.randrange(len(essay)) if task.haystack == "essay" else 0
         places = sorted(rng.sample(DEPTHS, len(hidden)))
         if task.haystack == "essay":
-            context = " ".join(among(sentences(taken(essay, start, size)), hidden, places))
+            context = " ".join(among(sentences(words_from(essay, start, size)), hidden, places))
         else:
             lines = [NOISE] * size
             if task.haystack == "needle":
@@ -201,7 +201,7 @@ def other_needle(task: Needles, keys: Sequence[str], rng: random.Random) -> str:
     return NEEDLE.format(kind=task.value, key=key, value=drawn(task.value, rng))
 
 
-def taken(essay: Sequence[str], start: int, size: int) -> list[str]:
+def words_from(essay: Sequence[str], start: int, size: int) -> list[str]:
     """`size` words of the essay from `start` on, and from its beginning again after its end."""
     words = list(essay[start : start + size])
     while len(words) < size:
@@ -331,7 +331,7 @@ def frequent_words(length: int) -> Sized:
 # Questions about documents
 
 
-def asked(questions: Questions) -> Make:
+def question_text(questions: Questions) -> Make:
     """The size is in documents."""
 
     def make(size: int, rng: random.Random) -> Sample:

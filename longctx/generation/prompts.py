@@ -55,23 +55,17 @@ def read_prompts(config: GenerateConfig, tokenizer: Tokenizer, folder: Path) -> 
         if config.chat and isinstance(row, str):
             row = {"messages": [{"role": "user", "content": row}]}
         if isinstance(row, str):
-            prompts.append(Prompt(tokens_of(row, tokenizer), row))
+            prompts.append(Prompt(tokenizer.encode_prompt(row), row))
         else:
             assert template is not None
-            ids = tokenizer.encode_conversation(asked(template, place, row), [])[0].tolist()
+            ids = tokenizer.encode_conversation(text_up_to_answer(template, place, row), [])[
+                0
+            ].tolist()
             prompts.append(Prompt(ids, row["messages"]))
     return prompts
 
 
-def tokens_of(text: str, tokenizer: Tokenizer) -> list[int]:
-    """The tokens of a text that begins a document; of no text the end of the one before it, where
-    the tokenizer has no begin-of-text.
-    """
-    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    return [*begin, *tokenizer.encode(text)] or [tokenizer.eos_id]
-
-
-def asked(template: Template, place: str, row: dict[str, Any]) -> str:
+def text_up_to_answer(template: Template, place: str, row: dict[str, Any]) -> str:
     """The conversation of `row`, its messages and the tools if there are any, as text, up to where
     the assistant's next message begins.
     """

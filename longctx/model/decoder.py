@@ -27,8 +27,6 @@ from longctx.model.gpt import GPT
 from longctx.model.kv_cache import KVCache
 from longctx.model.recompute import in_tiles
 
-Write = Callable[[Tensor, Tensor], None]  # of the k and v (N, Hkv, D) of new tokens
-
 
 class Decoder:
     """`model`, in eval mode, on `rows` texts of at most `length` tokens each, prompt included.
@@ -141,9 +139,12 @@ class Decoder:
             def forward(block: Any, x: Tensor) -> Tensor:
                 q, k, v = block.before(x, cos, sin)
                 cache.write(n, slots, k[:, 0], v[:, 0])
-                seen = visible[self.windows[n]]
                 out = cached_attention(
-                    q[:, 0].to(self.dtype), cache.keys[n], cache.values[n], seen, self.kernel
+                    q[:, 0].to(self.dtype),
+                    cache.keys[n],
+                    cache.values[n],
+                    visible[self.windows[n]],
+                    self.kernel,
                 )
                 y: Tensor = block.after(x, out[:, None])
                 return y

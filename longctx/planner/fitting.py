@@ -233,7 +233,7 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
         weights = links.waiting_for_weights(workload, chip, compute)
         parts["waiting for other devices"] = exchanged + weights
     tokens = N * workload.accumulate
-    work = tokens * m.flops_per_token(seen(workload) / m.layers / T, added)
+    work = tokens * m.flops_per_token(pairs_of_row(workload) / m.layers / T, added)
     return Seconds(parts, tokens * workload.devices, work / sum(parts.values()) / chip.flops)
 
 
@@ -254,7 +254,7 @@ def attention_seconds(workload: Workload, chip: Chip) -> float:
     """Attention of one micro-batch, forward and backward, all layers."""
     assert chip.flops is not None and chip.bandwidth is not None
     m, backend = workload.model, workload.attention.backend
-    pairs = workload.batch_size * seen(workload)
+    pairs = workload.batch_size * pairs_of_row(workload)
     if backend == "naive":
         scores = workload.batch_size * workload.seq_len**2 * m.heads * m.layers / workload.context
         again = 1 if workload.memory.recompute == "block" else 0
@@ -272,7 +272,7 @@ def attention_seconds(workload: Workload, chip: Chip) -> float:
     return flops * (times / forward + 2.5 / backward) / chip.flops
 
 
-def seen(workload: Workload) -> int:
+def pairs_of_row(workload: Workload) -> int:
     """Visible pairs of one row that is one document, summed over the layers."""
     return sum(
         layers * visible(workload.seq_len, window)

@@ -55,20 +55,20 @@ def choose(candidates: Sequence[Workload], chip: Chip, host: float, merge: bool 
         return Choice(least, "takes least, though none is predicted to fit")
     speeds = [tokens_per_second(work, chip) for work in fit]
     as_fast = [n for n, speed in enumerate(speeds) if speed >= SURE * max(speeds)]
-    taken = min(as_fast, key=lambda n: fitting.on_host(fit[n]) > 0)  # the first of the least
+    chosen = min(as_fast, key=lambda n: fitting.on_host(fit[n]) > 0)  # the plainest with least
     if len(fit) == 1:
         reason = "nothing else fits"
     elif not speeds[0]:
         reason = "the first that fits"
-    elif taken and 0 in as_fast:
+    elif chosen and 0 in as_fast:
         reason = f"as fast as {name_of(fit[0])}, and needs no host memory"
-    elif taken:
-        reason = f"{speeds[taken] / speeds[0] - 1:.0%} faster than {name_of(fit[0])}"
+    elif chosen:
+        reason = f"{speeds[chosen] / speeds[0] - 1:.0%} faster than {name_of(fit[0])}"
     elif fit[0] is not decided[0]:
         reason = f"{name_of(decided[0])} does not fit"
     else:
         reason = f"no other is {1 - SURE:.0%} faster"
-    return Choice(fit[taken], reason)
+    return Choice(fit[chosen], reason)
 
 
 def longest(

@@ -81,8 +81,8 @@ def all_to_all(sent: float, workload: Workload, chip: Chip) -> float:
     return max((here - 1) * part / chip.link, (ranks - here) * part / chip.network)
 
 
-def ring(whole: float, pieces: int, ranks: int, workload: Workload, chip: Chip) -> float:
-    """Seconds in which each of `ranks` devices gathers `whole` bytes from all, or sums of so many
+def ring(size: float, pieces: int, ranks: int, workload: Workload, chip: Chip) -> float:
+    """Seconds in which each of `ranks` devices gathers `size` bytes from all, or sums of so many
     bytes are left in slices; one piece after the other.
     """
     here = min(ranks, workload.devices_per_machine)
@@ -90,7 +90,7 @@ def ring(whole: float, pieces: int, ranks: int, workload: Workload, chip: Chip) 
     outside = machines if machines > 1 else 0
     slowest = min(chip.link, here * chip.network) if outside else chip.link
     hops = max(0, ranks - 1 - outside) * HOP + outside * HOP_OUTSIDE
-    return (1 - 1 / ranks) * whole / slowest + pieces * hops
+    return (1 - 1 / ranks) * size / slowest + pieces * hops
 
 
 def waiting_for_weights(workload: Workload, chip: Chip, compute: float) -> float:
@@ -109,8 +109,8 @@ def waiting_for_weights(workload: Workload, chip: Chip, compute: float) -> float
     added = workload.lora.parameters(m)
     trained, trained_outside = (added, 0) if added else (blocks, outside)
 
-    def shared(whole: float, pieces: int) -> float:
-        return ring(whole, pieces, ranks, workload, chip)
+    def shared(size: float, pieces: int) -> float:
+        return ring(size, pieces, ranks, workload, chip)
 
     if workload.strategy != "fsdp":  # NCCL's trees keep a sum's hops few
         last = 2 * shared(FP32 * trained_outside, 1)

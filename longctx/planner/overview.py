@@ -187,9 +187,9 @@ def print_machine(config: Workload, chip: Chip, host: float, assumed: bool) -> N
     print()
 
 
-def count_of(number: int, thing: str) -> str:
+def count_of(number: int, noun: str) -> str:
     """A number and the noun, in the plural where it has to be."""
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def machine(options: PlanOptions) -> tuple[Chip, float]:

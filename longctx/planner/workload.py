@@ -59,6 +59,11 @@ class Workload:
         return self.rows_per_step * self.seq_len
 
 
+def precision_of(precision: str, device: str) -> str:
+    """ "bf16" or "fp32": as asked for, with auto as the device computes fastest."""
+    return PRECISION[device] if precision == "auto" else precision
+
+
 def workload_of(
     config: TrainConfig, device: str, seq_len: int, model: GPTConfig | None = None
 ) -> Workload:
@@ -85,7 +90,7 @@ def workload_of(
         seq_len=seq_len,
         batch_size=batch_size,
         accumulate=config.accumulate or max(1, TOKENS_PER_STEP[device] // micro_batch),
-        precision=PRECISION[device] if config.precision == "auto" else config.precision,
+        precision=precision_of(config.precision, device),
         compile=device == "cuda"
         if config.compile.lower() == "auto"
         else config.compile.lower() == "true",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import fmean
 from typing import NamedTuple
 
@@ -187,13 +188,7 @@ def passkeys(runs: list[Run]) -> Table:
         for grid in run.evaluations.passkeys:
             means = dict(zip(grid["lengths"], map(fmean, grid["accuracy"]), strict=True))
             shares.append((run.label, grid["file"], grid["kind"], means))
-    lengths = sorted({length for *_, by_length in shares for length in by_length})
-    rows = [
-        [*names, *(f"{by_length[n]:.0%}" if n in by_length else "" for n in lengths)]
-        for *names, by_length in shares
-    ]
-    headings = ["run", "evaluation", "kind", *(f"{length:,}" for length in lengths)]
-    return Table("facts found again", headings, rows, set(), keys=3)
+    return _by_length("facts found again", "kind", shares, "{:.0%}".format)
 
 
 def rulers(runs: list[Run]) -> Table:
@@ -204,13 +199,23 @@ def rulers(runs: list[Run]) -> Table:
         for one in run.evaluations.rulers
         for task, of_task in one["scores"].items()
     ]
+    return _by_length("RULER (%)", "task", scores, lambda share: f"{100 * share:.1f}")
+
+
+def _by_length(
+    title: str,
+    what: str,
+    scores: list[tuple[str, str, str, dict[int, float]]],
+    written: Callable[[float], str],
+) -> Table:
+    """A row for each (run, evaluation, `what`, score by length), a column for each length."""
     lengths = sorted({length for *_, by_length in scores for length in by_length})
     rows = [
-        [*names, *(f"{100 * by_length[n]:.1f}" if n in by_length else "" for n in lengths)]
+        [*names, *(written(by_length[n]) if n in by_length else "" for n in lengths)]
         for *names, by_length in scores
     ]
-    headings = ["run", "evaluation", "task", *(f"{length:,}" for length in lengths)]
-    return Table("RULER (%)", headings, rows, set(), keys=3)
+    headings = ["run", "evaluation", what, *(f"{length:,}" for length in lengths)]
+    return Table(title, headings, rows, set(), keys=3)
 
 
 def kernel_locks(runs: list[Run]) -> Table:

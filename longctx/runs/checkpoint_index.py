@@ -54,8 +54,8 @@ def verify(path: Path, most: float = float("inf")) -> str | None:
     if sum(file.stat().st_size for file in path.iterdir()) > most:
         raise ValueError(f"{path}: more than {most:,.0f} bytes")
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        whole = list(pool.map(is_whole, files))
-    return next((name for name, good in zip(files, whole, strict=True) if not good), None)
+        intact = list(pool.map(is_whole, files))
+    return next((name for name, good in zip(files, intact, strict=True) if not good), None)
 
 
 def checksum(path: Path) -> int:

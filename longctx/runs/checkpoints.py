@@ -318,10 +318,11 @@ def check_plain(path: Path, checkpoint: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{path}: random: not the state of random number generators ({reason})"
         ) from error
-    for part, may_be in (("best", is_best), ("meter.spikes", are_spikes)):
-        value = checkpoint.get(part) if part == "best" else meter.get("spikes")
-        if value is not None and not may_be(value):  # older checkpoints have none
-            raise ValueError(f"{path}: {part}={_short(value)}: not what a run writes")
+    best, spikes = checkpoint.get("best"), meter.get("spikes")  # older checkpoints have none
+    if best is not None and not is_best(best):
+        raise ValueError(f"{path}: best={_short(best)}: not what a run writes")
+    if spikes is not None and not are_spikes(spikes):
+        raise ValueError(f"{path}: meter.spikes={_short(spikes)}: not what a run writes")
     config = checkpoint["longctx"]["config"]
     if not isinstance(config, dict):
         raise ValueError(f"{path}: config={_short(config)}: not the configuration of a run")
@@ -402,5 +403,5 @@ def restore_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all([x.clone() for x in state["cuda"]])
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    kind, keys, *position = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *position))

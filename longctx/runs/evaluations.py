@@ -65,7 +65,7 @@ def place(folder: Path, stem: str, keys: Content) -> Path:
     keys = json.loads(json.dumps(keys))
     path = folder / f"{stem}.json"
     number = 1
-    while path.exists() and _asked(path) != keys:
+    while path.exists() and _request_of(path) != keys:
         number += 1
         path = folder / f"{stem}-{number}.json"
     return path
@@ -145,7 +145,7 @@ def task_scores(results: dict[str, Any]) -> list[TaskScore]:
     return scores
 
 
-def _asked(path: Path) -> Any:
+def _request_of(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8")).get("asked")
     except (OSError, ValueError, AttributeError):

@@ -55,11 +55,11 @@ PEAK_MEMORY = Panel("Memory", "Peak memory (GiB)")
 
 def duration(seconds: float) -> str:
     """Seconds as people write them: 3.2 s, 1 min 15 s, 1 h 1 min."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+    return f"{minutes} min {remainder} s" if minutes else f"{seconds:.1f} s"
 
 
 class Metric(NamedTuple):

@@ -67,8 +67,15 @@ NOT_IN_NAMES = {
     "init",
     *RESUMABLE,
 }
-# How the same is computed: said in a name only where a sweep varies it.
-DULL = {"batch_size", "accumulate", "memory", "precision", "deterministic", "warmup_steps"}
+# They change how the same is computed, so a name has them only where a sweep varies them.
+IN_NAMES_IF_VARIED = {
+    "batch_size",
+    "accumulate",
+    "memory",
+    "precision",
+    "deterministic",
+    "warmup_steps",
+}
 QUICK = 1 << 30  # bytes that are read in about a second
 CHECKPOINT_NAME = re.compile(r"step-(\d+)\.ckpt")
 
@@ -90,8 +97,9 @@ def stem(
     if choices["data"] != "embedded":
         parts.append(choices["data"])
     for key, value in changed.items():
-        is_dull = key.split(".")[0] in DULL or (is_own and key in shape) or value == "auto"
-        if key in varied or not (is_dull or key in NOT_IN_NAMES or key.startswith("data.")):
+        is_left_out = key.split(".")[0] in IN_NAMES_IF_VARIED or value == "auto"
+        is_left_out = is_left_out or (is_own and key in shape)
+        if key in varied or not (is_left_out or key in NOT_IN_NAMES or key.startswith("data.")):
             parts.append(key.split(".")[-1].replace("_", "") + value)
     return re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts)).strip("-")[:80].rstrip("-.")
 

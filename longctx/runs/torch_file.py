@@ -37,8 +37,8 @@ def verify(path: Path) -> str | None:
     """The first part of the file at `path` that is not what was written, None if all are.
 
     Each part of the zip file has a checksum, which torch does not look at. A file that is no zip
-    file at all passes: `read` refuses it. Raises ValueError,
-    which says why, where torch had better not open it.
+    file at all passes: `read` refuses it. Raises ValueError, which says why, where torch had better
+    not open it.
     """
     if what := torch_archive.flaw(path):
         raise ValueError(what)

@@ -72,19 +72,18 @@ class Display:
 
     def show(self, row: Row) -> None:
         """Show a logged row: in the bar, or as a line where the output is no terminal."""
-        left = self.left(row)
+        time_left = self.time_left(row)
         if self._bar is not None and is_step(row):
             self._bar.update(self._task, completed=row["step"], numbers=brief(row))
         else:
-            self.say(
-                f"step {row['step']:,}/{self.steps:,}  {brief(row)}{left and f'  {left} left'}"
-            )
-        if left and self._bar is not None and not self._is_estimated:
+            ending = f"  {time_left} left" if time_left else ""
+            self.say(f"step {row['step']:,}/{self.steps:,}  {brief(row)}{ending}")
+        if time_left and self._bar is not None and not self._is_estimated:
             self._is_estimated = True
             steps = self.steps - row["step"]
-            self.say(f"estimate   about {left} for the {steps:,} steps to come, by the first")
+            self.say(f"estimate   about {time_left} for the {steps:,} steps to come, by the first")
 
-    def left(self, row: Row) -> str:
+    def time_left(self, row: Row) -> str:
         """The time that the steps after `row` take at its pace; empty where it tells none."""
         steps = self.steps - row["step"]
         if not is_step(row) or not steps or not row.get("ms_per_step"):

@@ -105,7 +105,7 @@ def compare_with_one(run: Run, data: Data | Mixture, parallel: Parallel) -> Find
         for number, rows in enumerate(groups)
     ]
     mine = [rows[parallel.data_rank] for rows in (groups, fewer)]
-    whole = [[row for rows in step for row in rows] for step in (groups, fewer)]
+    all_rows = [[row for rows in step for row in rows] for step in (groups, fewer)]
 
     # As the run computes
     state = begin(trial, parallel)
@@ -113,7 +113,7 @@ def compare_with_one(run: Run, data: Data | Mixture, parallel: Parallel) -> Find
     ours = results(state, mine, parallel)
     del state
     alone = parallel.alone()
-    theirs = results(begin(of_one_rank(trial), alone), whole, alone)
+    theirs = results(begin(of_one_rank(trial), alone), all_rows, alone)
 
     # fp32, and against it bf16
     fp32: Differences | None = None
@@ -127,7 +127,7 @@ def compare_with_one(run: Run, data: Data | Mixture, parallel: Parallel) -> Find
         one = of_one_rank(precise)
         if not takes_fp32:
             one = replace(one, workload=replace(one.workload, attention=AttentionConfig("naive")))
-        exact = results(begin(one, alone), whole, alone)
+        exact = results(begin(one, alone), all_rows, alone)
         bf16 = differences(ours, exact, parallel)
         allowed = differences(theirs, exact, parallel)
         require(run, bf16, {name: max(TIMES * x, BF16) for name, x in allowed.items()}, " in bf16")
@@ -223,7 +223,7 @@ def logits(state: TrainState, rows: list[Row], parallel: Parallel) -> Tensor:
 
 def results(state: TrainState, steps: list[list[Row]], parallel: Parallel) -> list[Result]:
     """What each of the steps comes to, of which this rank takes these rows."""
-    size, found = state.run.workload.batch_size, []
+    size, step_results = state.run.workload.batch_size, []
     for rows in steps:
         groups = [rows[i : i + size] for i in range(0, len(rows), size)]
         batch = StepBatch([micro_batch(group) for group in groups]).to(parallel.device)
@@ -240,8 +240,8 @@ def results(state: TrainState, steps: list[list[Row]], parallel: Parallel) -> li
         scored = torch.tensor(float(parallel.once(batch.scored)), device=parallel.device)
         loss = float(parallel.sum(total) / parallel.sum(scored).clamp(min=1))
         places = {name: sharding.rows(weights[name]) for name in gradients}
-        found.append(Result(loss, float(state.module.grad_norm), gradients, places))
-    return found
+        step_results.append(Result(loss, float(state.module.grad_norm), gradients, places))
+    return step_results
 
 
 def differences(ours: list[Result], theirs: list[Result], parallel: Parallel) -> Differences:
@@ -261,31 +261,32 @@ def differences(ours: list[Result], theirs: list[Result], parallel: Parallel) ->
     return dict(zip(of_step[0], parallel.largest(values).tolist(), strict=True))
 
 
-def relative(x: Tensor, y: Tensor, whole: Tensor | None = None) -> float:
-    """The largest difference of x and y, relative to the largest value of y, or of the `whole` that
-    it is a part of; infinite where a value is no number.
+def relative(x: Tensor, y: Tensor, reference: Tensor | None = None) -> float:
+    """The largest difference of x and y, relative to the largest value of y, or of the
+    `reference` that it is a part of; infinite where a value is no number.
     """
     if not x.numel():
         return 0.0
-    largest = (y if whole is None else whole).abs().max().clamp(min=torch.finfo(y.dtype).tiny)
+    tiny = torch.finfo(y.dtype).tiny
+    largest = (y if reference is None else reference).abs().max().clamp(min=tiny)
     return float(((x - y).abs().max() / largest).nan_to_num(nan=torch.inf))
 
 
-def summary(found: Differences) -> Differences:
+def summary(differences: Differences) -> Differences:
     """The difference of the loss, and the largest of the gradients and their norm."""
-    gradients = max(x for name, x in found.items() if name != "loss")
-    return {"loss": found["loss"], "gradients": gradients}
+    gradients = max(x for name, x in differences.items() if name != "loss")
+    return {"loss": differences["loss"], "gradients": gradients}
 
 
-def require(run: Run, found: Differences, allowed: Differences, where: str) -> None:
+def require(run: Run, differences: Differences, allowed: Differences, where: str) -> None:
     """Raise CheckFailed where a difference is more than is allowed; it names a weight if it can."""
-    over = {name: x / allowed[name] for name, x in found.items() if not x <= allowed[name]}
+    over = {name: x / allowed[name] for name, x in differences.items() if not x <= allowed[name]}
     if over:
         name = max(over, key=lambda name: (name.startswith("gradient of"), over[name]))
         raise failed(
             run,
-            f"the {name} of a step{where} differs by {found[name]:.1e} from one device's in fp32, "
-            f"where {allowed[name]:.0e} is allowed",
+            f"the {name} of a step{where} differs by {differences[name]:.1e} from one device's in "
+            f"fp32, where {allowed[name]:.0e} is allowed",
         )
 
 

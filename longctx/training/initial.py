@@ -15,6 +15,7 @@ from pathlib import Path
 from longctx import files, hub_snapshot, untrusted
 from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.config.train_config import TrainConfig
+from longctx.data import chat
 from longctx.distributed import sharding
 from longctx.model import GPT, huggingface, restore
 from longctx.runs import checkpoints, run_folder
@@ -110,19 +111,10 @@ def keep_for_export(config: TrainConfig, folder: Path) -> None:
     if source not in (init, init.parent.parent):
         return
     settings = source / "tokenizer_config.json"
-    template = (
-        huggingface.read_json(settings).get("chat_template") if os.path.lexists(settings) else None
+    template = chat.template_in(
+        huggingface.read_json(settings) if os.path.lexists(settings) else {}
     )
-    if isinstance(template, list):  # several, by name
-        template = next(
-            (
-                x.get("template")
-                for x in template
-                if isinstance(x, dict) and x.get("name") == "default"
-            ),
-            None,
-        )
-    if isinstance(template, str):
+    if template is not None:
         files.write_text(folder / "chat_template.jinja", template)
     for name in KEPT_FILES[1:]:
         if os.path.lexists(source / name):

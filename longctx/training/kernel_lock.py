@@ -21,6 +21,7 @@ from torch import Tensor
 from longctx import files
 from longctx.attention import Mask, attention, kernels_run, reproducible
 from longctx.config.train_config import TrainConfig
+from longctx.distributed.devices import dtype_of
 from longctx.kernels import fingerprint, launch
 from longctx.kernels.fingerprint import Lock
 from longctx.kernels.selftest import SelfTestFailed
@@ -43,7 +44,7 @@ def of_workload(workload: Workload) -> Lock:
     device = torch.device(workload.device)
     if workload.device == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    dtype = torch.bfloat16 if workload.precision == "bf16" else torch.float32
+    dtype = dtype_of(workload.precision)
     promised = reproducible(backend)
 
     def run(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor) -> tuple[Tensor, Sequence[str]]:

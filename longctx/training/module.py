@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from longctx.distributed import sharding
+from longctx.distributed.devices import dtype_of
 from longctx.distributed.lightning_parts import pytorch as pl
 from longctx.model import GPT, lora
 from longctx.training import initial, optimizers
@@ -43,8 +44,7 @@ class TrainingModule(pl.LightningModule):
         with torch.device("meta"):
             self.model = GPT(work.model, work.attention, work.memory)
         if work.lora.rank is not None:  # frozen weights lie in 16 bits where they are used so
-            dtype = torch.bfloat16 if work.precision == "bf16" else torch.float32
-            lora.add(lora.in_precision(self.model, dtype), work.lora)
+            lora.add(lora.in_precision(self.model, dtype_of(work.precision)), work.lora)
         self.shard(self.model)
         self.model.to_empty(device=device)
 

@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from longctx import attention, files, hub_snapshot
 from longctx.attention import Mask
 from longctx.config import presets
@@ -27,12 +25,12 @@ from longctx.config.model_config import GPTConfig
 from longctx.config.request import Request
 from longctx.config.train_config import TrainConfig, check_warmup
 from longctx.data import load, sources
-from longctx.distributed.devices import choose_device
+from longctx.distributed.devices import choose_device, dtype_of
 from longctx.distributed.launched import launched
 from longctx.model.context_extension import extended
 from longctx.planner import fitting, hardware, layouts
 from longctx.planner.hardware import Machine
-from longctx.planner.workload import Workload, with_vocabulary, workload_of
+from longctx.planner.workload import Workload, precision_of, with_vocabulary, workload_of
 from longctx.runs import checkpoints, run_folder
 from longctx.training import initial, kernel_lock, longest, saved_state
 from longctx.training.child import DryRun
@@ -174,11 +172,10 @@ def check_attention(config: TrainConfig, model: GPTConfig, device: str) -> None:
     shard, sharing = None, config.context
     if sharing.degree not in (1, "auto") and sharing.method_for(model.heads) == "allgather":
         shard = Mask("intervals")  # the queries of a rank see any of them
-    bf16 = config.precision == "bf16" or (config.precision == "auto" and device == "cuda")
     attention.check(
         config.attention.backend,
         device=device,
-        dtype=torch.bfloat16 if bf16 else torch.float32,
+        dtype=dtype_of(precision_of(config.precision, device)),
         head_dim=model.head_size,
         mask=shard,
         options=config.attention.options,

@@ -36,7 +36,7 @@ class RunLog:
         self.spikes = 0  # said so far
         self.figures: dict[str, float] = {}  # of context.check, for the first row
         if self.first:
-            for line in opening(run, parallel):
+            for line in opening(run):
                 self.display.say(line)
         if self.tracker is not None and (how := self.tracker.how_to_look()):
             self.display.say(how)
@@ -174,7 +174,7 @@ def short_on_cpu(run: Run) -> str:
     return ", under 5 minutes on most CPUs; max_steps= sets more"
 
 
-def opening(run: Run, parallel: Parallel) -> list[str]:
+def opening(run: Run) -> list[str]:
     """The lines that a run begins with."""
     work, config, data = run.workload, run.config, run.data
     assert data is not None

@@ -51,8 +51,7 @@ def prompt_of(text: str | None, data: Data | Mixture) -> list[int]:
         split = "val" if len(data.split["val"]) else "train"
         ids = next(iter(data.documents(split))).ids[:PROMPT].tolist()
         return ids[:-1] if ids[-1] == tokenizer.eos_id and len(ids) > 1 else ids
-    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    return [*begin, *tokenizer.encode(text)] or [tokenizer.eos_id]
+    return tokenizer.encode_prompt(text)
 
 
 def shown(tokenizer: Tokenizer, prompt: list[int]) -> str:

@@ -84,6 +84,6 @@ class _Steps(Sampler[list[int]]):
                 size = stage.batch_size * work.accumulate
                 rows = (list(islice(stream, size)) for _ in count())
                 # The last stage goes on as long as it is asked.
-                left = None if last else stage.last - max(self.steps_done, stage.first)
-                yield from ([offset + row for row in step] for step in islice(rows, left))
+                steps_left = None if last else stage.last - max(self.steps_done, stage.first)
+                yield from ([offset + row for row in step] for step in islice(rows, steps_left))
             offset += len(data.train)

@@ -100,7 +100,7 @@ def cut_rows(run: Run, data: Data | Mixture, data_rank: int) -> tuple[list[int],
     order = data.order(run.config.seed, data_rank, work.data_ranks, 0)
     numbers = list(islice(order, work.batch_size * work.accumulate))
     cuts = [cut(data.train[number], work.seq_len, work.model.vocab_size) for number in numbers]
-    return numbers, [row for row, _ in cuts], sum(made for _, made in cuts)
+    return numbers, [row for row, _ in cuts], sum(has_new_border for _, has_new_border in cuts)
 
 
 def cut(row: Row, length: int, words: int) -> tuple[Row, bool]:
@@ -115,15 +115,15 @@ def cut(row: Row, length: int, words: int) -> tuple[Row, bool]:
     padding = max(0, start + length - max(real, start))
 
     two = len(doc_ids[: length - padding].unique()) > 1
-    made = not (two and documents(doc_ids, padding))
-    if made:
+    needs_border = not (two and documents(doc_ids, padding))
+    if needs_border:
         doc_ids, padding = (torch.arange(length) >= length // 2).long(), 0
         targets[length // 2 - 1] = IGNORED
     if bool((targets == IGNORED).all()):  # such as a long question of a conversation
         targets[:-1] = torch.where(doc_ids[1:] == doc_ids[:-1], tokens[1:], IGNORED)
     targets = torch.where(targets == IGNORED, targets, targets % words)
     values = {"tokens": tokens, "targets": targets, "doc_ids": doc_ids}
-    return values | {"padding": torch.tensor(padding)}, made
+    return values | {"padding": torch.tensor(padding)}, needs_border
 
 
 def documents(doc_ids: Tensor, padding: int) -> list[tuple[int, int]]:

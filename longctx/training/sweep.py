@@ -46,8 +46,8 @@ def _run(overrides: list[str], varied: set[str]) -> Job:
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "folder"
         command = python_child.command("longctx", "train", *overrides)
-        told = {RESULT_VARIABLE: str(result), VARIED_VARIABLE: ",".join(sorted(varied))}
-        env = python_child.environment(**told)
+        variables = {RESULT_VARIABLE: str(result), VARIED_VARIABLE: ",".join(sorted(varied))}
+        env = python_child.environment(**variables)
         process = subprocess.Popen(command, env=env)
 
         def pass_on(number: int, frame: Any) -> None:

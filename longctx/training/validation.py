@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from longctx.config.train_config import TrainConfig
 from longctx.data import Data, Mixture
 from longctx.data.rows import IGNORED
+from longctx.distributed.devices import dtype_of
 from longctx.distributed.parallel import Parallel
 from longctx.evaluation.passkey import check_texts, filler_of, recall
 from longctx.evaluation.positions import Filled, mean_losses, packed_buckets
@@ -108,7 +109,7 @@ def facts_found(module: Any, data: Data | Mixture, run: Run) -> dict[str, float]
     depths = keys.depths or DEPTHS
     cells = _eager(
         recall,
-        Scorer(module.model, torch.bfloat16 if run.workload.precision == "bf16" else torch.float32),
+        Scorer(module.model, dtype_of(run.workload.precision)),
         data.tokenizer,
         _filler(data, lengths),
         lengths,

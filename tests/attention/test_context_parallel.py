@@ -56,13 +56,13 @@ def test_a_query_sees_the_keys_that_it_saw(
         context = context_of(rank, ranks, method)
         mask = packed(2, length, 0.01) if documents else Mask.causal()
         mask, N = bound(mask, context, 2, length)
-        whole = mask if window is None else mask.windowed(window)
+        unsharded = mask if window is None else mask.windowed(window)
         shards = context.shards(mask, N)
-        shard = shards.mask(whole)
-        first, last = (shards.local(x) for x in (whole.first, whole.last))
+        shard = shards.mask(unsharded)
+        first, last = (shards.local(x) for x in (unsharded.first, unsharded.last))
         keys = torch.arange(N)
         if isinstance(shard.exchange, Ulysses):
-            first, last = whole.first, whole.last
+            first, last = unsharded.first, unsharded.last
         elif isinstance(shard.exchange, Neighbour):
             keys = torch.arange(rank * N // ranks - shard.exchange.width, (rank + 1) * N // ranks)
         else:

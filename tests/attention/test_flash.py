@@ -64,13 +64,13 @@ def test_every_head_size(case, dtype, implementation):
     check(case, "flash", dtype)
 
 
-@pytest.mark.skipif(ON_GPU, reason="CPU tiles")
+@pytest.mark.no_gpu
 @pytest.mark.parametrize("mask", ["documents", "intervals"])
 def test_bf16_on_a_cpu(mask):
     check(Case(2, 65, 65, Hq=4, Hkv=2, mask=mask), "flash", torch.bfloat16)
 
 
-@pytest.mark.skipif(ON_GPU, reason="the interpreter")
+@pytest.mark.no_gpu
 def test_bf16_is_refused_by_the_interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(ValueError, match="interpreter"):

@@ -6,7 +6,7 @@ import torch
 from longctx.attention import Mask, attention, check, kernels_run
 from longctx.kernels import flash_op
 from tests.attention import rule
-from tests.attention.rule import DEVICE, FREE, GRID, ON_GPU, Case
+from tests.attention.rule import DEVICE, FREE, GRID, Case
 
 
 @pytest.mark.gpu
@@ -72,6 +72,15 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
+def check_equal_runs(case, tensors, times):
+    """Checks that `times` more runs equal a first one, bit for bit, gradients too."""
+    expected = rule.run(tensors, case.build_mask(), "flash", torch.bfloat16)
+    for _ in range(times):
+        actual = rule.run(tensors, case.build_mask(), "flash", torch.bfloat16)
+        for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
+            assert torch.equal(x, y), name
+
+
 @pytest.mark.gpu
 @pytest.mark.hopper
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
@@ -94,13 +103,8 @@ def test_ordered_gives_the_same_bits(mask, head_dim, deterministic):
     case = Case(
         1, 9000, 9000, Hq=8, Hkv=4, D=head_dim, mask="causal" if window else mask, window=window
     )
-    tensors = rule.inputs(case, torch.bfloat16)
-    expected = rule.run(tensors, case.build_mask(), "flash", torch.bfloat16)
+    check_equal_runs(case, rule.inputs(case, torch.bfloat16), 250)
     assert kernels_run()["flash"] == "triton-hopper-ordered"
-    for _ in range(250):
-        actual = rule.run(tensors, case.build_mask(), "flash", torch.bfloat16)
-        for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
-            assert torch.equal(x, y), name
 
 
 @pytest.mark.gpu
@@ -116,11 +120,7 @@ def test_ordered_rows_of_one_and_of_several_documents(head_dim, deterministic):
     tensors = list(rule.inputs(case, torch.bfloat16))
     rule.check(case, "flash", torch.bfloat16, tensors=tensors)
     assert kernels_run()["flash"] == "triton-hopper-ordered"
-    expected = rule.run(tensors, case.build_mask(), "flash", torch.bfloat16)
-    for _ in range(50):
-        actual = rule.run(tensors, case.build_mask(), "flash", torch.bfloat16)
-        for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
-            assert torch.equal(x, y), name
+    check_equal_runs(case, tensors, 50)
 
 
 @pytest.mark.gpu
@@ -212,7 +212,7 @@ def test_refusals(request_, message):
         check("flash", options={"kernel": "hopper"}, **request_)
 
 
-@pytest.mark.skipif(ON_GPU, reason="there is a GPU")
+@pytest.mark.no_gpu
 def test_no_silent_fallback():
     q = torch.zeros(1, 4, 1, 64)
     with pytest.raises(ValueError, match="needs a Hopper GPU"):

@@ -36,7 +36,7 @@ SMALL = dataclasses.replace(
 )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+@pytest.mark.no_gpu
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_case_has_a_row_for_every_backend(mask):
     rows = measure(SMALL, mask, 32, 128, Clock(60), 0.05, "cpu", 100.0)

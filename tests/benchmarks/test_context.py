@@ -95,7 +95,7 @@ def test_a_point_that_takes_too_long_is_left_out(card: hardware.Chip) -> None:
     assert row["note"].startswith("left out: steps=2 of about")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.no_gpu
 @pytest.mark.parametrize("name", ["context", "memory"])
 def test_no_gpu_is_refused(name: str, capsys) -> None:
     assert main([name]) == 2

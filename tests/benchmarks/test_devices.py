@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import device_runs
 from benchmarks.device_cases import CASES, PACKED, Case
@@ -127,7 +126,7 @@ def test_mistakes_are_one_line(argv, message, refused):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.no_gpu
 def test_a_run_is_measured_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(CASES, "small", Case(2, 60, "train", "devices=2", PACKED, steps=3))

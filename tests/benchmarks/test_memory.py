@@ -39,7 +39,7 @@ def test_points_under_way_fit_together() -> None:
 
     def work(size: float) -> None:
         nonlocal now, most
-        with room.taken(size):
+        with room.reserved(size):
             with lock:
                 now += min(size, 10.0)
                 most = max(most, now)

@@ -7,7 +7,6 @@ import shutil
 import sys
 
 import pytest
-import torch
 
 from benchmarks import traffic
 from benchmarks.traffic import Options, closed_forms, shared_memory
@@ -108,7 +107,7 @@ def test_without_ncu_the_closed_forms_and_what_is_missing(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.no_gpu
 def test_no_gpu_is_refused(tmp_path, capsys):
     assert main(["traffic", f"ncu={fake_ncu(tmp_path, [])}", f"out={tmp_path}/t"]) == 2
     assert "no CUDA GPU" in capsys.readouterr().err

@@ -5,7 +5,6 @@ GPU.
 import dataclasses
 
 import pytest
-import torch
 
 from benchmarks.attention import Options
 from benchmarks.words import BENCHMARKS, main
@@ -44,7 +43,7 @@ def test_mistakes_are_one_line(argv, message, refused):
     refused(main(argv), message)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.no_gpu
 def test_no_gpu_is_refused(capsys):
     assert main(["attention"]) == 2
     assert "no CUDA GPU" in capsys.readouterr().err

@@ -21,7 +21,7 @@ code = cli.main(sys.argv[1:])
 slow = {"torch", "triton", "lightning", "datasets", "transformers", "numpy", "pyarrow"}
 sys.exit(99 if slow & set(sys.modules) else code)
 """
-NO_GPU = pytest.mark.skipif(hardware.here() is not None, reason="there is a GPU")
+NO_GPU = pytest.mark.no_gpu
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from longctx import cli
 from longctx.cli.own_file import with_file
@@ -57,6 +58,17 @@ def test_values_that_look_like_others_stay_what_they_are(tmp_path: Path) -> None
     config = config_of(str(file), "max_tokens=100000")
     assert (config.lr, config.name, config.wandb.notes) == (0.001, "null", "1_000")
     assert (config.max_steps, config.max_tokens) == (None, 100_000)
+
+
+@pytest.mark.parametrize("text", ["a b", "it's", r"C:\dir\ x\\", "def f(x):\n    return '", "12"])
+def test_a_text_is_the_same_from_a_file_as_from_the_configuration_of_a_run(
+    text: str, tmp_path: Path
+) -> None:
+    for name in ("my.yaml", "config.yaml"):
+        values = {"sample_every": 5, "sample_prompt": text, "wandb": {"notes": text}}
+        (tmp_path / name).write_text(yaml.safe_dump(values))
+        config = config_of(str(tmp_path / name))
+        assert (config.sample_prompt, config.wandb.notes) == (text, text)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_auto_stands_for_what_is_possible_and_a_choice_for_itself() -> None:
         (4, "allgather"),
     ]
     assert [one.degree for one in auto.each(4, heads=6, backend="sdpa")] == [1, 2]
-    asked = ContextConfig(degree=4, method="ulysses")
-    assert asked.each(4, heads=6, backend="flash") == [asked]  # refused by name, not replaced
+    ulysses = ContextConfig(degree=4, method="ulysses")
+    assert ulysses.each(4, heads=6, backend="flash") == [ulysses]  # refused by name, not replaced
     with pytest.raises(ValueError, match=r"context\.method=ulysses"):
-        asked.method_for(6)
+        ulysses.method_for(6)

@@ -131,9 +131,9 @@ def test_a_byte_changed_at_the_same_size_is_found_and_built_again(
         file.write_bytes(changed)
         capsys.readouterr()
         assert content_of(Data(text_config(), 32)) == before, file
-        said = [line for line in capsys.readouterr().err.splitlines() if "built again" in line]
-        assert len(said) == 1, file
-        assert str(file.parent) in said[0]
+        warnings = [line for line in capsys.readouterr().err.splitlines() if "built again" in line]
+        assert len(warnings) == 1, file
+        assert str(file.parent) in warnings[0]
 
 
 def test_tokens_outside_the_vocabulary_are_found_whatever_the_hashes_say(

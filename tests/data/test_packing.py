@@ -58,17 +58,17 @@ def test_only_a_documents_last_piece_is_shorter_than_a_row() -> None:
 @pytest.mark.parametrize("seq_len", [13, 100])
 def test_rows_are_those_of_the_textbook_algorithm(seed: int, seq_len: int) -> None:
     lengths = np.random.default_rng(seed).integers(1, seq_len + 1, 150)
-    left: list[int] = []
+    rooms: list[int] = []
     for length in sorted(lengths.tolist(), reverse=True):
-        fitting = [row for row, capacity in enumerate(left) if capacity >= length]
+        fitting = [row for row, capacity in enumerate(rooms) if capacity >= length]
         if fitting:
-            left[min(fitting, key=lambda row: left[row])] -= length
+            rooms[min(fitting, key=lambda row: rooms[row])] -= length
         else:
-            left.append(seq_len - length)
+            rooms.append(seq_len - length)
     row_of, rows = best_fit_decreasing(lengths, seq_len)
-    assert rows == len(left)
+    assert rows == len(rooms)
     assert sorted(np.bincount(row_of, lengths).tolist()) == sorted(
-        seq_len - capacity for capacity in left
+        seq_len - capacity for capacity in rooms
     )
 
 

@@ -202,8 +202,8 @@ def test_the_split_of_an_older_run_is_found_by_its_fingerprint(text_config: Make
     (older,) = by_hash([data.store], {"data": 0.2}, data.tokenizer)
     again = type(data)(data.config, 32, (data.tokenizer, data.store, older))  # type: ignore[arg-type]
     assert again.fingerprint != data.fingerprint
-    found: Any = data.as_begun(again.fingerprint)
-    assert (found.trained == older).all()
+    as_begun: Any = data.as_begun(again.fingerprint)
+    assert (as_begun.trained == older).all()
     assert data.as_begun(data.fingerprint) is data
     assert data.as_begun("0" * 32) is None
 

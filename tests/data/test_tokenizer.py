@@ -193,9 +193,12 @@ def test_begin_of_text_is_there_if_the_post_processor_puts_it_there(tmp_path) ->
     plain.save(str(tmp_path / "bos.json"))
     with_bos = Tokenizer.load(tmp_path / "bos.json")
     assert with_bos.bos_id == 4
+    assert with_bos.encode_prompt("a b") == [4, 0, 1] and with_bos.encode_prompt("") == [4]
     assert with_bos.encode("a b c a b c") == [0, 1, 2, 0, 1, 2]
     assert with_bos.encode_documents(["a b c a b c"])[0].tolist() == [4, 0, 1, 2, 0, 1, 2, 5]
-    assert Tokenizer.load(tmp_path / "plain.json").bos_id is None
+    plain = Tokenizer.load(tmp_path / "plain.json")
+    assert plain.bos_id is None
+    assert plain.encode_prompt("a b") == [0, 1] and plain.encode_prompt("") == [plain.eos_id]
 
 
 def test_tokenizer_that_marks_the_start_encodes_a_text_whole(tmp_path) -> None:

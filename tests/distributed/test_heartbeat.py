@@ -55,8 +55,8 @@ def ended(process: subprocess.Popen[str], pids: list[int]) -> str:
     assert process.returncode not in (0, None)
     [error] = [line for line in err.splitlines() if line.startswith("error: ")]
     deadline = time.monotonic() + 10
-    while left := [pid for pid in pids if is_alive(pid)]:
-        assert time.monotonic() < deadline, [(pid, state_of(pid)) for pid in left]
+    while alive := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < deadline, [(pid, state_of(pid)) for pid in alive]
         time.sleep(0.1)
     return error
 
@@ -164,7 +164,7 @@ def test_processes_that_were_all_stopped_for_a_while_go_on(
     with running(long_run(overrides), tmp_path) as process:
         os.killpg(process.pid, signal.SIGSTOP)
         time.sleep(50)
-        done = run_folder.read_metrics(tmp_path / "runs" / "r")[-1]["step"]
+        last_step = run_folder.read_metrics(tmp_path / "runs" / "r")[-1]["step"]
         os.killpg(process.pid, signal.SIGCONT)
         time.sleep(10)
-        wait_for_step(tmp_path / "runs" / "r", done + 5, process)
+        wait_for_step(tmp_path / "runs" / "r", last_step + 5, process)

@@ -206,7 +206,7 @@ def other(**changes: Any) -> Arrival:
     ],
 )
 def test_processes_that_do_not_fit_together_are_told(one: Arrival, message: str) -> None:
-    problem = misfit(LAUNCHED, [HERE, one])
+    problem = misfit([HERE, one])
     assert message in problem and bool(problem) == bool(message)
 
 

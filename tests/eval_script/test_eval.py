@@ -15,7 +15,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
 from longctx import files
 from longctx.cli import main as export
@@ -51,9 +50,9 @@ def test_what_is_no_finite_number_is_null_and_the_report_reads_it(
     checkpoint = checkpoints.read(intact)
     weights = {name: x[:] for name, x in checkpoint["state_dict"].items()}
     weights["model.embed.weight"][:, 3] = value
-    whole = {name: Sharded.whole(x) for name, x in weights.items()}
+    tensors = {name: Sharded.whole(x) for name, x in weights.items()}
     state = {"random": checkpoint["random"]}
-    checkpoints.save(path, checkpoint["longctx"], state, whole)
+    checkpoints.save(path, checkpoint["longctx"], state, tensors)
     try:
         result, _ = evaluate("documents=3")
     finally:
@@ -62,8 +61,8 @@ def test_what_is_no_finite_number_is_null_and_the_report_reads_it(
     json.dumps(result, allow_nan=False)
     assert result["total"]["perplexity"] is None and result["total"]["tokens"] > 0
     (file,) = [x for x in (run / "eval").glob("*.json") if json.loads(x.read_text()) == result]
-    found = evaluations.read_evaluations(run)
-    assert file.name in [x["file"] for x in found.perplexities] and found.unreadable == []
+    listed = evaluations.read_evaluations(run)
+    assert file.name in [x["file"] for x in listed.perplexities] and listed.unreadable == []
     file.unlink()
 
 
@@ -210,7 +209,7 @@ def test_tasks_run_from_the_command_line(
     assert f"{missing}: " in capsys.readouterr().err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.no_gpu
 def test_gpu_that_is_not_there_is_refused(
     script: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

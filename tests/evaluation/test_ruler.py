@@ -45,8 +45,8 @@ def solved(prompt: str) -> list[str]:
         return [x for key in keys for x in re.findall(rf"for {key} is: ([\w-]+)\.", prompt)]
     if match := re.search(r"assigned the value (\d+), they are:$", prompt):
         names = re.findall(rf"VAR (\w+) = {match[1]}", prompt)
-        while found := re.findall(rf"VAR (\w+) = VAR {names[-1]}\b", prompt):
-            names += found
+        while successors := re.findall(rf"VAR (\w+) = VAR {names[-1]}\b", prompt):
+            names += successors
         return names
     if prompt.endswith("in the list are:"):
         words = re.findall(r"\d+\. ([a-z-]+)", prompt.split("Memorize")[-1])
@@ -200,12 +200,12 @@ def test_questions_of_files(tmp_path: Path) -> None:
     (tmp_path / "squad.json").write_text(json.dumps(SQUAD))
     squad = read_squad(tmp_path / "squad.json")
     for size in (1, 2, 4, 11):
-        asked = squad.draw(size, Random(size))
-        assert len(asked.documents) == size
-        place = asked.question.removeprefix("What is ").removesuffix("?")
-        assert f"{place} is a town." in asked.documents
-        assert asked.answers == ["a town"]
-        assert ("Something else." in asked.documents) == (size > 3)
+        question = squad.draw(size, Random(size))
+        assert len(question.documents) == size
+        place = question.question.removeprefix("What is ").removesuffix("?")
+        assert f"{place} is a town." in question.documents
+        assert question.answers == ["a town"]
+        assert ("Something else." in question.documents) == (size > 3)
     (tmp_path / "hotpot.json").write_text(json.dumps(HOTPOT))
     hotpot = read_hotpotqa(tmp_path / "hotpot.json")
     assert hotpot.fewest == 2

@@ -112,8 +112,6 @@ def test_the_seed_decides_what_chance_does(folder: Path, capfd: pytest.CaptureFi
 def test_mistakes_are_one_line(
     arguments: list[str], message: str, folder: Path, refused: Callable[[int, str], str]
 ) -> None:
-    if arguments == ["decode=triton"] and torch.cuda.is_available():
-        pytest.skip("asks for a GPU kernel where there is none; here is one")
     refused(generate(folder, *arguments), message)
 
 

@@ -30,7 +30,7 @@ def test_right_kernels_pass(part, dtype):
         assert check(part, run(part), CPU, dtype, head_dim, group, bucket, copies=2) is None
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for Triton's interpreter")
+@pytest.mark.no_gpu
 @pytest.mark.parametrize("part", PARTS)
 def test_the_interpreted_kernels_pass(part, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -131,13 +131,13 @@ def test_a_wandb_that_is_killed_is_said_once_and_all_is_copied_anew(
     process = copy.process
     [core] = children(process.pid)
     os.kill(core if victim == "its core" else process.pid, signal.SIGKILL)
-    said = []
+    problems = []
     for row in ROWS[20:]:
         tracker.log(row)
-        said.append(tracker.problem())
+        problems.append(tracker.problem())
     tracker.finish(0)
-    said.append(tracker.problem())
-    [problem] = filter(None, said)
+    problems.append(tracker.problem())
+    [problem] = filter(None, problems)
     assert "upload: wandb sync" in problem
     assert run_folder.read_metrics(tmp_path) == ROWS
     assert whole_copy(tmp_path) == ROWS

@@ -56,9 +56,9 @@ def with_batch(change: Callable[[Tensor, Tensor, Mask], Batch]) -> AbstractConte
 
     def faulty(self: GPT, tokens: Tensor, targets: Any = None, mask: Any = None, **keys: Any):
         if work.devices > 1:
-            given = torch.full_like(tokens, IGNORED) if targets is None else targets.clone()
-            tokens, given, mask = change(tokens, given, mask)
-            targets = None if targets is None else given
+            labels = torch.full_like(tokens, IGNORED) if targets is None else targets.clone()
+            tokens, labels, mask = change(tokens, labels, mask)
+            targets = None if targets is None else labels
         return forward(self, tokens, targets, mask, **keys)
 
     return patch.object(GPT, "forward", faulty)
@@ -170,7 +170,7 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-def said(keys: list[str], fault: str | None) -> str:
+def answer_of(keys: list[str], fault: str | None) -> str:
     """What context.check says of the run with these `keys`."""
     composed = compose("train", read("train", keys).overrides)
     parallel = Parallel(composed.config, "cpu", Machine(0, None, False, 2.0**40))
@@ -195,7 +195,7 @@ def said(keys: list[str], fault: str | None) -> str:
 def main(cases: dict[str, Any], out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    results = {name: said(case["keys"], case["fault"]) for name, case in cases.items()}
+    results = {name: answer_of(case["keys"], case["fault"]) for name, case in cases.items()}
     if dist.get_rank() == 0:
         out.write_text(json.dumps(results, indent=1))
     dist.barrier()

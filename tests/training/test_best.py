@@ -22,8 +22,8 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[float]], None]
     """Gives the validations of runs these losses, the first before the first step."""
 
     def give(values: Sequence[float]) -> None:
-        left = iter(values)
-        monkeypatch.setattr(loop, "validate", lambda *arguments: {"val_loss": next(left)})
+        val_losses = iter(values)
+        monkeypatch.setattr(loop, "validate", lambda *arguments: {"val_loss": next(val_losses)})
 
     return give
 

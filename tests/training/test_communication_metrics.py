@@ -21,7 +21,7 @@ OF_SEVERAL = {"communication_ms", "imbalance", "slowest_rank", "tokens_per_secon
 def uneven_rows(overrides: list[str], cwd: Path) -> list[dict[str, Any]]:
     """The rows of a run whose process 1 sleeps for 0.5 s in every step."""
     root = str(Path(__file__).parents[2])
-    done = subprocess.run(
+    process = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
             str(UNEVEN),
@@ -33,8 +33,8 @@ def uneven_rows(overrides: list[str], cwd: Path) -> list[dict[str, Any]]:
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr
-    assert "slowest rank 1" in done.stdout
+    assert process.returncode == 0, process.stderr
+    assert "slowest rank 1" in process.stdout
     return steps(cwd / "runs" / "r")
 
 

@@ -23,7 +23,7 @@ SHARED = {"devices": 2, "context": 2}
 LEAK = "logits of other documents"
 
 
-def said(cases: dict[str, dict[str, Any]], ranks: int, tmp_path: Path) -> dict[str, str]:
+def answers_of(cases: dict[str, dict[str, Any]], ranks: int, tmp_path: Path) -> dict[str, str]:
     """What the check says in each case, all in one group of `ranks` processes."""
     request, out = tmp_path / "cases.json", tmp_path / "out.json"
     request.write_text(json.dumps(cases))
@@ -166,7 +166,7 @@ def test_layouts_that_compute_what_one_device_does_pass(
         name: {"fault": None, "keys": overrides(**SHAPE | {"devices": ranks} | changes)}
         for name, changes in PASSING[ranks].items()
     }
-    for case, answer in said(cases, ranks, tmp_path).items():
+    for case, answer in answers_of(cases, ranks, tmp_path).items():
         assert answer.startswith("0 of "), (case, answer)
 
 
@@ -184,7 +184,7 @@ def test_every_fault_is_found(
         for fault, (changes, _) in FAULTS.items()
         if (fault, strategy) != ("no average", "fsdp")  # which averages in every backward
     }
-    for fault, answer in said(cases, 2, tmp_path).items():
+    for fault, answer in answers_of(cases, 2, tmp_path).items():
         assert answer.startswith("failed: context.check=true: "), (fault, answer)
         assert FAULTS[fault][1] in answer, (fault, answer)
         assert "\n" not in answer

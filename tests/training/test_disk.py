@@ -21,7 +21,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1536k", "none", str(folder)]
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("fills a small disk of its own: run as root on Linux, which may mount one")
+        pytest.skip("mounts a small disk and fills it; mounting one takes root on Linux")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
 

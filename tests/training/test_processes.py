@@ -62,6 +62,16 @@ def losses(folder: Path) -> dict[int, tuple[Any, ...]]:
     return {row["step"]: (row["loss"], row["grad_norm"], row["tokens_seen"]) for row in rows}
 
 
+def check_resumes_equal(folder: Path, cwd: Path) -> None:
+    """Checks that a run of two processes, resumed before its last checkpoint, ends as it did."""
+    before = losses(folder)
+    files.remove(run_folder.checkpoints(folder)[-1])
+    again = start([f"resume={folder}"], cwd)
+    _, err = again.communicate(timeout=180)
+    assert again.returncode == 0, err
+    assert losses(folder) == before
+
+
 class Stopped(NamedTuple):
     """A run that a signal ended, and what it printed."""
 
@@ -260,12 +270,7 @@ def test_two_processes_equal_one(overrides: Overrides, tmp_path: Path) -> None:
             assert left[key] == pytest.approx(right[key], rel=1e-5)
     torch.testing.assert_close(*(weights(folder) for folder in folders), rtol=1e-4, atol=1e-5)
 
-    before = losses(folders[1])
-    files.remove(run_folder.checkpoints(folders[1])[-1])
-    again = start([f"resume={folders[1]}"], tmp_path)
-    _, err = again.communicate(timeout=180)
-    assert again.returncode == 0, err
-    assert losses(folders[1]) == before
+    check_resumes_equal(folders[1], tmp_path)
 
 
 @pytest.mark.slow
@@ -293,11 +298,7 @@ def test_two_processes_that_keep_little_equal_one_that_keeps_all(
     assert [row[:2] for row in both.values()] == [
         pytest.approx(row[:2], rel=1e-5) for row in one.values()
     ]
-    files.remove(run_folder.checkpoints(folders[1])[-1])
-    again = start([f"resume={folders[1]}"], tmp_path)
-    _, err = again.communicate(timeout=180)
-    assert again.returncode == 0, err
-    assert losses(folders[1]) == both
+    check_resumes_equal(folders[1], tmp_path)
 
 
 @pytest.mark.slow

@@ -108,20 +108,20 @@ def test_context_auto_is_decided_once_and_written_down(tmp_path: Path, corpus: P
     saved = run_folder.read_config(run.folder)
     assert saved["context.degree"] == 8
     assert saved["context.method"] == run.workload.context_method
-    told = of_shared(json.loads(json.dumps(run.shared())))  # as another process hears of it
-    assert told.workload == run.workload
+    received = of_shared(json.loads(json.dumps(run.shared())))  # by another process
+    assert received.workload == run.workload
     short = decided_on_eight(tmp_path, corpus, "context.degree=auto", "seq_len=4096")
     assert run_folder.read_config(short.folder)["context.degree"] == 1
 
 
 def test_the_rows_of_a_step_follow_the_degree_chosen(tmp_path: Path, corpus: Path) -> None:
     words = ["seq_len=4194304", "memory=balanced", "batch_size=1"]
-    auto, given = (
+    auto, fixed = (
         decided_on_eight(tmp_path, corpus, f"context.degree={degree}", *words).workload
         for degree in ("auto", "8")
     )
     assert (auto.batch_size, auto.accumulate, auto.rows_per_step) == (1, 1, 1)
-    assert auto == given
+    assert auto == fixed
 
 
 def test_longest_rows_of_several_gpus_are_predicted(tmp_path: Path, corpus: Path) -> None:

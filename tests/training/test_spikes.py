@@ -105,10 +105,10 @@ def test_two_processes_drop_the_same_step_and_a_resumed_run_too(
         (tmp_path / name).mkdir()
         places = {"LEAP": str(tmp_path / name), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, str(LEAPING), *words]
-        result = subprocess.run(
+        process = subprocess.run(
             command, env=os.environ | places, capture_output=True, text=True, timeout=240
         )
-        assert result.returncode == 0, result.stderr
+        assert process.returncode == 0, process.stderr
         return [(tmp_path / name / f"rank-{rank}").read_text().splitlines() for rank in range(2)]
 
     shape: dict[str, Any] = {"max_steps": 14, "checkpoint_every": 11, "keep_checkpoints": 9}

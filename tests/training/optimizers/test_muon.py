@@ -147,8 +147,8 @@ def test_a_matrix_moves_by_its_own_gradient_alone() -> None:
         assert [torch.equal(a, b) for a, b in pairs] == [True, False, True][
             : len(split(name, changed))
         ]
-        for rest, p in plain.named_parameters():
-            assert rest == name or torch.equal(p, other.get_parameter(rest))
+        for other_name, p in plain.named_parameters():
+            assert other_name == name or torch.equal(p, other.get_parameter(other_name))
 
 
 def test_the_rest_moves_as_with_adamw() -> None:

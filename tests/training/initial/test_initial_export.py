@@ -1,0 +1,142 @@
+"""What was trained from a Hugging Face folder opens in transformers and peft."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+import eval as evaluate
+import train
+from longctx import files
+from longctx.cli import main as export
+from longctx.evaluation.subject import load_model
+from tests.training.sample_run import Overrides, check_equal_weights, newest
+
+
+def test_what_was_trained_opens_in_transformers(
+    start: Overrides, folder: Path, tmp_path: Path
+) -> None:
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"chat_template": template})
+    )
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [0, 5], "temperature": 0.5})
+    )
+    assert train.main(start(name="r", lr=0.01)) == 0
+    run, out = tmp_path / "runs" / "r", tmp_path / "out"
+    assert export(["export", str(run), str(out)]) == 0
+    model, tokenizer, _ = load_model(run)
+    theirs = AutoModelForCausalLM.from_pretrained(out).eval()
+    tokens = torch.randint(320, (2, 90))
+    expected = model(tokens)
+    assert (theirs(tokens).logits - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert theirs.config.max_position_embeddings == 96
+    text = "the row of a long text: Ada's 1234 names,\n\n  come again"
+    opened = AutoTokenizer.from_pretrained(out)
+    assert opened(text)["input_ids"] == tokenizer.encode(text)
+    assert opened.chat_template == template
+    assert opened.eos_token_id == tokenizer.eos_id == 0
+    assert theirs.generation_config.eos_token_id == theirs.config.eos_token_id == [0, 5]
+
+    assert train.main(start(name="again", init=out, max_steps=1, lr=0.0)) == 0
+    torch.testing.assert_close(load_model(tmp_path / "runs" / "again")[0](tokens), expected)
+
+
+def test_a_stretched_run_opens_stretched_in_transformers(
+    start: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(start(name="r", lr=0.01, seq_len=384, rope="auto", data__documents=20)) == 0
+    assert "rope auto: yarn: 96 tokens × 4 = 384" in capsys.readouterr().out
+    run, out = tmp_path / "runs" / "r", tmp_path / "out"
+    assert export(["export", str(run), str(out)]) == 0
+    model, _, config = load_model(run)
+    assert config["model"]["rope_scaling"]["factor"] == 4.0
+    theirs = AutoModelForCausalLM.from_pretrained(out).eval()
+    assert theirs.config.rope_parameters["rope_type"] == "yarn"
+    assert theirs.config.max_position_embeddings == 384
+    tokens = torch.randint(320, (1, 300))
+    expected = model(tokens)
+    assert (theirs(tokens).logits - expected).abs().max() < 1e-4 * expected.abs().max()
+
+    again = start(name="more", init=out, seq_len=768, rope="auto", data__documents=20)
+    assert train.main(again) == 0
+    assert "rope auto: yarn: 96 tokens × 8 = 768" in capsys.readouterr().out
+    assert train.main(start(name="no", rope="yarn")) == 2
+    assert "rope=yarn: the weights' 96 tokens hold seq_len=64 already" in capsys.readouterr().err
+
+
+def test_lora_from_start_to_export(
+    start: Overrides, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuned = {
+        "lora__rank": 4,
+        "lr": 0.05,
+        "max_steps": 4,
+        "checkpoint_every": 2,
+        "keep_checkpoints": 9,
+    }
+    assert train.main(start(name="r", seq_len=192, rope="yarn", **tuned)) == 0
+    assert "frozen; LoRA of rank 4 trains" in capsys.readouterr().out
+    run, out = tmp_path / "runs" / "r", tmp_path / "out"
+    saved = newest(run)
+    theirs = LlamaForCausalLM.from_pretrained(folder)
+    assert torch.equal(
+        saved["state_dict"]["model.embed.weight"], theirs.get_input_embeddings().weight
+    )
+    assert len(saved["optimizer_states"][0]["state"]) == 2 * 4 * 2
+
+    assert train.main(start(name="cut", seq_len=192, rope="yarn", **tuned)) == 0
+    cut = tmp_path / "runs" / "cut"
+    files.remove(cut / "checkpoints" / "step-00000004.ckpt")
+    assert train.main([f"resume={cut}"]) == 0
+    check_equal_weights(run, cut)
+
+    model, _, _ = load_model(run)
+    tokens = torch.randint(320, (1, 150))
+    expected = model(tokens)
+    assert export(["export", str(run), str(out)]) == 0
+    opened = AutoModelForCausalLM.from_pretrained(out).eval()
+    assert (opened(tokens).logits - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert (theirs(tokens).logits - expected).abs().max() > 1e-2 * expected.abs().max()
+    assert export(["export", str(run), str(tmp_path / "adapter"), "adapter=true"]) == 0
+    described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (described["r"], described["lora_alpha"], described["base_model_name_or_path"]) == (
+        4,
+        8.0,
+        str(folder),
+    )
+    assert "its positions are stretched, which peft does not do" in capsys.readouterr().out
+    base = AutoModelForCausalLM.from_pretrained(
+        folder, config=AutoConfig.from_pretrained(tmp_path / "adapter")
+    )
+    adapted = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    assert (adapted(tokens).logits - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert evaluate.main([f"checkpoint={tmp_path / 'adapter'}"]) == 2
+    assert "an adapter, which lacks the weights it adds to" in capsys.readouterr().err
+    assert export(["export", str(run), str(tmp_path / "no"), "adapter=maybe"]) == 2
+    assert train.main(start(name="full", max_steps=1)) == 0
+    assert (
+        export(["export", str(tmp_path / "runs" / "full"), str(tmp_path / "no"), "adapter=true"])
+        == 2
+    )
+    assert "was trained without lora.rank" in capsys.readouterr().err
+
+
+def test_an_adapter_of_weights_that_kept_their_positions_is_all_that_is_written(
+    start: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(start(name="r", seq_len=64, rope="auto", lora__rank=2, max_steps=1)) == 0
+    assert (
+        export(["export", str(tmp_path / "runs" / "r"), str(tmp_path / "adapter"), "adapter=true"])
+        == 0
+    )
+    assert "positions are stretched" not in capsys.readouterr().out
+    assert {file.name for file in (tmp_path / "adapter").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
