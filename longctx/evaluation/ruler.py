@@ -23,7 +23,6 @@ from longctx.evaluation.questions import MadeQuestions, Questions, read_hotpotqa
 from longctx.evaluation.ruler_texts import Sample, Sized
 from longctx.evaluation.scorer import Scorer, in_eval_mode
 
-USUAL = 4096  # tokens of the shortest text, unless the model or ruler.lengths has shorter ones
 READERS = {"qa_1": read_squad, "qa_2": read_hotpotqa}
 TRIES = 12  # texts that are made to find the size that fills a length
 
