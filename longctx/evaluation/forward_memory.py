@@ -73,7 +73,7 @@ def largest_forward(config: EvalConfig, lengths: list[int], rows: int, device: s
         given = "ruler.lengths" if config.ruler.enabled else "passkey.lengths"
         is_given = (config.ruler if config.ruler.enabled else config.passkey).lengths is not None
         key = given if is_given else key
-    generates = config.ruler.enabled or bool(config.tasks)
+    generates = config.ruler.enabled or (bool(config.tasks) and sharing == 1)
     return Forward(key, rows, longest, sharing, generates)
 
 

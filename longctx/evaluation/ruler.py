@@ -155,7 +155,7 @@ def _answered(scorer: Scorer, texts: Texts, task: str, length: int, rows: int) -
     samples = texts.samples(task, length)
     while batch := list(islice(samples, rows)):
         prompts = [ids for _, ids in batch]
-        tokens = scorer.answers(prompts, most, [texts.tokenizer.eos_id])
+        tokens = scorer.answers(prompts, most, [texts.tokenizer.eos_id], length)
         for (sample, ids), of_this in zip(batch, tokens, strict=True):
             answer = texts.tokenizer.decode(of_this)
             score = match(answer, sample.outputs)
