@@ -163,8 +163,8 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal) -> None:
             with meter.set_aside():
                 require_finite_state(state, step, run, parallel)
                 save(run, state, meter, data.fingerprint, step, parallel, log, best)
-        if best.is_over and not last:
-            log.ended_early(best.describe(step))
+        if best.is_over:
+            log.patience_ended(None if last else best.describe(step))
         if stopped or best.is_over:
             break
         meter.waits()
