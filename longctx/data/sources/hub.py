@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
 
+from longctx import hub_snapshot
 from longctx.config.data_config import DataConfig
 from longctx.data.cache import fingerprint
 from longctx.data.corpus import Corpus, Document, Shard, Source, register
@@ -151,11 +152,12 @@ def _revision(path: str, config: DataConfig) -> str | None:
         sha: str | None = api.dataset_info(path, revision=config.revision, timeout=10).sha
     except Exception as error:  # transports differ between versions of the library
         has_response = getattr(getattr(error, "response", None), "status_code", None) is not None
-        if has_response or not record.exists():
+        is_answer = has_response and hub_snapshot.trouble(error) is None
+        if is_answer or not record.exists():
             raise _failure(path, error) from error
         sha = json.loads(record.read_text())
         print(
-            f"data: {path}: no connection to the Hub, using revision {sha} as before",
+            f"data: {path}: no answer from the Hub, using revision {sha} as before",
             file=sys.stderr,
         )
         return sha
@@ -168,6 +170,8 @@ def _revision(path: str, config: DataConfig) -> str | None:
 
 
 def _failure(path: str, error: Exception) -> Exception:
+    if (why := hub_snapshot.trouble(error)) is not None:
+        return ConnectionError(f"data.path={path}: {why}")
     chain: list[str] = []
     cause: Any = error
     while cause is not None:
