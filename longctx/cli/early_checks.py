@@ -72,8 +72,9 @@ def check_device(config: TrainConfig | EvalConfig) -> None:
     config.attention.check_without_gpu()
     if isinstance(config, TrainConfig) and config.seq_len == "max":
         raise ValueError(hardware.NO_LONGEST)
-    cores, here = hardware.cores(), launched(config).local_ranks
-    if here > cores and number_here() == 0:
+    processes, cores = launched(config), hardware.cores()
+    here = processes.local_ranks
+    if here > cores and number_here() == 0 and processes.nodes == 1:  # of others when all are here
         print(
             f"warning: devices={config.devices}: {here} processes share the {cores} "
             f"core{'s' if cores > 1 else ''} of this machine, which is slower than "
