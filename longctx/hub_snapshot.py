@@ -36,13 +36,15 @@ class ModelName(NamedTuple):
 
 def model_name(text: str) -> ModelName | None:
     """What `text` names at the Hub; None where it is a path: one that exists, that begins with . or
-    / or ~, has not exactly one /, or lies in a folder that is here and names no revision.
+    / or ~, has not exactly one /, or lies in a folder that is here, or in runs, and names no
+    revision.
     """
     match = NAME.fullmatch(text)
     if match is None or os.path.lexists(text):
         return None
     name = ModelName(*match.groups())
-    is_misspelt_path = name.revision is None and os.path.isdir(name.repo.partition("/")[0])
+    owner = name.repo.partition("/")[0]
+    is_misspelt_path = name.revision is None and (owner == "runs" or os.path.isdir(owner))
     return None if is_misspelt_path else name
 
 

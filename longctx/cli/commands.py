@@ -213,6 +213,7 @@ def _evaluate(argv: list[str]) -> int:
 
 def _generate(argv: list[str]) -> int:
     chosen = options(GenerateConfig, argv)
+    chosen.checkpoint = early_checks.with_commit(chosen.checkpoint)
     with libraries():
         from longctx.generation.generate import generate
     return generate(chosen)
@@ -316,6 +317,7 @@ COMMANDS: dict[str, Command] = {
         "Evaluate a run, a checkpoint or a Hugging Face folder",
         (
             "python eval.py checkpoint=runs/NAME seq_len=16384",
+            "python eval.py checkpoint=OWNER/NAME data=text data.path=docs/",
             "The same: longctx eval key=value ...",
         ),
         SCHEMAS["eval"],
@@ -326,6 +328,7 @@ COMMANDS: dict[str, Command] = {
         (
             "longctx generate runs/NAME prompt='Once upon a time'",
             "longctx generate FOLDER prompt='Who are you?' chat=true temperature=0",
+            "longctx generate OWNER/NAME@REVISION prompt='Once upon a time'",
             "longctx generate runs/NAME prompts=questions.jsonl out=answers.jsonl",
         ),
         GenerateConfig,

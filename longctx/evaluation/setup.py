@@ -55,7 +55,7 @@ class Setup:
     @property
     def results(self) -> Path:
         """The folder for JSON and pictures."""
-        return self.subject.folder / evaluations.FOLDER
+        return self.subject.home / evaluations.FOLDER
 
     @property
     def scores_own_split(self) -> bool:
@@ -143,7 +143,8 @@ def check_writable(folder: Path, config: EvalConfig) -> None:
             f"checkpoint={config.checkpoint}: the result goes into the folder {folder}, "
             "which is a file; move it away"
         )
-    if not os.access(folder if folder.exists() else folder.parent, os.W_OK):
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not os.access(there, os.W_OK):
         raise PermissionError(
             f"checkpoint={config.checkpoint}: no permission to write the result into {folder}; "
             "copy the run, or change its permissions"

@@ -26,7 +26,7 @@ from longctx.distributed.devices import (
     this_machine,
     within_memory,
 )
-from longctx.evaluation.subject import open_run
+from longctx.evaluation.subject import open_run, place_of
 from longctx.evaluation.weights import build_model
 from longctx.generation.answer_file import AnswerFile
 from longctx.generation.prompts import Prompt, read_prompts
@@ -100,7 +100,7 @@ def generate(config: GenerateConfig) -> int:
 
 def find_model(config: GenerateConfig, device: str) -> Found:
     """The model of `config`, of which no weight is read yet; its tokenizer is."""
-    path = Path(config.checkpoint)
+    path = place_of(config.checkpoint)
     precision = PRECISION[device] if config.precision == "auto" else config.precision
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     chosen = AttentionConfig(**presets.read("attention", config.attention))
