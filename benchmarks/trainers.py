@@ -31,12 +31,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from longctx.attention import kernels_run
 from longctx.config.model_config import GPTConfig, LoraConfig
+from longctx.distributed.devices import is_out_of_memory, within_memory
 from longctx.kernels.timing import Laps
 from longctx.model.export import architecture
 from longctx.training.child import OUT_OF_MEMORY
 from longctx.training.module import TrainingModule
 from longctx.training.optimizers import build, clip_gradients
-from longctx.training.out_of_memory import is_out_of_memory, within_memory
 from longctx.training.run import run_of
 from longctx.training.throughput import memory
 

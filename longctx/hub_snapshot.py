@@ -36,13 +36,15 @@ class ModelName(NamedTuple):
 
 def model_name(text: str) -> ModelName | None:
     """What `text` names at the Hub; None where it is a path: one that exists, that begins with . or
-    / or ~, has not exactly one /, or lies in a folder that is here and names no revision.
+    / or ~, has not exactly one /, or lies in a folder that is here, or in runs, and names no
+    revision.
     """
     match = NAME.fullmatch(text)
     if match is None or os.path.lexists(text):
         return None
     name = ModelName(*match.groups())
-    is_misspelt_path = name.revision is None and os.path.isdir(name.repo.partition("/")[0])
+    owner = name.repo.partition("/")[0]
+    is_misspelt_path = name.revision is None and (owner == "runs" or os.path.isdir(owner))
     return None if is_misspelt_path else name
 
 
@@ -133,10 +135,12 @@ def _is_reached(name: ModelName, text: str, key: str) -> bool:
         return True
     except Exception as error:  # as in _download
         ref = _cache(name) / "refs" / (name.revision or "main")
-        if _status(error) in range(400, 500) or not ref.is_file():
+        is_answer = _status(error) in range(400, 500) and trouble(error) is None
+        if is_answer or not ref.is_file():
             raise _failure(name, text, key, error) from error
         if not constants.HF_HUB_OFFLINE:
-            print(f"{key}={text}: no answer from the Hub; using the cache", file=sys.stderr)
+            why = (trouble(error) or "no answer from the Hub").partition(";")[0]
+            print(f"{key}={text}: {why}; using the cache", file=sys.stderr)
         return False
 
 
@@ -150,10 +154,31 @@ def _folder_name(repo: str) -> str:
     return "--".join(["models", *repo.split("/")])
 
 
-def _status(error: BaseException) -> int | None:
-    """The HTTP status that an error is about."""
-    status: int | None = getattr(getattr(error, "response", None), "status_code", None)
-    return status
+def trouble(error: BaseException) -> str | None:
+    """What keeps the Hub from answering for now, and what to do; None where `error`, or what led
+    to it, is something else.
+    """
+    status = _status(error)
+    if status == 429:
+        return (
+            "the Hugging Face Hub answers 429, too many requests; wait some minutes and try "
+            "again, or set HF_TOKEN, with which it allows more"
+        )
+    if status == 408:
+        return "the Hugging Face Hub answers 408, it waited too long; try again"
+    if status is not None and status >= 500:
+        return f"the Hugging Face Hub answers {status}, an error of its own; try again later"
+    return None
+
+
+def _status(error: BaseException | None) -> int | None:
+    """The HTTP status that an error, or what led to it, is about."""
+    while error is not None:
+        status: int | None = getattr(getattr(error, "response", None), "status_code", None)
+        if status is not None:
+            return status
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _failure(name: ModelName, text: str, key: str, error: Exception) -> Exception:
@@ -161,6 +186,8 @@ def _failure(name: ModelName, text: str, key: str, error: Exception) -> Exceptio
     from huggingface_hub import constants, errors
 
     place, page = f"{key}={text}", f"{constants.ENDPOINT}/{name.repo}"
+    if (why := trouble(error)) is not None:
+        return ConnectionError(f"{place}: {why}")
     log_in = "log in with `hf auth login`, or set HF_TOKEN"
     if isinstance(error, errors.GatedRepoError):
         return ValueError(f"{place}: a gated model; accept its terms at {page}, then {log_in}")

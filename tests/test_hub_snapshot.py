@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -33,6 +34,8 @@ ERRORS = {  # model → status and code, as the Hub answers
     "me/gated": (403, "GatedRepo"),
     "me/missing": (401, "RepoNotFound"),
     "me/broken": (500, ""),
+    "me/often": (429, ""),
+    "me/slow": (408, ""),
 }
 SCRIPT = """
 import sys
@@ -50,6 +53,7 @@ class Hub(BaseHTTPRequestHandler):
     """The part of the Hub's protocol that downloads need."""
 
     commit = NEW
+    failing = 200
     requests: list[str] = []
 
     def log_message(self, *_: object) -> None:
@@ -63,6 +67,8 @@ class Hub(BaseHTTPRequestHandler):
         self.requests.append(path)
         parts = path.removeprefix("api/models/").split("/")
         status, code = ERRORS.get("/".join(parts[:2]), (200, ""))
+        if self.failing != 200:
+            status = self.failing
         if status == 200 and "nosuch" in parts:
             status, code = 404, "RevisionNotFound"
         if status != 200:
@@ -104,11 +110,11 @@ class Machine:
     def __init__(self, cache: Path, endpoint: str) -> None:
         self.cache, self.endpoint = cache, endpoint
 
-    def __call__(self, *words: str, **variables: str) -> Answer:
+    def __call__(self, *words: str, script: str = SCRIPT, **variables: str) -> Answer:
         settings = {"HF_HUB_CACHE": str(self.cache), "HF_ENDPOINT": self.endpoint}
         environ = os.environ | settings | {"HF_TOKEN": TOKEN} | variables
         done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, *words], env=environ, capture_output=True, text=True
+            [sys.executable, "-c", script, *words], env=environ, capture_output=True, text=True
         )
         assert TOKEN not in done.stdout + done.stderr
         return Answer(done.returncode, done.stdout.splitlines(), done.stderr)
@@ -120,6 +126,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     Hub.commit = NEW
+    Hub.failing = 200
     Hub.requests.clear()
     yield Machine(tmp_path / "hub", f"http://127.0.0.1:{server.server_port}")
     server.shutdown()
@@ -174,6 +181,24 @@ def test_the_cache_answers_where_the_hub_does_not(machine: Machine) -> None:
     code, lines, err = machine("me/small", HF_ENDPOINT="http://127.0.0.1:9")
     assert (code, lines) == (0, [name, place])
     assert "using the cache" in err
+    Hub.failing = 429
+    code, lines, err = machine("me/small")
+    assert (code, lines) == (0, [name, place])
+    assert "too many requests; using the cache" in err
+
+
+def test_the_jobs_of_a_sweep_begin_with_one_commit_that_is_asked_for_once(machine: Machine) -> None:
+    script = """
+        import json, sys
+        from longctx.cli.commands import checked_jobs
+        print(json.dumps(checked_jobs(sys.argv[1:])))
+    """
+    words = ("init=me/small", "data=needles", "seq_len=64,128", "lr=0.1,0.2", "device=cpu")
+    code, [jobs], err = machine(*words, script=textwrap.dedent(script))
+    assert code == 0, err
+    assert [job[0] for job in json.loads(jobs)] == [f"init=me/small@{NEW}"] * 4
+    questions = [path for path in Hub.requests if path.startswith("api/models/")]
+    assert len(questions) == len(set(questions)) > 0
 
 
 @pytest.mark.parametrize(
@@ -182,7 +207,9 @@ def test_the_cache_answers_where_the_hub_does_not(machine: Machine) -> None:
         ("me/gated", {}, ["a gated model", "accept its terms at", "HF_TOKEN"]),
         ("me/missing", {}, ["no such folder here", "HF_TOKEN"]),
         ("me/small@nosuch", {}, ["no revision nosuch"]),
-        ("me/broken", {}, ["the Hub answers 500"]),
+        ("me/broken", {}, ["answers 500", "try again later"]),
+        ("me/often", {}, ["answers 429, too many requests", "HF_TOKEN"]),
+        ("me/slow", {}, ["answers 408", "try again"]),
         ("me/small", {"HF_HUB_OFFLINE": "1"}, ["not whole in the cache", "unset HF_HUB_OFFLINE"]),
         (f"me/small@{NEW}", {"HF_HUB_OFFLINE": "1"}, ["unset HF_HUB_OFFLINE"]),
         ("me/small", {"HF_ENDPOINT": "http://127.0.0.1:9"}, ["cannot be reached", "give a folder"]),

@@ -168,20 +168,32 @@ def _resumed(overrides: list[str]) -> Composed | None:
 
 def _sweep(overrides: list[str]) -> int:
     """Train every combination of the choices in `overrides`, once all of them are checked."""
+    sweep_jobs = checked_jobs(overrides)
+    from longctx.training.sweep import sweep
+
+    return sweep(sweep_jobs)
+
+
+def checked_jobs(overrides: list[str]) -> list[list[str]]:
+    """The overrides of each job of a sweep, none of which has a mistake that shows without torch;
+    the commit of a model of the Hub is asked for once, for all of them.
+    """
     sweep_jobs = jobs("train", overrides)
     for override in overrides:
         if override.startswith(("resume=", "name=")) and len(sweep_jobs) > 1:
             raise ValueError(
                 f"{override}: each job of a sweep is a new run with a name of its own; leave it out"
             )
+    pinned: dict[str | None, str | None] = {}  # init as given → with its commit
     for job in sweep_jobs:
         config = compose("train", job).config
+        given = config.init
+        config.init = pinned.get(given, given)
         early_checks.check_training(config)
-        if config.init is not None:  # all jobs begin with one commit of a model of the Hub
+        pinned[given] = config.init
+        if config.init is not None:
             job[:] = [f"init={config.init}" if x.startswith("init=") else x for x in job]
-    from longctx.training.sweep import sweep
-
-    return sweep(sweep_jobs)
+    return sweep_jobs
 
 
 def _evaluate(argv: list[str]) -> int:
@@ -201,6 +213,7 @@ def _evaluate(argv: list[str]) -> int:
 
 def _generate(argv: list[str]) -> int:
     chosen = options(GenerateConfig, argv)
+    chosen.checkpoint = early_checks.with_commit(chosen.checkpoint)
     with libraries():
         from longctx.generation.generate import generate
     return generate(chosen)
@@ -304,6 +317,7 @@ COMMANDS: dict[str, Command] = {
         "Evaluate a run, a checkpoint or a Hugging Face folder",
         (
             "python eval.py checkpoint=runs/NAME seq_len=16384",
+            "python eval.py checkpoint=OWNER/NAME data=text data.path=docs/",
             "The same: longctx eval key=value ...",
         ),
         SCHEMAS["eval"],
@@ -314,6 +328,7 @@ COMMANDS: dict[str, Command] = {
         (
             "longctx generate runs/NAME prompt='Once upon a time'",
             "longctx generate FOLDER prompt='Who are you?' chat=true temperature=0",
+            "longctx generate OWNER/NAME@REVISION prompt='Once upon a time'",
             "longctx generate runs/NAME prompts=questions.jsonl out=answers.jsonl",
         ),
         GenerateConfig,

@@ -40,11 +40,22 @@ def check_training(config: TrainConfig) -> None:
 def check_evaluation(request: EvalRequest) -> None:
     """The same for an evaluation."""
     check_device(request.config)
-    checkpoint = Path(request.config.checkpoint or "")
-    if not run_folder.is_hugging_face(checkpoint):
-        run_folder.checkpoint_of(checkpoint)
+    request.config.checkpoint = with_commit(request.config.checkpoint or "")
     if request.other_data:
         sources.check_files(request.config.data)
+
+
+def with_commit(checkpoint: str) -> str:
+    """`checkpoint`, a model of the Hub with its commit; raises ValueError or OSError for a path
+    that is neither a run, a checkpoint nor a Hugging Face folder.
+    """
+    if number_here() == 0:  # whose model the others take
+        checkpoint = hub_snapshot.pinned(checkpoint, "checkpoint")
+    if hub_snapshot.model_name(checkpoint) is None:
+        path = Path(checkpoint)
+        if not run_folder.is_hugging_face(path):
+            run_folder.checkpoint_of(path)
+    return checkpoint
 
 
 def check_init(path: Path) -> None:
@@ -72,8 +83,9 @@ def check_device(config: TrainConfig | EvalConfig) -> None:
     config.attention.check_without_gpu()
     if isinstance(config, TrainConfig) and config.seq_len == "max":
         raise ValueError(hardware.NO_LONGEST)
-    cores, here = hardware.cores(), launched(config).local_ranks
-    if here > cores and number_here() == 0:
+    processes, cores = launched(config), hardware.cores()
+    here = processes.local_ranks
+    if here > cores and number_here() == 0 and processes.nodes == 1:  # of others when all are here
         print(
             f"warning: devices={config.devices}: {here} processes share the {cores} "
             f"core{'s' if cores > 1 else ''} of this machine, which is slower than "

@@ -128,7 +128,8 @@ class EvalConfig:
 
     checkpoint: str | None = key(
         None,
-        "runs/NAME (its newest checkpoint), a file in its checkpoints, a Hugging Face folder",
+        "runs/NAME (its newest checkpoint), a file in its checkpoints, a Hugging Face folder, or a "
+        "model of the Hub: OWNER/NAME, OWNER/NAME@REVISION",
     )
     seq_len: int | None = key(
         None,

@@ -17,7 +17,8 @@ class GenerateConfig:
 
     checkpoint: str = key(
         "",
-        "a run (its newest checkpoint), a file in its checkpoints, a Hugging Face folder",
+        "a run (its newest checkpoint), a file in its checkpoints, a Hugging Face folder, or a "
+        "model of the Hub: OWNER/NAME, OWNER/NAME@REVISION",
         positional=True,
     )
     prompt: str | None = key(
@@ -71,8 +72,6 @@ class GenerateConfig:
         if self.attention not in presets.names("attention"):
             known = ", ".join(sorted(presets.names("attention")))
             raise ValueError(f"attention={self.attention}: choose one of {known}")
-        if not Path(self.checkpoint).exists():
-            raise ValueError(f"checkpoint={self.checkpoint}: no such file or folder")
         if self.chat and self.prompt is None and self.prompts is None:
             raise ValueError("chat=true: give the message, as in prompt='Who are you?'")
         if self.out is not None and Path(self.out).suffix != ".jsonl":

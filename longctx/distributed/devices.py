@@ -1,6 +1,13 @@
-"""What this machine has to compute with, and which kind of it a command takes."""
+"""What this machine has to compute with, which kind of it a command takes, and memory that runs
+out.
+"""
 
 from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -36,3 +43,34 @@ def choose_device(config: TrainConfig | EvalConfig | GenerateConfig, machine: Ma
         name = machine.gpu.name if machine.gpu else "this GPU"
         raise ValueError(f"precision=bf16: {name} has no bf16; use precision=fp32")
     return "cuda"
+
+
+@contextmanager
+def within_memory(device: str) -> Iterator[None]:
+    """On a CPU, refuse memory that the machine does not have when it is asked for, while that can
+    be said; else the kernel grants it, and kills some process once it is used. A tenth is left to
+    everything else.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if device == "cpu":
+        most = machine_memory() // 10 * 9
+        resource.setrlimit(
+            resource.RLIMIT_DATA,
+            (most if soft == resource.RLIM_INFINITY else min(soft, most), hard),
+        )
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def machine_memory() -> int:
+    """Bytes of memory that this machine has, swap left out."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on a GPU or the CPU, for which torch has no exception."""
+    return isinstance(
+        error, torch.OutOfMemoryError | MemoryError
+    ) or "can't allocate memory" in str(error)

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from longctx.config.eval_config import EvalConfig
 from longctx.config.train_config import TrainConfig
 from longctx.distributed.launched import OWN, Launched, leave_to_first, leave_with_first
+from longctx.planner import hardware
 from longctx.planner.hardware import Machine
 
 WAIT_VARIABLE = "LONGCTX_ARRIVAL_SECONDS"  # instead of
@@ -210,7 +211,8 @@ def meet(
         raise SystemExit(2) from None
     if problem:
         raise ValueError(problem)
-    if note := crowded(arrivals):
+    is_said = launched.nodes == 1 and hardware.here() is None  # before torch was imported
+    if not is_said and (note := crowded(arrivals)):
         print(f"note: {note}", file=sys.stderr, flush=True)
     return meeting
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -127,12 +127,17 @@ def reshard(module: nn.Module) -> None:
             part.reshard()
 
 
+def is_sharded(model: nn.Module) -> TypeGuard[FSDPModule]:
+    """Whether the ranks hold slices of `model`."""
+    return isinstance(model, FSDPModule)
+
+
 @contextmanager
 def unsharded(model: GPT) -> Iterator[None]:
     """Inside the block, gather the weights of `model` that are outside its blocks; a block gathers
     its own when it is called.
     """
-    if not isinstance(model, FSDPModule):
+    if not is_sharded(model):
         yield
         return
     model._get_fsdp_state()._lazy_init()  # else a block that is called first keeps its weights

@@ -1,8 +1,8 @@
 """Tasks of lm-evaluation-harness on a GPT. Imported only for tasks=, because lm-eval is an extra.
 
 A request is scored with the last `context` tokens before it, long texts in rolling windows (see
-`windows`). Generation is greedy and computes the context again for every token, which is fast
-enough for the short answers of retrieval tasks such as RULER's.
+`windows`). Generation is greedy, from a cache of keys and values; as in lm-eval's own HFLM prompt
+and answer share the context.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Piece(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A prompt to continue by at most `most` tokens, up to one of the words `until`."""
+    """A prompt, number `owner`, to continue by at most `most` tokens, up to a word of `until`."""
 
+    owner: int
     prompt: list[int]
     until: Sequence[str]
     most: int
-    answer: list[int]  # so far
 
 
 class Harness(TemplateLM):
@@ -140,7 +140,7 @@ class Harness(TemplateLM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Greedy answers, each up to the first of its stop words or the end of the text."""
-        questions = []
+        questions: list[Question] = []
         for request in requests:
             prompt, settings = request.args
             if settings.get("do_sample") and settings.get("temperature", 1.0) > 0:
@@ -149,30 +149,38 @@ class Harness(TemplateLM):
             until = [until] if isinstance(until, str) else until
             most = int(settings.get("max_gen_toks", settings.get("max_tokens", MOST_GENERATED)))
             ids = self.tok_encode(prompt) or [self.prefix_token_id]
-            questions.append(Question(ids, until, most, []))
-        together = self.scorer.data_ranks
+            room = self.context - most
+            if room < 1:
+                raise ValueError(
+                    f"a task asks for {most:,} new tokens, and a text has {self.context:,} with "
+                    f"its prompt; give a greater seq_len, such as seq_len={4 * most}"
+                )
+            questions.append(Question(len(questions), ids[-room:], until, most))
+        answers = [""] * len(questions)
+        together = self.rows * self.scorer.data_ranks
+        questions.sort(key=lambda question: (question.most, len(question.prompt)))
         for first in range(0, len(questions), together):
-            self._answer(questions[first : first + together])
-        return [self._text(question)[0] for question in questions]
+            batch = questions[first : first + together]
+            for question, text in zip(batch, self._answered(batch), strict=True):
+                answers[question.owner] = text
+        return answers
 
-    def _answer(self, questions: Sequence[Question]) -> None:
-        """Continue each question, a token of all that go on at a time."""
-        while going := [question for question in questions if not self._text(question)[1]]:
-            shown = [np.array((q.prompt + q.answer)[-self.context :]) for q in going]
-            last = torch.tensor([[len(ids) - 1] for ids in shown])
-            _, likeliest = self.scorer.predictions(
-                _padded(shown), last, torch.zeros_like(last), last[:, 0] + 1
-            )
-            for question, token in zip(going, likeliest[:, 0].tolist(), strict=True):
-                question.answer.append(token)
+    def _answered(self, questions: Sequence[Question]) -> list[str]:
+        """The answers to `questions`, generated together."""
+        tokens = self.scorer.answers(
+            [question.prompt for question in questions],
+            max(question.most for question in questions),
+            [self.eot_token_id],
+            self.context,
+            lambda n, tokens: self._text(questions[n], tokens)[1],
+        )
+        return [self._text(*pair)[0] for pair in zip(questions, tokens, strict=True)]
 
-    def _text(self, question: Question) -> tuple[str, bool]:
-        """The text of an answer, and whether it has ended."""
-        tokens = question.answer
-        ended = len(tokens) >= question.most or tokens[-1:] == [self.eot_token_id]
-        text = self.vocabulary.decode([x for x in tokens if x != self.eot_token_id])
+    def _text(self, question: Question, tokens: Sequence[int]) -> tuple[str, bool]:
+        """The text of an answer, up to its end, and whether `tokens` reach that."""
+        text = self.vocabulary.decode(list(tokens[: question.most]))
         ends = [place for stop in question.until if stop and (place := text.find(stop)) >= 0]
-        return (text[: min(ends)], True) if ends else (text, ended)
+        return (text[: min(ends)], True) if ends else (text, len(tokens) >= question.most)
 
     def _pieces(self, owner: int, before: list[int], after: list[int]) -> Iterator[Piece]:
         """A continuation in one piece, or where it is longer than the context in pieces of `stride`

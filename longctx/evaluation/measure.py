@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import track
 
 from longctx.attention import kernels_run
-from longctx.config.eval_config import SHORTEST, doubling
+from longctx.config.eval_config import doubling
 from longctx.evaluation import heatmap, plots, result_tables, ruler, ruler_table
 from longctx.evaluation.passkey import DEPTHS, filler_of, recall
 from longctx.evaluation.perplexity import perplexity
@@ -94,8 +94,7 @@ def measure_perplexity(setup: Setup, scorer: Scorer) -> Result:
 def measure_passkeys(setup: Setup, scorer: Scorer) -> Result:
     """Hide facts in documents and ask for them; ValueError where the documents are too short."""
     config, subject = setup.config, setup.subject
-    usual = [length for length in doubling(setup.context) if length >= SHORTEST]
-    lengths = config.passkey.lengths or usual or [setup.context]
+    lengths = setup.lengths
     documents = documents_of(subject, setup.request)
     cells = recall(
         scorer,
@@ -116,9 +115,7 @@ def measure_passkeys(setup: Setup, scorer: Scorer) -> Result:
 
 def measure_ruler(setup: Setup, scorer: Scorer) -> Result:
     """Answer RULER's tasks; ValueError where the documents are too few or a length too short."""
-    config, subject = setup.config, setup.subject
-    usual = [length for length in doubling(setup.context) if length >= ruler.USUAL]
-    lengths = sorted(config.ruler.lengths or usual or [setup.context])
+    config, subject, lengths = setup.config, setup.subject, setup.lengths
     if max(lengths) > max(setup.context, subject.seq_len):
         print(
             f"warning: ruler.lengths has {max(lengths):,}, more than the {subject.seq_len:,} "

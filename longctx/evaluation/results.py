@@ -66,7 +66,7 @@ def send(content: dict[str, Any], picture: Path | None, mode: str, subject: Subj
     settings = {key: value for key, value in saved.items() if key in vars(WandbConfig())}
     try:
         config = replace(WandbConfig(**settings), mode=mode)
-        log_evaluation(config, subject.folder, content, picture)
+        log_evaluation(config, subject.home, content, picture)
     except Exception as error:  # wandb's own errors, the network's, the disk's
         print(f"wandb is off: {' '.join(str(error).split())}", file=sys.stderr)
 

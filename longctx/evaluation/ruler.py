@@ -23,7 +23,6 @@ from longctx.evaluation.questions import MadeQuestions, Questions, read_hotpotqa
 from longctx.evaluation.ruler_texts import Sample, Sized
 from longctx.evaluation.scorer import Scorer, in_eval_mode
 
-USUAL = 4096  # tokens of the shortest text, unless the model or ruler.lengths has shorter ones
 READERS = {"qa_1": read_squad, "qa_2": read_hotpotqa}
 TRIES = 12  # texts that are made to find the size that fills a length
 
@@ -152,7 +151,7 @@ def _answered(scorer: Scorer, texts: Texts, task: str, length: int, rows: int) -
     samples = texts.samples(task, length)
     while batch := list(islice(samples, rows)):
         prompts = [ids for _, ids in batch]
-        tokens = scorer.answers(prompts, most, [texts.tokenizer.eos_id])
+        tokens = scorer.answers(prompts, most, [texts.tokenizer.eos_id], length)
         for (sample, ids), of_this in zip(batch, tokens, strict=True):
             answer = texts.tokenizer.decode(of_this)
             score = match(answer, sample.outputs)

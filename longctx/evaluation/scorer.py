@@ -8,7 +8,7 @@ mistake is said once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import takewhile
@@ -27,6 +27,7 @@ from longctx.model.decoder import Decoder, continuations
 
 # The first process may load a data set between two batches. Who is lost, the heartbeat notices.
 PATIENCE = timedelta(days=7)
+HasEnded = Callable[[int, list[int]], bool]  # whether the tokens so far of a row end it
 
 
 class Rows(NamedTuple):
@@ -41,6 +42,7 @@ class Rows(NamedTuple):
     wanted: Tensor | None = None  # (B, n) tokens
     most: Tensor | None = None  # (B,) tokens to go on with, the same in each row
     ends: Tensor | None = None  # (B, n) tokens that end a row
+    room: Tensor | None = None  # (B,) tokens that a row has at most, the same in each
 
     def dealt(self, ranks: int) -> list[Rows]:
         """Equal parts for each of `ranks`; the last row stands in for those that are lacking."""
@@ -67,6 +69,8 @@ class Scorer:
         self.ranks = 1 if parallel is None else parallel.ranks
         # Whether what a row computes depends on its length: padding is then a document of its own.
         self.follows_length = isinstance(model, GPT) and model.rope.follows_length
+        self.decoder: Decoder | None = None  # of the batch before
+        self.graphs = self.device.type == "cuda" and self.ranks == 1
         self.group: dist.ProcessGroup | None = None
         if self.ranks > 1:
             self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -98,10 +102,19 @@ class Scorer:
         return logp, likeliest.long()
 
     def answers(
-        self, prompts: Sequence[Sequence[int]], most: int, ends: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        most: int,
+        ends: Sequence[int],
+        room: int,
+        has_ended: HasEnded = lambda row, tokens: False,
     ) -> list[list[int]]:
         """The likeliest next tokens of each prompt, one after the other: at most `most`, and those
         before one of `ends`.
+
+        A prompt and its answer have `room` tokens at most: batches of one room, the first of which
+        has the most rows, share a cache and its CUDA graph. Where this process is alone, all stop
+        as soon as `has_ended` says that each has.
         """
         B = len(prompts)
         rows = Rows(
@@ -109,8 +122,9 @@ class Scorer:
             at=torch.tensor([[len(ids) - 1] for ids in prompts]),
             most=torch.full((B,), most),
             ends=torch.tensor(ends).expand(B, -1),
+            room=torch.full((B,), room),
         )
-        tokens = self._led(rows).tolist()
+        tokens = self._led(rows, has_ended).tolist()
         return [list(takewhile(lambda token: token not in ends, row)) for row in tokens]
 
     def serve(self) -> None:
@@ -123,7 +137,7 @@ class Scorer:
         if self.group is not None:
             self._share([None] * self.ranks)
 
-    def _led(self, rows: Rows) -> Tensor:
+    def _led(self, rows: Rows, has_ended: HasEnded | None = None) -> Tensor:
         count = len(rows.tokens)
         if self.group is not None:
             parts = rows.dealt(self.data_ranks)
@@ -131,7 +145,7 @@ class Scorer:
             own = self._share([parts[rank // sharing] for rank in range(self.ranks)])
             assert own is not None
             rows = own
-        return self._forward(rows)[:count]
+        return self._forward(rows, has_ended if self.ranks == 1 else None)[:count]
 
     def _share(self, parts: list[Any] | None) -> Rows | None:
         """This rank's part of those that the first one deals out."""
@@ -139,7 +153,7 @@ class Scorer:
         dist.scatter_object_list(own, parts, src=0, group=self.group)
         return own[0]
 
-    def _forward(self, rows: Rows) -> Tensor:
+    def _forward(self, rows: Rows, has_ended: HasEnded | None = None) -> Tensor:
         """The answer about `rows`, and about those of all other data ranks."""
         mask = Mask.causal() if rows.doc_ids is None else Mask.documents(self._pinned(rows.doc_ids))
         kind = self.device.type
@@ -147,39 +161,57 @@ class Scorer:
             torch.no_grad(),  # inference_mode would leave tensors that training cannot use
             torch.autocast(kind, self.dtype, enabled=self.dtype != torch.float32),
         ):
-            tokens = self._sent(rows.tokens)
             if rows.most is not None:
-                answer = self._continued(rows)
+                answer = self._continued(rows, has_ended)
             elif rows.targets is not None:
-                answer = self.model(tokens, self._sent(rows.targets), mask, reduction="none")
+                tokens, targets = self._sent(rows.tokens), self._sent(rows.targets)
+                answer = self.model(tokens, targets, mask, reduction="none")
             else:
                 assert rows.at is not None and rows.wanted is not None
-                logits = self.model(tokens, mask=mask, at=self._sent(rows.at)).float()  # (B, n, V)
+                tokens, at = self._sent(rows.tokens), self._sent(rows.at)
+                logits = self.model(tokens, mask=mask, at=at).float()  # (B, n, V)
                 wanted = logits.gather(-1, self._sent(rows.wanted)[..., None])[..., 0]
                 logp = wanted.double() - logits.logsumexp(-1).double()
                 answer = torch.stack([logp, logits.argmax(-1).double()], dim=-1)
             return answer if self.parallel is None else self.parallel.gathered_rows(answer)
 
-    def _continued(self, rows: Rows) -> Tensor:
+    def _continued(self, rows: Rows, has_ended: HasEnded | None) -> Tensor:
         """(B, most) int64 tokens that follow; after the end of a row, one that ends it.
 
-        Ranks that may share weights all compute as many.
+        Ranks that share weights all compute as many.
         """
         assert rows.most is not None and rows.at is not None and rows.ends is not None
         B, most, ends = len(rows.tokens), int(rows.most[0]), rows.ends[0].tolist()
         lengths = (rows.at[:, 0] + 1).tolist()
         prompts = [ids[:n] for ids, n in zip(rows.tokens.tolist(), lengths, strict=True)]
-        answer = torch.full((B, most), ends[0])
-        alone = self.ranks == 1
-        assert isinstance(self.model, GPT)
+        answers: list[list[int]] = [[] for _ in prompts]
+        going = set(range(B))
+        assert rows.room is not None and isinstance(self.model, GPT)
         with sharding.unsharded(self.model):
-            decoder = Decoder(self.model, B, max(lengths) + most, graphs=None if alone else False)
-            new = continuations(
-                decoder, prompts, most, lambda logits: logits.argmax(-1), ends if alone else ()
-            )
-            for n, tokens in enumerate(new):
-                answer[:, n] = torch.tensor([ends[0] if x is None else x for x in tokens])
-        return answer.to(self.device)
+            decoder = self._decoder_of(B, int(rows.room[0]))
+            prompts += [ends[:1]] * (decoder.cache.rows - B)  # to be as many as its graph has
+            for new in continuations(decoder, prompts, most, lambda logits: logits.argmax(-1)):
+                for n in tuple(going):
+                    answer, token = answers[n], new[n]
+                    assert token is not None  # without `ends` no row ends
+                    answer.append(token)
+                    if token in ends or (has_ended is not None and has_ended(n, answer)):
+                        going.remove(n)
+                if not going and not sharding.is_sharded(self.model):
+                    break
+        padded = [[*row, *ends[:1] * (most - len(row))] for row in answers]
+        return torch.tensor(padded).to(self.device)
+
+    def _decoder_of(self, rows: int, room: int) -> Decoder:
+        """A decoder of at least so many rows, of `room` tokens each: the one of the batch before
+        where that fits, since each captures a graph of its own.
+        """
+        decoder = self.decoder
+        assert isinstance(self.model, GPT)
+        if decoder is None or decoder.cache.rows < rows or decoder.cache.length != room:
+            self.decoder = decoder = None  # before there is another cache
+            self.decoder = decoder = Decoder(self.model, rows, room, graphs=self.graphs)
+        return decoder
 
     def _sent(self, x: Tensor) -> Tensor:
         return self._pinned(x).to(self.device, non_blocking=True)

@@ -12,8 +12,14 @@ import torch
 from longctx.attention import Mask, check
 from longctx.config.eval_config import TOKENS_PER_BATCH, EvalConfig, EvalRequest
 from longctx.config.model_config import AttentionConfig, GPTConfig
+from longctx.evaluation.forward_memory import (
+    check_fits,
+    choose_strategy,
+    largest_forward,
+    room,
+    text_lengths,
+)
 from longctx.evaluation.subject import Subject, open_subject
-from longctx.evaluation.weights import skeleton
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import PRECISION
 from longctx.runs import evaluations
@@ -39,6 +45,7 @@ class Setup:
     precision: str  # bf16 | fp32
     context: int  # tokens that the model sees at most
     batch_size: int  # windows per forward of one device, or of those that share rows
+    lengths: list[int]  # tokens of the texts of pass keys or RULER
     layout: Layout
 
     @property
@@ -48,7 +55,7 @@ class Setup:
     @property
     def results(self) -> Path:
         """The folder for JSON and pictures."""
-        return self.subject.folder / evaluations.FOLDER
+        return self.subject.home / evaluations.FOLDER
 
     @property
     def scores_own_split(self) -> bool:
@@ -70,7 +77,11 @@ def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
     sharing = config.context.degree
     assert isinstance(sharing, int)
     batch_size = config.batch_size or max(1, TOKENS_PER_BATCH[device] * sharing // seq_len)
-    tokens = -(-batch_size * seq_len // sharing)  # of a device, at a time
+    lengths, dtype = text_lengths(config, seq_len), dtype_of(precision)
+    forward = largest_forward(config, lengths, batch_size, device)
+    there = room(config, machine, device)
+    strategy = choose_strategy(config, subject.model, dtype, forward, there)
+    check_fits(config, subject.model, dtype, forward, strategy, there, device)
     setup = Setup(
         request=request,
         subject=subject,
@@ -78,11 +89,8 @@ def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
         precision=precision,
         context=seq_len,
         batch_size=batch_size,
-        layout=layout_of(
-            config,
-            choose_strategy(config, subject.model, precision, tokens, machine),
-            subject.model.heads,
-        ),
+        lengths=lengths,
+        layout=layout_of(config, strategy, subject.model.heads),
     )
     check_writable(setup.results, config)
     if seq_len > subject.seq_len:
@@ -128,27 +136,6 @@ def check_attention(config: EvalConfig, model: GPTConfig, device: str, dtype: to
     )
 
 
-def choose_strategy(
-    config: EvalConfig, model: GPTConfig, precision: str, tokens: int, machine: Machine
-) -> str:
-    """How the devices share the model: as asked; with auto a copy for each, or slices where a copy
-    does not fit beside `tokens` tokens.
-    """
-    if config.strategy.name != "auto":
-        return config.strategy.name
-    if config.devices == 1:
-        return "none"
-    copy = skeleton(model, config.attention, dtype_of(precision))
-    weights = sum(x.numel() * x.element_size() for x in copy.parameters())
-    # Of a token: the residual stream, its norm, attention's q, k, v and output, and of the MLP gate
-    # and up in one tensor, their product, and its input and output.
-    size = {"bf16": 2, "fp32": 4}[precision]
-    heads = (2 * model.heads + 2 * model.kv_heads) * model.head_size
-    activations = size * tokens * (4 * model.channels + heads + 3 * model.ffn)
-    room = machine.host_memory / config.devices if machine.gpu is None else machine.gpu.usable
-    return "ddp" if weights + activations <= 0.95 * room else "fsdp"
-
-
 def check_writable(folder: Path, config: EvalConfig) -> None:
     """OSError where no file can be written into `folder`, which need not exist yet."""
     if folder.exists() and not folder.is_dir():
@@ -156,7 +143,8 @@ def check_writable(folder: Path, config: EvalConfig) -> None:
             f"checkpoint={config.checkpoint}: the result goes into the folder {folder}, "
             "which is a file; move it away"
         )
-    if not os.access(folder if folder.exists() else folder.parent, os.W_OK):
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not os.access(there, os.W_OK):
         raise PermissionError(
             f"checkpoint={config.checkpoint}: no permission to write the result into {folder}; "
             "copy the run, or change its permissions"

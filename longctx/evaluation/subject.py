@@ -7,6 +7,7 @@ Bytes and words are counted in the text after the first token, which is not scor
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from longctx import hub_snapshot
 from longctx.config.eval_config import EvalRequest
 from longctx.config.model_config import AttentionConfig, GPTConfig
 from longctx.data import DataConfig, Tokenizer, load, read_documents
@@ -25,6 +27,7 @@ from longctx.evaluation.windows import Document
 from longctx.model import GPT, huggingface
 from longctx.runs import checkpoints, run_folder
 
+OURS = Path("evaluations")  # for results of models that are no runs
 TOGETHER = 32  # texts that are tokenized at a time, on all cores
 
 
@@ -37,11 +40,26 @@ class Subject(NamedTuple):
     file: Path  # the checkpoint, or the Hugging Face folder
     seq_len: int  # tokens per sequence that the model trained at, or is made for
     run: dict[str, Any] | None  # configuration of its run; None: a Hugging Face folder
+    hub: hub_snapshot.ModelName | None = None  # with its commit, where the folder is of the Hub
 
     @property
     def name(self) -> str:
         """What its results are named after."""
-        return self.file.stem if self.run else self.file.name
+        if self.run:
+            return self.file.stem
+        return self.file.name if self.hub is None else self.hub.name
+
+    @property
+    def home(self) -> Path:
+        """The folder that has the folder of its results: its run. A model's folder is not written
+        into; one in the current folder stands for it.
+        """
+        if self.run:
+            return self.folder
+        if self.hub is not None:
+            return OURS / f"{self.hub.repo.replace('/', '--')}-{(self.hub.revision or '')[:8]}"
+        place = hashlib.sha256(str(self.file).encode()).hexdigest()[:6]  # others have such a name
+        return OURS / f"{self.file.name}-{place}"
 
 
 def open_subject(request: EvalRequest) -> Subject:
@@ -51,7 +69,7 @@ def open_subject(request: EvalRequest) -> Subject:
     config = request.config
     if not config.checkpoint:
         raise ValueError("checkpoint=: names nothing; give a run, such as checkpoint=runs/NAME")
-    path = Path(config.checkpoint)
+    path = place_of(config.checkpoint)
     if not run_folder.is_hugging_face(path):
         file, folder, run = open_run(path)
         model = GPTConfig.of_saved(run["model"])
@@ -69,7 +87,17 @@ def open_subject(request: EvalRequest) -> Subject:
         )
     model = huggingface.read_config(path)
     huggingface.check_weights(model, path)
-    return Subject(model, Tokenizer.load(path), path, path.resolve(), model.context or 1, None)
+    hub, file = hub_snapshot.model_name(config.checkpoint), path.resolve()
+    return Subject(model, Tokenizer.load(path), path, file, model.context or 1, None, hub)
+
+
+def place_of(checkpoint: str) -> Path:
+    """The path that `checkpoint` means; a model of the Hub with its commit lies in the cache, with
+    its weights.
+    """
+    if hub_snapshot.model_name(checkpoint) is None:
+        return Path(checkpoint)
+    return huggingface.with_weights(checkpoint, "checkpoint")
 
 
 def load_model(

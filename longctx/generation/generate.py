@@ -5,11 +5,11 @@ Text goes to stdout, everything that is said about it to stderr, so that a pipe 
 
 from __future__ import annotations
 
-import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -20,9 +20,15 @@ from longctx.config.generate_config import GenerateConfig
 from longctx.config.model_config import AttentionConfig, GPTConfig
 from longctx.data import Tokenizer
 from longctx.data.tokenizer import read_json
-from longctx.distributed.devices import choose_device, this_machine
-from longctx.evaluation.subject import open_run
+from longctx.distributed.devices import (
+    choose_device,
+    is_out_of_memory,
+    this_machine,
+    within_memory,
+)
+from longctx.evaluation.subject import open_run, place_of
 from longctx.evaluation.weights import build_model
+from longctx.generation.answer_file import AnswerFile
 from longctx.generation.prompts import Prompt, read_prompts
 from longctx.generation.text_stream import TextStream
 from longctx.model import GPT, huggingface
@@ -34,11 +40,14 @@ from longctx.planner.workload import PRECISION
 from longctx.runs import run_folder
 
 
-class Opened(NamedTuple):
-    """A trained model, and what belongs to it."""
+class Found(NamedTuple):
+    """A trained model, and what belongs to it; no weight of it is read yet."""
 
-    model: GPT
+    shape: GPTConfig
+    attention: AttentionConfig
+    dtype: torch.dtype  # of its matrices
     tokenizer: Tokenizer
+    file: Path  # its checkpoint, or the Hugging Face folder
     folder: Path  # which has the tokenizer and the chat template
     seq_len: int | None  # tokens per sequence that it was trained at, or is made for
 
@@ -63,91 +72,124 @@ def generate(config: GenerateConfig) -> int:
     Raises ValueError or OSError, one line, for whatever is wrong with the request.
     """
     device = choose_device(config, this_machine())
-    opened = open_model(config, device)
-    prompts = read_prompts(config, opened.tokenizer, opened.folder)
+    found = find_model(config, device)
+    prompts = read_prompts(config, found.tokenizer, found.folder)
     most = max(len(prompt.ids) for prompt in prompts) + config.max_new_tokens
-    if opened.seq_len is not None and most > opened.seq_len:
+    if found.seq_len is not None and most > found.seq_len:
         say(
             f"prompt and new tokens make up to {most:,} tokens; the model knows sequences of "
-            f"{opened.seq_len:,}"
+            f"{found.seq_len:,}"
         )
-    ends, speed = end_tokens(opened), Speed()
-    rows: list[dict[str, Any]] = []
+    model: GPT | None = None
+    speed = Speed()
     try:
-        for first in range(0, len(prompts), config.batch_size):
-            numbers = list(range(len(prompts)))[first : first + config.batch_size]
-            texts, speed = write_batch(config, opened, prompts, numbers, ends, speed)
-            rows += texts
-    except torch.OutOfMemoryError:
-        cache = KVCache.bytes_of(opened.model.config, 1, most, opened.model.embed.weight.dtype)
-        say(
-            f"error: out of GPU memory; keys and values of a prompt take {cache / GIB:.1f} GiB: "
-            "give a smaller batch_size or max_new_tokens, or shorter prompts"
-        )
+        with within_memory(device), AnswerFile(config.out) as answers:
+            model = load_model(found, device)
+            for first in range(0, len(prompts), config.batch_size):
+                numbers = list(range(len(prompts)))[first : first + config.batch_size]
+                speed = write_batch(config, model, found, prompts, numbers, answers, speed)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        rows = 0 if model is None else min(config.batch_size, len(prompts))
+        say(f"error: {too_little_memory(found, rows, most, device)}")
         return 1
-    if config.out is not None:
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-        files.write_text(Path(config.out), "".join(lines))
     say(str(speed))
     return 0
 
 
-def open_model(config: GenerateConfig, device: str) -> Opened:
-    """The model of `config` on `device`; its matrices are in the precision asked for."""
-    path = Path(config.checkpoint)
+def find_model(config: GenerateConfig, device: str) -> Found:
+    """The model of `config`, of which no weight is read yet; its tokenizer is."""
+    path = place_of(config.checkpoint)
     precision = PRECISION[device] if config.precision == "auto" else config.precision
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     chosen = AttentionConfig(**presets.read("attention", config.attention))
     if run_folder.is_hugging_face(path):
         file = folder = path
         shape = huggingface.read_config(path)
-        seq_len, head_size = shape.context, shape.head_size
+        seq_len = shape.context
     else:
         file, folder, run = open_run(path)
-        seq_len, head_size = run["seq_len"], GPTConfig.of_saved(run["model"]).head_size
+        shape, seq_len = GPTConfig.of_saved(run["model"]), run["seq_len"]
     tokenizer = Tokenizer.load(folder)
     attention.check(
-        chosen.backend, device=device, dtype=dtype, head_dim=head_size, options=chosen.options
+        chosen.backend, device=device, dtype=dtype, head_dim=shape.head_size, options=chosen.options
     )
-    model = build_model(file, chosen, device, dtype)
+    return Found(shape, chosen, dtype, tokenizer, file, folder, seq_len)
+
+
+def load_model(found: Found, device: str) -> GPT:
+    """The model on `device`; its matrices are in the precision asked for."""
+    model = build_model(found.file, found.attention, device, found.dtype)
     for module in model.modules():
         if isinstance(
             module, nn.Linear | nn.Embedding
         ):  # norms stay in fp32, which they compute in
-            module.to(dtype)
-    return Opened(model, tokenizer, folder, seq_len)
+            module.to(found.dtype)
+    return model
 
 
-def end_tokens(opened: Opened) -> set[int]:
+def too_little_memory(found: Found, rows: int, most: int, device: str) -> str:
+    """What did not fit: the weights, or, beside them, a batch of `rows` texts of up to `most`
+    tokens each; rows=0: no batch yet.
+    """
+    machine = this_machine()
+    there = machine.host_memory if device == "cpu" or machine.gpu is None else machine.gpu.memory
+    kind = "memory" if device == "cpu" else "GPU memory"
+    weights = found.shape.parameters() * found.dtype.itemsize
+    change = ["precision=bf16"] if found.dtype == torch.float32 else []
+    if not rows:
+        return (
+            f"out of {kind} while the model loads: its weights take {weights / GIB:.1f} GiB, and "
+            f"there are {there / GIB:.1f}; give {' or '.join([*change, 'a smaller model'])}"
+        )
+    cache = KVCache.bytes_of(found.shape, rows, most, found.dtype)
+    change += ["attention=flash"] if found.attention.backend == "naive" else []
+    change += [f"batch_size={rows // 2}"] if rows > 1 else []
+    change += ["a smaller max_new_tokens", "shorter prompts"]
+    return (
+        f"out of {kind}: weights take {weights / GIB:.1f} GiB, keys and values of {rows} "
+        f"text{'s' if rows > 1 else ''} of up to {most:,} tokens {cache / GIB:.1f}, and there are "
+        f"{there / GIB:.1f}; give {', '.join(change[:-1])} or {change[-1]}"
+    )
+
+
+def end_tokens(found: Found) -> set[int]:
     """The tokens that end a text: the tokenizer's own, and those of generation_config.json, which
     chat models have.
     """
-    ends = {opened.tokenizer.eos_id}
+    ends = {found.tokenizer.eos_id}
     for name in ("generation_config.json", "config.json"):
-        stated = read_json(opened.folder / name).get("eos_token_id")
+        stated = read_json(found.folder / name).get("eos_token_id")
         ends |= {x for x in (stated if isinstance(stated, list) else [stated]) if type(x) is int}
     return ends
 
 
 def write_batch(
     config: GenerateConfig,
-    opened: Opened,
+    model: GPT,
+    found: Found,
     prompts: list[Prompt],
     numbers: list[int],
-    ends: set[int],
+    answers: AnswerFile,
     speed: Speed,
-) -> tuple[list[dict[str, Any]], Speed]:
-    """Continue the prompts with these `numbers` together, and print each text as soon as those
-    before it are; returns them, and `speed` with theirs.
+) -> Speed:
+    """Continue the prompts with these `numbers` together; print each text as soon as those before
+    it are, and write it to `answers` when it is done. Returns `speed` with theirs.
     """
-    texts = [prompts[number] for number in numbers]
+    texts, ends = [prompts[number] for number in numbers], end_tokens(found)
     longest = max(len(text.ids) for text in texts)
-    decoder = Decoder(opened.model, len(texts), longest + config.max_new_tokens, config.decode)
+    decoder = Decoder(model, len(texts), longest + config.max_new_tokens, config.decode)
     sampler = Sampler(numbers, config.temperature, config.top_k, config.top_p, config.seed)
     ids = [text.ids for text in texts]
     rows: list[list[int]] = [[] for _ in texts]
-    streams = [TextStream(opened.tokenizer, ends) for _ in texts]
-    show = Screen(prompts, numbers, streams)
+    streams = [TextStream(found.tokenizer, ends) for _ in texts]
+
+    def done(n: int) -> None:
+        text = {"prompt": texts[n].shown, "text": streams[n].text, "new_tokens": len(rows[n])}
+        answers.add(text)
+
+    show = Screen(prompts, numbers, streams, done)
     began = time.perf_counter()
     first = began
     for new in continuations(decoder, ids, config.max_new_tokens, sampler, ends):
@@ -159,26 +201,27 @@ def write_batch(
                 stream.add(token)
         show.more([token is not None and token not in ends for token in new])
     show.more([False] * len(texts))
-    speed = Speed(
+    return Speed(
         speed.prompt + sum(map(len, ids)),
         speed.prompt_seconds + first - began,
         speed.new + sum(map(len, rows)) - len(rows),
         speed.new_seconds + time.perf_counter() - first,
     )
-    written = zip(texts, rows, streams, strict=True)
-    return [
-        {"prompt": text.shown, "text": stream.text, "new_tokens": len(row)}
-        for text, row, stream in written
-    ], speed
 
 
 class Screen:
-    """Prints texts in their order: the first one that goes on is shown as it grows."""
+    """Prints texts in their order: the first one that goes on is shown as it grows. `done` is
+    called with the place of each that is whole.
+    """
 
     def __init__(
-        self, prompts: list[Prompt], numbers: list[int], streams: list[TextStream]
+        self,
+        prompts: list[Prompt],
+        numbers: list[int],
+        streams: list[TextStream],
+        done: Callable[[int], None],
     ) -> None:
-        self.prompts, self.numbers, self.streams = prompts, numbers, streams
+        self.prompts, self.numbers, self.streams, self.done = prompts, numbers, streams, done
         self.at, self.shown = 0, -1  # the text that is printed, and its characters so far
 
     def more(self, going: list[bool]) -> None:
@@ -194,6 +237,7 @@ class Screen:
             if goes_on:
                 return
             write("\n")
+            self.done(self.at)
             self.at, self.shown = self.at + 1, -1
 
 

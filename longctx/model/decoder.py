@@ -33,6 +33,7 @@ class Decoder:
 
     `decode` names the kernel of single tokens, see `decode_kernel`. `graphs`: replay a CUDA graph;
     None: on a GPU. Weights sharded over ranks are gathered block by block, which a graph cannot do.
+    It can be used again for other prompts of as many rows, which replay the same graph.
     Raises ValueError where the kernel cannot run here.
     """
 
@@ -60,10 +61,12 @@ class Decoder:
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self.cos, self.sin = (torch.zeros(angles, device=self.device) for _ in range(2))
         self.logits = torch.zeros(0, device=self.device)
+        self.head = torch.zeros(0, device=self.device)  # the lm_head in the dtype of products
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Logits (rows, V) after each of the `prompts`, one per row, with one token at least."""
+        self._cast_head()
         cache, lengths = self.cache, [len(prompt) for prompt in prompts]
         assert len(prompts) == cache.rows and 0 < min(lengths) and max(lengths) <= cache.length
         N, ids = sum(lengths), torch.tensor([token for prompt in prompts for token in prompt])
@@ -165,8 +168,16 @@ class Decoder:
             x = block.calling(block_of(n), x)
         return x
 
+    def _cast_head(self) -> None:
+        """Cast the lm_head once, not for every token; a graph reads it where it lies."""
+        weight = self.model.lm_head_weight
+        if self.graph is None:
+            self.head = weight.to(self.dtype)
+        elif weight.dtype != self.dtype:
+            self.head.copy_(weight)
+
     def _logits(self, x: Tensor) -> Tensor:
-        return F.linear(self.model.norm(x), self.model.lm_head_weight)
+        return F.linear(self.model.norm(x), self.head)
 
 
 def continuations(

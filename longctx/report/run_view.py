@@ -26,7 +26,7 @@ from longctx.runs.metrics import (
 from longctx.runs.run_folder import NotARun, is_training, read_config, read_rows
 
 # A curve: "t" tokens seen, "s" seconds of training, "y" values; where rows were joined, also "lo"
-# and "hi" beside the mean "y".
+# and "hi" beside the mean "y", and where they have a standard error, that below and above it.
 Curve = dict[str, list[float]]
 
 
@@ -159,8 +159,24 @@ def curves(rows: list[Row], points: int) -> dict[str, Curve]:
             column = [row.get(metric.key) for row, _ in group]
             curve = reduced(tokens, seconds, column, points)
             if curve["y"]:
-                result[metric.key] = curve
+                errors = [row.get(f"{metric.key}_error") for row, _ in group]
+                result[metric.key] = curve | error_band(curve, tokens, errors)
     return result
+
+
+def error_band(curve: Curve, tokens: list[float], errors: list[Any]) -> Curve:
+    """The standard errors of the points of a curve as its "lo" and "hi"; {} where there are none,
+    or the curve has them of joined rows.
+    """
+    known = {
+        t: x
+        for t, x in zip(tokens, errors, strict=True)
+        if isinstance(x, int | float) and isfinite(x)
+    }
+    if not known or "lo" in curve:
+        return {}
+    points = [(y, known.get(t, 0.0)) for t, y in zip(curve["t"], curve["y"], strict=True)]
+    return {"lo": short(y - e for y, e in points), "hi": short(y + e for y, e in points)}
 
 
 def reduced(tokens: list[float], seconds: list[float], values: list[Any], points: int) -> Curve:

@@ -99,8 +99,18 @@ def brief(row: Row) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def closing_table(folder: Path, kernels: dict[str, str], finished: bool, steps: int) -> Table:
-    """The end of a run after `steps`: what came out, where it is, what to type next."""
+def closing_table(
+    folder: Path,
+    kernels: dict[str, str],
+    finished: bool,
+    steps: int,
+    out_of_patience: bool = False,
+) -> Table:
+    """The end of a run after `steps`: what came out, where it is, what to type next.
+
+    finished: it has done all its steps. out_of_patience: its last validations brought no lower
+    loss.
+    """
     rows = read_metrics(folder)
     numbers = figures(rows)
     if numbers.get("step") != steps:  # it was stopped after steps that no row has counted
@@ -117,6 +127,7 @@ def closing_table(folder: Path, kernels: dict[str, str], finished: bool, steps: 
     table.add_row("run", str(folder))
     if checkpoints(folder):
         more = f" max_steps={2 * numbers['step']}" if finished else ""
+        more += " patience=null" if out_of_patience else ""
         table.add_row("evaluate", f"python eval.py checkpoint={folder}")
         table.add_row("write text", f"longctx generate {folder} prompt='Once upon a time'")
         table.add_row("train on", f"python train.py resume={folder}{more}")

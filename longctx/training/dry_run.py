@@ -21,12 +21,11 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from longctx import attention
-from longctx.distributed.devices import this_machine
+from longctx.distributed.devices import is_out_of_memory, this_machine, within_memory
 from longctx.distributed.parallel import Parallel
 from longctx.kernels.timing import Laps
 from longctx.training.batches import StepBatch, read_ahead, train_loader
 from longctx.training.child import OUT_OF_MEMORY, DryRun
-from longctx.training.out_of_memory import is_out_of_memory, within_memory
 from longctx.training.run import Run, run_of
 from longctx.training.throughput import memory
 from longctx.training.train_step import TrainState, optimizer_step

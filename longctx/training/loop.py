@@ -22,7 +22,7 @@ from longctx.attention import kernels_run
 from longctx.config.request import Request
 from longctx.data import Data, Mixture, load
 from longctx.distributed import sharding
-from longctx.distributed.devices import this_machine
+from longctx.distributed.devices import is_out_of_memory, this_machine, within_memory
 from longctx.distributed.heartbeat import go_on
 from longctx.distributed.parallel import EXIT, Parallel, exit_within, parallel_of
 from longctx.kernels.selftest import SelfTestFailed
@@ -163,8 +163,8 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal) -> None:
             with meter.set_aside():
                 require_finite_state(state, step, run, parallel)
                 save(run, state, meter, data.fingerprint, step, parallel, log, best)
-        if best.is_over and not last:
-            log.ended_early(best.describe(step))
+        if best.is_over:
+            log.patience_ended(None if last else best.describe(step))
         if stopped or best.is_over:
             break
         meter.waits()
@@ -326,7 +326,7 @@ def train_safely(run: Run, parallel: Parallel, stop: StopSignal) -> int:
     stopped = False
     untrained = False  # a new run that ends before its first step leaves no folder
     try:
-        with out_of_memory.within_memory(work.device):
+        with within_memory(work.device):
             loop(run, parallel, log, stop)
         parallel.leave()
         stopped = stop.number is not None and log.steps_done < run.max_steps
@@ -343,7 +343,7 @@ def train_safely(run: Run, parallel: Parallel, stop: StopSignal) -> int:
     except (SelfTestFailed, FloatingPointError) as error:
         problem = str(error)
     except (RuntimeError, MemoryError) as error:
-        if out_of_memory.is_out_of_memory(error):
+        if is_out_of_memory(error):
             problem = out_of_memory.explain(work, log.steps_done)
         elif parallel.is_lost_connection(error):
             first = str(error).splitlines()[0].partition(". ")[0]

@@ -1,14 +1,12 @@
-"""Memory that runs out: told early on a CPU, recognised on both, and explained with a remedy."""
+"""Memory of a training step that is, or will be, too little: explained with a remedy."""
 
 from __future__ import annotations
 
-import os
-import resource
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
+from longctx.distributed.devices import machine_memory
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB, Machine
 from longctx.planner.peak_memory import predict
@@ -49,37 +47,6 @@ def check_fits(candidates: Sequence[Workload], machine: Machine) -> None:
         f"a step takes {size / GIB:,.1f} GiB of {kind}{share}, as predicted, and there are "
         f"{there / GIB:,.1f}; try {advice}"
     )
-
-
-@contextmanager
-def within_memory(device: str) -> Iterator[None]:
-    """On a CPU, refuse memory that the machine does not have when it is asked for, while that can
-    be said; else the kernel grants it, and kills some process once it is used. A tenth is left to
-    everything else.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    if device == "cpu":
-        most = machine_memory() // 10 * 9
-        resource.setrlimit(
-            resource.RLIMIT_DATA,
-            (most if soft == resource.RLIM_INFINITY else min(soft, most), hard),
-        )
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-def machine_memory() -> int:
-    """Bytes of memory that this machine has, swap left out."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, on a GPU or the CPU, for which torch has no exception."""
-    return isinstance(
-        error, torch.OutOfMemoryError | MemoryError
-    ) or "can't allocate memory" in str(error)
 
 
 def explain(work: Workload, steps_done: int) -> str:

@@ -68,6 +68,9 @@ def resolve(request: Request, machine: Machine, say: Say = print) -> Run:
     if resumed:
         open_layouts = with_steps_of_run(open_layouts)
 
+    if not resumed:  # before the data is read, whose fingerprint holds the names of files
+        config = replace(config, data=sources.absolute(config.data))
+
     # Length of a row, its vocabulary with it where the length depends on memory
     seq_len = config.seq_len
     if seq_len == "max":
@@ -130,8 +133,7 @@ def resolve(request: Request, machine: Machine, say: Say = print) -> Run:
             varied=os.environ.get(VARIED_VARIABLE, "").split(","),
         ),
     )
-    config = replace(config, data=sources.absolute(config.data), name=folder.name)
-    run = replace(run, config=config, folder=folder, kernel_lock=lock)
+    run = replace(run, config=replace(config, name=folder.name), folder=folder, kernel_lock=lock)
     fill_folder(run)
     return run
 

@@ -34,6 +34,7 @@ class RunLog:
         self.tracker = Tracker(run.folder, run.config.wandb) if self.first else None
         self.facts = facts(run) if self.first else {}
         self.spikes = 0  # said so far
+        self.out_of_patience = False
         self.figures: dict[str, float] = {}  # of context.check, for the first row
         if self.first:
             for line in opening(run):
@@ -89,9 +90,13 @@ class RunLog:
         if self.tracker is not None:
             self.tracker.checkpoint(path, step)
 
-    def ended_early(self, why: str) -> None:
-        """Say why a run ends before its last step."""
-        self.display.say(why)
+    def patience_ended(self, why: str | None) -> None:
+        """Note that no later validation brought a lower loss; `why` the run ends before its last
+        step, if it does.
+        """
+        self.out_of_patience = True
+        if why is not None:
+            self.display.say(why)
 
     def end(self, code: int) -> None:
         """Close bar, file and wandb."""
@@ -115,7 +120,14 @@ class RunLog:
         for line in loss_curve(run_folder.read_metrics(self.run.folder)):
             self.display.say(line)
         self.display.say("")
-        table = closing_table(self.run.folder, attention.kernels_run(), code == 0, self.steps_done)
+        finished = code == 0 and self.steps_done >= self.run.max_steps
+        table = closing_table(
+            self.run.folder,
+            attention.kernels_run(),
+            finished,
+            self.steps_done,
+            self.out_of_patience,
+        )
         self.display.print(table)
 
 

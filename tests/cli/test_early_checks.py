@@ -112,3 +112,10 @@ def test_processes_that_share_cores_are_said(
         early_checks.check_device(config)
         said = capsys.readouterr().out
         assert (f"devices={devices}" in said and "2 cores" in said) == is_said
+    for name, number in (("RANK", 0), ("WORLD_SIZE", 16), ("LOCAL_RANK", 0)):
+        monkeypatch.setenv(name, str(number))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    early_checks.check_device(cli.compose("train", ["device=cpu"]).config)
+    assert capsys.readouterr().out == ""  # of several machines it is said once all are there

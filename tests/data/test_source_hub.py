@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from longctx.data import DataConfig, load, read_documents
+from longctx.data import DataConfig, load, read_documents, sources
 
 pytest.importorskip("datasets", reason="datasets is not installed")
 
@@ -48,6 +48,35 @@ def test_a_folder_is_a_data_set(files) -> None:
     (files / "folder").mkdir()
     (files / "a.jsonl").rename(files / "folder" / "train.jsonl")
     assert len(list(read_documents(hub(files, path=str(files / "folder"), files=None)))) == 20
+
+
+def test_files_of_a_folder_lie_in_it(files) -> None:
+    (files / "folder").mkdir()
+    (files / "a.jsonl").rename(files / "folder" / "a.jsonl")
+    assert len(list(read_documents(hub(files, path=str(files / "folder"), files="a.jsonl")))) == 20
+    with pytest.raises(FileNotFoundError, match=r"data\.files=.*folder/b\.jsonl: "):
+        sources.check_files(hub(files, path=str(files / "folder"), files=["b.jsonl"]))
+
+
+def test_local_files_are_looked_for_early_and_hold_from_every_folder(files, monkeypatch) -> None:
+    monkeypatch.chdir(files)
+    config = hub(files, files=["*.jsonl"])
+    sources.check_files(config)
+    kept = sources.absolute(config)
+    mixed = DataConfig("mix", mix={"a": {"source": "hub", "path": "json", "files": "a.jsonl"}})
+    monkeypatch.chdir(files.parent)
+    assert len(list(read_documents(kept))) == 40
+    with pytest.raises(FileNotFoundError, match=r"^data\.files=\*\.jsonl: "):
+        sources.check_files(config)
+    with pytest.raises(FileNotFoundError, match=r"a\.jsonl: "):
+        sources.check_files(mixed)
+    monkeypatch.chdir(files)
+    mixed = sources.absolute(mixed)
+    monkeypatch.chdir(files.parent)
+    sources.check_files(mixed)
+    on_the_hub = hub(files, path="me/texts", files=["data/a.parquet"])  # lies there, not here
+    sources.check_files(on_the_hub)
+    assert sources.absolute(on_the_hub).files == ["data/a.parquet"]
 
 
 def test_changed_files_are_read_again(files) -> None:

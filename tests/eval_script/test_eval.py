@@ -244,8 +244,13 @@ def test_the_script_runs_from_any_folder(run: Path, tmp_path: Path) -> None:
 
 
 def test_passkeys_of_a_run_and_of_its_export(
-    script: ModuleType, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    script: ModuleType,
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     overrides = ["passkey=true", "passkey.samples=2", "passkey.depths=[0,0.5,1]", "device=cpu"]
     before = set((run / "eval").glob("passkey-*.json"))  # of other tests, of other lengths
     assert script.main([f"checkpoint={run}", *overrides, "passkey.lengths=[600,500]"]) == 0
@@ -260,7 +265,8 @@ def test_passkeys_of_a_run_and_of_its_export(
     assert export(["export", str(run), str(tmp_path / "out")]) == 0
     texts = ["passkey.lengths=[600]", "data=text", f"data.path={SCRIPT.parent / 'README.md'}"]
     assert script.main([f"checkpoint={tmp_path / 'out'}", *overrides, *texts]) == 0
-    assert (tmp_path / "out" / "eval" / "passkey-out-600-flash.json").exists()
+    assert len([*Path("evaluations").glob("out-*/eval/passkey-out-600-flash.json")]) == 1
+    assert not (tmp_path / "out" / "eval").exists()
     assert script.main([f"checkpoint={tmp_path / 'out'}", *overrides, "split=val"]) == 2
     assert "error: split=val: " in capsys.readouterr().err
     (tmp_path / "two.jsonl").write_text(

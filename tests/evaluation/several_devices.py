@@ -124,9 +124,8 @@ def measured(scorer: Scorer, seq_len: int, rows: int, docs: list[Document]) -> d
     cells = recall(scorer, tokenizer, filler, [150, 131], [0.0, 0.6], samples=2)
     numbers["facts"] = [cell.nats for cell in cells]
     numbers["found"] = [cell.right for cell in cells]
-    if scorer.ranks == scorer.data_ranks:  # a text is continued on one device
-        rows = [[5, 6, 7], [9], [3, 1, 4, 1, 5]]
-        numbers["greedy"] = scorer.answers(rows, 6, [8])
+    prompts = [[5, 6, 7], [9], [3, 1, 4, 1, 5]]
+    numbers["greedy"] = scorer.answers(prompts, 6, [8], 11) + scorer.answers([[2]], 6, [8], 11)
     if find_spec("lm_eval") is not None:
         from longctx.evaluation.harness import Harness
 

@@ -3,6 +3,8 @@ mistake is one line.
 """
 
 import json
+import re
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,52 @@ def test_the_seed_decides_what_chance_does(folder: Path, capfd: pytest.CaptureFi
         assert generate(folder, "prompt=a", "temperature=1", "top_k=50", f"seed={seed}") == 0
         texts.append(capfd.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
+
+
+def memory_left(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
+    """Let the machine have so many bytes more than this process takes."""
+    status = Path("/proc/self/status").read_text()
+    used = int(re.findall(r"VmData:\s+(\d+) kB", status)[0]) << 10
+    most = (used + left) // 9 * 10
+    monkeypatch.setattr("longctx.distributed.devices.machine_memory", lambda: most)
+
+
+def test_memory_that_runs_out_is_one_line_and_costs_no_text_that_is_done(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts = ["a rose", "in 18", "a rose is " * 1500]
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    memory_left(monkeypatch, 128 << 20)
+    few = ("batch_size=2", "attention=naive", "temperature=0")
+    assert generate(folder, f"prompts={file}", f"out={out}", *few) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: out of memory: ")
+    assert "attention=flash" in error
+    assert "max_new_tokens" in error
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["text"] for row in rows] == [expected(folder, text) for text in prompts[:2]]
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_a_model_larger_than_the_memory_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = LlamaConfig(**SIZES | {"vocab_size": 300_000}, num_key_value_heads=2)
+    reference(config).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    capsys.readouterr()
+    memory_left(monkeypatch, 16 << 20)
+    assert generate(tmp_path, "prompt=a", f"out={tmp_path / 'out.jsonl'}") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: out of memory while the model loads: ")
+    assert error.count("\n") == 1
+    assert "precision=bf16" in error
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 @pytest.mark.parametrize(

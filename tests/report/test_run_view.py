@@ -9,7 +9,7 @@ import pytest
 from longctx.report.compare import compare
 from longctx.report.locks import kernel_lock, lock_differences
 from longctx.report.page import described
-from longctx.report.run_view import read
+from longctx.report.run_view import curves, read
 from longctx.runs.evaluations import read_evaluations
 
 GRID = {"lengths": [64, 128], "depths": [0, 0.5, 1], "accuracy": [[1, 1, 1], [0.25, 0.5, 0]]}
@@ -199,3 +199,15 @@ def test_a_lock_holds_anything(tmp_path):
         "kernel": None,
     }
     assert kernel_lock(make(tmp_path / "a", lock))["a\ufffd"] == str(math.pi)
+
+
+def test_the_standard_error_of_a_loss_is_a_band_around_its_curve() -> None:
+    rows = [
+        {"step": n, "tokens_seen": 64 * n, "val_loss": 3.0 - n / 10, "val_loss_error": error}
+        for n, error in ((1, 0.25), (2, None), (3, 0.5))
+    ]
+    curve = curves(rows, 60)["val_loss"]
+    assert curve["lo"] == pytest.approx([2.65, 2.8, 2.2])
+    assert curve["hi"] == pytest.approx([3.15, 2.8, 3.2])
+    plain = [{key: row[key] for key in ("step", "tokens_seen", "val_loss")} for row in rows]
+    assert "lo" not in curves(plain, 60)["val_loss"]

@@ -54,12 +54,16 @@ def test_patience_ends_a_run_and_a_resume_needs_more_of_it(
     folder = tmp_path / "runs" / "r"
     still: dict[str, Any] = {"lr": 1e-30, "min_lr": 0, "max_steps": 30, "patience": 3}
     assert train.main(overrides(name="r", **still, **EVERY)) == 0
-    assert "ended after step 4: 3 validations without a lower loss" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "ended after step 4: 3 validations without a lower loss" in printed
+    assert printed.rstrip().endswith(f"python train.py resume={folder} patience=null")
     assert names(folder) == ["step-00000004"]
     assert train.main([f"resume={folder}"]) == 2
     assert "give a larger patience=" in capsys.readouterr().err
-    assert train.main([f"resume={folder}", "patience=5"]) == 0
+    assert train.main([f"resume={folder}", "patience=5", "max_steps=6"]) == 0
     assert names(folder) == ["step-00000006"]
+    both = f"python train.py resume={folder} max_steps=12 patience=null"
+    assert capsys.readouterr().out.rstrip().endswith(both)
 
 
 def test_keeping_the_best_changes_no_bit(overrides: Overrides, tmp_path: Path) -> None:

@@ -14,12 +14,14 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
 
+from longctx import hub_snapshot
 from longctx.config.data_config import DataConfig
 from longctx.data.cache import fingerprint
 from longctx.data.corpus import Corpus, Document, Shard, Source, register
@@ -52,15 +54,22 @@ class Hub(Source):
     def without_effect(self, config: DataConfig) -> Mapping[str, str]:
         return {"text_column": "data.chat=true reads `messages`"} if config.chat else {}
 
+    def check_files(self, config: DataConfig) -> None:
+        _local_files(*_places(config))
+
+    def absolute(self, config: DataConfig) -> DataConfig:
+        path, files = _places(config)
+        if path not in _BUILDERS and not os.path.isdir(path):
+            return config
+        path = path if path in _BUILDERS else os.path.abspath(path)
+        files = [file if "://" in file else os.path.abspath(file) for file in files]
+        return replace(config, path=path, files=files or None)
+
     def open(self, config: DataConfig, without: Set[bytes]) -> Corpus:
-        path = os.path.expanduser(config.paths()[0])
-        files = [os.path.expanduser(file) for file in config.data_files()]
-        if path in _BUILDERS and not files:
-            raise ValueError(
-                f"data.path={path}: a builder of local files; name them with data.files="
-            )
+        path, files = _places(config)
         local = _local_files(path, files)
-        revision = config.revision if files or local else _revision(path, config)
+        is_local = path in _BUILDERS or os.path.isdir(path)
+        revision = config.revision if is_local else _revision(path, config)
         identity = [
             *(path, config.name, config.split, config.text_column),
             *(revision, files, local),
@@ -73,6 +82,19 @@ class Hub(Source):
             identity.append(template.fingerprint)
         read = partial(_read, path, files, revision, config, template)
         return Corpus(identity, [Shard(path, read)], None)
+
+
+def _places(config: DataConfig) -> tuple[str, list[str]]:
+    """The name, builder or folder that `config` means, and its files: of a builder those of this
+    machine, else those in the data set.
+    """
+    path = os.path.expanduser(config.paths()[0])
+    files = [os.path.expanduser(file) for file in config.data_files()]
+    if path in _BUILDERS and not files:
+        raise ValueError(f"data.path={path}: a builder of local files; name them with data.files=")
+    if path not in _BUILDERS and os.path.isdir(path):
+        files = [file if "://" in file else os.path.join(path, file) for file in files]
+    return path, files
 
 
 def _read(
@@ -125,16 +147,19 @@ def _stream(
 
 
 def _local_files(path: str, files: list[str]) -> list[tuple[str, int, int]]:
-    """(file, bytes, time) of every local file of the data set; empty for one on the Hub."""
+    """(file, bytes, time) of every local file of the data set; empty for one on the Hub. Raises
+    OSError for one that is not there.
+    """
     names: list[str] = []
-    for pattern in files:
+    is_folder = path not in _BUILDERS and os.path.isdir(path)
+    for pattern in files if is_folder or path in _BUILDERS else []:
         if "://" in pattern:
             continue
         matches = sorted(glob.glob(pattern, recursive=True))
         if not matches:
             raise FileNotFoundError(f"data.files={pattern}: no such file; give one that exists")
         names += matches
-    if not files and os.path.isdir(path):
+    if not files and is_folder:
         names = sorted(str(file) for file in Path(path).rglob("*") if file.is_file())
         if not names:
             raise FileNotFoundError(
@@ -151,11 +176,12 @@ def _revision(path: str, config: DataConfig) -> str | None:
         sha: str | None = api.dataset_info(path, revision=config.revision, timeout=10).sha
     except Exception as error:  # transports differ between versions of the library
         has_response = getattr(getattr(error, "response", None), "status_code", None) is not None
-        if has_response or not record.exists():
+        is_answer = has_response and hub_snapshot.trouble(error) is None
+        if is_answer or not record.exists():
             raise _failure(path, error) from error
         sha = json.loads(record.read_text())
         print(
-            f"data: {path}: no connection to the Hub, using revision {sha} as before",
+            f"data: {path}: no answer from the Hub, using revision {sha} as before",
             file=sys.stderr,
         )
         return sha
@@ -168,6 +194,8 @@ def _revision(path: str, config: DataConfig) -> str | None:
 
 
 def _failure(path: str, error: Exception) -> Exception:
+    if (why := hub_snapshot.trouble(error)) is not None:
+        return ConnectionError(f"data.path={path}: {why}")
     chain: list[str] = []
     cause: Any = error
     while cause is not None:

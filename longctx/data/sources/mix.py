@@ -56,7 +56,10 @@ class Mix(Source):
         mix = dict(config.mix)
         for name, (_, one) in members(config).items():
             if mix[name].get("path"):
-                mix[name] = {**mix[name], "path": source_of(one).absolute(one).path}
+                own = source_of(one).absolute(one)
+                mix[name] = {**mix[name], "path": own.path}
+                if mix[name].get("files"):
+                    mix[name] = {**mix[name], "files": own.files}
         return replace(config, mix=mix)
 
     def open(self, config: DataConfig, without: Set[bytes]) -> Corpus:

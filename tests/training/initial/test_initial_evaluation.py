@@ -12,15 +12,20 @@ from tests.training.sample_run import Overrides
 
 
 def test_evaluation_of_a_folder(
+    monkeypatch: pytest.MonkeyPatch,
     folder: Path,
     corpus: Path,
     start: Overrides,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(folder.rglob("*"))
     documents = ["data=text", f"data.path={corpus}", "documents=5", "device=cpu"]
     assert evaluate.main([f"checkpoint={folder}", *documents]) == 0
-    [file] = (folder / "eval").glob("*.json")
+    assert sorted(folder.rglob("*")) == before
+    [file] = Path("evaluations").glob(f"{folder.name}-*/eval/*.json")
+    assert str(file) in capsys.readouterr().out
     assert file.name == "text-Small-1.5-96-48-flash.json"
     result = json.loads(file.read_text())
     assert (result["context"], result["trained_seq_len"], len(result["documents"])) == (96, 96, 5)

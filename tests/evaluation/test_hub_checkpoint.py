@@ -1,0 +1,79 @@
+"""`checkpoint=OWNER/NAME`: a model of the Hub is evaluated and continued from its cache, without a
+network, and nothing is written into that.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from transformers import LlamaConfig
+
+import eval as evaluation
+from longctx import cli
+from tests.model.families.parity import SIZES, reference, write_tokenizer
+
+COMMIT = "c0ffee" + "0" * 34
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the model me/small in the Hub's cache; the current folder is another one."""
+    model = tmp_path / "hub" / "models--me--small"
+    folder, (blobs, refs) = model / "snapshots" / COMMIT, (model / "blobs", model / "refs")
+    for place in (folder, blobs, refs):
+        place.mkdir(parents=True)
+    (refs / "main").write_text(COMMIT)
+    made = tmp_path / "made"
+    reference(LlamaConfig(**SIZES | {"vocab_size": 300}, eos_token_id=0)).save_pretrained(made)
+    write_tokenizer(made)
+    for number, file in enumerate(sorted(made.iterdir())):
+        file.rename(blobs / str(number))
+        (folder / file.name).symlink_to(f"../../blobs/{number}")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["me/small", f"me/small@{COMMIT}", "me/small@main"])
+def test_a_model_of_the_hub_is_continued_as_its_folder(
+    snapshot: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = []
+    for checkpoint in (str(snapshot), name):
+        keys = ["prompt=a rose", "max_new_tokens=9", "temperature=0", "device=cpu"]
+        assert cli.main(["generate", checkpoint, *keys]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != ""
+
+
+def test_a_model_of_the_hub_is_evaluated_and_its_commit_recorded(
+    snapshot: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(snapshot.parents[1].rglob("*"))
+    Path("a.txt").write_text("a rose is a rose in 1812\n" * 20)
+    documents = ["data=text", "data.path=a.txt", "device=cpu"]
+    assert evaluation.main(["checkpoint=me/small", *documents]) == 0
+    [file] = Path("evaluations").glob("*/eval/*.json")
+    assert str(file) in capsys.readouterr().out
+    assert file.parts[1] == f"me--small-{COMMIT[:8]}"
+    assert file.name.startswith("text-small-64-")
+    assert COMMIT in json.loads(file.read_text())["checkpoint"]
+    assert sorted(snapshot.parents[1].rglob("*")) == before
+
+
+@pytest.mark.parametrize("command", [["generate", "me/other"], ["eval", "checkpoint=me/other"]])
+def test_a_model_that_cannot_be_had_is_one_line(
+    snapshot: Path, command: list[str], refused: Callable[[int, str], str]
+) -> None:
+    refused(cli.main([*command, "device=cpu"]), "checkpoint=me/other: no such folder here")
+
+
+@pytest.mark.parametrize("command", [["generate", "runs/no"], ["eval", "checkpoint=runs/no"]])
+def test_a_run_that_is_not_there_is_not_looked_for_at_the_hub(
+    snapshot: Path, command: list[str], refused: Callable[[int, str], str]
+) -> None:
+    refused(cli.main([*command, "device=cpu"]), "checkpoint=runs/no: no such file or folder")
