@@ -26,7 +26,7 @@ from longctx.runs.metrics import (
 from longctx.runs.run_folder import NotARun, is_training, read_config, read_rows
 
 # A curve: "t" tokens seen, "s" seconds of training, "y" values; where rows were joined, also "lo"
-# and "hi" beside the mean "y".
+# and "hi" beside the mean "y", and where they have a standard error, that below and above it.
 Curve = dict[str, list[float]]
 
 
@@ -160,7 +160,24 @@ def curves(rows: list[Row], points: int) -> dict[str, Curve]:
             curve = reduced(tokens, seconds, column, points)
             if curve["y"]:
                 result[metric.key] = curve
+                if metric.key == "val_perplexity":
+                    result[metric.key] |= error_band(curve, [row for row, _ in group])
     return result
+
+
+def error_band(curve: Curve, rows: list[Row]) -> Curve:
+    """One standard error below and above the points of a curve of perplexities, as its "lo" and
+    "hi"; {} where there are none, or the curve has them of joined rows.
+    """
+    errors = {
+        row["tokens_seen"]: x
+        for row in rows
+        if isinstance(x := row.get("val_loss_error"), int | float) and isfinite(x)
+    }
+    if not errors or "lo" in curve:
+        return {}
+    points = [(y, y * errors.get(t, 0.0)) for t, y in zip(curve["t"], curve["y"], strict=True)]
+    return {"lo": short(y - e for y, e in points), "hi": short(y + e for y, e in points)}
 
 
 def reduced(tokens: list[float], seconds: list[float], values: list[Any], points: int) -> Curve:

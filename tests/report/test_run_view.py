@@ -9,7 +9,7 @@ import pytest
 from longctx.report.compare import compare
 from longctx.report.locks import kernel_lock, lock_differences
 from longctx.report.page import described
-from longctx.report.run_view import read
+from longctx.report.run_view import curves, read
 from longctx.runs.evaluations import read_evaluations
 
 GRID = {"lengths": [64, 128], "depths": [0, 0.5, 1], "accuracy": [[1, 1, 1], [0.25, 0.5, 0]]}
@@ -199,3 +199,15 @@ def test_a_lock_holds_anything(tmp_path):
         "kernel": None,
     }
     assert kernel_lock(make(tmp_path / "a", lock))["a\ufffd"] == str(math.pi)
+
+
+def test_the_standard_error_of_a_perplexity_is_a_band_around_its_curve() -> None:
+    rows = [
+        {"step": n, "tokens_seen": 64 * n, "val_perplexity": 20.0 / n, "val_loss_error": error}
+        for n, error in ((1, 0.25), (2, None), (4, 0.5))
+    ]
+    curve = curves(rows, 60)["val_perplexity"]
+    assert curve["lo"] == pytest.approx([15.0, 10.0, 2.5])
+    assert curve["hi"] == pytest.approx([25.0, 10.0, 7.5])
+    plain = [{key: row[key] for key in ("step", "tokens_seen", "val_perplexity")} for row in rows]
+    assert "lo" not in curves(plain, 60)["val_perplexity"]
