@@ -159,23 +159,24 @@ def curves(rows: list[Row], points: int) -> dict[str, Curve]:
             column = [row.get(metric.key) for row, _ in group]
             curve = reduced(tokens, seconds, column, points)
             if curve["y"]:
-                errors = [row.get(f"{metric.key}_error") for row, _ in group]
-                result[metric.key] = curve | error_band(curve, tokens, errors)
+                result[metric.key] = curve
+                if metric.key == "val_perplexity":
+                    result[metric.key] |= error_band(curve, [row for row, _ in group])
     return result
 
 
-def error_band(curve: Curve, tokens: list[float], errors: list[Any]) -> Curve:
-    """The standard errors of the points of a curve as its "lo" and "hi"; {} where there are none,
-    or the curve has them of joined rows.
+def error_band(curve: Curve, rows: list[Row]) -> Curve:
+    """One standard error below and above the points of a curve of perplexities, as its "lo" and
+    "hi"; {} where there are none, or the curve has them of joined rows.
     """
-    known = {
-        t: x
-        for t, x in zip(tokens, errors, strict=True)
-        if isinstance(x, int | float) and isfinite(x)
+    errors = {
+        row["tokens_seen"]: x
+        for row in rows
+        if isinstance(x := row.get("val_loss_error"), int | float) and isfinite(x)
     }
-    if not known or "lo" in curve:
+    if not errors or "lo" in curve:
         return {}
-    points = [(y, known.get(t, 0.0)) for t, y in zip(curve["t"], curve["y"], strict=True)]
+    points = [(y, y * errors.get(t, 0.0)) for t, y in zip(curve["t"], curve["y"], strict=True)]
     return {"lo": short(y - e for y, e in points), "hi": short(y + e for y, e in points)}
 
 

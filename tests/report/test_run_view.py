@@ -201,13 +201,13 @@ def test_a_lock_holds_anything(tmp_path):
     assert kernel_lock(make(tmp_path / "a", lock))["a\ufffd"] == str(math.pi)
 
 
-def test_the_standard_error_of_a_loss_is_a_band_around_its_curve() -> None:
+def test_the_standard_error_of_a_perplexity_is_a_band_around_its_curve() -> None:
     rows = [
-        {"step": n, "tokens_seen": 64 * n, "val_loss": 3.0 - n / 10, "val_loss_error": error}
-        for n, error in ((1, 0.25), (2, None), (3, 0.5))
+        {"step": n, "tokens_seen": 64 * n, "val_perplexity": 20.0 / n, "val_loss_error": error}
+        for n, error in ((1, 0.25), (2, None), (4, 0.5))
     ]
-    curve = curves(rows, 60)["val_loss"]
-    assert curve["lo"] == pytest.approx([2.65, 2.8, 2.2])
-    assert curve["hi"] == pytest.approx([3.15, 2.8, 3.2])
-    plain = [{key: row[key] for key in ("step", "tokens_seen", "val_loss")} for row in rows]
-    assert "lo" not in curves(plain, 60)["val_loss"]
+    curve = curves(rows, 60)["val_perplexity"]
+    assert curve["lo"] == pytest.approx([15.0, 10.0, 2.5])
+    assert curve["hi"] == pytest.approx([25.0, 10.0, 7.5])
+    plain = [{key: row[key] for key in ("step", "tokens_seen", "val_perplexity")} for row in rows]
+    assert "lo" not in curves(plain, 60)["val_perplexity"]
