@@ -115,7 +115,8 @@ class Decoder:
         logits = self._one_token()
         if self.graphs:  # the kernels are compiled by now; a capture computes nothing
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
+            # thread_local: a thread may write a checkpoint meanwhile, which no graph depends on
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 self.logits = self._one_token()
         return logits
 

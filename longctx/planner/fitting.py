@@ -19,6 +19,7 @@ from longctx.planner.peak_memory import KEPT, OPTIMIZER, Memory, for_hopper, pre
 from longctx.planner.workload import Workload
 
 HOST_LEFT = 12 * 2**30  # bytes of host memory left to the process, its libraries and the data
+COPY_SHARE = 0.5  # of free host memory, at most, for a copy of what is saved
 IMBALANCE = 1.02  # the most work of a rank to the mean where rows are dealt out in chunks
 LINK = 55e9  # bytes per second between a GPU and pinned memory
 LEFT_FREE = 0.05  # of the GPU where nobody probes what is decided
@@ -65,6 +66,16 @@ def fits(workload: Workload, gpu: float, host: float) -> bool:
 def on_host(workload: Workload, memory: Memory | None = None) -> float:
     """Bytes of host memory that all processes of a machine take, each of which has its own."""
     return workload.devices_per_machine * sum((memory or predict(workload)).host.values())
+
+
+def copy_on_host(workload: Workload, host: float) -> float:
+    """Bytes of host memory that the processes of a machine take for the copies from which they
+    write checkpoints behind the steps; 0 where there is no room, and a step waits instead.
+    """
+    memory = predict(workload)
+    writers = workload.devices_per_machine if workload.strategy == "fsdp" else 1
+    free = host - HOST_LEFT - on_host(workload, memory)
+    return writers * memory.saved if writers * memory.saved <= COPY_SHARE * free else 0.0
 
 
 def room(chip: Chip) -> float:

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 GIB = 2**30
 # What torch calls the device, the most specific name first: dense bf16 FLOP/s and bytes per second
@@ -141,3 +143,28 @@ def host_memory() -> float:
         except (OSError, ValueError):  # no such group, or "max"
             continue
     return float(most)
+
+
+def available_memory() -> float:
+    """Bytes of memory that a process could still take here without swapping: what the machine has
+    free, and what its control group leaves.
+    """
+    available = host_memory()
+    with suppress(OSError, ValueError), open("/proc/meminfo", encoding="ascii") as file:
+        (kib,) = (line.split()[1] for line in file if line.startswith("MemAvailable:"))
+        available = min(available, 1024.0 * int(kib))
+    for group, limit, used, cache in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+        (
+            "/sys/fs/cgroup/memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+        ),
+    ):
+        with suppress(OSError, ValueError):
+            files = {file: (Path(group) / file).read_text() for file in (limit, used)}
+            stat = (Path(group) / "memory.stat").read_text().splitlines()
+            freed = sum(int(line.split()[1]) for line in stat if line.split()[0] == cache)
+            available = min(available, int(files[limit]) - int(files[used]) + freed)
+    return available

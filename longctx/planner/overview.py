@@ -233,7 +233,12 @@ def row(backend: str, config: Workload, chip: Chip, host: float) -> dict[str, An
     if fit == "no" and fitting.fits(config, chip.usable, math.inf):
         fit = "no: host"
     terms = {SHORT.get(term, term): f"{memory.gpu[term] / GIB:.2f}" for term in TERMS}
-    return _chosen(backend, config) | {**terms, "fits": fit} | _sizes(config) | _speed(config, chip)
+    return (
+        _chosen(backend, config)
+        | {**terms, "fits": fit}
+        | _sizes(config, host)
+        | _speed(config, chip)
+    )
 
 
 def longest(backend: str, config: Workload, chip: Chip, host: float) -> dict[str, Any]:
@@ -241,7 +246,9 @@ def longest(backend: str, config: Workload, chip: Chip, host: float) -> dict[str
     most = fitting.longest(fitting.one_row(config), chip.usable, host)
     if most is None:
         return {"backend": backend, "memory": config.memory.policy, "tokens": "none"}
-    return _chosen(backend, most) | {"tokens": most.seq_len} | _sizes(most) | _speed(most, chip)
+    return (
+        _chosen(backend, most) | {"tokens": most.seq_len} | _sizes(most, host) | _speed(most, chip)
+    )
 
 
 def _chosen(backend: str, config: Workload) -> dict[str, str]:
@@ -252,10 +259,11 @@ def _chosen(backend: str, config: Workload) -> dict[str, str]:
     }
 
 
-def _sizes(config: Workload) -> dict[str, str]:
+def _sizes(config: Workload, host: float) -> dict[str, str]:
+    on_host = fitting.on_host(config) + fitting.copy_on_host(config, host)
     return {
         "GPU GiB": f"{predict(config).peak / GIB:.1f}",
-        "host GiB": f"{fitting.on_host(config) / GIB:.1f}",
+        "host GiB": f"{on_host / GIB:.1f}",
     }
 
 

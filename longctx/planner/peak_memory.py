@@ -44,6 +44,7 @@ class Memory:
     moment: str
     gpu: Terms
     host: Terms = field(default_factory=dict)
+    saved: float = 0.0  # of a checkpoint: what this process writes of it
 
     @property
     def peak(self) -> float:
@@ -60,7 +61,8 @@ def predict(workload: Workload) -> Memory:
     """Peak memory of a step on one of its devices; ValueError where memory=auto is undecided."""
     step = _Step(workload)
     moment, gpu = max(step.moments(), key=lambda moment: sum(moment[1].values()))
-    return Memory(moment, {term: gpu.get(term, 0.0) for term in TERMS}, step.host())
+    terms = {term: gpu.get(term, 0.0) for term in TERMS}
+    return Memory(moment, terms, step.host(), step.saved())
 
 
 def for_hopper(workload: Workload) -> bool:
@@ -181,12 +183,21 @@ class _Step:
         batch = 24 * row_tokens * self.workload.accumulate  # tokens, targets, doc_ids, int64
         mask = (16 + 8) * row_tokens  # first, last of queries and of keys; positions
         rope = FP32 * self.N * self.model.head_size  # cos and sin
-        own = (self.e if self.added else FP32) * self.model.parameters() + FP32 * self.added
         return {
-            PARAMETERS: own / self.slices + self.gathered(),
+            PARAMETERS: self.weights() / self.slices + self.gathered(),
             OPTIMIZER: optimizer_cost.state_on_gpu(self.workload) / self.slices,
             BATCH: batch + mask + rope + self.libraries,
         }
+
+    def weights(self) -> float:
+        """Bytes of all weights: fp32 master copies, and frozen ones as they are used."""
+        return (self.e if self.added else FP32) * self.model.parameters() + FP32 * self.added
+
+    def saved(self) -> float:
+        """Bytes of a checkpoint that this process writes."""
+        state = optimizer_cost.state_on_gpu(self.workload)
+        state += optimizer_cost.state_on_host(self.workload)
+        return (self.weights() + state) / self.slices
 
     def gathered(self) -> float:
         """fsdp: embedding and lm_head, the block at work and the next one, and the gradient of a

@@ -21,7 +21,8 @@ from torch import Tensor
 from longctx import files
 from longctx.files import by_step
 from longctx.runs import checkpoint_folder, checkpoint_index, run_folder, tensor_checks, torch_file
-from longctx.runs.checkpoint_folder import ALONE, Sharded, Writers
+from longctx.runs.checkpoint_folder import Sharded
+from longctx.runs.checkpoint_write import ALONE, Saving, Writers
 
 FORMAT = 2
 
@@ -148,11 +149,27 @@ def save(
     trained: Sequence[str] = (),
     writers: Writers = ALONE,
 ) -> None:
-    """Write a checkpoint: what this rank has of `weights`, by name, and of the `optimizer` that
-    trains those called `trained`, in its order; all ranks of `writers` call it.
+    """Write the checkpoint that `saving` describes and wait for it; all ranks of `writers` call it.
+    Raises OSError where it cannot be written.
+    """
+    one = saving(path, about, state, weights, optimizer, trained, writers)
+    one.begin()
+    one.end()
 
-    `about` comes from `describe`, `state` holds random_state() as "random" and plain values. Raises
-    OSError where it cannot be written.
+
+def saving(
+    path: Path,
+    about: Mapping[str, Any],
+    state: Mapping[str, Any],
+    weights: Mapping[str, Sharded],
+    optimizer: Mapping[str, Any] | None = None,
+    trained: Sequence[str] = (),
+    writers: Writers = ALONE,
+) -> Saving:
+    """A checkpoint to write: what this rank has of `weights`, by name, and of the `optimizer` that
+    trains those called `trained`, in its order.
+
+    `about` comes from `describe`, `state` holds random_state() as "random" and plain values.
     """
     tensors = dict(weights)
     scalars: dict[str, dict[str, float]] = {}
@@ -172,7 +189,7 @@ def save(
         "param_groups": optimizer["param_groups"],
         "optimizer_scalars": scalars,
     }
-    checkpoint_folder.save(path, plain, tensors, writers)
+    return Saving(path, plain, tensors, writers)
 
 
 def _of_folder(path: Path) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from longctx import stop_signal
 from longctx.attention import kernels_run
 from longctx.config.request import Request
 from longctx.data import Data, Mixture, load
-from longctx.distributed import sharding
 from longctx.distributed.devices import is_out_of_memory, this_machine, within_memory
 from longctx.distributed.heartbeat import go_on
 from longctx.distributed.parallel import EXIT, Parallel, exit_within, parallel_of
@@ -29,7 +28,6 @@ from longctx.kernels.selftest import SelfTestFailed
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import PARAMETERS, predict
 from longctx.runs import checkpoints, run_folder, tensor_checks
-from longctx.runs.checkpoint_folder import ALONE, Writers
 from longctx.stop_signal import StopSignal
 from longctx.training import context_check, out_of_memory
 from longctx.training.batches import (
@@ -45,6 +43,7 @@ from longctx.training.resolve import continue_folder, data_config, resolve
 from longctx.training.run import Run, of_shared
 from longctx.training.run_log import RunLog
 from longctx.training.samples import sample
+from longctx.training.saver import Saver
 from longctx.training.schedule import Schedule
 from longctx.training.spikes import Spikes
 from longctx.training.sweep import RESULT_VARIABLE
@@ -92,7 +91,7 @@ def train(request: Request) -> int:
             raise
 
 
-def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal) -> None:
+def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal, saver: Saver) -> None:
     """Every step of `run`: forward and backward, clipping and update, log, validate, save, stop."""
     data = run.data or data_of(run, run.workload.seq_len)
     if run.config.context.check:
@@ -120,6 +119,7 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal) -> None:
             require_finite("validation loss", row.get("val_loss", 0.0), step, run)
             best.add(step, row)
 
+    saver.begin(state, data.fingerprint)
     log.begin()
     if not run.steps_done:
         validated(0)
@@ -136,6 +136,8 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal) -> None:
         log.stepped(step)
         if step == run.steps_done + 1:
             freeze_garbage()
+            saver.prepare(step)
+        saver.check()
 
         # Log
         if run.logs(step):
@@ -158,11 +160,12 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal) -> None:
         # Save
         stopped = vote.stops(step, waits_anyway=run.logs(step))
         is_best = run.config.keep_best and best.step == step
-        if last or stopped or is_best or best.is_over or step % run.config.checkpoint_every == 0:
+        ends = last or stopped or best.is_over
+        if ends or is_best or step % run.config.checkpoint_every == 0:
             require_finite("gradient norm", float(state.module.grad_norm), step, run)
             with meter.set_aside():
                 require_finite_state(state, step, run, parallel)
-                save(run, state, meter, data.fingerprint, step, parallel, log, best)
+                saver.save(meter, best, step, last=ends)
         if best.is_over:
             log.patience_ended(None if last else best.describe(step))
         if stopped or best.is_over:
@@ -194,39 +197,6 @@ def step_batches(run: Run, schedule: Schedule, parallel: Parallel) -> Iterator[S
     return read_ahead(loader)
 
 
-def save(
-    run: Run,
-    state: TrainState,
-    meter: Meter,
-    fingerprint: str,
-    step: int,
-    parallel: Parallel,
-    log: RunLog,
-    best: Best,
-) -> None:
-    """Write the checkpoint after `step`; the older ones of the run go, but for the best one where
-    that is kept.
-    """
-    path = checkpoints.path_of(run.folder, step)
-    about = checkpoints.describe(run.settings(), fingerprint, parallel.ranks, run.kernel_lock)
-    counters = meter.state()  # of all ranks
-    content = {"steps_done": step, "meter": counters, "best": best.state()}
-    content["random"] = checkpoints.random_state()
-    sharded = parallel.strategy == "fsdp"
-    if sharded or parallel.is_first:
-        weights = sharding.parts(state.module)
-        optimizer = state.optimizer.state_dict()
-        trained = sharding.trained_names(state.module, state.optimizer)
-        all_ranks = Writers(parallel.rank, parallel.ranks, parallel.first_problem)
-        writers = all_ranks if sharded else ALONE
-        checkpoints.save(path, about, content, weights, optimizer, trained, writers)
-    if parallel.is_first:
-        best_step = best.step if run.config.keep_best else 0
-        checkpoints.tidy(run.folder, run.config.keep_checkpoints, best_step)
-        log.checkpoint(path, step)
-    parallel.barrier()
-
-
 def require_finite_state(state: TrainState, step: int, run: Run, parallel: Parallel) -> None:
     """Raise FloatingPointError, on every rank, where a weight or an average of any of them is not
     finite: such a state is never saved, so that no checkpoint before it goes.
@@ -256,11 +226,14 @@ def require_finite(name: str, value: float, step: int, run: Run) -> None:
 
 
 def predicted_gib(run: Run) -> float:
-    """Peak memory that is expected: of a GPU, or of this process, whose model is there already."""
+    """Peak memory that is expected: of a GPU, or of this process, whose model is there already and
+    which copies what it saves.
+    """
     expected = predict(run.workload)
     if run.workload.device == "cuda":
         return expected.peak / GIB
-    return (resident() + expected.peak - expected.gpu[PARAMETERS]) / GIB
+    copy = expected.saved if run.saves_between(run.steps_done) else 0.0
+    return (resident() + expected.peak - expected.gpu[PARAMETERS] + copy) / GIB
 
 
 def freeze_garbage() -> None:
@@ -326,8 +299,8 @@ def train_safely(run: Run, parallel: Parallel, stop: StopSignal) -> int:
     stopped = False
     untrained = False  # a new run that ends before its first step leaves no folder
     try:
-        with within_memory(work.device):
-            loop(run, parallel, log, stop)
+        with within_memory(work.device), Saver(run, parallel, log) as saver:
+            loop(run, parallel, log, stop, saver)
         parallel.leave()
         stopped = stop.number is not None and log.steps_done < run.max_steps
         code = stop.code if stopped else 0

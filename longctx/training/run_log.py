@@ -85,8 +85,10 @@ class RunLog:
         if self.tracker is not None:
             self.tracker.start_wandb(self.facts | {"kernels": kernels})
 
-    def checkpoint(self, path: Path, step: int) -> None:
-        """Upload a checkpoint where that is asked for."""
+    def saved(self, path: Path, step: int, size: int, seconds: float) -> None:
+        """Say that the checkpoint after `step` is on disk, and upload it if that is asked for."""
+        shown = f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+        self.display.say(f"saved      after step {step:,}, {shown} in {seconds:.1f} s")
         if self.tracker is not None:
             self.tracker.checkpoint(path, step)
 
@@ -97,6 +99,10 @@ class RunLog:
         self.out_of_patience = True
         if why is not None:
             self.display.say(why)
+
+    def say(self, text: str) -> None:
+        """Print a line, on the first rank."""
+        self.display.say(text)
 
     def end(self, code: int) -> None:
         """Close bar, file and wandb."""

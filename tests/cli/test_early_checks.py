@@ -11,7 +11,7 @@ import torch
 from longctx import cli
 from longctx.cli import early_checks
 from longctx.planner import hardware
-from longctx.runs import checkpoint_folder, run_folder
+from longctx.runs import checkpoint_write, run_folder
 from longctx.runs.checkpoint_folder import Sharded
 
 WITHOUT_TORCH = """
@@ -37,7 +37,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write_checkpoint(path: Path) -> None:
     """A whole one, of a single tensor."""
-    checkpoint_folder.save(path, {}, {"x": Sharded.whole(torch.zeros(3))})
+    checkpoint_write.save(path, {}, {"x": Sharded.whole(torch.zeros(3))})
 
 
 @pytest.mark.parametrize(

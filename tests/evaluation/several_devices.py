@@ -38,7 +38,7 @@ from longctx.evaluation.windows import Document
 from longctx.model import GPT, lora
 from longctx.planner.hardware import Machine
 from longctx.runs import checkpoints
-from longctx.runs.checkpoint_folder import ALONE, Writers
+from longctx.runs.checkpoint_write import ALONE, Writers
 
 MACHINE = Machine(0, None, False, 2.0**40)
 TEXT = "a long walk home with the old dog\n"

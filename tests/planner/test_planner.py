@@ -295,6 +295,20 @@ def test_every_process_of_a_machine_takes_host_memory() -> None:
     assert fitting.fits(replace(config, devices=8), gpu, 8.1 * host + fitting.HOST_LEFT)
 
 
+def test_a_copy_of_what_is_saved_is_counted_where_there_is_room_for_it() -> None:
+    config = fitting.with_policy(one_b("memory=fast", seq_len=4096), "fast")
+    saved = 12.0 * config.model.parameters()  # fp32 weights and two averages
+    assert predict(config).saved == saved
+    assert predict(fitting.with_policy(config, "long")).saved == saved  # averages on the host
+    room = fitting.HOST_LEFT + saved / fitting.COPY_SHARE
+    assert fitting.copy_on_host(config, room) == saved
+    assert fitting.copy_on_host(config, room - 1) == 0
+    several = replace(config, devices=8, strategy="ddp")
+    assert fitting.copy_on_host(several, room) == saved  # the first process writes all
+    assert fitting.copy_on_host(replace(several, strategy="fsdp"), room) == saved
+    assert fitting.copy_on_host(replace(several, strategy="fsdp", machines=2), room) == saved / 2
+
+
 def test_ddp_keeps_all_gradients_all_the_time() -> None:
     config = one_b("memory=fast", seq_len=4096, batch_size=4, accumulate=1)
     alone, shared = (

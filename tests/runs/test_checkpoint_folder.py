@@ -4,60 +4,26 @@ refused.
 
 import json
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from longctx.runs import checkpoint_folder, checkpoint_index, checkpoints, tensor_checks
-from longctx.runs.checkpoint_folder import Sharded, Writers
+from longctx.runs.checkpoint_folder import Sharded
+from longctx.runs.checkpoint_write import Writers
+from tests.runs.ranks import RANKS, Agree, on_all_ranks, rows_of_ranks
 
-RANKS = 3
 WHOLE = {"model.a": torch.randn(7, 5), "model.b": torch.randn(2), "model.c": torch.randn(9, 3, 2)}
-
-
-def rows_of_ranks(x: Tensor) -> list[slice]:
-    """As fully_shard cuts: equal parts, of which the last may be smaller or empty."""
-    size = -(-len(x) // RANKS)
-    starts = [min(rank * size, len(x)) for rank in range(RANKS)]
-    return [slice(start, min(start + size, len(x))) for start in starts]
-
-
-def on_all_ranks(work: Callable[[int, Callable[[str | None], str | None]], None]) -> list[object]:
-    """work(rank, agree) in a thread for each rank; returns what each raised, or None."""
-    barrier, problems = threading.Barrier(RANKS), [None] * RANKS
-    outcomes: list[object] = [None] * RANKS
-
-    def run(rank: int) -> None:
-        def agree(problem: str | None) -> str | None:
-            problems[rank] = problem  # type: ignore[call-overload]
-            barrier.wait(10)
-            first = next((x for x in problems if x is not None), None)
-            barrier.wait(10)
-            return first
-
-        try:
-            work(rank, agree)
-        except OSError as error:
-            outcomes[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(RANKS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return outcomes
 
 
 def save(path: Path) -> list[object]:
     """Write a checkpoint of WHOLE with an optimizer state of twice the weights."""
     random = checkpoints.random_state()
 
-    def work(rank: int, agree: Callable[[str | None], str | None]) -> None:
+    def work(rank: int, agree: Agree) -> None:
         cuts = {name: rows_of_ranks(x) for name, x in WHOLE.items()}
         weights = {
             name: Sharded(x[cuts[name][rank]], x.shape, cuts[name]) for name, x in WHOLE.items()
@@ -147,7 +113,7 @@ def test_a_missing_or_short_file_is_refused_by_name(path: Path) -> None:
 def test_an_index_that_its_files_do_not_bear_out_is_refused_before_rows_are_read(
     change: dict[str, Callable[[Any], Any]], message: str, path: Path
 ) -> None:
-    written = json.loads((path / checkpoint_folder.INDEX).read_text())
+    written = json.loads((path / checkpoint_index.INDEX).read_text())
     entry = written["content"]["tensors"]["model.a"]
     assert tensor_checks.flaw(checkpoint_folder.Rows(path, "model.a", entry), [7, 5]) is None
     for key, of in change.items():
@@ -179,48 +145,12 @@ def test_a_number_that_is_not_finite_is_found_in_any_row(path: Path) -> None:
 
 
 def test_files_outside_the_folder_are_not_read(path: Path) -> None:
-    index = path / checkpoint_folder.INDEX
+    index = path / checkpoint_index.INDEX
     written = json.loads(index.read_text())
     for entry in written["content"]["tensors"].values():
         entry["rows"] = [[f"../../{file}", first, count] for file, first, count in entry["rows"]]
     rows = checkpoint_folder.Rows(path, "model.b", written["content"]["tensors"]["model.b"])
     assert torch.equal(rows[:], WHOLE["model.b"])
-
-
-def test_a_rank_that_cannot_write_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(tensors: object, file: Path) -> None:
-        if "00001" in file.name:
-            raise OSError(28, "No space left on device")
-        file.write_bytes(b"x")
-
-    monkeypatch.setattr(checkpoint_folder, "save_file", full)
-    (tmp_path / "checkpoints").mkdir()
-    outcomes = save(tmp_path / "checkpoints" / "step-00000004.ckpt")
-    assert all("No space left" in str(outcome) for outcome in outcomes)
-    assert not list((tmp_path / "checkpoints").iterdir())
-
-
-def test_a_rank_writes_as_many_files_as_its_tensors_need(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each of about PART bytes, and some at a time, so that a GPU's tensors are never all in memory
-    twice.
-    """
-    monkeypatch.setattr(checkpoint_folder, "PART", 100)
-    path = tmp_path / "step-00000001.ckpt"
-    weights = {f"x{n}": torch.randn(n, 3) for n in range(1, 25)}
-    whole = {name: Sharded.whole(x) for name, x in weights.items()}
-    checkpoint_folder.save(path, {}, whole)
-    files = list(path.glob("*.safetensors"))
-    assert 15 <= len(files) <= 24
-    assert checkpoint_index.verify(path) is None
-    read = checkpoint_folder.read(path)["tensors"]
-    for name, x in weights.items():
-        assert torch.equal(read[name][:], x)
-    files[7].write_bytes(files[7].read_bytes().replace(b"F32", b"I32"))
-    assert checkpoint_index.verify(path) == files[7].name
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "link"])

@@ -17,7 +17,7 @@ import torch
 import train
 from longctx import files, stop_signal
 from longctx.runs import checkpoints, run_folder
-from longctx.training import loop
+from longctx.training.saver import Saver
 from tests.training.sample_run import Overrides, newest, steps, weights
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train.py"
@@ -181,12 +181,12 @@ def test_wandb_is_not_imported_when_disabled(stopped: Callable[[int], Stopped]) 
 def test_a_second_signal_ends_a_run_at_once(
     overrides: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def twice(*_: Any) -> None:
+    def twice(*_: Any, **__: Any) -> None:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(2 * stop_signal.TOGETHER)
 
-    monkeypatch.setattr(loop, "save", twice)
+    monkeypatch.setattr(Saver, "save", twice)
     assert train.main(overrides(name="r", max_steps=2)) == 143
     assert run_folder.checkpoints(tmp_path / "runs" / "r") == []
 

@@ -1,0 +1,42 @@
+"""Ranks that are threads of one process, for tests of what they write together."""
+
+import threading
+from collections.abc import Callable
+
+from torch import Tensor
+
+RANKS = 3
+Agree = Callable[[str | None], str | None]
+
+
+def rows_of_ranks(x: Tensor) -> list[slice]:
+    """As fully_shard cuts: equal parts, of which the last may be smaller or empty."""
+    size = -(-len(x) // RANKS)
+    starts = [min(rank * size, len(x)) for rank in range(RANKS)]
+    return [slice(start, min(start + size, len(x))) for start in starts]
+
+
+def on_all_ranks(work: Callable[[int, Agree], None]) -> list[object]:
+    """work(rank, agree) in a thread for each rank; returns what each raised, or None."""
+    barrier, problems = threading.Barrier(RANKS), [None] * RANKS
+    outcomes: list[object] = [None] * RANKS
+
+    def run(rank: int) -> None:
+        def agree(problem: str | None) -> str | None:
+            problems[rank] = problem  # type: ignore[call-overload]
+            barrier.wait(10)
+            first = next((x for x in problems if x is not None), None)
+            barrier.wait(10)
+            return first
+
+        try:
+            work(rank, agree)
+        except OSError as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes

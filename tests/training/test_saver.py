@@ -1,0 +1,171 @@
+"""Checkpoints that are written while the next steps run, and what happens meanwhile."""
+
+import json
+import math
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import train
+from longctx import stop_signal
+from longctx.cli.entry import FULL_DISK
+from longctx.config.model_config import GPTConfig
+from longctx.planner import hardware
+from longctx.runs import checkpoint_index, checkpoints, run_folder
+from longctx.runs.checkpoint_write import Snapshot
+from longctx.training import loop
+from tests.training.sample_run import Overrides, newest, steps
+
+
+@pytest.fixture
+def in_the_write(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], None]:
+    """Has a function called by the thread that writes the first checkpoint, before it does."""
+
+    def arrange(work: Callable[[], Any]) -> None:
+        left = [work]
+        monkeypatch.setattr(Snapshot, "wait", lambda snapshot: left and left.pop()())
+
+    return arrange
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_a_copy_changes_no_byte_and_where_there_is_no_room_it_is_said(
+    overrides: Overrides,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    every = {"checkpoint_every": 2, "keep_checkpoints": 9, "max_steps": 7}
+    written = {}
+    for name in ("behind", "waited"):
+        assert train.main(overrides(name=name, **every)) == 0
+        paths = run_folder.checkpoints(tmp_path / "runs" / name)
+        written[name] = {path.name: checkpoint_index.read(path)["files"] for path in paths}
+        out = capsys.readouterr().out
+        assert [f"saved      after step {step}," in out for step in range(1, 9)] == [
+            step in (2, 4, 6, 7) for step in range(1, 9)
+        ]
+        assert out.count("saving     holds up the steps") == (name == "waited")
+        monkeypatch.setattr(hardware, "available_memory", lambda: 1000.0)
+    assert len(written["behind"]) == 4
+    assert written["behind"] == written["waited"]
+
+
+def test_steps_go_on_while_a_checkpoint_is_written(
+    overrides: Overrides, tmp_path: Path, in_the_write: Callable[[Callable[[], Any]], None]
+) -> None:
+    folder, seen = tmp_path / "runs" / "r", []
+
+    def wait_for_steps() -> None:
+        deadline = time.monotonic() + 20
+        while not any(row["step"] == 4 for row in steps(folder)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        seen.extend(names(folder))
+
+    in_the_write(wait_for_steps)
+    assert train.main(overrides(name="r", checkpoint_every=2, max_steps=6)) == 0
+    assert seen == [".step-00000002.ckpt.partial"]
+    content = checkpoint_index.read(run_folder.checkpoints(folder)[-1])
+    model = GPTConfig.of_saved(content["longctx"]["config"]["model"])
+    count = sum(math.prod(x["shape"]) for x in content["tensors"].values())
+    assert count == 3 * model.parameters()  # as planner/test_planner.py counts a copy
+    assert names(folder) == ["last.ckpt", "step-00000004.ckpt", "step-00000006.ckpt"]
+
+
+def test_a_disk_that_fills_up_meanwhile_is_told_at_the_next_step(
+    overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "runs" / "r"
+    assert train.main(overrides(name="r", max_steps=2)) == 0
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        command = [f"resume={folder}", "max_steps=100000", "checkpoint_every=3"]
+        assert train.main(command) == FULL_DISK
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
+    assert f"{checkpoints.path_of(folder, 3)}: the checkpoint could not be written" in line
+    assert 3 <= steps(folder)[-1]["step"] < 100
+    assert names(folder) == ["last.ckpt", "step-00000002.ckpt"]
+    checkpoints.verify(checkpoints.path_of(folder, 2))
+
+
+def test_a_signal_while_a_checkpoint_is_written_ends_with_both_on_disk(
+    overrides: Overrides, tmp_path: Path, in_the_write: Callable[[Callable[[], Any]], None]
+) -> None:
+    def terminate() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)
+
+    in_the_write(terminate)
+    assert train.main(overrides(name="r", checkpoint_every=3, max_steps=100_000)) == 143
+    folder = tmp_path / "runs" / "r"
+    first, last = run_folder.checkpoints(folder)
+    assert first == checkpoints.path_of(folder, 3)
+    for path in (first, last):
+        checkpoints.verify(path)
+    assert newest(folder)["steps_done"] == run_folder.read_metrics(folder)[-1]["step"] > 3
+
+
+def test_a_second_signal_gives_up_what_is_written(
+    overrides: Overrides, tmp_path: Path, in_the_write: Callable[[Callable[[], Any]], None]
+) -> None:
+    def terminate_twice() -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1.5 * stop_signal.TOGETHER)
+
+    in_the_write(terminate_twice)
+    assert train.main(overrides(name="r", checkpoint_every=3, max_steps=100_000)) == 143
+    assert names(tmp_path / "runs" / "r") == []
+
+
+def test_a_run_that_fails_meanwhile_leaves_a_whole_checkpoint(
+    overrides: Overrides,
+    tmp_path: Path,
+    in_the_write: Callable[[Callable[[], Any]], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    step_of_run = loop.optimizer_step
+
+    def failing(state: Any, *arguments: Any) -> Any:
+        if state.steps_done == 4:
+            raise FloatingPointError("the loss is nan")
+        return step_of_run(state, *arguments)
+
+    monkeypatch.setattr(loop, "optimizer_step", failing)
+    in_the_write(lambda: time.sleep(0.5))
+    assert train.main(overrides(name="r", checkpoint_every=3, max_steps=9)) == 1
+    printed = capsys.readouterr()
+    assert "saved      after step 3," in printed.out and "the loss is nan" in printed.err
+    folder = tmp_path / "runs" / "r"
+    assert names(folder) == ["last.ckpt", "step-00000003.ckpt"]
+    checkpoints.verify(checkpoints.path_of(folder, 3))
+
+
+def test_counters_are_those_of_the_step_that_is_saved(
+    overrides: Overrides, tmp_path: Path, in_the_write: Callable[[Callable[[], Any]], None]
+) -> None:
+    in_the_write(lambda: time.sleep(0.3))
+    every = {"checkpoint_every": 2, "keep_checkpoints": 9, "max_steps": 5, "log_every": 9}
+    assert train.main(overrides(name="r", spike="skip", keep_best=True, val_every=1, **every)) == 0
+    folder = tmp_path / "runs" / "r"
+    tokens = {row["step"]: row["tokens_seen"] for row in run_folder.read_metrics(folder)}
+    for path in run_folder.checkpoints(folder):
+        content = json.loads((path / checkpoint_index.INDEX).read_text())["content"]
+        step = content["steps_done"]
+        assert path == checkpoints.path_of(folder, step)
+        assert content["meter"]["tokens_seen"] == tokens[step]
+        assert content["best"]["step"] <= step
+        assert len(content["meter"]["spikes"]["losses"]) == step
