@@ -113,11 +113,11 @@ class Machine:
     def __call__(self, *words: str, script: str = SCRIPT, **variables: str) -> Answer:
         settings = {"HF_HUB_CACHE": str(self.cache), "HF_ENDPOINT": self.endpoint}
         environ = os.environ | settings | {"HF_TOKEN": TOKEN} | variables
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", script, *words], env=environ, capture_output=True, text=True
         )
-        assert TOKEN not in done.stdout + done.stderr
-        return Answer(done.returncode, done.stdout.splitlines(), done.stderr)
+        assert TOKEN not in process.stdout + process.stderr
+        return Answer(process.returncode, process.stdout.splitlines(), process.stderr)
 
 
 @pytest.fixture

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from longctx.config.eval_config import EvalRequest
-from longctx.distributed.devices import this_machine
+from longctx.distributed.devices import dtype_of, this_machine
 from longctx.distributed.heartbeat import EVERY
 from longctx.distributed.parallel import Parallel, parallel_of
 from longctx.evaluation.measure import measure
 from longctx.evaluation.results import save
 from longctx.evaluation.scorer import Scorer
-from longctx.evaluation.setup import Setup, dtype_of, layout_of, resolve
+from longctx.evaluation.setup import Setup, layout_of, resolve
 from longctx.evaluation.weights import build_model
 
 

@@ -12,6 +12,7 @@ import torch
 from longctx.attention import Mask, check
 from longctx.config.eval_config import TOKENS_PER_BATCH, EvalConfig, EvalRequest
 from longctx.config.model_config import AttentionConfig, GPTConfig
+from longctx.distributed.devices import dtype_of
 from longctx.evaluation.forward_memory import (
     check_fits,
     choose_strategy,
@@ -21,7 +22,7 @@ from longctx.evaluation.forward_memory import (
 )
 from longctx.evaluation.subject import Subject, open_subject
 from longctx.planner.hardware import Machine
-from longctx.planner.workload import PRECISION
+from longctx.planner.workload import precision_of
 from longctx.runs import evaluations
 
 
@@ -70,7 +71,7 @@ def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
     OSError, one line naming the key, for what cannot be done here.
     """
     config = request.config
-    precision = PRECISION[device] if config.precision == "auto" else config.precision
+    precision = precision_of(config.precision, device)
     subject = open_subject(request)
     check_attention(config, subject.model, device, dtype_of(precision))
     seq_len = config.seq_len or subject.seq_len
@@ -114,11 +115,6 @@ def layout_of(config: EvalConfig, strategy: str, heads: int) -> Layout:
         context.method_for(heads),
         config.attention,
     )
-
-
-def dtype_of(precision: str) -> torch.dtype:
-    """The dtype in which products are computed."""
-    return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
 def check_attention(config: EvalConfig, model: GPTConfig, device: str, dtype: torch.dtype) -> None:

@@ -22,6 +22,7 @@ from longctx.data import Tokenizer
 from longctx.data.tokenizer import read_json
 from longctx.distributed.devices import (
     choose_device,
+    dtype_of,
     is_out_of_memory,
     this_machine,
     within_memory,
@@ -36,11 +37,11 @@ from longctx.model.decoder import Decoder, continuations
 from longctx.model.kv_cache import KVCache
 from longctx.model.sampling import Sampler
 from longctx.planner.hardware import GIB
-from longctx.planner.workload import PRECISION
+from longctx.planner.workload import precision_of
 from longctx.runs import run_folder
 
 
-class Found(NamedTuple):
+class ModelSource(NamedTuple):
     """A trained model, and what belongs to it; no weight of it is read yet."""
 
     shape: GPTConfig
@@ -72,37 +73,36 @@ def generate(config: GenerateConfig) -> int:
     Raises ValueError or OSError, one line, for whatever is wrong with the request.
     """
     device = choose_device(config, this_machine())
-    found = find_model(config, device)
-    prompts = read_prompts(config, found.tokenizer, found.folder)
+    source = find_source(config, device)
+    prompts = read_prompts(config, source.tokenizer, source.folder)
     most = max(len(prompt.ids) for prompt in prompts) + config.max_new_tokens
-    if found.seq_len is not None and most > found.seq_len:
+    if source.seq_len is not None and most > source.seq_len:
         say(
             f"prompt and new tokens make up to {most:,} tokens; the model knows sequences of "
-            f"{found.seq_len:,}"
+            f"{source.seq_len:,}"
         )
     model: GPT | None = None
     speed = Speed()
     try:
         with within_memory(device), AnswerFile(config.out) as answers:
-            model = load_model(found, device)
+            model = load_model(source, device)
             for first in range(0, len(prompts), config.batch_size):
                 numbers = list(range(len(prompts)))[first : first + config.batch_size]
-                speed = write_batch(config, model, found, prompts, numbers, answers, speed)
+                speed = write_batch(config, model, source, prompts, numbers, answers, speed)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         rows = 0 if model is None else min(config.batch_size, len(prompts))
-        say(f"error: {too_little_memory(found, rows, most, device)}")
+        say(f"error: {too_little_memory(source, rows, most, device)}")
         return 1
     say(str(speed))
     return 0
 
 
-def find_model(config: GenerateConfig, device: str) -> Found:
+def find_source(config: GenerateConfig, device: str) -> ModelSource:
     """The model of `config`, of which no weight is read yet; its tokenizer is."""
     path = place_of(config.checkpoint)
-    precision = PRECISION[device] if config.precision == "auto" else config.precision
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    dtype = dtype_of(precision_of(config.precision, device))
     chosen = AttentionConfig(**presets.read("attention", config.attention))
     if run_folder.is_hugging_face(path):
         file = folder = path
@@ -115,36 +115,36 @@ def find_model(config: GenerateConfig, device: str) -> Found:
     attention.check(
         chosen.backend, device=device, dtype=dtype, head_dim=shape.head_size, options=chosen.options
     )
-    return Found(shape, chosen, dtype, tokenizer, file, folder, seq_len)
+    return ModelSource(shape, chosen, dtype, tokenizer, file, folder, seq_len)
 
 
-def load_model(found: Found, device: str) -> GPT:
+def load_model(source: ModelSource, device: str) -> GPT:
     """The model on `device`; its matrices are in the precision asked for."""
-    model = build_model(found.file, found.attention, device, found.dtype)
+    model = build_model(source.file, source.attention, device, source.dtype)
     for module in model.modules():
         if isinstance(
             module, nn.Linear | nn.Embedding
         ):  # norms stay in fp32, which they compute in
-            module.to(found.dtype)
+            module.to(source.dtype)
     return model
 
 
-def too_little_memory(found: Found, rows: int, most: int, device: str) -> str:
+def too_little_memory(source: ModelSource, rows: int, most: int, device: str) -> str:
     """What did not fit: the weights, or, beside them, a batch of `rows` texts of up to `most`
     tokens each; rows=0: no batch yet.
     """
     machine = this_machine()
     there = machine.host_memory if device == "cpu" or machine.gpu is None else machine.gpu.memory
     kind = "memory" if device == "cpu" else "GPU memory"
-    weights = found.shape.parameters() * found.dtype.itemsize
-    change = ["precision=bf16"] if found.dtype == torch.float32 else []
+    weights = source.shape.parameters() * source.dtype.itemsize
+    change = ["precision=bf16"] if source.dtype == torch.float32 else []
     if not rows:
         return (
             f"out of {kind} while the model loads: its weights take {weights / GIB:.1f} GiB, and "
             f"there are {there / GIB:.1f}; give {' or '.join([*change, 'a smaller model'])}"
         )
-    cache = KVCache.bytes_of(found.shape, rows, most, found.dtype)
-    change += ["attention=flash"] if found.attention.backend == "naive" else []
+    cache = KVCache.bytes_of(source.shape, rows, most, source.dtype)
+    change += ["attention=flash"] if source.attention.backend == "naive" else []
     change += [f"batch_size={rows // 2}"] if rows > 1 else []
     change += ["a smaller max_new_tokens", "shorter prompts"]
     return (
@@ -154,13 +154,13 @@ def too_little_memory(found: Found, rows: int, most: int, device: str) -> str:
     )
 
 
-def end_tokens(found: Found) -> set[int]:
+def end_tokens(source: ModelSource) -> set[int]:
     """The tokens that end a text: the tokenizer's own, and those of generation_config.json, which
     chat models have.
     """
-    ends = {found.tokenizer.eos_id}
+    ends = {source.tokenizer.eos_id}
     for name in ("generation_config.json", "config.json"):
-        stated = read_json(found.folder / name).get("eos_token_id")
+        stated = read_json(source.folder / name).get("eos_token_id")
         ends |= {x for x in (stated if isinstance(stated, list) else [stated]) if type(x) is int}
     return ends
 
@@ -168,7 +168,7 @@ def end_tokens(found: Found) -> set[int]:
 def write_batch(
     config: GenerateConfig,
     model: GPT,
-    found: Found,
+    source: ModelSource,
     prompts: list[Prompt],
     numbers: list[int],
     answers: AnswerFile,
@@ -177,13 +177,13 @@ def write_batch(
     """Continue the prompts with these `numbers` together; print each text as soon as those before
     it are, and write it to `answers` when it is done. Returns `speed` with theirs.
     """
-    texts, ends = [prompts[number] for number in numbers], end_tokens(found)
+    texts, ends = [prompts[number] for number in numbers], end_tokens(source)
     longest = max(len(text.ids) for text in texts)
     decoder = Decoder(model, len(texts), longest + config.max_new_tokens, config.decode)
     sampler = Sampler(numbers, config.temperature, config.top_k, config.top_p, config.seed)
     ids = [text.ids for text in texts]
     rows: list[list[int]] = [[] for _ in texts]
-    streams = [TextStream(found.tokenizer, ends) for _ in texts]
+    streams = [TextStream(source.tokenizer, ends) for _ in texts]
 
     def done(n: int) -> None:
         text = {"prompt": texts[n].shown, "text": streams[n].text, "new_tokens": len(rows[n])}

@@ -110,8 +110,8 @@ def test_processes_that_share_cores_are_said(
     for devices, is_said in ((2, False), (8, True)):
         config = cli.compose("train", ["device=cpu", f"devices={devices}"]).config
         early_checks.check_device(config)
-        said = capsys.readouterr().out
-        assert (f"devices={devices}" in said and "2 cores" in said) == is_said
+        output = capsys.readouterr().out
+        assert (f"devices={devices}" in output and "2 cores" in output) == is_said
     for name, number in (("RANK", 0), ("WORLD_SIZE", 16), ("LOCAL_RANK", 0)):
         monkeypatch.setenv(name, str(number))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")

@@ -126,17 +126,17 @@ def test_generation_is_greedy_and_ends_at_stop_words(model: GPT, tokenizer: Toke
 
 
 def test_answers_are_those_of_a_forward_for_every_token(model: GPT, tokenizer: Tokenizer) -> None:
-    lm, asked, expected = harness(model, tokenizer, 64), [], []
+    lm, requests, expected = harness(model, tokenizer, 64), [], []
     for n, most in [(4, 5), (30, 9), (0, 7), (9, 1), (52, 11), (12, 9), (7, 12)]:
         until = ["e", "is a"] if n % 2 else []
-        asked.append(SimpleNamespace(args=(TEXT[:n], {"max_gen_toks": most, "until": until})))
+        requests.append(SimpleNamespace(args=(TEXT[:n], {"max_gen_toks": most, "until": until})))
         prompt, tokens = tokenizer.encode(TEXT[:n]) or [tokenizer.eos_id], []
         while len(tokens) < most and tokenizer.eos_id not in tokens:
             with torch.no_grad():
                 tokens.append(int(model(torch.tensor([prompt + tokens]))[0, -1].argmax()))
         text = tokenizer.decode([token for token in tokens if token != tokenizer.eos_id])
         expected.append(min((text.split(stop)[0] for stop in until), key=len, default=text))
-    assert lm.generate_until(asked) == expected
+    assert lm.generate_until(requests) == expected
     with pytest.raises(ValueError, match="seq_len=256"):
         lm.generate_until([SimpleNamespace(args=("a", {"max_gen_toks": 64}))])
 
@@ -173,9 +173,9 @@ def test_log_likelihoods_are_those_of_hflm_with_begin_of_text(tmp_path: Path) ->
         assert ln_p == pytest.approx(want, rel=1e-4), pair
         assert greedy == wanted_greedy
     settings = {"until": ["\n"], "max_gen_toks": 9, "do_sample": False}
-    asked = [Instance("generate_until", {}, arguments=("a rose is", settings), idx=0)]
-    asked += [Instance("generate_until", {}, arguments=(TEXT * 9, settings), idx=1)]  # too long
-    assert ours.generate_until(asked) == theirs.generate_until(asked)
+    requests = [Instance("generate_until", {}, arguments=("a rose is", settings), idx=0)]
+    requests += [Instance("generate_until", {}, arguments=(TEXT * 9, settings), idx=1)]  # too long
+    assert ours.generate_until(requests) == theirs.generate_until(requests)
 
 
 def test_padding_does_not_stretch_a_model_that_follows_the_length(tokenizer: Tokenizer) -> None:

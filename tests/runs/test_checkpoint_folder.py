@@ -70,8 +70,8 @@ def test_any_rows_come_back(path: Path) -> None:
 def test_no_file_holds_the_whole(path: Path) -> None:
     files = sorted(path.glob("*.safetensors"))
     assert len(files) == RANKS
-    whole = sum(3 * x.nbytes for x in WHOLE.values())
-    assert all(file.stat().st_size < whole for file in files)
+    total_bytes = sum(3 * x.nbytes for x in WHOLE.values())
+    assert all(file.stat().st_size < total_bytes for file in files)
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".json"])
