@@ -9,6 +9,7 @@ import pytest
 from longctx import cli
 from longctx.runs import run_folder
 from longctx.runs.wandb_process import samples
+from tests.training.test_processes import start
 
 Overrides = Callable[..., list[str]]
 
@@ -47,3 +48,17 @@ def test_a_prompt_without_samples_is_refused(
 def test_samples_of_rows_go_to_the_table() -> None:
     rows = [json.loads('{"step": 4, "tokens_seen": 99, "sample": "ab\\n"}'), {"step": 5}]
     assert [samples(row) for row in rows] == [[[99, "ab\n"]], []]
+
+
+@pytest.mark.slow
+def test_devices_that_share_weights_and_rows_write_the_text_of_one(
+    overrides: Overrides, tmp_path: Path
+) -> None:
+    layouts = {"one": {"devices": 1}, "sharded": {"devices": 2, "strategy": "fsdp", "context": 2}}
+    for name, layout in layouts.items():  # a rate of 0: the weights stay what the seed makes them
+        run = overrides(name=name, lr=0, max_steps=1, accumulate=1, sample_every=1, **layout)
+        process = start([*run, "sample_prompt=a row"], tmp_path)
+        assert process.wait() == 0, process.stderr and process.stderr.read()
+    one, sharded = (sampled(tmp_path / "runs" / name) for name in layouts)
+    assert one == sharded
+    assert len(one[1]) > len("a row")
