@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 
 def command(module: str, *arguments: str) -> list[str]:
@@ -26,3 +31,25 @@ def limit_memory(more: int) -> None:
     used = int(pages.read_text().split()[0]) * resource.getpagesize() if pages.exists() else 1 << 30
     resource.setrlimit(resource.RLIMIT_AS, (used + more, used + more))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+class TimeLimit:
+    """The processor time that is left to this process, which SIGPROF ends where it runs out: a
+    leaky bucket of `seconds`, filled again by what is earned. `wait` bounds each piece of work in
+    seconds of a clock.
+    """
+
+    def __init__(self, seconds: float, wait: int) -> None:
+        self.most = self.left = seconds
+        self.wait = wait
+
+    def run(self, work: Callable[[], Result], earned: float) -> Result:
+        """work(), after which `earned` seconds are put back."""
+        signal.setitimer(signal.ITIMER_PROF, self.left)
+        signal.alarm(self.wait)
+        try:
+            return work()
+        finally:
+            signal.alarm(0)
+            left, _ = signal.setitimer(signal.ITIMER_PROF, 0)
+            self.left = min(self.most, left + earned)

@@ -27,6 +27,9 @@ class Flash(Backend):
     `kernel`: portable runs on every GPU. hopper is for Hopper alone, for 16-bit heads of 64 to 128;
     it adds dq up in any order unless torch uses deterministic algorithms. auto is hopper where that
     runs, and portable elsewhere.
+
+    NaN and inf reach only the rows that see them in portable. In hopper those of a key or query
+    also reach rows that share a tile of 64 to 192 with it, seen or not.
     """
 
     options = BACKEND_OPTIONS["flash"]

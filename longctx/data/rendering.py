@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -158,26 +158,11 @@ def _end(child: subprocess.Popen[bytes]) -> None:
             pipe.close()
 
 
-class _Bucket:
-    """The processor time that is left to the child, which SIGPROF ends where it runs out."""
-
-    def __init__(self) -> None:
-        self.left = SECONDS
-
-    def run(self, work: Callable[[], Any], size: int) -> Any:
-        """work(), for which `size` bytes are written."""
-        signal.setitimer(signal.ITIMER_PROF, self.left)
-        signal.alarm(WAIT)
-        try:
-            return work()
-        finally:
-            signal.alarm(0)
-            left, _ = signal.setitimer(signal.ITIMER_PROF, 0)
-            self.left = min(SECONDS, left + EARNED * size)
-
-
 def _conversation(
-    template: jinja2.Template, tokens: Mapping[str, str], request: bytes, bucket: _Bucket
+    template: jinja2.Template,
+    tokens: Mapping[str, str],
+    request: bytes,
+    limit: python_child.TimeLimit,
 ) -> dict[str, Any]:
     """What is answered to a request: the text and its spans, or why there are none."""
     row = json.loads(request)
@@ -186,8 +171,8 @@ def _conversation(
     def written(count: int, prompt: bool = False) -> str:
         size = len(request) * count // len(messages)
         some = row | {"messages": messages[:count], "documents": None}
-        text: str = bucket.run(
-            lambda: template.render(**some, **tokens, add_generation_prompt=prompt), size
+        text: str = limit.run(
+            lambda: template.render(**some, **tokens, add_generation_prompt=prompt), EARNED * size
         )
         if len(text) > most:
             raise ValueError(f"it makes {len(text):,} characters of {size:,} bytes")
@@ -260,7 +245,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGHUP):  # the parent ends this process
         signal.signal(number, signal.SIG_IGN)
     python_child.limit_memory(MEMORY)
-    bucket = _Bucket()
+    limit = python_child.TimeLimit(SECONDS, WAIT)
 
     def answer(content: dict[str, Any]) -> None:
         sys.stdout.buffer.write(json.dumps(content).encode() + b"\n")
@@ -268,14 +253,14 @@ def main() -> None:
 
     setup = json.loads(sys.stdin.buffer.readline())
     try:  # jinja2 computes what is constant when it compiles
-        template = bucket.run(lambda: _environment().from_string(setup["source"]), 0)
+        template = limit.run(lambda: _environment().from_string(setup["source"]), 0.0)
     except (jinja2.TemplateError, RecursionError) as error:
         return answer({"refused": f"is not one ({_short(error)})"})
     answer({})
     for count in sys.stdin.buffer:
         # All are read before the first is answered, so that nobody waits for the other's pipe
         for request in [sys.stdin.buffer.readline() for _ in range(int(count))]:
-            answer(_conversation(template, setup["tokens"], request, bucket))
+            answer(_conversation(template, setup["tokens"], request, limit))
 
 
 if __name__ == "__main__":

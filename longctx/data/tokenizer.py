@@ -13,6 +13,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,8 @@ class Tokenizer:
         """
         self._tokenizer.encode_special_tokens = False
         try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+            with _failures_named():
+                encoding = self._tokenizer.encode(text, add_special_tokens=False)
         finally:
             self._tokenizer.encode_special_tokens = True
         begins = np.asarray([first for first, _ in encoding.offsets], np.int64).reshape(-1)
@@ -174,13 +176,30 @@ class Tokenizer:
         return full[0] if full != plain and full[1 : 1 + len(plain)] == plain else None
 
     def _encode_parts(self, parts: Sequence[str]) -> list[list[int]]:
-        encodings = self._tokenizer.encode_batch_fast(list(parts), add_special_tokens=False)
+        with _failures_named():
+            encodings = self._tokenizer.encode_batch_fast(list(parts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def _segments(self, text: str) -> list[str]:
         if len(text) <= _SEGMENT or not self._can_split:
             return [text]
         return list(segments(text, _SEGMENT))
+
+
+@contextmanager
+def _failures_named() -> Iterator[None]:
+    """Raise ValueError where the library gives up on a text: a regular expression that would take
+    for ever, for example. It panics then, which is no Exception.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"the tokenizer does not get through a text ({reason}); use another"
+        ) from error
 
 
 def segments(text: str, size: int) -> Iterator[str]:

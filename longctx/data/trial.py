@@ -6,6 +6,7 @@ time and memory, so what does such things ends there, in one line.
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
 import json
@@ -21,7 +22,8 @@ from longctx import python_child
 SECONDS = 3  # of processor time
 MEMORY = 768 << 20  # bytes beyond what the child has once it has started
 WAIT = 60  # seconds; a busy machine starts a child slowly
-GROWTH = 64  # characters that normalizers may make of one
+GROWTH = 24  # characters that normalizers may make of one; Unicode's compatibility forms make 18
+WORD = 10_000  # characters of a WordPiece word, whose time is their square; BERT's is 100
 PROBE = (
     "".join(map(chr, range(32, 127))) + "\n\tÄöß é 水 αβγ 😀 1234567890 " + "a" * 200 + " " * 200
 )
@@ -64,6 +66,11 @@ def growth(normalizer: Any) -> float:
     inner = normalizer.get("normalizers")
     if isinstance(inner, list):
         return functools.reduce(lambda product, one: product * growth(one), inner, 1.0)
+    if normalizer.get("type") == "Precompiled":
+        # SentencePiece's: the size of a table, the table, then all replacements, each ended by 0
+        content = base64.b64decode(str(normalizer.get("precompiled_charsmap")))
+        texts = content[4 + int.from_bytes(content[:4], "little") :].split(b"\0")
+        return float(max([1, *(len(text.decode(errors="replace")) for text in texts)]))
     if normalizer.get("type") != "Replace":
         return 1.0
     pattern = normalizer.get("pattern")
@@ -75,8 +82,14 @@ def _try_tokenizer(text: str) -> None:
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer.from_str(text)
-    if growth(json.loads(text).get("normalizer")) > GROWTH:
-        sys.stderr.write(f"makes more than {GROWTH} characters of one\n")
+    content = json.loads(text)
+    reason = None
+    if growth(content.get("normalizer")) > GROWTH:
+        reason = f"makes more than {GROWTH} characters of one"
+    elif (content["model"].get("max_input_chars_per_word") or 0) > WORD:
+        reason = f"takes words of more than {WORD:,} characters"
+    if reason:
+        sys.stderr.write(f"{reason}\n")
         raise SystemExit(_REFUSED)
     ids = tokenizer.encode(PROBE).ids
     tokenizer.decode(ids, skip_special_tokens=False)

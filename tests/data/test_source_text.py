@@ -265,6 +265,28 @@ def test_a_bomb_is_refused_before_it_fills_the_memory(tmp_path: Path, name: str)
     assert peak < 2 << 20  # KiB, the test session's own included
 
 
+def test_a_parquet_file_that_stands_for_gigabytes_is_refused(tmp_path: Path) -> None:
+    """Of a type whose dictionary pyarrow writes out, 256 rows at once."""
+    text = pyarrow.array(["a" * (40 << 20)], pyarrow.large_string())
+    texts = pyarrow.DictionaryArray.from_arrays(np.zeros(256, np.int32), text)
+    file = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), file, compression="zstd")
+    assert file.stat().st_size < 1 << 20
+    with pytest.raises(ValueError, match=r"a\.parquet: (takes|holds) more than .*; .* anew$"):
+        for _ in read_documents(DataConfig(source="text", path=str(file))):
+            pass
+    for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        assert resource.getrusage(whose).ru_maxrss < 2 << 20  # KiB
+
+
+def test_a_reader_of_parquet_may_stop_early(tmp_path: Path) -> None:
+    texts = [f"text {n} " * 1000 for n in range(2000)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+    documents = read_documents(DataConfig(source="text", path=str(tmp_path)))
+    assert next(documents).text == texts[0]
+    assert [text for _, text in read(str(tmp_path))] == texts
+
+
 def with_window(kind: str) -> bytes:
     """A few bytes that claim to need gigabytes to be unpacked."""
     if kind == "zst":  # a frame without its size, window 2^31, one block as it is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 
@@ -33,4 +34,52 @@ def test_an_odd_tokenizer_is_one_line(folder: Path, content: str) -> None:
     (folder / "tokenizer.json").write_text(content)
     with pytest.raises(ValueError, match=r"tokenizer\.json") as error:
         Tokenizer.load(folder)
+    assert "\n" not in str(error.value)
+
+
+def charsmap(replacement: str) -> str:
+    """The table of a Precompiled normalizer, empty but for one replacement."""
+    return base64.b64encode(bytes(4) + replacement.encode() + b"\0").decode()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": charsmap("x" * 99)}}, "24"),
+        (
+            {
+                "model": {
+                    "type": "WordPiece",
+                    "unk_token": "?",
+                    "continuing_subword_prefix": "##",
+                    "max_input_chars_per_word": 10**9,
+                    "vocab": {"?": 0, "<|endoftext|>": 1},
+                },
+                "added_tokens": [],
+            },
+            "10,000",
+        ),
+    ],
+    ids=["a table of SentencePiece", "words without end"],
+)
+def test_what_explodes_on_some_documents_only_is_refused(
+    folder: Path, changes: dict[str, object], reason: str
+) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(content | changes))
+    with pytest.raises(ValueError, match=rf"tokenizer\.json: this tokenizer .*{reason}"):
+        Tokenizer.load(folder)
+
+
+def test_a_regular_expression_without_end_is_one_line_with_the_text_that_shows_it(
+    folder: Path,
+) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    pattern = {"Regex": "(\u0436|\u0436\u0436)+\u044f"}
+    content["normalizer"] = {"type": "Replace", "pattern": pattern, "content": "x"}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.decode(tokenizer.encode("harmless")) == "harmless"
+    with pytest.raises(ValueError, match="the tokenizer does not get through a text") as error:
+        tokenizer.encode_documents(["\u0436" * 1000])
     assert "\n" not in str(error.value)

@@ -16,8 +16,10 @@ import json
 import lzma
 import os
 import re
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +27,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from longctx import untrusted
 from longctx.config.data_config import DataConfig
+from longctx.data import parquet_rows
 from longctx.data.corpus import Corpus, Document, Shard, Source, register
 
 if TYPE_CHECKING:
@@ -317,7 +320,7 @@ def _read_jsonl(
             raise _no_column(place, config, list(row))
         text = row[config.text_column]
         if not isinstance(text, str):
-            raise _no_string(place, config, text)
+            raise _no_string(place, config, type(text).__name__)
         yield Document(f"{name}:{number}", _encodable(text, place, config))
 
 
@@ -355,40 +358,31 @@ def _json_object(line: str, place: str, config: DataConfig) -> dict[str, Any]:
 def _read_parquet(
     name: str, file: Path, stream: IO[bytes], config: DataConfig, most: int
 ) -> Iterator[Document]:
-    import pyarrow
-    import pyarrow.parquet
-
-    is_compressed = _format(file)[1] != ""
-    source = io.BytesIO(_all_of(stream, file, most)) if is_compressed else stream
-    try:
-        table = pyarrow.parquet.ParquetFile(source)
-        column = config.text_column
-        if column not in table.schema_arrow.names:
-            raise _no_column(str(file), config, table.schema_arrow.names)
-        groups = [table.metadata.row_group(n) for n in range(table.metadata.num_row_groups)]
-        if any(group.total_byte_size > most for group in groups):
-            raise _too_large(file, most)
-        if pyarrow.types.is_string(table.schema_arrow.field(column).type):
-            # A dictionary stays one: written out, its texts may be of any size.
-            table = pyarrow.parquet.ParquetFile(
-                source, metadata=table.metadata, read_dictionary=[column]
-            )
-        row = 0
-        for batch in table.iter_batches(batch_size=256, columns=[config.text_column]):
-            for value in batch.column(0):
-                row += 1
+    with ExitStack() as closes:
+        if _format(file)[1]:  # the child that decodes it needs a real file
+            packed, stream = stream, closes.enter_context(tempfile.TemporaryFile())
+            stream.write(_all_of(packed, file, most))
+            stream.flush()
+        values = closes.enter_context(
+            closing(parquet_rows.rows(file, stream, config.text_column, most))
+        )
+        try:
+            for row, value in enumerate(values, start=1):
                 place = f"{file}: row {row}"
-                try:
-                    text = value.as_py()
-                except UnicodeDecodeError as error:  # Arrow does not check the bytes of a string
-                    text = _decode(error.object, place, config)
-                if not isinstance(text, str):
-                    raise _no_string(place, config, text)
-                yield Document(f"{name}:{row}", text)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(
-            f"{file}: not a readable .parquet file ({str(error).splitlines()[0]})"
-        ) from error
+                if isinstance(value, parquet_rows.NoString):
+                    raise _no_string(place, config, value.type)
+                yield Document(f"{name}:{row}", _of_row(value, place, config))
+        except parquet_rows.NoColumn as error:
+            raise _no_column(str(file), config, error.columns) from error
+        except parquet_rows.TooLarge as error:
+            raise _too_large(file, most) from error
+
+
+def _of_row(value: bytes, place: str, config: DataConfig) -> str:
+    try:
+        return value.decode()  # a byte order mark is a character here
+    except UnicodeDecodeError:  # Arrow does not check the bytes of a string
+        return _decode(value, place, config)
 
 
 def _no_column(place: str, config: DataConfig, columns: list[str]) -> ValueError:
@@ -398,10 +392,9 @@ def _no_column(place: str, config: DataConfig, columns: list[str]) -> ValueError
     )
 
 
-def _no_string(place: str, config: DataConfig, value: Any) -> ValueError:
+def _no_string(place: str, config: DataConfig, found: str) -> ValueError:
     return ValueError(
-        f"{place}: '{config.text_column}' is {type(value).__name__}, expected a string; "
-        "set data.text_column"
+        f"{place}: '{config.text_column}' is {found}, expected a string; set data.text_column"
     )
 
 
