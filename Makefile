@@ -6,25 +6,32 @@ ARGS ?=
 .PHONY: train extend test test-all lint clean
 
 train: .venv/installed
-	$(BIN)/python train.py $(ARGS)
+	$(BIN)/python train.py sample_every=100 $(ARGS)
 
-extend: .venv/installed
+extend: .venv/tested
 	$(BIN)/python -m benchmarks extension $(ARGS)
 
-test: .venv/installed
+test: .venv/tested
 	$(BIN)/python -m pytest -n 2 -m 'not slow' $(ARGS)
 
-test-all: .venv/installed
+test-all: .venv/tested
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
-lint: .venv/installed
+lint: .venv/tested
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-.venv/installed: pyproject.toml constraints.txt
+define install
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else f"longctx needs Python 3.11 to 3.13, not {v.major}.{v.minor}: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
-	touch $@
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '$(1)'
+	touch .venv/installed $@
+endef
+
+.venv/installed: pyproject.toml constraints.txt
+	$(call install,.)
+
+.venv/tested: pyproject.toml constraints.txt
+	$(call install,.[test])
 
 clean:
 	rm -rf .venv

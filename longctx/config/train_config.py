@@ -80,7 +80,7 @@ class TrainConfig:
     )
     max_steps: int | None = key(
         None,
-        "optimizer steps; null: from max_tokens, else 300 on a GPU, up to 60 on a CPU",
+        "optimizer steps; null: from max_tokens, else 300 on a GPU, up to 40 on a CPU",
         between=(1, 10**9),
     )
     max_tokens: int | None = key(

@@ -40,7 +40,7 @@ from longctx.training.sweep import VARIED_VARIABLE
 from longctx.training.validation import check_facts, check_validation
 
 SOME_LENGTH = 4096  # tokens per row, to open the data of seq_len=max before its length is known
-STEPS = {"cuda": 300, "cpu": 60}  # at most, where max_steps is not given
+STEPS = {"cuda": 300, "cpu": 40}  # at most, where max_steps is not given
 FLOPS_ON_CPU = 8e12  # what two slow cores do in 4 to 5 minutes
 TOKENS_PER_VALIDATION = {"cuda": 262144, "cpu": 32768}
 Say = Callable[[str], None]
