@@ -23,7 +23,7 @@ lint: .venv/tested
 define install
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else f"longctx needs Python 3.11 to 3.13, not {v.major}.{v.minor}: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '$(1)'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '$(1)'
 	touch .venv/installed $@
 endef
 
