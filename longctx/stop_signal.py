@@ -49,7 +49,13 @@ class StopSignal:
 
     def wait(self) -> None:
         """Let a signal wait from now on; KeyboardInterrupt where one has come."""
+        self.check()
         self.waits = True
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt where a signal has come: the first one may be lost in the import
+        of a compiled module.
+        """
         if self.number is not None:
             raise KeyboardInterrupt
 

@@ -1,6 +1,7 @@
 """What a signal says and does, before and after a run has something to save."""
 
 import signal
+from contextlib import suppress
 
 import pytest
 
@@ -35,3 +36,12 @@ def test_before_there_is_something_to_save_and_on_other_ranks_nothing_is_said(
         signal.raise_signal(signal.SIGTERM)
         assert stop.number == signal.SIGTERM
     assert capfd.readouterr().err == ""
+
+
+def test_a_signal_that_an_import_has_lost_still_ends_the_command() -> None:
+    with stop_signal.caught() as stop:
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGUSR1)
+        with pytest.raises(KeyboardInterrupt):
+            stop.wait()
+        assert not stop.waits  # so nothing is said of a checkpoint

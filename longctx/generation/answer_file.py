@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 
@@ -27,7 +26,7 @@ class AnswerFile:
         line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
         try:
             if self.file is None:
-                self.file = open(self.path, "wb", buffering=0)  # noqa: SIM115 (`__exit__` closes it)
+                self.file = open(self.path, "wb", buffering=0)  # noqa: SIM115 (`close` does)
             written = 0
             while written < len(line):
                 written += self.file.write(line[written:])
@@ -38,14 +37,6 @@ class AnswerFile:
             raise
         self.size += len(line)
 
-    def __enter__(self) -> AnswerFile:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         if self.file is not None:
             self.file.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,7 +85,7 @@ def generate(config: GenerateConfig) -> int:
     model: GPT | None = None
     speed = Speed()
     try:
-        with within_memory(device), AnswerFile(config.out) as answers:
+        with within_memory(device), closing(AnswerFile(config.out)) as answers:
             model = load_model(source, device)
             for first in range(0, len(prompts), config.batch_size):
                 numbers = list(range(len(prompts)))[first : first + config.batch_size]

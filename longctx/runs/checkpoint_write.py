@@ -349,21 +349,6 @@ class Saving:
         return self.partial / f"rank-{rank:05d}.json"
 
 
-def save(
-    path: Path,
-    about: Mapping[str, Any],
-    tensors: Mapping[str, Sharded],
-    writers: Writers = ALONE,
-) -> None:
-    """Write the folder `path` and wait for it; all ranks call it.
-
-    Raises OSError, on every rank, where one of them cannot write; the folder then does not appear.
-    """
-    saving = Saving(path, about, tensors, writers)
-    saving.begin()
-    saving.end()
-
-
 def use_device(device: torch.device | None) -> None:
     """Have this thread use `device`, if that is a GPU; a thread begins with the first one."""
     if device is not None and device.type == "cuda":

@@ -140,23 +140,6 @@ def read(path: Path, parts: Collection[str] = ("state_dict",)) -> dict[str, Any]
     return checkpoint
 
 
-def save(
-    path: Path,
-    about: Mapping[str, Any],
-    state: Mapping[str, Any],
-    weights: Mapping[str, Sharded],
-    optimizer: Mapping[str, Any] | None = None,
-    trained: Sequence[str] = (),
-    writers: Writers = ALONE,
-) -> None:
-    """Write the checkpoint that `saving` describes and wait for it; all ranks of `writers` call it.
-    Raises OSError where it cannot be written.
-    """
-    one = saving(path, about, state, weights, optimizer, trained, writers)
-    one.begin()
-    one.end()
-
-
 def saving(
     path: Path,
     about: Mapping[str, Any],

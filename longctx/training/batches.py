@@ -14,10 +14,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
+from multiprocessing import connection
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from longctx.distributed.heartbeat import state_of
 LOOK = 5.0  # seconds between two looks at the data workers
 LOOKS = 6  # in a row that find one stopped by a signal, which is ended then
 LONGEST = 600.0  # seconds that a batch may take
+ENDS = 2.0  # seconds within which a process has ended whose connection is closed
 _stopped: list[int] = []  # PIDs of data workers that were ended so
 
 
@@ -169,8 +171,9 @@ def read_ahead(loader: DataLoader[Any]) -> Iterator[StepBatch]:
     than LONGEST.
     """
     iterator: Any = iter(loader)
-    if loader.num_workers:
-        pids = [worker.pid for worker in iterator._workers]
+    workers = iterator._workers if loader.num_workers else []
+    if workers:
+        pids = [worker.pid for worker in workers]
         threading.Thread(target=_end_stopped, args=[pids], daemon=True).start()
     while True:
         try:
@@ -178,7 +181,7 @@ def read_ahead(loader: DataLoader[Any]) -> Iterator[StepBatch]:
         except (RuntimeError, ConnectionError, EOFError) as error:
             if isinstance(error, RuntimeError) and not is_lost_worker(error):
                 raise
-            raise LostWorker(lost_worker(error)) from None
+            raise LostWorker(lost_worker(error, workers)) from None
         yield batch
 
 
@@ -187,12 +190,21 @@ def is_lost_worker(error: BaseException) -> bool:
     return isinstance(error, LostWorker) or str(error).startswith("DataLoader ")
 
 
-def lost_worker(error: BaseException) -> str:
-    """What has become of a data worker."""
+def lost_worker(error: BaseException, workers: Sequence[Any] = ()) -> str:
+    """What has become of a data worker: one of the processes `workers`, where `error` names none,
+    as that of a connection does not.
+    """
     if _stopped:
         return f"data worker {_stopped[0]} was stopped by a signal for {LOOK * LOOKS:.0f} s"
     text = (str(error).splitlines() or [""])[0].rstrip(". ")
-    return text if isinstance(error, RuntimeError) else f"a data worker is gone ({text})"
+    if isinstance(error, RuntimeError):
+        return text
+    ended = connection.wait([worker.sentinel for worker in workers], timeout=ENDS)
+    for worker in workers:
+        if worker.sentinel in ended:
+            worker.join(ENDS)  # its files close a moment before its exit code is there
+            return f"data worker {worker.pid} is gone (exit code {worker.exitcode})"
+    return f"a data worker is gone ({text})"
 
 
 def _end_stopped(pids: list[int]) -> None:

@@ -11,8 +11,10 @@ import torch
 from longctx import cli
 from longctx.cli import early_checks
 from longctx.planner import hardware
-from longctx.runs import checkpoint_write, run_folder
+from longctx.runs import run_folder
 from longctx.runs.checkpoint_folder import Sharded
+from longctx.runs.checkpoint_write import Saving
+from tests.written import write
 
 WITHOUT_TORCH = """
 import sys
@@ -37,7 +39,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write_checkpoint(path: Path) -> None:
     """A whole one, of a single tensor."""
-    checkpoint_write.save(path, {}, {"x": Sharded.whole(torch.zeros(3))})
+    write(Saving(path, {}, {"x": Sharded.whole(torch.zeros(3))}))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from longctx.distributed import sharding
 from longctx.model import GPT, GPTConfig
 from longctx.runs import checkpoints, run_folder
 from tests.eval_script.sample import SCRIPT, TEXTS, Evaluate
+from tests.written import write
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = load(dataclasses.replace(config.data, tokenizer=str(folder)), config.seq_len)
     about = checkpoints.describe(config, data.fingerprint, 1, None)
     state = {"random": checkpoints.random_state()}
-    checkpoints.save(checkpoints.path_of(folder, 3), about, state, weights)
+    write(checkpoints.saving(checkpoints.path_of(folder, 3), about, state, weights))
     run_folder.write_config(folder, config)
     return folder
 

@@ -22,6 +22,7 @@ from longctx.config.eval_config import EvalConfig
 from longctx.runs import checkpoints, evaluations
 from longctx.runs.checkpoint_folder import Sharded
 from tests.eval_script.sample import SCRIPT, Evaluate, write_task
+from tests.written import write
 
 
 def test_a_run_is_scored_on_its_validation_documents(run: Path, evaluate: Evaluate) -> None:
@@ -52,7 +53,7 @@ def test_what_is_no_finite_number_is_null_and_the_report_reads_it(
     weights["model.embed.weight"][:, 3] = value
     tensors = {name: Sharded.whole(x) for name, x in weights.items()}
     state = {"random": checkpoint["random"]}
-    checkpoints.save(path, checkpoint["longctx"], state, tensors)
+    write(checkpoints.saving(path, checkpoint["longctx"], state, tensors))
     try:
         result, _ = evaluate("documents=3")
     finally:

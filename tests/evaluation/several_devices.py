@@ -39,6 +39,7 @@ from longctx.model import GPT, lora
 from longctx.planner.hardware import Machine
 from longctx.runs import checkpoints
 from longctx.runs.checkpoint_write import ALONE, Writers
+from tests.written import write
 
 MACHINE = Machine(0, None, False, 2.0**40)
 TEXT = "a long walk home with the old dog\n"
@@ -98,7 +99,7 @@ def write_run(run: TrainConfig, folder: Path, sharded: bool, parallel: Parallel)
         writers = Writers(parallel.rank, parallel.ranks, parallel.first_problem)
     if sharded or parallel.is_first:
         state = {"random": checkpoints.random_state()}
-        checkpoints.save(path, about, state, sharding.parts(module), writers=writers)
+        write(checkpoints.saving(path, about, state, sharding.parts(module), writers=writers))
     parallel.barrier()
 
 

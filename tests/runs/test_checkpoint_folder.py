@@ -15,6 +15,7 @@ from longctx.runs import checkpoint_folder, checkpoint_index, checkpoints, tenso
 from longctx.runs.checkpoint_folder import Sharded
 from longctx.runs.checkpoint_write import Writers
 from tests.runs.ranks import RANKS, Agree, on_all_ranks, rows_of_ranks
+from tests.written import write
 
 WHOLE = {"model.a": torch.randn(7, 5), "model.b": torch.randn(2), "model.c": torch.randn(9, 3, 2)}
 
@@ -37,7 +38,7 @@ def save(path: Path) -> list[object]:
         content = {"steps_done": 4, "meter": {"loss": 1.5}, "random": random}
         about = {"format": checkpoints.FORMAT, "config": {}, "data": "x"}
         writers = Writers(rank, RANKS, agree)
-        checkpoints.save(path, about, content, weights, optimizer, trained, writers)
+        write(checkpoints.saving(path, about, content, weights, optimizer, trained, writers))
 
     return on_all_ranks(work)
 

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from longctx.runs import checkpoint_folder, checkpoint_index, checkpoint_write
 from longctx.runs.checkpoint_folder import Sharded
-from longctx.runs.checkpoint_write import Saving, Snapshot, Writers, parts_of, save
+from longctx.runs.checkpoint_write import Saving, Snapshot, Writers, parts_of
 from tests.processes import ROOT
 from tests.runs.ranks import RANKS, Agree, on_all_ranks, rows_of_ranks
+from tests.written import write
 
 
 def on_host(size: int) -> Tensor:
@@ -71,7 +72,7 @@ def files_below(size: int) -> Iterator[None]:
 
 def test_a_file_is_what_the_library_of_safetensors_writes(tmp_path: Path) -> None:
     tensors = {name: x.contiguous() for name, x in odd().items()}
-    save(tmp_path / "x", {}, whole(odd()))
+    write(Saving(tmp_path / "x", {}, whole(odd())))
     save_file(tensors, tmp_path / "library")
     (file,) = (tmp_path / "x").glob("*.safetensors")
     assert file.read_bytes() == (tmp_path / "library").read_bytes()
@@ -82,7 +83,7 @@ def test_a_file_is_what_the_library_of_safetensors_writes(tmp_path: Path) -> Non
 def test_what_changes_after_the_copy_is_not_written(tmp_path: Path) -> None:
     before, tensors = odd(), odd()
     about: dict[str, Any] = {"lr": [1.0]}
-    save(tmp_path / "waited", about, whole(before))
+    write(Saving(tmp_path / "waited", about, whole(before)))
     held = Held()
     saving = Saving(tmp_path / "behind", about, whole(tensors))
     saving.begin(held)
@@ -211,7 +212,7 @@ def test_one_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_number_that_json_has_not_is_told_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="could not be written"):
-        save(tmp_path / "x", {"lr": float("nan")}, whole(odd()))
+        write(Saving(tmp_path / "x", {"lr": float("nan")}, whole(odd())))
     assert not list(tmp_path.iterdir())
 
 
@@ -219,9 +220,10 @@ KILLED = """
 import sys
 from pathlib import Path
 from tests.runs.test_checkpoint_write import Held, odd, whole
-from longctx.runs.checkpoint_write import Saving, save
+from longctx.runs.checkpoint_write import Saving
+from tests.written import write
 folder = Path(sys.argv[1])
-save(folder / "step-00000001.ckpt", {}, whole(odd()))
+write(Saving(folder / "step-00000001.ckpt", {}, whole(odd())))
 Saving(folder / "step-00000002.ckpt", {}, whole(odd())).begin(Held())
 print("begun", flush=True)
 """
@@ -240,7 +242,7 @@ def test_a_kill_in_the_write_leaves_the_checkpoint_before_it(tmp_path: Path) -> 
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000001.ckpt", partial.name}
     assert checkpoint_index.verify(tmp_path / "step-00000001.ckpt") is None
     (partial / "shard-00000-000.safetensors").touch()  # had it come so far
-    save(tmp_path / "step-00000002.ckpt", {}, whole(odd()))
+    write(Saving(tmp_path / "step-00000002.ckpt", {}, whole(odd())))
     assert checkpoint_index.verify(tmp_path / "step-00000002.ckpt") is None
     assert not partial.exists()
 

@@ -10,6 +10,7 @@ from longctx.evaluation.subject import load_model
 from longctx.runs import checkpoints
 from longctx.runs.checkpoint_folder import Sharded
 from longctx.runs.checkpoints import opened, verify
+from tests.written import write
 
 
 def flip(path: Path, place: int) -> None:
@@ -108,7 +109,7 @@ def test_a_checkpoint_that_cannot_be_finished_leaves_the_last_one(tmp_path: Path
 
     def save(path: Path, size: int) -> None:
         weights = {"x": Sharded.whole(torch.zeros(size))}
-        checkpoints.save(path, {}, {"random": checkpoints.random_state()}, weights)
+        write(checkpoints.saving(path, {}, {"random": checkpoints.random_state()}, weights))
 
     save(last, 10)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,5 +1,8 @@
 """What a step's batch holds and counts."""
 
+import multiprocessing
+import time
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,7 +11,13 @@ from torch.utils.data import DataLoader
 from longctx.attention import Mask
 from longctx.data import SampleStream
 from longctx.data.rows import IGNORED
-from longctx.training.batches import Collate, StepBatch, micro_batch, validation_batches
+from longctx.training.batches import (
+    Collate,
+    StepBatch,
+    lost_worker,
+    micro_batch,
+    validation_batches,
+)
 
 
 def row(*lengths: int, padding: int = 0) -> dict[str, Tensor]:
@@ -105,3 +114,16 @@ def test_ranks_share_the_validation_rows_without_overlap(wanted: int, world_size
                 assert (micro.targets == IGNORED).all()
     assert len(first_tokens) == len(set(first_tokens)) == min(wanted or 11, 11)
     assert len(batches) == 1, "sharded weights are gathered equally often on every rank"
+
+
+def test_a_worker_whose_connection_is_reset_is_named() -> None:
+    there = multiprocessing.Process(target=time.sleep, args=(60,), daemon=True)
+    lost = multiprocessing.Process(target=time.sleep, args=(60,), daemon=True)
+    reset = ConnectionResetError(104, "Connection reset by peer")
+    for process in (there, lost):
+        process.start()
+    assert "Connection reset by peer" in lost_worker(reset, [there])
+    lost.kill()
+    text = lost_worker(reset, [there, lost])
+    there.kill()
+    assert text == f"data worker {lost.pid} is gone (exit code -9)"
