@@ -3,6 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 
+# Where it is set, as in many images, each process would compile all that it imports, 9 s of it torch's.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train extend test test-all lint clean
 
 train: .venv/installed

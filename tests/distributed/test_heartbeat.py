@@ -5,10 +5,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,10 +16,10 @@ import torch
 from longctx.distributed.heartbeat import is_alive, state_of
 from longctx.runs import run_folder
 from tests.processes import children, descendants, with_local_rank
-from tests.training.sample_run import Overrides
 from tests.training.test_processes import SCRIPT, start, wait_for_step
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+OverridesIn = Callable[..., list[str]]
 LIMIT = 75  # seconds: 60 until the run has ended, and what this test itself waits for
 
 
@@ -68,35 +68,42 @@ def ranks(process: subprocess.Popen[str]) -> list[int]:
     return [firsts[0] if firsts else process.pid, seconds[0]]
 
 
-VICTIMS = [
-    ("second process", signal.SIGKILL),
-    ("second process", signal.SIGSTOP),
-    ("first process", signal.SIGKILL),
-    ("first process", signal.SIGSTOP),
-    ("data worker", signal.SIGKILL),
-    ("data worker", signal.SIGSTOP),
-]
+PROCESSES = ["second process", "first process", "data worker"]
+SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
 
 
-def check_loss(
+class Loss(NamedTuple):
+    """A run of two processes, one of which, or of whose data workers, a signal has reached."""
+
+    process: subprocess.Popen[str]
+    pid: int
+    others: list[int]
+    folder: Path
+
+    def check(self) -> None:
+        """Wait until the run has ended with the one line that it should."""
+        error = ended(self.process, self.others)
+        assert f"{self.pid}" in error, error
+        assert f"resume={self.folder} goes on" in error
+
+
+@contextmanager
+def lost(
     victim: str,
     number: signal.Signals,
     overrides: list[str],
-    tmp_path: Path,
-    launcher: list[str] | None,
-) -> float:
-    """Takes one process of a run away, and returns how many seconds all of it took to end."""
-    with running(overrides, tmp_path, launcher) as process:
+    base: Path,
+    launcher: list[str] | None = None,
+) -> Iterator[Loss]:
+    """A run in base/runs/r whose `victim` gets the signal `number`."""
+    with running(overrides, base, launcher) as process:
         first, second = own(process) if launcher is None else ranks(process)
         [worker] = children(second)
-        pid = {"first process": first, "second process": second, "data worker": worker}[victim]
+        pid = dict(zip(PROCESSES, (second, first, worker), strict=True))[victim]
         everyone = [process.pid, *descendants(process.pid)]
         os.kill(pid, number)
-        since = time.monotonic()
-        error = ended(process, [one for one in everyone if one != process.pid])
-        assert f"{pid}" in error, error
-        assert f"resume={tmp_path / 'runs' / 'r'} goes on" in error
-        return time.monotonic() - since
+        others = [one for one in everyone if one != process.pid]
+        yield Loss(process, pid, others, base / "runs" / "r")
 
 
 def own(process: subprocess.Popen[str]) -> list[int]:
@@ -104,67 +111,78 @@ def own(process: subprocess.Popen[str]) -> list[int]:
     return [process.pid, second]
 
 
-def long_run(overrides: Overrides, **changes: Any) -> list[str]:
-    return overrides(
-        **{"name": "r", "max_steps": 100_000, "devices": 2, "accumulate": 1, "workers": 1} | changes
-    )
+def long_run(overrides_in: OverridesIn, base: Path, **changes: Any) -> list[str]:
+    base.mkdir(exist_ok=True)
+    shape: dict[str, Any] = {"max_steps": 100_000, "devices": 2, "accumulate": 1, "workers": 1}
+    return overrides_in(base / "runs", **{"name": "r"} | shape | changes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("victim", "number"), VICTIMS)
-def test_a_lost_process_ends_the_run_with_one_line(
-    victim: str, number: signal.Signals, overrides: Overrides, tmp_path: Path
+@pytest.mark.parametrize("victim", PROCESSES)
+def test_a_killed_process_ends_the_run_with_one_line(
+    victim: str, overrides_in: OverridesIn, tmp_path: Path
 ) -> None:
-    check_loss(victim, number, long_run(overrides), tmp_path, None)
+    with lost(victim, signal.SIGKILL, long_run(overrides_in, tmp_path), tmp_path) as loss:
+        loss.check()
 
 
 @pytest.mark.slow
-def test_a_lost_process_ends_a_run_of_torchrun(overrides: Overrides, tmp_path: Path) -> None:
-    run = long_run(overrides, devices=1)
-    check_loss("first process", signal.SIGKILL, run, tmp_path, TORCHRUN)
+def test_a_lost_process_ends_a_run_of_torchrun(overrides_in: OverridesIn, tmp_path: Path) -> None:
+    run = long_run(overrides_in, tmp_path, devices=1)
+    with lost("first process", signal.SIGKILL, run, tmp_path, TORCHRUN) as loss:
+        loss.check()
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs that NCCL connects")
 @pytest.mark.parametrize("launcher", [None, TORCHRUN], ids=["own", "torchrun"])
-@pytest.mark.parametrize(("victim", "number"), VICTIMS)
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("victim", PROCESSES)
 def test_a_lost_process_ends_a_run_on_two_gpus(
     victim: str,
     number: signal.Signals,
     launcher: list[str] | None,
-    overrides: Overrides,
+    overrides_in: OverridesIn,
     tmp_path: Path,
 ) -> None:
     devices = 2 if launcher is None else 1
     # its heads are too small for flash; compile's processes would stand beside the data workers
     cuda = {"device": "cuda", "strategy": "fsdp", "attention": "naive"}
     cuda |= {"compile": False, "kernel__lock": "off"}
-    run = long_run(overrides, devices=devices, **cuda)
-    print(f"{check_loss(victim, number, run, tmp_path, launcher):.0f} s")
+    run = long_run(overrides_in, tmp_path, devices=devices, **cuda)
+    with lost(victim, number, run, tmp_path, launcher) as loss:
+        since = time.monotonic()
+        loss.check()
+        print(f"{time.monotonic() - since:.0f} s")
 
 
 @pytest.mark.slow
-def test_a_stopped_data_worker_ends_a_run_of_one_process(
-    overrides: Overrides, tmp_path: Path
+def test_stopped_processes_end_their_runs_but_not_where_all_were_stopped(
+    overrides_in: OverridesIn, tmp_path: Path
 ) -> None:
-    process = start(long_run(overrides, devices=1), tmp_path)
-    wait_for_step(tmp_path / "runs" / "r", 1, process)
-    worker = children(process.pid)[0]
-    os.kill(worker, signal.SIGSTOP)
-    error = ended(process, [worker])
-    assert f"data worker {worker} was stopped" in error
+    """Runs side by side, since each needs its time to notice: a signal stops a process of two, the
+    data worker of a run of one process, and all of a run, as Ctrl-Z does, which goes on.
+    """
+    with ExitStack() as runs:
+        enter = runs.enter_context
+        everyone = enter(running(long_run(overrides_in, tmp_path / "all"), tmp_path / "all"))
+        os.killpg(everyone.pid, signal.SIGSTOP)
+        since = time.monotonic()
+        losses = []
+        for victim in PROCESSES:
+            base = tmp_path / victim.replace(" ", "-")
+            losses.append(enter(lost(victim, signal.SIGSTOP, long_run(overrides_in, base), base)))
+        alone = enter(running(long_run(overrides_in, tmp_path, devices=1), tmp_path))
+        [worker] = children(alone.pid)
+        os.kill(worker, signal.SIGSTOP)
 
-
-@pytest.mark.slow
-def test_processes_that_were_all_stopped_for_a_while_go_on(
-    overrides: Overrides, tmp_path: Path
-) -> None:
-    """As by Ctrl-Z and fg."""
-    with running(long_run(overrides), tmp_path) as process:
-        os.killpg(process.pid, signal.SIGSTOP)
-        time.sleep(50)
-        last_step = run_folder.read_metrics(tmp_path / "runs" / "r")[-1]["step"]
-        os.killpg(process.pid, signal.SIGCONT)
+        for loss in losses:
+            loss.check()
+        assert f"data worker {worker} was stopped" in ended(alone, [worker])
+        time.sleep(max(0.0, since + 50 - time.monotonic()))  # longer than any waits for a beat
+        folder = tmp_path / "all" / "runs" / "r"
+        last_step = run_folder.read_metrics(folder)[-1]["step"]
+        os.killpg(everyone.pid, signal.SIGCONT)
         time.sleep(10)
-        wait_for_step(tmp_path / "runs" / "r", last_step + 5, process)
+        wait_for_step(folder, last_step + 5, everyone)

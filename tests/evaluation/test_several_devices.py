@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).with_name("several_devices.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "cases", "seed"), [(2, 20, 0), (4, 20, 1000)])
+@pytest.mark.parametrize(("ranks", "cases", "seed"), [(2, 12, 0), (4, 10, 1000)])
 def test_losses_facts_and_tasks_are_those_of_one_device(
     ranks: int, cases: int, seed: int, tmp_path: Path
 ) -> None:

@@ -3,15 +3,17 @@ optimizer on gloo, each against the same step on one device.
 
     python -m torch.distributed.run --nproc-per-node 4 tests/training/layouts.py CASES SEED OUT
 
-Rank 0 writes OUT, a JSON list: each case with its largest differences.
+Writes OUT, a JSON list: each case with its largest differences.
 """
 
 import json
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -140,6 +142,15 @@ def step_of(run: Run, parallel: Parallel, rows: list[dict[str, Tensor]]) -> dict
     }
 
 
+class Case(NamedTuple):
+    """A step that all ranks have done."""
+
+    run: Run
+    parallel: Parallel
+    rows: list[dict[str, Tensor]]
+    step: dict[str, Any]
+
+
 def run_of(config: TrainConfig) -> Run:
     """`config` with its nulls filled in."""
     assert isinstance(config.seq_len, int)
@@ -157,29 +168,32 @@ def largest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return max(difference(ours[name], theirs[name]) for name in theirs)
 
 
-def compared(config: TrainConfig, draw: random.Random) -> dict[str, Any]:
-    """The step of `config` on all ranks against that on one; {} on all ranks but the first."""
+def spread(config: TrainConfig, draw: random.Random) -> Case:
+    """The step of `config` on all ranks."""
     machine = Machine(0, None, False, 2.0**40)
     parallel = Parallel(config, "cpu", machine)
     parallel.launch("")
     run = run_of(parallel.config)
     parallel.form(run.workload, "")
     work = run.workload
-    count = work.batch_size * work.accumulate * work.data_ranks
-    rows = rows_of(config, draw, count)
+    rows = rows_of(config, draw, work.batch_size * work.accumulate * work.data_ranks)
     ours = step_of(run, parallel, rows)
+    if parallel.heartbeat is not None:
+        parallel.heartbeat.stop()
+    return Case(run, parallel, rows, ours)
+
+
+def compared(case: Case) -> dict[str, float]:
+    """The differences from the same step on one device, this one."""
+    config, work, ours = case.parallel.config, case.run.workload, case.step
     single = replace(
-        parallel.config,
+        config,
         devices=1,
         accumulate=work.accumulate * work.data_ranks,
         strategy=StrategyConfig(),
         context=ContextConfig(),
     )
-    if parallel.heartbeat is not None:
-        parallel.heartbeat.stop()
-    if not parallel.is_first:
-        return {}
-    theirs = step_of(run_of(single), parallel.alone(), rows)
+    theirs = step_of(run_of(single), case.parallel.alone(), case.rows)
     return {
         "loss": abs(float(ours["loss"] / theirs["loss"]) - 1),
         "grad_norm": abs(float(ours["grad_norm"] / theirs["grad_norm"]) - 1),
@@ -189,23 +203,45 @@ def compared(config: TrainConfig, draw: random.Random) -> dict[str, Any]:
 
 
 def main(cases: int, seed: int, out: Path) -> None:
+    """The ranks step together through as many cases as there are ranks, then each compares one."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    results = []
-    for case in range(cases):
-        draw = random.Random(seed + case)
-        config = drawn(draw, dist.get_world_size())
-        parallel_config.MANY_TOKENS = draw.choice([1, 10**9])  # in parts, or all heads at a time
-        shown = f"{config.strategy.name} context={config.context.degree} {config}"
-        try:
-            result = compared(config, draw)
-        except Exception as error:
-            raise RuntimeError(f"case {seed + case}: {shown}") from error
-        results.append({"case": seed + case, "config": shown, **result})
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps(results))
-    dist.barrier()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    results: list[dict[str, Any]] = []
+    for first in range(seed, seed + cases, ranks):
+        numbers = range(first, min(first + ranks, seed + cases))
+        for number in numbers:
+            draw = random.Random(number)
+            config = drawn(draw, ranks)
+            parallel_config.MANY_TOKENS = draw.choice([1, 10**9])  # in parts, or all heads at once
+            with named(number, config):
+                case = spread(config, draw)
+            if number - first == rank:
+                mine = case
+        if rank < len(numbers):
+            config = mine.parallel.config
+            with named(first + rank, config):
+                result = compared(mine)
+            results.append({"case": first + rank, "config": shown(config), **result})
+    everyone: list[Any] = [None] * ranks
+    dist.gather_object(results, everyone if rank == 0 else None)
+    if rank == 0:
+        out.write_text(json.dumps([result for one in everyone for result in one]))
     dist.destroy_process_group()
+
+
+def shown(config: TrainConfig) -> str:
+    """`config` as a line, what spreads it first."""
+    return f"{config.strategy.name} context={config.context.degree} {config}"
+
+
+@contextmanager
+def named(number: int, config: TrainConfig) -> Iterator[None]:
+    """Name the case in any error."""
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(f"case {number}: {shown(config)}") from error
 
 
 if __name__ == "__main__":

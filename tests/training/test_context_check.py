@@ -127,30 +127,25 @@ PASSING: dict[int, dict[str, dict[str, Any]]] = {
         "all-gather": SHARED | {"context.method": "allgather"},
         "copies": {"strategy": "ddp", "accumulate": 3},
         "slices": {"strategy": "fsdp"},
-        "slices of shared rows": SHARED | {"strategy": "fsdp"},
         "bf16": SHARED | {"precision": "bf16"},
         "slices in bf16": SHARED | {"strategy": "fsdp", "precision": "bf16"},
-        "windows in some layers": SHARED
-        | {"model.layers": 5, "model.window": 30, "model.window_layers": "[1,2]"},
-        "layers without positions": SHARED | {"model.layers": 4, "model.nope_layers": "[3]"},
+        "layers of several kinds": SHARED
+        | {"model.layers": 3, "model.window": 30, "model.window_layers": "[1]"}
+        | {"model.nope_layers": "[2]"},
         "recomputed": SHARED | {"memory": "balanced", "memory.keep_every": 2, "model.layers": 4},
         "recomputed MLP": SHARED
         | {"memory": "fast", "memory.recompute": "mlp", "memory.mlp_tile": 4096},
-        "LoRA": SHARED | {"lora.rank": 4},
         "LoRA in slices": SHARED | {"lora.rank": 4, "strategy": "fsdp", "precision": "bf16"},
         "muon": SHARED | {"optimizer": "muon", "strategy": "fsdp"},
-        "naive": SHARED | {"attention": "naive"},
-        "sdpa": SHARED | {"attention": "sdpa"},
-        "biases and norms": SHARED
+        "sdpa, biases and norms": SHARED
+        | {"attention": "sdpa", "model.kv_heads": 1}
         | {"model.qkv_bias": True, "model.qk_norm": True, "model.tied": False},
-        "one key-value head": SHARED | {"model.kv_heads": 1},
         "long documents": SHARED | {"seq_len": 16},
         "rows longer than documents": SHARED | {"seq_len": 1000},
     },
     4: {
         "ulysses": {"devices": 4, "context": 4},
         "all-gather": {"devices": 4, "context": 4, "context.method": "allgather"},
-        "two groups": {"devices": 4, "context": 2},
         "two groups in slices": {"devices": 4, "context": 2, "strategy": "fsdp"},
         "slices in bf16": {"devices": 4, "context": 4, "strategy": "fsdp", "precision": "bf16"},
     },

@@ -87,7 +87,6 @@ def test_a_sharded_run_resumes_on_any_number_of_devices(
     for number, layout in enumerate(
         (
             ["devices=1", "strategy=auto"],
-            ["devices=4"],
             ["devices=4", "context=2", "strategy=ddp"],
         )
     ):
