@@ -242,8 +242,11 @@ class Saving:
         except OtherRankFailed as error:
             self.problem = str(error)
         except FileNotFoundError as error:
-            self.problem = f"{folder}: the folder of the run is gone, so no checkpoint is written"
+            where = "the folder of the run" if not folder.exists() else self.partial.name
+            self.problem = f"{folder}: {where} is gone, so no checkpoint is written"
             self.error = error
+            # The first rank takes it away, where another one could not write, and says why
+            self.is_told = self.writers.rank != 0 and folder.exists()
         except OSError as error:
             why = f"could not be written; is the disk full? ({error})"
             self.problem, self.error = f"{self.path}: the checkpoint {why}", error
