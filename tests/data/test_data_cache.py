@@ -14,10 +14,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from longctx.config.data_config import DataConfig
-from longctx.data import cache
+from longctx.data import cache, store
 from longctx.data.cache import cached
 from longctx.data.dataset import Data
 
@@ -292,3 +293,13 @@ def test_folders_alike_in_names_sizes_and_times_are_told_apart(tmp_path) -> None
         )
         fingerprints.append(Data(config, 32).fingerprint)
     assert fingerprints[0] != fingerprints[1]
+
+
+def test_a_view_of_arrow_integers_has_their_values() -> None:
+    for dtype in (pa.uint16(), pa.int32(), pa.uint8(), pa.int64()):
+        array = pa.array([7, 0, 3, 200, 5], dtype)
+        assert store.view(array[1:4]).tolist() == [0, 3, 200]
+        assert store.view(array[5:]).dtype == store.view(array).dtype == str(dtype)
+    for other in (pa.array([1, None]), pa.array(["a"]), pa.array([0.5])):
+        with pytest.raises(ValueError, match=str(other.type)):
+            store.view(other)
