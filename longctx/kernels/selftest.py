@@ -13,8 +13,10 @@ forward.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -94,7 +96,7 @@ def check(
     copies: int = 1,
 ) -> str | None:
     """What is wrong with `run`, the `part` of some `Kernels` (see flash_op.py), or None."""
-    with torch.device("cpu"):  # whatever the default device is
+    with torch.device("cpu"), one_thread():  # whatever the default device is
         x = problem(head_dim, group, bucket)
     inputs = (x.q, x.k, x.v, x.do, x.given_out)
     q, k, v, do, out = (t.to(device, dtype).repeat(copies, 1, 1, 1) for t in inputs)
@@ -135,6 +137,20 @@ def _difference(actual: Tensor, exact: Tensor, dtype: torch.dtype) -> str | None
     )
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on the CPU in one thread: products as small as these wait for more threads longer
+    than they take, four heads 0.2 s in one and up to 1 s in more threads than cores.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@functools.lru_cache(maxsize=1)  # forward and backward have the same
 def problem(head_dim: int, group: int, bucket: int) -> Problem:
     """The inputs and their exact results; the first `bucket` keys are seen by no query."""
     Tq, Tk = QUERIES, bucket + QUERIES + AHEAD
