@@ -344,7 +344,7 @@ def test_what_cannot_be_measured_says_why(
         ("step_tokens=many", "step_tokens=many: a number of tokens"),
         ("seq_len=4096", "seq_len=4096: is set for each point; use lengths="),
         ("accumulate=3", "accumulate=3: does not divide the 16 rows"),
-        ("model.window=1024", "model.window=1024: bench peers compares whole causal attention"),
+        ("model.window=1024", "model.window=1024: peers compares whole causal attention"),
         ("modell=1b", "did you mean model"),
     ],
 )
