@@ -34,7 +34,6 @@ def finished(
         env=os.environ | {name: str(value) for name, value in own.items()},
         capture_output=True,
         text=True,
-        timeout=300,
     )
 
 
