@@ -19,5 +19,5 @@ def marked(scorer: Scorer, *arguments: Any) -> Any:
 
 
 if __name__ == "__main__":
-    Scorer._forward = marked  # type: ignore[method-assign]
+    Scorer._forward = marked
     sys.exit(cli.main(["eval", *sys.argv[1:]]))
