@@ -87,7 +87,7 @@ def run(options: Options, command: str) -> None:
 
     check(options)
     if not torch.cuda.is_available():
-        raise ValueError("bench attention measures GPU kernels and there is no CUDA GPU here")
+        raise ValueError("attention: measures GPU kernels, and there is no CUDA GPU here")
     from benchmarks.report import grid, machine, write_json
 
     functorch_config.donated_buffer = False  # lets a compiled backward be timed again and again
@@ -360,12 +360,13 @@ def packed_rows(B: int, length: int) -> np.ndarray:
     return np.stack(rows)
 
 
-def matmul_tflops(n: int = 8192) -> float:
-    """This GPU's rate for an (n, n) bf16 matrix product of random data, in TFLOP/s."""
+def matmul_tflops() -> float:
+    """This GPU's rate for a bf16 matrix product of random data, in TFLOP/s."""
     import torch
 
     from longctx.kernels.timing import medians
 
+    n = 8192
     a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     return 2 * n**3 / medians({"matmul": lambda: a @ b}, 40)["matmul"] / 1e9
 
@@ -374,19 +375,17 @@ def plot(result: dict[str, Any], path: Path) -> None:
     """TFLOP/s over length: a panel per mask, head size and direction, a line per backend, the
     matmul rate drawn in.
     """
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    from benchmarks.report import save_figure
+    from benchmarks.report import save_figure, short
 
     rows = [row for row in result["rows"] if "skipped" not in row]
     masks, sizes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("mask", "head_size"))
     down, across = (sizes, masks) if len(masks) > 1 else (masks, sizes)
     lines = list(itertools.product(down, ("forward", "backward")))
     shape = (4.6 * len(across), 3.3 * len(lines))
-    figure, axes = plt.subplots(len(lines), len(across), figsize=shape, sharey=True, squeeze=False)
+    figure = Figure(figsize=shape)
+    axes = figure.subplots(len(lines), len(across), sharey=True, squeeze=False)
     backends = list(dict.fromkeys(row["backend"] for row in rows))
     for (line, (outer, part)), (column, inner) in itertools.product(
         enumerate(lines), enumerate(across)
@@ -413,7 +412,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         axis.set_title(f"{part}, {mask}, head size {head_size}", fontsize=10)
         axis.set_xscale("log", base=2)
         ticks = sorted({r["tokens"] for r in rows})
-        axis.set_xticks(ticks, [f"{n // 1024}K" if n >= 1024 else str(n) for n in ticks])
+        axis.set_xticks(ticks, [short(n) for n in ticks])
         axis.grid(alpha=0.3)
         if line == len(lines) - 1:
             axis.set_xlabel("tokens in a row")

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.report import grid, machine, save_figure, write_json
+from benchmarks.report import grid, machine, save_figure, short, write_json
 from benchmarks.words import check_backends, check_unused, decided, training_run
 from longctx.config.fields import key
 from longctx.planner import fitting
@@ -67,7 +67,7 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     check_backends(options.backends)
     check_unused(overrides, TAKEN)
     if not torch.cuda.is_available():
-        raise ValueError("bench context measures what fits a GPU and there is no CUDA GPU here")
+        raise ValueError("context: measures what fits a GPU, and there is no CUDA GPU here")
     from longctx.training.resolve import check_attention
 
     end = time.monotonic() + 60 * options.minutes
@@ -240,12 +240,10 @@ def plot(result: dict[str, Any], path: Path) -> None:
     Where a backend changes its memory policy its line is broken, and the policy stands beside the
     first point.
     """
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (memory, speed) = plt.subplots(1, 2, figsize=(12, 4.6))
+    figure = Figure(figsize=(12, 4.6))
+    memory, speed = figure.subplots(1, 2)
     for number, (backend, best) in enumerate(result["longest"].items()):
         color = f"C{number}"
         rows = sorted(
@@ -304,7 +302,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     )
     for axis in (memory, speed):
         axis.set_xscale("log", base=2)
-        axis.set_xticks(ticks, [f"{n // 1024}K" if n >= 1024 else str(n) for n in ticks])
+        axis.set_xticks(ticks, [short(n) for n in ticks])
         axis.set_xlabel("tokens in a row")
         axis.grid(alpha=0.3)
     speed.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")

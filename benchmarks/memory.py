@@ -73,7 +73,7 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
 
     check_unused(overrides, TAKEN)
     if not torch.cuda.is_available():
-        raise ValueError("bench memory measures a GPU's memory and there is no CUDA GPU here")
+        raise ValueError("memory: measures a GPU's memory, and there is no CUDA GPU here")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")  # of each process
     points = list(combinations(options, overrides))
     rows: list[dict[str, Any]] = []

@@ -17,8 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.report import grid, machine, save_figure, write_json
-from benchmarks.step import short
+from benchmarks.report import grid, machine, save_figure, short, write_json
 from benchmarks.words import check_unused, decided, training_run
 from longctx.config.fields import key
 from longctx.planner import fitting
@@ -146,8 +145,7 @@ def shaped(options: Options, overrides: list[str], tokens: int, device: str) -> 
     model = run.workload.model
     if model.window is not None:
         raise ValueError(
-            f"model.window={model.window}: bench peers compares whole causal attention; "
-            "leave it out"
+            f"model.window={model.window}: peers compares whole causal attention; leave it out"
         )
     small = model.parameters() < SMALL
     wanted = (
@@ -388,12 +386,10 @@ def plot(result: dict[str, Any], path: Path) -> None:
     """Tokens/s and peak memory, a bar per peer in a group per length; over each bar how many times
     as fast longctx is.
     """
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(12, 4.6))
+    figure = Figure(figsize=(12, 4.6))
+    axes = figure.subplots(1, 2)
     rows, lengths = result["rows"], list(result["options"]["lengths"])
     peers = [
         peer

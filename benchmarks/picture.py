@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+from matplotlib.figure import Figure
 
-from benchmarks.report import save_figure
+from benchmarks.report import save_figure, short
 from longctx.config.fields import key
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 PANELS = {
@@ -31,7 +28,8 @@ class Options:
 
 def run(options: Options, command: str) -> None:
     """Draw tokens per second over the length of a row, ours beside the baseline's."""
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(11, 4))
+    figure = Figure(figsize=(11, 4))
+    axes = figure.subplots(1, len(PANELS))
     for axis, (model, (file, baseline, label)) in zip(axes, PANELS.items(), strict=True):
         ours, theirs = speeds(file, "longctx"), speeds(file, baseline)
         lengths = sorted(ours.keys() & theirs.keys())
@@ -44,7 +42,7 @@ def run(options: Options, command: str) -> None:
             )
         axis.set_xscale("log", base=2)
         axis.margins(x=0.12)
-        axis.set_xticks(lengths, [f"{n // 1024}K" for n in lengths])
+        axis.set_xticks(lengths, [short(n) for n in lengths])
         axis.set_ylim(0, 1.18 * max(ours.values()))
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         axis.set_title(f"{model}: tokens/s of whole training steps on one H200", fontsize=11)

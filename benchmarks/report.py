@@ -29,24 +29,9 @@ def machine() -> dict[str, str]:
     }
 
 
-def table(rows: list[dict[str, Any]], title: str) -> None:
-    """Print one case: a line per backend, or why it was left out."""
-    from rich.table import Table
-
-    columns = [
-        f"{part}_{unit}"
-        for part in ("forward", "backward", "both")
-        for unit in ("ms", "tflops", "ratio")
-    ]
-    shown = Table("backend", *(column.replace("_", " ") for column in columns), title=title)
-    for row in rows:
-        reason = (
-            [row["skipped"]]
-            if "skipped" in row
-            else [str(row.get(column, "")) for column in columns]
-        )
-        shown.add_row(row["backend"], *reason)
-    show(shown)
+def short(tokens: int) -> str:
+    """4096 → 4K."""
+    return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -56,10 +41,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a matplotlib figure to `path`, a .png, whole or not at all, and close it."""
-    import matplotlib.pyplot as plt
-
+    """Write a matplotlib figure to `path`, a .png, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with files.atomic(path) as partial:
         figure.savefig(partial, dpi=120)
-    plt.close(figure)

@@ -19,8 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.report import grid, machine, save_figure, write_json
-from benchmarks.trace import ATTENTION, IDLE, MATRICES, OTHER, PARTS, marked, time_by_part
+from benchmarks.report import grid, machine, save_figure, short, write_json
+from benchmarks.trace import ATTENTION, IDLE, MATRICES, PARTS, marked, time_by_part
 from benchmarks.words import check_backends, check_unused, decided, training_run
 from longctx.config.fields import key
 
@@ -213,15 +213,12 @@ def show(result: dict[str, Any]) -> None:
 def plot(result: dict[str, Any], path: Path) -> None:
     """A panel per backend: the shares of a step, stacked, over length; and one of flash's gain."""
     import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     backends = [b for b in result["options"]["backends"] if of(result["rows"], b)]
-    figure, axes = plt.subplots(
-        1, len(backends) + 1, figsize=(4.2 * (len(backends) + 1), 4.2), squeeze=False
-    )
-    colors = dict(zip(PARTS, plt.get_cmap("tab10").colors, strict=False))  # type: ignore[attr-defined]
+    figure = Figure(figsize=(4.2 * (len(backends) + 1), 4.2))
+    axes = figure.subplots(1, len(backends) + 1, squeeze=False)
+    colors = dict(zip(PARTS, matplotlib.color_sequences["tab10"], strict=False))
     for axis, backend in zip(axes[0], backends, strict=False):
         rows = of(result["rows"], backend)
         places, bottom = list(range(len(rows))), [0.0] * len(rows)
@@ -253,13 +250,3 @@ def plot(result: dict[str, Any], path: Path) -> None:
     )
     figure.tight_layout()
     save_figure(figure, path)
-
-
-def short(tokens: int) -> str:
-    """4096 → 4K."""
-    return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
-
-
-def covered(row: dict[str, Any]) -> float:
-    """The share of a step that a named part accounts for."""
-    return 1.0 - float(row["shares"][OTHER])

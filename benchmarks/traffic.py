@@ -63,11 +63,11 @@ def closed_forms(length: int, head_size: int, heads: int) -> dict[str, float]:
     }
 
 
-def shared_memory(head_size: int, tile: int = TILE) -> int:
+def shared_memory(head_size: int) -> int:
     """Bytes of the literature's tile: Q, K, V and the scores in 16 bits, the running maximum and
     sum in fp32.
     """
-    return (3 * tile * head_size + tile * tile) * BYTES + 2 * tile * 4
+    return (3 * TILE * head_size + TILE * TILE) * BYTES + 2 * TILE * 4
 
 
 def run(options: Options, command: str) -> None:
@@ -138,7 +138,7 @@ def check(options: Options) -> None:
     from longctx import attention
 
     if not torch.cuda.is_available():
-        raise ValueError("bench traffic counts what GPU kernels move and there is no CUDA GPU here")
+        raise ValueError("traffic: counts what GPU kernels move, and there is no CUDA GPU here")
     for word in options.backends:
         backend, _, kernel = word.partition(":")
         chosen = {"kernel": kernel} if kernel else {}

@@ -1,8 +1,9 @@
-"""What tests of several processes share: starting them as torchrun does, and finding them."""
+"""What tests of several processes share: starting them, alone or by torchrun, and finding them."""
 
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -20,6 +21,20 @@ def run_on(ranks: int, script: Path, *arguments: object) -> None:
         text=True,
     )
     assert process.returncode == 0, process.stderr[-4000:]
+
+
+def finished(
+    script: Path | str, words: Sequence[str], cwd: Path, **environment: object
+) -> subprocess.CompletedProcess[str]:
+    """`script` with these words, one thread a process, once it has ended."""
+    own = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1} | environment
+    return subprocess.run(
+        [sys.executable, str(script), *words],
+        cwd=cwd,
+        env=os.environ | {name: str(value) for name, value in own.items()},
+        capture_output=True,
+        text=True,
+    )
 
 
 def children(pid: int) -> list[int]:

@@ -1,6 +1,7 @@
 """Dependencies between the parts point one way; each outside library is used in one place."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -79,9 +80,38 @@ def test_every_part_is_listed():
     assert parts == set(MAY_IMPORT)
 
 
-def test_training_imports_no_library_that_only_metrics_of_lightning_need() -> None:
-    code = (
-        "import sys, longctx.training.loop;"
-        "assert not {'transformers', 'matplotlib', 'datasets', 'wandb'} & set(sys.modules)"
+LARGE = {"torch", "lightning", "datasets", "pyarrow", "matplotlib", "wandb", "hydra"}
+# What is done, one after the other in one process → the libraries that none so far has imported.
+WITHOUT = {
+    "import longctx.planner.fitting, longctx.planner.overview": LARGE | {"numpy"},
+    "import longctx.report.compare, longctx.report.watch": LARGE | {"numpy"},
+    "from longctx.report.dashboard import dashboard; dashboard('p', dry_run=True)": LARGE,
+    """from longctx.config.data_config import DataConfig
+from longctx.data.sources import check_overrides, read_documents
+check_overrides(DataConfig(source='text', path='x', chat=True), {})""": LARGE
+    | {"numpy", "tokenizers", "jinja2", "fsspec"},
+    "assert next(read_documents(DataConfig())).text": LARGE,
+    """from longctx.config.train_config import WandbConfig
+from longctx.runs.tracking import Tracker
+import pathlib, tempfile
+tracker = Tracker(pathlib.Path(tempfile.mkdtemp()), WandbConfig(mode='disabled'))
+tracker.log({'step': 1, 'tokens_seen': 5})
+tracker.start_wandb({})
+tracker.finish(0)""": LARGE,
+    "import longctx.training.loop": {"transformers", "matplotlib", "datasets", "wandb"},
+}
+
+
+def test_what_needs_no_large_library_imports_none(tmp_path: Path) -> None:
+    lines = ["import sys"]
+    for work, absent in WITHOUT.items():
+        lines += [work, f"assert not {absent} & set(sys.modules), {absent} & set(sys.modules)"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    process = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    assert process.returncode == 0, process.stderr

@@ -18,8 +18,6 @@ from longctx.attention.naive import Naive
 from longctx.kernels import HAS_TRITON
 from longctx.kernels.flash_op import HEAD_SIZES
 
-DECODES = ("auto", "triton", "torch")
-
 
 class Visible(NamedTuple):
     """The keys that the new token of each row sees: first .. last (B,) int32 of the `keys` that any
@@ -32,7 +30,7 @@ class Visible(NamedTuple):
 
 
 def decode_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """ "triton" or "torch", as `name` (one of DECODES) asks for it; auto is triton on a GPU.
+    """ "triton" or "torch", as `name` asks for it; auto is triton on a GPU.
 
     Raises ValueError, saying what to use instead, where such tensors cannot be served here.
     """

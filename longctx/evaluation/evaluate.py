@@ -63,7 +63,7 @@ def build_scorer(request: EvalRequest, setup: Setup | None, parallel: Parallel) 
         decided = {
             "file": str(setup.subject.file),
             "precision": setup.precision,
-            "strategy": setup.layout.strategy,
+            "strategy": setup.strategy,
             "heads": setup.subject.model.heads,
         }
     decided = parallel.share(decided)

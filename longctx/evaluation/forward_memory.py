@@ -14,11 +14,9 @@ from longctx.config.model_config import GPTConfig
 from longctx.evaluation.passkey import TOKENS_TOGETHER
 from longctx.evaluation.weights import skeleton
 from longctx.model.kv_cache import KVCache
-from longctx.planner.hardware import GIB, Machine
+from longctx.planner.hardware import CLEARLY, GIB, Machine
 
 USUAL = 4096  # tokens of RULER's shortest text, unless the model or ruler.lengths has shorter ones
-# Times the memory of the machine, of what is refused: activations are counted roughly.
-CLEARLY = {"cuda": 1.3, "cpu": 2.0}
 
 
 class Forward(NamedTuple):

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from longctx.evaluation.passkey import Cell
-from longctx.evaluation.plots import save
+from longctx.evaluation.plots import heat_map, save
 from longctx.tables import show as show_table
 
 
@@ -60,16 +60,9 @@ def draw(content: dict[str, Any], path: Path) -> None:
 
 def panel(axes: Any, grid: dict[str, Any], title: str) -> Any:
     """Draw one kind's grid on `axes`: lengths across, depths down, each cell with its share."""
-    lengths, depths = grid["lengths"], grid["depths"]
-    image = axes.imshow(
-        list(zip(*grid["accuracy"], strict=True)), cmap="RdYlGn", vmin=0, vmax=1, aspect="auto"
-    )
-    for x, row in enumerate(grid["accuracy"]):
-        for y, share in enumerate(row):
-            ink = "black" if 0.2 < share < 0.9 else "white"  # on dark red and dark green
-            axes.text(x, y, f"{100 * share:.0f}", ha="center", va="center", fontsize=7, color=ink)
-    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45)
-    axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+    by_depth = list(zip(*grid["accuracy"], strict=True))
+    depths = [f"{depth:.0%}" for depth in grid["depths"]]
+    image = heat_map(axes, by_depth, grid["lengths"], depths)
     axes.set(xlabel="tokens", ylabel="depth of the fact", title=title)
     return image
 

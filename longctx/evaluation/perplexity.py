@@ -123,7 +123,8 @@ def perplexity(
         )
     result = Perplexity(context, stride, contexts=Contexts(sorted(set(contexts))))
     windows = _windows(documents, result)
-    with in_eval_mode(scorer.model), _Bar(progress) as bar:
+    with in_eval_mode(scorer.model), _progress_line(progress) as line:
+        task = line.add_task("scoring")
         for window, nats in losses(scorer, windows, context, batch_size, result.speed):
             if window.context:
                 result.contexts.add(window, nats)
@@ -132,7 +133,8 @@ def perplexity(
             result.documents[window.owner].nats += result.of_windows[-1][0]
             if window.begin == 0:
                 result.positions.add(window.owner, nats)
-            bar.show(result)
+            scored = f"document {len(result.documents):,}, window {result.windows:,}"
+            line.update(task, description=f"scoring {scored}")
     return result
 
 
@@ -163,25 +165,8 @@ def _exp(nats: float, count: int) -> float:
     return math.exp(mean) if not mean > 700 else math.inf
 
 
-class _Bar:
-    """A line on the terminal with what is scored so far; nothing where stderr is no terminal."""
-
-    def __init__(self, visible: bool) -> None:
-        columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-        hidden = not (visible and sys.stderr.isatty())
-        self.bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden)
-        self.task = self.bar.add_task("scoring")
-
-    def show(self, result: Perplexity) -> None:
-        if not self.bar.disable:
-            documents, windows = len(result.documents), result.windows
-            self.bar.update(
-                self.task, description=f"scoring document {documents:,}, window {windows:,}"
-            )
-
-    def __enter__(self) -> _Bar:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.bar.stop()
+def _progress_line(visible: bool) -> Progress:
+    """A line on the terminal that ends with its block; nothing where stderr is no terminal."""
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    hidden = not (visible and sys.stderr.isatty())
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden)

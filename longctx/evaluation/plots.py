@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,20 @@ def save(figure: Any, path: Path) -> None:
     """Write a matplotlib figure to `path`, a .png, whole or not at all."""
     with files.atomic(path) as partial:
         figure.savefig(partial, dpi=120)
+
+
+def heat_map(
+    axes: Any, rows: Sequence[Sequence[float]], lengths: Sequence[int], names: Sequence[str]
+) -> Any:
+    """Draw `rows` of shares, 0 to 1, over `lengths`, each with its percent; return the image."""
+    image = axes.imshow(rows, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+    for y, row in enumerate(rows):
+        for x, share in enumerate(row):
+            ink = "black" if 0.2 < share < 0.9 else "white"  # on dark red and dark green
+            axes.text(x, y, f"{100 * share:.0f}", ha="center", va="center", fontsize=7, color=ink)
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45)
+    axes.set_yticks(range(len(names)), names)
+    return image
 
 
 def _positions(axes: Any, content: dict[str, Any]) -> None:

@@ -37,7 +37,6 @@ class Scored(NamedTuple):
 
     task: str
     length: int
-    prompt: str
     tokens: int  # of the prompt
     outputs: list[str]
     answer: str
@@ -155,7 +154,7 @@ def _answered(scorer: Scorer, texts: Texts, task: str, length: int, rows: int) -
         for (sample, ids), of_this in zip(batch, tokens, strict=True):
             answer = texts.tokenizer.decode(of_this)
             score = match(answer, sample.outputs)
-            yield Scored(task, length, sample.prompt, len(ids), sample.outputs, answer, score)
+            yield Scored(task, length, len(ids), sample.outputs, answer, score)
 
 
 def match_all(answer: str, outputs: Sequence[str]) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from longctx.evaluation.plots import save
+from longctx.evaluation.plots import heat_map, save
 from longctx.evaluation.ruler import Scored
 from longctx.evaluation.ruler_texts import needs_essay
 from longctx.runs.evaluations import ruler_rows
@@ -29,17 +29,7 @@ def content(scored: Sequence[Scored]) -> dict[str, Any]:
         ]
     return {
         "ruler": {"lengths": lengths, "scores": scores},
-        "answers": [
-            {
-                "task": one.task,
-                "length": one.length,
-                "tokens": one.tokens,
-                "outputs": one.outputs,
-                "answer": one.answer,
-                "score": one.score,
-            }
-            for one in scored
-        ],
+        "answers": [one._asdict() for one in scored],
     }
 
 
@@ -76,12 +66,6 @@ def draw(content: dict[str, Any], path: Path) -> None:
     size = 3.2 + 0.8 * len(lengths), 1.5 + 0.28 * len(rows)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
-    axes.imshow(list(rows.values()), cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
-    for y, scores in enumerate(rows.values()):
-        for x, score in enumerate(scores):
-            ink = "black" if 0.2 < score < 0.9 else "white"  # on dark red and dark green
-            axes.text(x, y, f"{100 * score:.0f}", ha="center", va="center", fontsize=7, color=ink)
-    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45)
-    axes.set_yticks(range(len(rows)), list(rows))
+    heat_map(axes, list(rows.values()), lengths, list(rows))
     axes.set(xlabel="tokens", title="RULER, score (%)")
     save(figure, path)

@@ -9,7 +9,7 @@ time.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from longctx.data.rows import IGNORED
 from longctx.evaluation.scorer import Scorer
 from longctx.evaluation.windows import Window, batches
+from longctx.model.decoder import reading
 
 
 @dataclass
@@ -58,34 +59,35 @@ def losses(
     `rows` rows of `context` tokens go through the model at a time, on each data rank.
     """
     speed = speed or Speed()
-    pending: _Launched | None = None
-    for batch in batches(windows, context, rows * scorer.data_ranks):
+    for launched in _in_turn(scorer, batches(windows, context, rows * scorer.data_ranks)):
+        yield from launched.read()
+        speed.add(launched.tokens)
+
+
+def _in_turn(scorer: Scorer, every: Iterable[list[list[Window]]]) -> Iterator[_Launched]:
+    """Each batch, on a GPU once the next one is launched; a CPU has computed it by then."""
+    before: _Launched | None = None
+    for batch in every:
         launched = _launch(scorer, batch)
-        if launched.arrived is None:  # a CPU has computed it by now, in the time of this batch
-            yield from launched.read()
-            speed.add(launched.tokens)
+        if scorer.device.type != "cuda":
+            yield launched
             continue
-        if pending is not None:
-            yield from pending.read()
-            speed.add(pending.tokens)
-        pending = launched
-    if pending is not None:
-        yield from pending.read()
-        speed.add(pending.tokens)
+        if before is not None:
+            yield before
+        before = launched
+    if before is not None:
+        yield before
 
 
 class _Launched(NamedTuple):
-    """A batch on its way; `losses` (B, T) lies in the CPU's memory once `arrived` has come."""
+    """A batch on its way; `losses` waits for its (B, T) losses."""
 
     batch: list[list[Window]]
-    losses: Tensor
-    arrived: torch.cuda.Event | None
+    losses: Callable[[], Tensor]
     tokens: int
 
     def read(self) -> Iterator[tuple[Window, np.ndarray]]:
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        values = self.losses.double().numpy()
+        values = self.losses().double().numpy()
         for b, row in enumerate(self.batch):
             at = 0
             for window in row:
@@ -117,12 +119,4 @@ def _launch(scorer: Scorer, batch: list[list[Window]]) -> _Launched:
     # no token of the window sees, unless the length of the row matters.
     alone = all(len(row) == 1 for row in batch) and not scorer.follows_length
     x, y, ids = (torch.from_numpy(array) for array in (tokens, targets, doc_ids))
-    values = scorer.losses(x, y, None if alone else ids)
-    if values.device.type != "cuda":
-        return _Launched(batch, values, None, count)
-    # Copy back while the next batch is computed.
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    host.copy_(values, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record()
-    return _Launched(batch, host, arrived, count)
+    return _Launched(batch, reading(scorer.losses(x, y, None if alone else ids)), count)

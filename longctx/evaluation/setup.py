@@ -47,7 +47,7 @@ class Setup:
     context: int  # tokens that the model sees at most
     batch_size: int  # windows per forward of one device, or of those that share rows
     lengths: list[int]  # tokens of the texts of pass keys or RULER
-    layout: Layout
+    strategy: str  # how the devices share the model: none | ddp | fsdp
 
     @property
     def config(self) -> EvalConfig:
@@ -72,13 +72,14 @@ def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
     """
     config = request.config
     precision = precision_of(config.precision, device)
+    dtype = dtype_of(precision)
     subject = open_subject(request)
-    check_attention(config, subject.model, device, dtype_of(precision))
+    check_attention(config, subject.model, device, dtype)
     seq_len = config.seq_len or subject.seq_len
     sharing = config.context.degree
     assert isinstance(sharing, int)
     batch_size = config.batch_size or max(1, TOKENS_PER_BATCH[device] * sharing // seq_len)
-    lengths, dtype = text_lengths(config, seq_len), dtype_of(precision)
+    lengths = text_lengths(config, seq_len)
     forward = largest_forward(config, lengths, batch_size, device)
     there = room(config, machine, device)
     strategy = choose_strategy(config, subject.model, dtype, forward, there)
@@ -91,7 +92,7 @@ def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
         context=seq_len,
         batch_size=batch_size,
         lengths=lengths,
-        layout=layout_of(config, strategy, subject.model.heads),
+        strategy=strategy,
     )
     check_writable(setup.results, config)
     if seq_len > subject.seq_len:

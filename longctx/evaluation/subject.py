@@ -32,7 +32,7 @@ TOGETHER = 32  # texts that are tokenized at a time, on all cores
 
 
 class Subject(NamedTuple):
-    """What is evaluated, and where it lies."""
+    """A trained model that is evaluated or generates text, and where it lies."""
 
     model: GPTConfig
     tokenizer: Tokenizer
@@ -70,24 +70,32 @@ def open_subject(request: EvalRequest) -> Subject:
     if not config.checkpoint:
         raise ValueError("checkpoint=: names nothing; give a run, such as checkpoint=runs/NAME")
     path = place_of(config.checkpoint)
-    if not run_folder.is_hugging_face(path):
-        file, folder, run = open_run(path)
-        model = GPTConfig.of_saved(run["model"])
-        return Subject(model, Tokenizer.load(folder), folder, file, run["seq_len"], run)
+    is_hugging_face = run_folder.is_hugging_face(path)
     brings_texts = config.passkey.enabled or config.ruler.enabled or config.tasks
-    if not request.other_data and not brings_texts:
+    if is_hugging_face and not request.other_data and not brings_texts:
         raise ValueError(
             f"checkpoint={path}: a Hugging Face folder has no documents of its own; "
             "add data=text data.path=..."
         )
-    if "split" in request.changed:
+    if is_hugging_face and "split" in request.changed:
         raise ValueError(
             f"split={config.split}: a Hugging Face folder has no documents of its own to split; "
             "leave it out"
         )
+    return open_model(config.checkpoint, path)
+
+
+def open_model(checkpoint: str, path: Path) -> Subject:
+    """The model of the run, checkpoint or Hugging Face folder at `path`, as `checkpoint` names it;
+    none of its weights is read yet.
+    """
+    if not run_folder.is_hugging_face(path):
+        file, folder, run = open_run(path)
+        model = GPTConfig.of_saved(run["model"])
+        return Subject(model, Tokenizer.load(folder), folder, file, run["seq_len"], run)
     model = huggingface.read_config(path)
     huggingface.check_weights(model, path)
-    hub, file = hub_snapshot.model_name(config.checkpoint), path.resolve()
+    hub, file = hub_snapshot.model_name(checkpoint), path.resolve()
     return Subject(model, Tokenizer.load(path), path, file, model.context or 1, None, hub)
 
 

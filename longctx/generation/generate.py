@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,8 +17,7 @@ from torch import nn
 from longctx import attention, files
 from longctx.config import presets
 from longctx.config.generate_config import GenerateConfig
-from longctx.config.model_config import AttentionConfig, GPTConfig
-from longctx.data import Tokenizer
+from longctx.config.model_config import AttentionConfig
 from longctx.data.tokenizer import read_json
 from longctx.distributed.devices import (
     choose_device,
@@ -28,30 +26,25 @@ from longctx.distributed.devices import (
     this_machine,
     within_memory,
 )
-from longctx.evaluation.subject import open_run, place_of
+from longctx.evaluation.subject import Subject, open_model, place_of
 from longctx.evaluation.weights import build_model
 from longctx.generation.answer_file import AnswerFile
 from longctx.generation.prompts import Prompt, read_prompts
 from longctx.generation.text_stream import TextStream
-from longctx.model import GPT, huggingface
+from longctx.model import GPT
 from longctx.model.decoder import Decoder, continuations
 from longctx.model.kv_cache import KVCache
 from longctx.model.sampling import Sampler
 from longctx.planner.hardware import GIB
 from longctx.planner.workload import precision_of
-from longctx.runs import run_folder
 
 
 class ModelSource(NamedTuple):
-    """A trained model, and what belongs to it; no weight of it is read yet."""
+    """A trained model, no weight of which is read yet, and how it is to compute."""
 
-    shape: GPTConfig
+    subject: Subject
     attention: AttentionConfig
     dtype: torch.dtype  # of its matrices
-    tokenizer: Tokenizer
-    file: Path  # its checkpoint, or the Hugging Face folder
-    folder: Path  # which has the tokenizer and the chat template
-    seq_len: int | None  # tokens per sequence that it was trained at, or is made for
 
 
 class Speed(NamedTuple):
@@ -75,12 +68,13 @@ def generate(config: GenerateConfig) -> int:
     """
     device = choose_device(config, this_machine())
     source = find_source(config, device)
-    prompts = read_prompts(config, source.tokenizer, source.folder)
+    known = source.subject.seq_len
+    prompts = read_prompts(config, source.subject.tokenizer, source.subject.folder)
     most = max(len(prompt.ids) for prompt in prompts) + config.max_new_tokens
-    if source.seq_len is not None and most > source.seq_len:
+    if most > known:
         say(
             f"prompt and new tokens make up to {most:,} tokens; the model knows sequences of "
-            f"{source.seq_len:,}"
+            f"{known:,}"
         )
     model: GPT | None = None
     speed = Speed()
@@ -102,30 +96,21 @@ def generate(config: GenerateConfig) -> int:
 
 def find_source(config: GenerateConfig, device: str) -> ModelSource:
     """The model of `config`, of which no weight is read yet; its tokenizer is."""
-    path = place_of(config.checkpoint)
     dtype = dtype_of(precision_of(config.precision, device))
     chosen = AttentionConfig(**presets.read("attention", config.attention))
-    if run_folder.is_hugging_face(path):
-        file = folder = path
-        shape = huggingface.read_config(path)
-        seq_len = shape.context
-    else:
-        file, folder, run = open_run(path)
-        shape, seq_len = GPTConfig.of_saved(run["model"]), run["seq_len"]
-    tokenizer = Tokenizer.load(folder)
+    subject = open_model(config.checkpoint, place_of(config.checkpoint))
+    head_dim = subject.model.head_size
     attention.check(
-        chosen.backend, device=device, dtype=dtype, head_dim=shape.head_size, options=chosen.options
+        chosen.backend, device=device, dtype=dtype, head_dim=head_dim, options=chosen.options
     )
-    return ModelSource(shape, chosen, dtype, tokenizer, file, folder, seq_len)
+    return ModelSource(subject, chosen, dtype)
 
 
 def load_model(source: ModelSource, device: str) -> GPT:
     """The model on `device`; its matrices are in the precision asked for."""
-    model = build_model(source.file, source.attention, device, source.dtype)
-    for module in model.modules():
-        if isinstance(
-            module, nn.Linear | nn.Embedding
-        ):  # norms stay in fp32, which they compute in
+    model = build_model(source.subject.file, source.attention, device, source.dtype)
+    for module in model.modules():  # norms stay in fp32, which they compute in
+        if isinstance(module, nn.Linear | nn.Embedding):
             module.to(source.dtype)
     return model
 
@@ -137,14 +122,14 @@ def too_little_memory(source: ModelSource, rows: int, most: int, device: str) ->
     machine = this_machine()
     there = machine.host_memory if device == "cpu" or machine.gpu is None else machine.gpu.memory
     kind = "memory" if device == "cpu" else "GPU memory"
-    weights = source.shape.parameters() * source.dtype.itemsize
+    weights = source.subject.model.parameters() * source.dtype.itemsize
     change = ["precision=bf16"] if source.dtype == torch.float32 else []
     if not rows:
         return (
             f"out of {kind} while the model loads: its weights take {weights / GIB:.1f} GiB, and "
             f"there are {there / GIB:.1f}; give {' or '.join([*change, 'a smaller model'])}"
         )
-    cache = KVCache.bytes_of(source.shape, rows, most, source.dtype)
+    cache = KVCache.bytes_of(source.subject.model, rows, most, source.dtype)
     change += ["attention=flash"] if source.attention.backend == "naive" else []
     change += [f"batch_size={rows // 2}"] if rows > 1 else []
     change += ["a smaller max_new_tokens", "shorter prompts"]
@@ -159,9 +144,9 @@ def end_tokens(source: ModelSource) -> set[int]:
     """The tokens that end a text: the tokenizer's own, and those of generation_config.json, which
     chat models have.
     """
-    ends = {source.tokenizer.eos_id}
+    ends = {source.subject.tokenizer.eos_id}
     for name in ("generation_config.json", "config.json"):
-        stated = read_json(source.folder / name).get("eos_token_id")
+        stated = read_json(source.subject.folder / name).get("eos_token_id")
         ends |= {x for x in (stated if isinstance(stated, list) else [stated]) if type(x) is int}
     return ends
 
@@ -184,7 +169,7 @@ def write_batch(
     sampler = Sampler(numbers, config.temperature, config.top_k, config.top_p, config.seed)
     ids = [text.ids for text in texts]
     rows: list[list[int]] = [[] for _ in texts]
-    streams = [TextStream(source.tokenizer, ends) for _ in texts]
+    streams = [TextStream(source.subject.tokenizer, ends) for _ in texts]
 
     def done(n: int) -> None:
         text = {"prompt": texts[n].shown, "text": streams[n].text, "new_tokens": len(rows[n])}

@@ -8,6 +8,7 @@ the model's folder, with what the template puts before the assistant's next mess
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,38 +32,39 @@ def read_prompts(config: GenerateConfig, tokenizer: Tokenizer, folder: Path) -> 
 
     Raises ValueError naming the file and the line of what is no prompt.
     """
-    if config.prompts is None:
-        rows: list[Any] = [config.prompt or ""]
-        places = ["prompt"]
-    else:
-        file = Path(config.prompts)
-        text = untrusted.read_text(file, LARGEST)
-        is_text = file.suffix == ".txt"
-        # Not splitlines, which also breaks at U+2028 and its like, which JSON may hold.
-        lines = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
-        rows = (
-            [text.removesuffix("\n")]
-            if is_text
-            else [_row(f"{file}:{n}", line) for n, line in lines]
-        )
-        places = [str(file)] if is_text else [f"{file}:{n}" for n, _ in lines]
+    rows = list(_rows(config))
     if not rows:
         raise ValueError(f"prompts={config.prompts}: no prompt in it")
-    chats = any(isinstance(row, dict) for row in rows) or config.chat
+    chats = any(isinstance(row, dict) for _, row in rows) or config.chat
     template = Template(folder) if chats else None
     prompts = []
-    for place, row in zip(places, rows, strict=True):
+    for place, row in rows:
         if config.chat and isinstance(row, str):
             row = {"messages": [{"role": "user", "content": row}]}
         if isinstance(row, str):
             prompts.append(Prompt(tokenizer.encode_prompt(row), row))
         else:
             assert template is not None
-            ids = tokenizer.encode_conversation(text_up_to_answer(template, place, row), [])[
-                0
-            ].tolist()
-            prompts.append(Prompt(ids, row["messages"]))
+            text = text_up_to_answer(template, place, row)
+            ids, _ = tokenizer.encode_conversation(text, [])
+            prompts.append(Prompt(ids.tolist(), row["messages"]))
     return prompts
+
+
+def _rows(config: GenerateConfig) -> Iterator[tuple[str, Any]]:
+    """Where each prompt stands, and the prompt: text, or messages."""
+    if config.prompts is None:
+        yield "prompt", config.prompt or ""
+        return
+    file = Path(config.prompts)
+    text = untrusted.read_text(file, LARGEST)
+    if file.suffix == ".txt":
+        yield str(file), text.removesuffix("\n")
+        return
+    # Not splitlines, which also breaks at U+2028 and its like, which JSON may hold.
+    for n, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield f"{file}:{n}", _row(f"{file}:{n}", line)
 
 
 def text_up_to_answer(template: Template, place: str, row: dict[str, Any]) -> str:

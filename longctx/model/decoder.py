@@ -198,10 +198,10 @@ def continuations(
     ahead = decoder.device.type == "cuda"
     for n in range(most):
         tokens, last = choose(logits), n + 1 == most
-        values = reading(tokens)
+        arrived = reading(tokens)
         if ahead and not last:
             logits = decoder.step(tokens)
-        chosen = values()
+        chosen: list[int] = arrived().tolist()
         yield [token if goes else None for token, goes in zip(chosen, going, strict=True)]
         going = [goes and token not in ends for token, goes in zip(chosen, going, strict=True)]
         if last or not any(going):
@@ -210,19 +210,19 @@ def continuations(
             logits = decoder.step(tokens)
 
 
-def reading(tokens: Tensor) -> Callable[[], list[int]]:
-    """Begins to read `tokens` (rows,); what is returned waits for them, and for nothing that is
-    queued on a GPU after this call.
+def reading(x: Tensor) -> Callable[[], Tensor]:
+    """Begin to read `x`; what is returned gives it in the memory of the CPU, and waits for nothing
+    that is queued on a GPU after this call.
     """
-    if tokens.device.type != "cuda":
-        return tokens.tolist
-    copy = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-    copy.copy_(tokens, non_blocking=True)
+    if x.device.type != "cuda":
+        return lambda: x
+    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    copy.copy_(x, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record()
 
-    def values() -> list[int]:
+    def arrived() -> Tensor:
         copied.synchronize()
-        return copy.tolist()
+        return copy
 
-    return values
+    return arrived

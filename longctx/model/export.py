@@ -69,8 +69,8 @@ def export(
     try:
         with files.atomic(out) as folder:
             folder.mkdir(parents=True)
-            _write_json(folder / "config.json", keys)
-            _write_json(folder / "generation_config.json", generation)
+            write_json(folder / "config.json", keys)
+            write_json(folder / "generation_config.json", generation)
             for name in TOKENIZER_FILES:
                 if (tokenizers / name).is_file():
                     most = untrusted.TOKENIZER_SIZE
@@ -114,7 +114,7 @@ def _write_weights(model: GPT, dtype: torch.dtype, shard_bytes: int, folder: Pat
         placed |= dict.fromkeys(tensors, name)
     if len(shards) > 1:
         size = dtype.itemsize * sum(x.numel() for x in parameters.values())
-        _write_json(
+        write_json(
             folder / "model.safetensors.index.json",
             {"metadata": {"total_size": size}, "weight_map": placed},
         )
@@ -159,5 +159,6 @@ def _generation(tokenizers: Path) -> dict[str, Any]:
     return {"_from_model_config": True, **special}
 
 
-def _write_json(file: Path, content: dict[str, Any]) -> None:
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """Write `content` as the JSON files of a Hugging Face folder are written."""
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

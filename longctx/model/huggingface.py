@@ -26,7 +26,7 @@ from longctx.model.gpt import GPT
 HEADER_SIZE = 16 << 20  # bytes of the header of a safetensors file; a large shard has 0.1 MiB
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-# What a folder does not decide; positions may be stretched, see extension.py.
+# What a folder does not decide; positions may be stretched, see context_extension.py.
 NOT_OF_FOLDER = ("vocab_size", "init_std", "context", "head_dim", "rope_theta", "rope_scaling")
 
 

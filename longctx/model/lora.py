@@ -10,7 +10,6 @@ the model is a plain GPT again.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 from longctx import files
 from longctx.config.model_config import LoraConfig
+from longctx.model.export import write_json
 from longctx.model.families import family_of
 from longctx.model.gpt import GPT, Draw
 from longctx.model.layers import Linear, RMSNorm
@@ -184,10 +184,6 @@ def export_adapter(
         folder.mkdir(parents=True)
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         files.as_umask_allows(folder / "adapter_model.safetensors")
-        (folder / "adapter_config.json").write_text(
-            json.dumps(adapter, indent=2) + "\n", encoding="utf-8"
-        )
+        write_json(folder / "adapter_config.json", adapter)
         if architecture is not None:
-            (folder / "config.json").write_text(
-                json.dumps(architecture, indent=2) + "\n", encoding="utf-8"
-            )
+            write_json(folder / "config.json", architecture)

@@ -220,7 +220,7 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     again += after * (1 - 1 / (memory.keep_every or 1)) if memory.recompute == "block" else 0
     rate = PRODUCTS * C / (C + SMALL) * peak
     added = workload.lora.parameters(m)
-    each = 4 if added else 6  # weights that rest have no gradient
+    each = 4 if added else 6  # frozen weights have no gradient
     products = N * (m.layers * (each * (before + after) + 2 * again) + 6 * added) / rate
     loss = each * N * int(m.vocab_size or 0) * C / rate
     moved = e * N * m.layers * (32 * C + 9 * m.ffn) * (1.3 if again else 1)

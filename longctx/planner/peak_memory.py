@@ -264,7 +264,7 @@ class _Step:
             lse = FP32 * self.H * N if self.backend == "flash" else 0
             return x + e * self.q * N + lse  # with attention's output
         attention: float = e * self.q * N + FP32 * self.H * N  # its output and lse
-        attention += e * (self.q + self.kv) * N  # q and k, turned
+        attention += e * (self.q + self.kv) * N  # q and k, rotated
         if self.backend == "naive":
             attention += e * self.kv * N + self.scores_kept() * self.H * self.N * self.T
         else:

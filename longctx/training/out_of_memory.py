@@ -8,13 +8,9 @@ import torch
 
 from longctx.distributed.devices import machine_memory
 from longctx.planner import fitting, hardware
-from longctx.planner.hardware import GIB, Machine
+from longctx.planner.hardware import CLEARLY, GIB, Machine
 from longctx.planner.peak_memory import predict
 from longctx.planner.workload import Workload
-
-# Times the memory of the machine. Measured on GPUs, predictions are within a tenth; on a CPU naive
-# attention took 6.1 GiB of 8.4 that were predicted.
-CLEARLY = {"cuda": 1.3, "cpu": 2.0}
 
 
 def check_fits(candidates: Sequence[Workload], machine: Machine) -> None:

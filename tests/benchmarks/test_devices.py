@@ -16,31 +16,40 @@ from benchmarks.devices import compare, free_for
 from benchmarks.words import main
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB
+from longctx.planner.workload import Workload
 
 TINY = ["model=tiny", "model.layers=1", "seq_len=96", "attention=naive", "data.documents=20"]
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
+def place_in(folder: Path) -> Place:
     chip = hardware.chip(hardware.ASSUMED[0], hardware.ASSUMED[1] * GIB)
     end = time.monotonic() + 300
-    return Place((0,), tmp_path, False, end, threading.Event(), (), chip, 110 * GIB)
+    return Place((0,), folder, False, end, threading.Event(), (), chip, 110 * GIB)
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.what == "train"])
-def test_every_run_is_one_that_fits(name: str, place: Place) -> None:
-    case = CASES[name]
-    work = device_runs.decided(device_runs.overrides_of(case, place), place)
-    assert work.devices == case.gpus
-    assert fitting.fits(work, place.chip.usable, place.host * case.gpus)
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return place_in(tmp_path)
 
 
-def test_a_case_is_compared_with_the_same_rows_on_one_gpu(place: Place) -> None:
-    works = {
+@pytest.fixture(scope="module")
+def works() -> dict[str, Workload]:
+    """The step of every case of train.py."""
+    place = place_in(Path("nowhere"))
+    return {
         name: device_runs.decided(device_runs.overrides_of(case, place), place)
         for name, case in CASES.items()
         if case.what == "train"
     }
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.what == "train"])
+def test_every_run_is_one_that_fits(name: str, works: dict[str, Workload], place: Place) -> None:
+    assert works[name].devices == CASES[name].gpus
+    assert fitting.fits(works[name], place.chip.usable, place.host * CASES[name].gpus)
+
+
+def test_a_case_is_compared_with_the_same_rows_on_one_gpu(works: dict[str, Workload]) -> None:
     for name, case in CASES.items():
         assert case.what in MEASURES
         assert not case.ours or CASES[case.ours].gpus == case.gpus

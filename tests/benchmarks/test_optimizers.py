@@ -63,12 +63,12 @@ def test_a_tiny_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "workers=0",
         f"runs={tmp_path / 'r'}",
     ]
-    own = ["rates=0.001,0.01", "steps=4", "val_every=2", f"out={out}"]
+    own = ["rates=0.001", "steps=4", "val_every=2", f"out={out}"]
     for note in (None, "was there already"):
         assert main(["optimizers", *own, *overrides]) == 0
         result = json.loads(out.read_text())
         pairs = [(row["optimizer"], row["lr"]) for row in result["runs"]]
-        assert pairs == [("adamw", 0.001), ("adamw", 0.01), ("muon", 0.001), ("muon", 0.01)]
+        assert pairs == [("adamw", 0.001), ("muon", 0.001)]
         for row in result["runs"]:
             assert row.get("note") == note
             assert [tokens for tokens, _ in row["validations"]] == [0, 256, 512]

@@ -85,8 +85,11 @@ def job(overrides: list[str], **changes: Any) -> trainers.Job:
 
 @pytest.mark.slow
 def test_every_peer_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """But longctx-sdpa, which is longctx by another recipe, see below."""
+    measured = [name for name in peers.PEERS if name != "longctx-sdpa"]
     (tmp_path / "model.py").write_text(NANOGPT)
     argv = [
+        f"peers={','.join(measured)}",
         "lengths=33",
         "step_tokens=70",
         "steps=2",
@@ -97,8 +100,8 @@ def test_every_peer_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["peers", *argv]) == 0
     result = json.loads((tmp_path / "p.json").read_text())
     rows = {row["peer"]: row for row in result["rows"]}
-    assert tuple(rows) == peers.PEERS
-    for name in ("longctx", "longctx-bare", "longctx-sdpa", "nanogpt", "transformers"):
+    assert list(rows) == measured
+    for name in ("longctx", "longctx-bare", "nanogpt", "transformers"):
         row = rows[name]
         assert (row["rows"], row["tokens"], len(row["ms"])) == (2, 33, 2)
         speed = 66 / (sum(row["ms"]) / 2 / 1000)  # the median of two
@@ -344,7 +347,7 @@ def test_what_cannot_be_measured_says_why(
         ("step_tokens=many", "step_tokens=many: a number of tokens"),
         ("seq_len=4096", "seq_len=4096: is set for each point; use lengths="),
         ("accumulate=3", "accumulate=3: does not divide the 16 rows"),
-        ("model.window=1024", "model.window=1024: bench peers compares whole causal attention"),
+        ("model.window=1024", "model.window=1024: peers compares whole causal attention"),
         ("modell=1b", "did you mean model"),
     ],
 )

@@ -171,9 +171,7 @@ def test_a_mistake_is_one_line_that_names_it(override: str, message: str) -> Non
     assert "\n" not in str(caught.value)
 
 
-def test_data_overrides_without_effect_are_refused_except_in_a_saved_run(
-    tmp_path: Path,
-) -> None:
+def test_data_overrides_without_effect_are_refused_except_in_a_saved_run() -> None:
     mix = ["data=mix", "data.mix.code.source=embedded"]
     for argv, message in (
         (

@@ -138,7 +138,7 @@ def test_a_byte_changed_at_the_same_size_is_found_and_built_again(
 
 
 def test_tokens_outside_the_vocabulary_are_found_whatever_the_hashes_say(
-    text_config, tmp_path, capsys
+    text_config, capsys
 ) -> None:
     before = content_of(data := Data(text_config(), 32))
     file = data.store.folder / "documents.arrow"

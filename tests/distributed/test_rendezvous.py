@@ -80,11 +80,8 @@ def errors_of(process: subprocess.Popen[str], code: int = 2) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [of_torchrun, of_srun])
-def test_a_process_that_never_arrives_is_named(
-    launcher: Any, overrides: Overrides, tmp_path: Path
-) -> None:
-    environment = launcher(0, 3, free_port()) | {"LONGCTX_ARRIVAL_SECONDS": "4"}
+def test_a_process_that_never_arrives_is_named(overrides: Overrides, tmp_path: Path) -> None:
+    environment = of_torchrun(0, 3, free_port()) | {"LONGCTX_ARRIVAL_SECONDS": "2"}
     process = begin([str(SCRIPT), *overrides(name="r")], tmp_path, environment)
     [error] = errors_of(process)
     assert "processes 1, 2 of 3 have not arrived at 127.0.0.1:" in error
@@ -129,9 +126,7 @@ def test_two_tasks_of_srun_train_together(overrides: Overrides, tmp_path: Path) 
     ("changes", "message"),
     [
         ({"devices": 3}, "devices=3: srun has started 2 processes"),
-        ({"context": 3}, "context=3: does not divide devices=2"),
         ({"seq_len": "abc"}, "seq_len=abc"),
-        ({"device": "cuda"}, "device=cuda: torch finds no GPU here"),
         (
             {"context": 2, "model__heads": 1, "model__kv_heads": 1, "context__method": "ulysses"},
             "context=2",
@@ -154,10 +149,9 @@ def test_only_the_first_process_says_what_is_wrong(
 def test_a_process_that_ends_before_it_arrives_is_named(
     overrides: Overrides, tmp_path: Path
 ) -> None:
-    for how, became in (("exits", "exit code 3"), ("killed", "SIGKILL")):
-        command = [str(ABSENT), how, *overrides(name=how, devices=2)]
-        [error] = errors_of(begin(command, tmp_path, {}))
-        assert "process 1 of 2 (PID " in error and f"has ended with {became}" in error
+    process = begin([str(ABSENT), *overrides(name="r", devices=2)], tmp_path, {})
+    [error] = errors_of(process)
+    assert "process 1 of 2 (PID " in error and "has ended with SIGKILL" in error
 
 
 CHILD = """

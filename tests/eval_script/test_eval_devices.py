@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from tests.eval_script.sample import SCRIPT, Evaluate, write_task
-from tests.processes import children, with_local_rank
+from tests.processes import ROOT, children, finished, with_local_rank
 
+MARKED = Path(__file__).with_name("marked_evaluation.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "4")
 TASK = ["tasks=[mine]", "tasks_path={run}"]
 
@@ -23,25 +24,16 @@ def on_devices(
     run: Path, *overrides: str, launcher: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
     """eval.py in processes of its own, from another folder than the repository's."""
-    command = [sys.executable, *launcher, str(SCRIPT), f"checkpoint={run}", "device=cpu"]
-    environment = {"PYTHONPATH": str(SCRIPT.parent), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*command, *overrides],
-        cwd=run,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-    )
+    script, *words = (*launcher, str(SCRIPT), f"checkpoint={run}", "device=cpu", *overrides)
+    return finished(script, words, run)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "layout", "launcher"),
     [
-        (["split=train", "documents=5"], ["devices=2"], ()),
-        (["split=train", "documents=5"], ["devices=2", "context=2", "strategy=fsdp"], ()),
         (["split=train", "documents=7"], ["context=2", "strategy=fsdp"], TORCHRUN),
-        (["passkey=true", "passkey.samples=3"], ["devices=2", "strategy=fsdp"], ()),
+        (["passkey=true", "passkey.samples=3"], ["devices=2"], ()),
         (TASK, ["devices=4", "context=2"], ()),
     ],
 )
@@ -101,19 +93,19 @@ def test_a_mistake_found_by_several_processes_is_one_line(run: Path, tmp_path: P
 def test_a_process_that_is_lost_ends_the_evaluation_with_a_line(run: Path, tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("a rose is a rose is a violet\n" * 100_000)
     overrides = ["data=text", f"data.path={tmp_path / 'long.txt'}", "stride=1", "devices=2"]
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MARKS": str(tmp_path)}
     process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), f"checkpoint={run}", "device=cpu", *overrides],
-        env=os.environ | {"PYTHONPATH": str(SCRIPT.parent), "OMP_NUM_THREADS": "1"},
+        [sys.executable, str(MARKED), f"checkpoint={run}", "device=cpu", *overrides],
+        env=os.environ | own,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    while not (second := with_local_rank(children(process.pid), 1)):
+    while not (tmp_path / "1").exists():
         assert process.poll() is None
         time.sleep(0.1)
-    time.sleep(30)  # until they have met and score
-    assert process.poll() is None
-    os.kill(second[0], signal.SIGKILL)
+    [second] = with_local_rank(children(process.pid), 1)
+    os.kill(second, signal.SIGKILL)
     _, error = process.communicate(timeout=60)
     assert process.returncode in (1, -signal.SIGKILL)
     assert error.startswith("error: ") and error.count("\n") == 1, error

@@ -276,7 +276,7 @@ def test_mistakes_name_the_key(
 
 def test_tables_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scored = [
-        Scored(task, length, "", length - 50, ["x"], "y", score)
+        Scored(task, length, length - 50, ["x"], "y", score)
         for task, score in (("niah_single_2", 1.0), ("qa_1", 0.5))
         for length in (512, 2048)
         for _ in range(2)

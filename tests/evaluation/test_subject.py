@@ -56,7 +56,7 @@ def test_every_byte_is_counted_once_where_a_token_holds_part_of_a_character(
     )
 
 
-def test_bytes_of_tokens_that_stand_for_bytes(tmp_path: Path) -> None:
+def test_bytes_of_tokens_that_stand_for_bytes() -> None:
     """As in Llama 2: characters, and <0x..> for those that the vocabulary lacks."""
     words = ["<s>", "</s>", "<unk>", "a", "水", "\ufffd", *(f"<0x{n:02X}>" for n in range(256))]
     model = tokenizers.models.BPE(

@@ -2,10 +2,7 @@
 from the command line.
 """
 
-import json
 import resource
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -190,12 +187,3 @@ def test_a_checkpoint_of_another_program_is_refused(
         torch.save(content, file)
         assert main(["export", str(run), str(run / "out")]) == 2
         assert message in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_module_runs(run: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "longctx"]
-    subprocess.run(
-        [*command, "export", str(run), str(tmp_path / "out")], capture_output=True, check=True
-    )
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"

@@ -1,8 +1,5 @@
 """What a run of several processes logs of their time: communication, the slowest, imbalance."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,6 +9,7 @@ import pytest
 import train
 from longctx.runs import run_folder
 from longctx.runs.metrics import METRICS
+from tests.processes import finished
 from tests.training.sample_run import Overrides, steps
 
 UNEVEN = Path(__file__).parent / "uneven_run.py"
@@ -20,19 +18,7 @@ OF_SEVERAL = {"communication_ms", "imbalance", "slowest_rank", "tokens_per_secon
 
 def uneven_rows(overrides: list[str], cwd: Path) -> list[dict[str, Any]]:
     """The rows of a run whose process 1 sleeps for 0.5 s in every step."""
-    root = str(Path(__file__).parents[2])
-    process = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-            str(UNEVEN),
-            *overrides,
-        ],
-        cwd=cwd,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    process = finished(UNEVEN, overrides, cwd)
     assert process.returncode == 0, process.stderr
     assert "slowest rank 1" in process.stdout
     return steps(cwd / "runs" / "r")
@@ -47,7 +33,7 @@ def uneven_rows(overrides: list[str], cwd: Path) -> list[dict[str, Any]]:
 def test_the_process_that_others_wait_for_is_named(
     layout: dict[str, Any], overrides: Overrides, tmp_path: Path
 ) -> None:
-    shape = {"max_steps": 7, "log_every": 2, "checkpoint_every": 3, "val_every": 3}
+    shape = {"max_steps": 5, "log_every": 2, "checkpoint_every": 3, "val_every": 3, "devices": 2}
     rows = uneven_rows(overrides(name="r", **shape, **layout), tmp_path)
     for row in rows:
         assert row.keys() >= OF_SEVERAL

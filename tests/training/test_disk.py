@@ -92,7 +92,7 @@ def test_what_a_killed_run_left_goes_at_the_next_start(
 
 @pytest.mark.parametrize("content", ["", "# nothing\n", "{}\n", "null\n", "---\n"])
 def test_an_empty_configuration_is_refused_and_not_filled_with_defaults(
-    content: str, overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "r"
     (folder / "checkpoints").mkdir(parents=True)

@@ -138,7 +138,7 @@ def test_a_value_that_is_none_of_them(overrides: Overrides, capsys) -> None:
     assert "kernel.lock=hard: one of auto, record, strict, off" in capsys.readouterr().err
 
 
-def test_lock_takes_no_random_number_of_the_run(folder: Path, monkeypatch) -> None:
+def test_lock_takes_no_random_number_of_the_run() -> None:
     work = workload_of(TrainConfig(), "cpu", 64)
     state = torch.get_rng_state()
     kernel_lock.of_workload(work)

@@ -1,6 +1,6 @@
 """A training run whose process 1 sleeps for 0.5 s in every step, and for 5 s in every validation.
 
-python -m torch.distributed.run --nproc-per-node 2 tests/training/uneven_run.py key=value ...
+python tests/training/uneven_run.py devices=2 key=value ...
 """
 
 import os
@@ -25,6 +25,6 @@ def slow_validation(*arguments: Any) -> Any:
 
 
 if __name__ == "__main__":
-    if os.environ["RANK"] == "1":
+    if os.environ.get("LOCAL_RANK") == "1":
         loop.optimizer_step, loop.validate = slow_step, slow_validation
     sys.exit(cli.main(["train", *sys.argv[1:]]))
