@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
@@ -53,10 +53,10 @@ class StopSignal:
         self.waits = True
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt where a signal has come: the first one may be lost in the import
-        of a compiled module.
+        """Raise KeyboardInterrupt where a signal has come that does not wait. Python drops the one
+        that `on_signal` raised where it was in a callback, as the import system has them.
         """
-        if self.number is not None:
+        if self.number is not None and not self.waits:
             raise KeyboardInterrupt
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -90,6 +90,12 @@ class StopSignal:
 _current: StopSignal | None = None
 
 
+def check() -> None:
+    """Raise KeyboardInterrupt where a signal has come inside `caught`."""
+    if _current is not None:
+        _current.check()
+
+
 @contextmanager
 def caught() -> Iterator[StopSignal]:
     """Catch the signals inside the outermost of these blocks; only the main thread can."""
@@ -97,7 +103,8 @@ def caught() -> Iterator[StopSignal]:
     if _current is not None or threading.current_thread() is not threading.main_thread():
         yield _current or StopSignal()
         return
-    _current = StopSignal()
+    _current, unraisable = StopSignal(), sys.unraisablehook
+    sys.unraisablehook = without_signals(unraisable)
     before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
     for number, handler in before.items():
         if not (number in IGNORABLE and handler is signal.SIG_IGN):
@@ -105,9 +112,19 @@ def caught() -> Iterator[StopSignal]:
     try:
         yield _current
     finally:
-        _current = None
+        _current, sys.unraisablehook = None, unraisable
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def without_signals(hook: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`hook`, sys.unraisablehook, without the traceback of a signal in a callback: see `check`."""
+
+    def quiet(unraisable: Any) -> None:
+        if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+            hook(unraisable)
+
+    return quiet
 
 
 def exit_at_once(number: int, frame: FrameType | None) -> None:

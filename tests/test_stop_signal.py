@@ -1,7 +1,9 @@
 """What a signal says and does, before and after a run has something to save."""
 
 import signal
-from contextlib import suppress
+import sys
+import weakref
+from typing import Any
 
 import pytest
 
@@ -38,10 +40,28 @@ def test_before_there_is_something_to_save_and_on_other_ranks_nothing_is_said(
     assert capfd.readouterr().err == ""
 
 
-def test_a_signal_that_an_import_has_lost_still_ends_the_command() -> None:
+class Leaves:
+    """An object for a weak reference."""
+
+
+def test_a_signal_that_comes_in_a_callback_still_ends_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python drops what is raised there, and prints its traceback."""
+    printed: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda one: printed.append(one.exc_type))
     with stop_signal.caught() as stop:
-        with suppress(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGUSR1)
+        x = Leaves()
+        _weak = weakref.ref(x, lambda _: signal.raise_signal(signal.SIGUSR1))
+        del x
+        assert stop.number == signal.SIGUSR1
+        with pytest.raises(KeyboardInterrupt):
+            stop_signal.check()
         with pytest.raises(KeyboardInterrupt):
             stop.wait()
         assert not stop.waits  # so nothing is said of a checkpoint
+        x = Leaves()
+        _weak = weakref.ref(x, lambda _: 1 / 0)
+        del x
+    assert printed == [ZeroDivisionError]
+    stop_signal.check()

@@ -23,15 +23,16 @@ def libraries() -> Iterator[None]:
     """
     if "torch" not in sys.modules and sys.stderr.isatty() and number_here() == 0:
         print("loading torch ...", file=sys.stderr, flush=True)
-    if not gc.isenabled():
+    if gc.isenabled():
+        gc.disable()
+        try:
+            yield
+            gc.freeze()
+        finally:
+            gc.enable()
+    else:
         yield
-        return
-    gc.disable()
-    try:
-        yield
-        gc.freeze()
-    finally:
-        gc.enable()
+    stop_signal.check()
 
 
 def answer(

@@ -64,7 +64,6 @@ def train(request: Request) -> int:
     with stop_signal.caught() as stop:
         stop.speaks = parallel.is_first
         try:
-            stop.check()
             try:
                 request = request._replace(config=replace(request.config, devices=parallel.ranks))
                 run = resolve(request, machine) if parallel.is_first else None
