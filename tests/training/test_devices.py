@@ -14,14 +14,13 @@ from longctx.runs import checkpoints, run_folder
 from tests.processes import ROOT, finished
 from tests.training.sample_run import Overrides, steps
 
-SCRIPT, TRACED = ROOT / "train.py", Path(__file__).with_name("traced_run.py")
 SHAPE: dict[str, Any] = {"seq_len": 63, "batch_size": 1, "max_steps": 4, "val_rows": 3}
 Refused = Callable[[int, str], str]
 
 
-def run(tmp_path: Path, overrides: list[str], script: Path = SCRIPT) -> None:
+def run(tmp_path: Path, overrides: list[str]) -> None:
     """Train in a process of its own, which starts others."""
-    process = finished(script, overrides, tmp_path)
+    process = finished(ROOT / "train.py", overrides, tmp_path)
     assert process.returncode == 0, process.stderr
 
 
@@ -51,7 +50,7 @@ def test_two_devices_share_each_row_in_compiled_blocks(
     shape = SHAPE | {"model.heads": 3, "model.kv_heads": 1, "model.head_dim": 16, "accumulate": 2}
     assert train.main(overrides(name="one", **shape)) == 0
     shared = {"devices": 2, "context": 2, "context.method": "allgather", "compile": True}
-    run(tmp_path, overrides(name="two", **shape | shared), TRACED)
+    run(tmp_path, overrides(name="two", **shape | shared))
     close(tmp_path / "runs" / "two", tmp_path / "runs" / "one")
 
 
