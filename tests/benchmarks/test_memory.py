@@ -20,6 +20,7 @@ def test_by_default_there_are_points_of_every_kind_and_all_fit() -> None:
         name: (max(getattr(usual, name)),) for name in ("lengths", "long_lengths", "naive_lengths")
     }
     points = memory.combinations(dataclasses.replace(usual, **longest), [])
+    assert len(points) * min(len(getattr(usual, name)) for name in longest) >= 40
     described = [(name, str(run.settings())) for name, run in points]
     assert len(set(described)) == len(described)
     work = [run.workload for _, run in points]
