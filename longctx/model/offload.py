@@ -6,6 +6,7 @@ save a tensor: it is copied all the same, so that what runs on a GPU is tested t
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import weakref
 from typing import ClassVar
@@ -98,10 +99,15 @@ class SavedTensors:
 def pinned(numel: int, dtype: torch.dtype) -> Tensor:
     """Page-locked memory of `numel` elements, rounded up to pages; MemoryError where there is none.
 
-    torch's own allocator would round the size up to a power of two.
+    torch's own allocator would round the size up to a power of two. Pages of 2 MiB are touched and
+    pinned several times faster than those of 4 KiB. A process that is forked does not get them: it
+    would make the parent write to copies, which the GPU does not see.
     """
     nbytes = numel * dtype.itemsize
-    pages = mmap.mmap(-1, max(1, nbytes))
+    pages = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_DONTFORK)
+    with contextlib.suppress(OSError):  # of a kernel without them
+        pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     memory.zero_()  # several threads touch the pages, where pinning would with one
     code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
