@@ -113,11 +113,12 @@ def fingerprint(
     """
     T = bucket + TOKENS
     shapes = [(1, T, heads, head_dim) for heads in (group, 1, 1, group)]
-    with torch.device("cpu"):  # whatever the default device is
+    with torch.device(device):  # the same values on each, and of long rows there are millions
         q, k, v, do = (
-            ((integers(shape, n + 50, 256) - 127.5) / 64).to(device, dtype)
+            ((integers(shape, n + 50, 256) - 127.5) / 64).to(dtype)
             for n, shape in enumerate(shapes)
         )
+    with torch.device("cpu"):  # whatever the default device is
         lengths = zip(range(T), cycle(DOCUMENTS), strict=False)
         ids = torch.tensor([n for n, length in lengths for _ in range(length)])[:T]
     q, k, v = (x.requires_grad_() for x in (q, k, v))

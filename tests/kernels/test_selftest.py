@@ -156,15 +156,17 @@ def test_inside_a_compiled_region(compiled):
     assert compiled.tests == 1
 
 
-def test_integers_are_the_same_everywhere():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_integers_are_the_same_everywhere(device):
     def one(x):
         x = (x + 3 * 0x9E3779B1) % 2**32
         for _ in range(2):
             x = (x ^ (x >> 16)) * 0x45D9F3B % 2**32
         return (x ^ (x >> 16)) % 100
 
-    assert selftest.integers((4, 5), 3, 100).flatten().tolist() == [one(x) for x in range(20)]
-    counts = selftest.integers((100_000,), 1, 5).long().bincount(minlength=5)
+    with torch.device(device):
+        assert selftest.integers((4, 5), 3, 100).flatten().tolist() == [one(x) for x in range(20)]
+        counts = selftest.integers((100_000,), 1, 5).long().bincount(minlength=5)
     assert counts.min() > 19_000
 
 
