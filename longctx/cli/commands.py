@@ -27,6 +27,7 @@ from longctx.config.model_config import AttentionConfig
 from longctx.config.request import Request
 from longctx.config.train_config import TrainConfig
 from longctx.distributed.launched import launched, leave_to_first
+from longctx.planner import hardware
 from longctx.runs import run_folder
 
 
@@ -138,6 +139,8 @@ def _train(argv: list[str]) -> int:
         early_checks.check_training(composed.config)
         if processes.ranks > 1:  # warnings about a process that is gone bury the line that names it
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        if composed.config.device != "cpu" and composed.config.seq_len != "max":
+            hardware.start_gpu(processes.local_rank)  # "max" is found by processes of their own
         with libraries():
             from longctx.training.loop import train
         return train(Request(*composed))
@@ -201,11 +204,13 @@ def _evaluate(argv: list[str]) -> int:
     composed = compose("eval", read("eval", argv).overrides)
     request = EvalRequest.of(composed.config, composed.changed)
     try:
-        launched(request.config)
+        processes = launched(request.config)
         early_checks.check_evaluation(request)
     except (ValueError, OSError):
         leave_to_first()
         raise
+    if request.config.device != "cpu":
+        hardware.start_gpu(processes.local_rank)
     with libraries():
         from longctx.evaluation.evaluate import evaluate
     return evaluate(request)
@@ -214,6 +219,8 @@ def _evaluate(argv: list[str]) -> int:
 def _generate(argv: list[str]) -> int:
     chosen = options(GenerateConfig, argv)
     chosen.checkpoint = early_checks.with_commit(chosen.checkpoint)
+    if chosen.device != "cpu":
+        hardware.start_gpu(0)
     with libraries():
         from longctx.generation.generate import generate
     return generate(chosen)

@@ -76,7 +76,7 @@ def check_device(config: TrainConfig | EvalConfig) -> None:
     cores of a CPU.
     """
     config.attention.validate()
-    if config.device != "cpu" and hardware.here() is not None:
+    if config.device != "cpu" and hardware.may_be_here():
         return
     if config.device == "cuda":
         raise ValueError(hardware.NO_GPU)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ NETWORK = 5e10  # what a GPU sends to other machines: 400 Gbit/s for each, assum
 HOPPERS = {"H100", "H200", "GH200", "H800", "H20"}
 NO_GPU = "device=cuda: torch finds no GPU here; use device=cpu, or device=auto for what there is"
 NO_LONGEST = "seq_len=max: finds what fits a GPU, and this run is on a CPU; give a number of tokens"
+CONTROL = Path("/dev/nvidiactl")  # NVIDIA's driver on Linux has it
 ASSUMED = "NVIDIA H200", 139.8  # GiB; where there is no GPU and none is named
 # What is predicted to take so many times the memory that there is, is refused. Of a training step
 # predictions are within a tenth on GPUs, of an evaluation they are rougher; on a CPU naive
@@ -130,6 +132,33 @@ def here() -> Chip | None:
     ):
         return None
     return chip(name.value.decode(), float(size.value))
+
+
+def may_be_here() -> bool:
+    """Whether CUDA may find a GPU, without asking its driver, which starts it and takes seconds
+    where no other process uses it: the driver is asked only where it shows no device.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    return (CONTROL.exists() and not hidden) or here() is not None
+
+
+def start_gpu(number: int) -> None:
+    """Have CUDA's driver start GPU `number` of this machine and make the context that torch will
+    use, in the background: that needs no Python, and torch is imported meanwhile.
+    """
+    if not CONTROL.exists():
+        return
+    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does, before the context
+
+    def start() -> None:
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        with suppress(OSError):
+            driver = ctypes.CDLL("libcuda.so.1")  # releases the interpreter in every call
+            if not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), number):
+                driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+    # No daemon: a process that ends meanwhile waits, since a driver half begun can crash its exit
+    threading.Thread(target=start, name="start GPU").start()
 
 
 def cores() -> int:

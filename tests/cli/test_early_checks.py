@@ -121,3 +121,25 @@ def test_processes_that_share_cores_are_said(
     monkeypatch.setenv("MASTER_PORT", "29500")
     early_checks.check_device(cli.compose("train", ["device=cpu"]).config)
     assert capsys.readouterr().out == ""  # of several machines it is said once all are there
+
+
+@NO_GPU
+def test_a_driver_that_shows_a_gpu_is_not_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asking starts it, which takes seconds."""
+    assert not hardware.may_be_here()
+    monkeypatch.setattr(hardware, "CONTROL", tmp_path)
+    assert hardware.may_be_here()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not hardware.may_be_here()
+
+
+@pytest.mark.gpu
+def test_a_gpu_started_in_the_background_has_the_context_that_torch_uses() -> None:
+    code = (
+        "import threading; from longctx.planner import hardware; hardware.start_gpu(0);"
+        "[t.join() for t in threading.enumerate() if t is not threading.main_thread()];"
+        "import torch; assert torch._C._cuda_hasPrimaryContext(0); torch.ones(1, device='cuda')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
