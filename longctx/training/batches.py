@@ -167,14 +167,18 @@ class LostWorker(RuntimeError):
 
 
 def read_ahead(loader: DataLoader[Any]) -> Iterator[StepBatch]:
-    """The batches of `loader`. Raises LostWorker where a worker dies, is stopped, or takes longer
-    than LONGEST.
+    """The batches of `loader`, whose workers begin at once. Raises LostWorker where a worker dies,
+    is stopped, or takes longer than LONGEST.
     """
     iterator: Any = iter(loader)
     workers = iterator._workers if loader.num_workers else []
     if workers:
         pids = [worker.pid for worker in workers]
         threading.Thread(target=_end_stopped, args=[pids], daemon=True).start()
+    return _batches(iterator, workers)
+
+
+def _batches(iterator: Iterator[StepBatch], workers: Sequence[Any]) -> Iterator[StepBatch]:
     while True:
         try:
             batch = next(iterator)

@@ -121,11 +121,11 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal, saver: Sav
 
     saver.begin(state, data.fingerprint)
     log.begin()
+    batches = step_batches(run, schedule, parallel)  # its workers read while the model validates
     if not run.steps_done:
         validated(0)
     stop.wait()
     meter.begin()
-    batches = step_batches(run, schedule, parallel)
     for step, batch in zip(range(run.steps_done + 1, run.max_steps + 1), batches, strict=False):
         # Forward and backward, clipping, update, learning rate
         meter.batch_arrived()
