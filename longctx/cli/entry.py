@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from longctx import files, stop_signal
+from longctx import files, garbage, stop_signal
 from longctx.distributed.launched import number_here
 
 FULL_DISK = 74  # EX_IOERR of sysexits.h: nothing about the request is wrong
@@ -17,20 +16,12 @@ FULL_DISK = 74  # EX_IOERR of sysexits.h: nothing about the request is wrong
 
 @contextmanager
 def libraries() -> Iterator[None]:
-    """Import large libraries inside this block: the garbage collector pauses, which otherwise takes
-    a quarter of the time to look through objects that stay. On a terminal it is said that they
-    load, which takes 5 to 30 s where their files are not in memory.
+    """Import large libraries inside this block, in which the garbage collector pauses. On a
+    terminal it is said that they load, which takes 5 to 30 s where their files are not in memory.
     """
     if "torch" not in sys.modules and sys.stderr.isatty() and number_here() == 0:
         print("loading torch ...", file=sys.stderr, flush=True)
-    if gc.isenabled():
-        gc.disable()
-        try:
-            yield
-            gc.freeze()
-        finally:
-            gc.enable()
-    else:
+    with garbage.paused():
         yield
     stop_signal.check()
 

@@ -19,6 +19,7 @@ from longctx.attention import Mask
 from longctx.attention.context_parallel import Context, Shards
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import AttentionConfig, GPTConfig
+from longctx.model import compile_cache
 from longctx.model.layers import Block, RMSNorm, StreamNorm
 from longctx.model.loss import IGNORED, linear_cross_entropy
 from longctx.model.recompute import (
@@ -95,6 +96,7 @@ class GPT(nn.Module):
         them again. A backend that torch.compile cannot trace splits it too. Where torch would stop
         compiling and go on without a word, it raises instead.
         """
+        compile_cache.use()
         torch._dynamo.config.recompile_limit = 64
         torch._dynamo.config.fail_on_recompile_limit_hit = True
         for block in self.blocks:

@@ -1,0 +1,44 @@
+"""torch.compile's cache on disk, so that a run whose blocks were compiled before traces no backward
+again.
+
+torch 2.11 to 2.13 leave out of it what they do not know to be pure: autograd Functions
+(pytorch#149751 verified them and left the switch off) and autocast, whose arguments stand in the
+graph (pytorch#191106). All our layers have them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+
+from longctx import garbage
+
+FOLDERS = ("attention", "kernels", "model")
+AUTOCAST = ("torch.amp.autocast_mode._enter_autocast", "torch.amp.autocast_mode._exit_autocast")
+
+
+@functools.cache
+def use() -> None:
+    """Keep what is compiled in this process, and take what others have kept.
+
+    Shapes, backwards and other rules of our operators are no part of torch's key (pytorch#144344),
+    so a hash of our sources is.
+    """
+    with garbage.paused():  # 1.4 s rather than 1.7, which the first call would take
+        import torch._functorch.config
+        import torch._inductor.compile_fx
+        import torch.compiler.config
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    known = torch._inductor.config.unsafe_marked_cacheable_functions
+    torch._inductor.config.unsafe_marked_cacheable_functions = known | dict.fromkeys(AUTOCAST, "1")
+    torch.compiler.config.cache_key_tag += f" longctx {sources()}"
+
+
+def sources() -> str:
+    """A hash of every file of ours that torch.compile looks into."""
+    digest = hashlib.sha256()
+    for folder in FOLDERS:
+        for file in sorted((Path(__file__).parents[1] / folder).rglob("*.py")):
+            digest.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()[:32]
