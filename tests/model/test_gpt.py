@@ -265,6 +265,25 @@ def test_compiled_blocks_on_a_gpu(memory: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("memory", ["fast", "balanced", "long"])
+def test_compiled_blocks_are_found_again(memory: str) -> None:
+    """As by the next process: torch's cache has the backward too, and it gives the same loss."""
+    counters = torch._dynamo.utils.counters["aot_autograd"]
+    x, mask = tokens(2, 200).cuda(), Mask.documents(doc_ids(120, 80).expand(2, -1))
+    losses = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        counters.clear()
+        model = make(replace(CONFIG, channels=64, heads=4), "flash", memory=memory).cuda()
+        model.compile_blocks()
+        with torch.autocast("cuda", torch.bfloat16):
+            losses.append(model(x, x, mask))
+        losses[-1].backward()
+    assert losses[0] == losses[1]
+    assert counters["autograd_cache_hit"] and not counters["autograd_cache_bypass"], counters
+
+
+@pytest.mark.gpu
 def test_forward_and_backward_do_not_wait_for_the_gpu() -> None:
     model = make(replace(CONFIG, channels=64, heads=4), "flash").cuda().bfloat16()
     x = tokens(2, 200).cuda()
