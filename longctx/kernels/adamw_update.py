@@ -4,7 +4,8 @@
     p = (1 - lr · decay) p - lr / (1 - β1^t) · m / (sqrt(v / (1 - β2^t)) + eps)
 
 The factor, which clips, is read on the device: clipping costs no pass over the gradients, and
-nothing waits for their norm. Arithmetic is fp32, however the averages are stored.
+nothing waits for their norm. So are the numbers that change with every step, so that a CUDA graph
+of the launch serves all steps. Arithmetic is fp32, however the averages are stored.
 """
 
 from __future__ import annotations
@@ -19,17 +20,15 @@ from torch import Tensor
 BLOCK, WARPS = 1024, 8
 
 
-@triton.jit(do_not_specialize=["N", "shrink", "rate", "root"])
+@triton.jit(do_not_specialize=["N"])
 def adamw_kernel(
-    p, grad, m, v, factor,
-    N, shrink, rate, root, beta1, beta2, eps,
+    p, grad, m, v, factor, rates,
+    N, beta1, beta2, eps,
     CLIPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update BLOCK elements of p, m and v.
-
-    `shrink`: 1 - lr · decay. `rate`: lr / (1 - β1^t). `root`: 1 / sqrt(1 - β2^t).
-    """
+    """Update BLOCK elements of p, m and v; `rates` as of `rates_of`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    shrink, rate, root = tl.load(rates), tl.load(rates + 1), tl.load(rates + 2)
     x = tl.load(p + at, mask=at < N)
     g = tl.load(grad + at, mask=at < N).to(tl.float32)
     if CLIPPED:
@@ -43,24 +42,29 @@ def adamw_kernel(
     tl.store(v + at, square.to(v.dtype.element_ty), mask=at < N)
 
 
+def rates_of(
+    step: int, lr: float, betas: tuple[float, float], weight_decay: float
+) -> tuple[float, float, float]:
+    """1 - lr · decay, lr / (1 - β1^t) and 1 / sqrt(1 - β2^t) of step t, which counts from 1."""
+    shrink = 1 - lr * weight_decay
+    return shrink, lr / (1 - betas[0] ** step), 1 / math.sqrt(1 - betas[1] ** step)
+
+
 def adamw_(
     p: Tensor,
     grad: Tensor,
     m: Tensor,
     v: Tensor,
     factor: Tensor | None,
-    step: int,
-    lr: float,
+    rates: Tensor,
     betas: tuple[float, float],
     eps: float,
-    weight_decay: float,
 ) -> None:
     """Update p (N,) fp32 and its averages m and v (N,), fp32 or 16 bits, by grad (N,).
 
     All are contiguous, on one device. `factor`: an fp32 scalar there that multiplies grad, or None.
-    `step` counts from 1.
+    `rates` (3,) fp32: those of `rates_of`.
     """
-    rate, root = lr / (1 - betas[0] ** step), 1 / math.sqrt(1 - betas[1] ** step)
     with torch.cuda.device_of(p):
         adamw_kernel[(triton.cdiv(p.numel(), BLOCK),)](
             p,
@@ -68,10 +72,8 @@ def adamw_(
             m,
             v,
             factor,
+            rates,
             p.numel(),
-            1 - lr * weight_decay,
-            rate,
-            root,
             *betas,
             eps,
             CLIPPED=factor is not None,

@@ -4,11 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from longctx.kernels.adamw_update import adamw_
+from longctx.kernels.adamw_update import adamw_, rates_of
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+BETAS, EPS = (0.9, 0.95), 1e-8
+SETTINGS = {"lr": 1e-2, "betas": BETAS, "eps": EPS, "weight_decay": 0.1}
+
+
+def rates(step: int, lr: float = 1e-2, weight_decay: float = 0.1) -> Tensor:
+    return torch.tensor(rates_of(step, lr, BETAS, weight_decay), device=DEVICE)
 
 
 def draw(n: int, seed: int) -> Tensor:
@@ -31,7 +36,7 @@ def test_steps_are_those_of_torch(n: int, factor: float | None, average: torch.d
         reference.step()
         scalar = None if factor is None else torch.tensor(factor, device=DEVICE)
         device_grad = grad.to(DEVICE)
-        adamw_(p, device_grad, m, v, scalar, step, **SETTINGS)  # type: ignore[arg-type]
+        adamw_(p, device_grad, m, v, scalar, rates(step), BETAS, EPS)
         assert torch.equal(device_grad.cpu(), grad)  # clipped on the way, not in memory
     error = (p.cpu().double() - want.detach()).abs().max()
     assert error < (1e-6 if average == torch.float32 else 5e-3)
@@ -41,7 +46,7 @@ def test_steps_are_those_of_torch(n: int, factor: float | None, average: torch.d
 def test_it_writes_nothing_past_the_end() -> None:
     places = [draw(2000, seed).abs().to(DEVICE) for seed in range(4)]
     before = [x.clone() for x in places]
-    adamw_(*(x[:1500] for x in places), None, 1, **SETTINGS)  # type: ignore[arg-type]
+    adamw_(*(x[:1500] for x in places), None, rates(1), BETAS, EPS)
     for x, old in zip(places, before, strict=True):
         assert torch.equal(x[1500:], old[1500:])
     assert not torch.equal(places[0][:1500], before[0][:1500])
@@ -52,6 +57,6 @@ def test_more_elements_than_an_int32_counts() -> None:
     n = 2**31 + 5
     p, grad, m, v = (torch.zeros(n, dtype=torch.float32, device="cuda") for _ in range(4))
     grad[-3:] = torch.tensor([1.0, -2.0, 3.0], device="cuda")
-    adamw_(p, grad, m, v, None, 1, 0.5, (0.9, 0.95), 1e-8, 0.0)
+    adamw_(p, grad, m, v, None, rates(1, 0.5, 0.0), BETAS, EPS)
     assert torch.allclose(p[-4:].cpu(), torch.tensor([0.0, -0.5, 0.5, -0.5]))
     assert int(torch.count_nonzero(p)) == 3

@@ -77,6 +77,8 @@ class AdamW(torch.optim.AdamW):
         self.stored = stored
         # What the next step multiplies gradients by, on their device, see clip_gradients.
         self.factor: Tensor | None = None
+        # Of each group, by its first parameter: what the kernel reads of a step, and its values.
+        self._rates: dict[Tensor, tuple[Tensor, tuple[float, ...]]] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -124,9 +126,7 @@ class AdamW(torch.optim.AdamW):
         lr, eps, weight_decay = group["lr"], group["eps"], group["weight_decay"]
         beta1, beta2 = group["betas"]
         if by_kernel(p):
-            from longctx.kernels.adamw_update import adamw_  # needs Triton
-
-            adamw_(p, grad, m, v, self.factor, step, lr, (beta1, beta2), eps, weight_decay)
+            self._launch(p, grad, m, v, self._rates_at(step, group), group)
             return
         if self.factor is not None:
             grad.mul_(self.factor)
@@ -142,6 +142,53 @@ class AdamW(torch.optim.AdamW):
             eps=eps,
             maximize=False,
         )
+
+    def _launch(
+        self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, rates: Tensor, group: dict[str, Any]
+    ) -> None:
+        from longctx.kernels.adamw_update import adamw_  # needs Triton
+
+        adamw_(p, grad, m, v, self.factor, rates, group["betas"], group["eps"])
+
+    def _rates_at(self, step: int, group: dict[str, Any]) -> Tensor:
+        """The (3,) tensor of `group` with the numbers of `step`, always the same tensor."""
+        from longctx.kernels.adamw_update import rates_of  # needs Triton
+
+        first = group["params"][0]
+        values = rates_of(step, group["lr"], group["betas"], group["weight_decay"])
+        if first not in self._rates:
+            self._rates[first] = torch.empty(3, device=first.device), ()
+        rates, written = self._rates[first]
+        if values != written:
+            for place, value in zip(rates, values, strict=True):
+                place.fill_(value)  # an argument of the launch: nothing waits for a copy
+            self._rates[first] = rates, values
+        return rates
+
+    def captures(self) -> bool:
+        """Whether `launch` can be captured in a CUDA graph: kernels alone, all on one step."""
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if type(self) is not AdamW or self.stored == "host" or self.state.keys() != set(trained):
+            return False
+        steps = {int(state["step"]) for state in self.state.values()}
+        return len(steps) == 1 and all(type(p.data) is Tensor and by_kernel(p) for p in trained)
+
+    @torch.no_grad()
+    def launch(self) -> None:
+        """The kernels of a step that `count_step` has counted; they read nothing of the host."""
+        for group in self.param_groups:
+            rates, _ = self._rates[group["params"][0]]
+            for p in group["params"]:
+                if p.grad is not None and p.numel():
+                    m, v = (self.state[p][name].view(-1) for name in AVERAGES)
+                    self._launch(p.view(-1), p.grad.reshape(-1), m, v, rates, group)
+
+    def count_step(self) -> None:
+        """Count one more step of all parameters, and put its numbers where `launch` reads them."""
+        steps = [state["step"] for state in self.state.values()]
+        torch._foreach_add_(steps, 1.0)
+        for group in self.param_groups:
+            self._rates_at(int(steps[0]), group)
 
     def _stored(self, p: Tensor, average: Tensor | None) -> Tensor:
         """`average` of p, zeros at first, where it is kept between steps."""
