@@ -25,9 +25,20 @@ from torch import Tensor
 from longctx.attention import Mask
 from longctx.training.batches import MicroBatch
 from longctx.training.optimizers.adamw import AdamW
+from longctx.training.out_of_memory import is_out_of_memory
 from longctx.training.step_parts import Mark, StepParts
 
 T = TypeVar("T")
+
+
+class CaptureFailed(RuntimeError):
+    """Some operation cannot be captured, and torch goes on with no other after that."""
+
+    def __init__(self, error: BaseException) -> None:
+        while error.__context__ is not None:  # the end of a capture fails after what failed in it
+            error = error.__context__
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        super().__init__(f"a step cannot be captured in a CUDA graph ({reason}); use graphs=false")
 
 
 class StaticBatch:
@@ -89,7 +100,7 @@ class StepGraphs(StepParts):
         self.is_warm = False  # whether a step of this shape has run, so that all is compiled
         self.passes: dict[bool, Pass] = {}  # by whether a micro-batch is the first of its step
         self.end: End | None = None
-        self.pool: Any = None
+        self.pool: Any = torch.cuda.graph_pool_handle()
         super().zero_grad()
 
     def forward_backward(self, micro: MicroBatch, first: bool, last: bool, mark: Mark) -> Tensor:
@@ -138,38 +149,72 @@ class StepGraphs(StepParts):
         self.is_warm = True
 
     def _captured_pass(self, micro: MicroBatch) -> Pass:
-        forward, loss = self._captured(lambda: self.prepared.training_step(micro))
-        backward, _ = self._captured(lambda: self.parallel.backward(loss))
+        forward, loss = self._capture(lambda: self.prepared.training_step(micro))
+        backward, _ = self._capture(lambda: self.parallel.backward(loss))
         return Pass(forward, backward, loss.detach())
 
     def _captured_end(self) -> End:
         optimizer = self.optimizer
-        clip, _ = self._captured(lambda: self.module.configure_gradient_clipping(optimizer))
+        clip, _ = self._capture(lambda: self.module.configure_gradient_clipping(optimizer))
         norm = self.module.grad_norm
         if not isinstance(optimizer, AdamW):
             return End(clip, norm, None, None)
-        update = self._captured(optimizer.launch)[0] if optimizer.captures() else None
+        update = self._capture(optimizer.launch)[0] if optimizer.captures() else None
         return End(clip, norm, optimizer.factor, update)
 
-    def _captured(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """A graph of the kernels that `work` launches, and what it returns, which a replay
-        computes.
-        """
-        graph, device = torch.cuda.CUDAGraph(), self.parallel.device.type
-        autocasts, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        if self.pool is None:
-            self.pool = torch.cuda.graph_pool_handle()
-        # cuBLAS allocates a workspace for each stream: it goes into the graph's memory and is not
-        # there twice.
-        torch.cuda.synchronize()
-        torch._C._cuda_clearCublasWorkspaces()
-        # thread_local: meanwhile the loader's thread pins memory, which is no business of a graph.
-        # No cache of autocast: the next graph would read a copy that this one makes.
+    def _capture(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        return capture(work, self.parallel.device.type, self.pool)
+
+
+class ForwardGraph:
+    """`function` of micro-batches without gradients, as a graph from the second of a shape on. Its
+    result is overwritten by the next call.
+    """
+
+    def __init__(self, function: Callable[[MicroBatch], Tensor]) -> None:
+        self.function = function
+        self.inputs: StaticBatch | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.result: Tensor | None = None
+
+    def __call__(self, micro: MicroBatch) -> Tensor:
+        if self.inputs is None:
+            self.inputs = StaticBatch(micro)
+            return self.function(micro)
+        if not self.inputs.fits(micro):  # the last rows of a data set
+            return self.function(micro)
+        self.inputs.fill(micro)
+        if self.graph is None:
+            batch, pool = self.inputs.micro, torch.cuda.graph_pool_handle()
+            self.graph, self.result = capture(
+                lambda: self.function(batch), micro.tokens.device.type, pool
+            )
+        self.graph.replay()
+        assert self.result is not None
+        return self.result
+
+
+def capture(work: Callable[[], T], device: str, pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A graph of the kernels that `work` launches, in the memory `pool`, and what `work` returns,
+    which a replay computes. Raises CaptureFailed.
+    """
+    graph = torch.cuda.CUDAGraph()
+    autocasts, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    # cuBLAS allocates a workspace for each stream: it goes into the graph's memory and is not there
+    # twice.
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    # thread_local: meanwhile the loader's thread pins memory, which is no business of a graph.
+    # No cache of autocast: the next graph would read a copy that this one makes.
+    try:
         with (
-            torch.cuda.stream(torch.cuda.current_stream()),  # restored where a capture fails
-            torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
             torch.autocast(device, dtype, autocasts, cache_enabled=False),
         ):
             result = work()
-        torch._C._cuda_clearCublasWorkspaces()
-        return graph, result
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        raise CaptureFailed(error) from error
+    torch._C._cuda_clearCublasWorkspaces()
+    return graph, result

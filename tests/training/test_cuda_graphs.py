@@ -17,6 +17,7 @@ from longctx.planner.workload import Workload, with_vocabulary, workload_of
 from longctx.runs import run_folder
 from longctx.training.batches import MicroBatch, micro_batch
 from longctx.training.cuda_graphs import StaticBatch
+from longctx.training.module import TrainingModule
 from tests.training.sample_run import Overrides, check_equal_weights, steps
 
 LENGTH = 37
@@ -201,6 +202,23 @@ def test_the_gradient_of_a_tied_embedding_in_any_order_is_captured(
         folder = run(overrides, tmp_path / "runs", graphs, deterministic=False)
         losses.append([row["loss"] for row in steps(folder)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_captured_is_one_line(
+    overrides: Overrides, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = TrainingModule.training_step
+
+    def waiting(module: TrainingModule, batch: MicroBatch, number: int = 0) -> Tensor:
+        loss = whole(module, batch, number)
+        loss.item()
+        return loss
+
+    monkeypatch.setattr(TrainingModule, "training_step", waiting)
+    assert train.main(overrides(**SMALL | {"deterministic": False, "graphs": True})) == 1
+    [line] = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
+    assert "use graphs=false" in line
 
 
 @pytest.mark.gpu
