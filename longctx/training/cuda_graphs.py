@@ -112,7 +112,8 @@ class StepGraphs(StepParts):
             self.inputs = StaticBatch(micro)
         self.inputs.fill(micro)
         if not self.is_warm:
-            return super().forward_backward(self.inputs.micro, first, last, mark)
+            with uncached(self.parallel.device.type):
+                return super().forward_backward(self.inputs.micro, first, last, mark)
         if first not in self.passes:
             # What still holds the gradients' nodes of an earlier step holds them on its stream.
             gc.collect()
@@ -199,17 +200,15 @@ def capture(work: Callable[[], T], device: str, pool: Any) -> tuple[torch.cuda.C
     which a replay computes. Raises CaptureFailed.
     """
     graph = torch.cuda.CUDAGraph()
-    autocasts, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     # cuBLAS allocates a workspace for each stream: it goes into the graph's memory and is not there
     # twice.
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
     # thread_local: meanwhile the loader's thread pins memory, which is no business of a graph.
-    # No cache of autocast: the next graph would read a copy that this one makes.
     try:
         with (
             torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
-            torch.autocast(device, dtype, autocasts, cache_enabled=False),
+            uncached(device),
         ):
             result = work()
     except RuntimeError as error:
@@ -218,3 +217,12 @@ def capture(work: Callable[[], T], device: str, pool: Any) -> tuple[torch.cuda.C
         raise CaptureFailed(error) from error
     torch._C._cuda_clearCublasWorkspaces()
     return graph, result
+
+
+def uncached(device: str) -> torch.autocast:
+    """Autocast as it is, but without its cache: a graph would read a copy that another one makes.
+
+    torch.compile compiles anew with it, so the step before the capture has it too.
+    """
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return torch.autocast(device, dtype, enabled, cache_enabled=False)

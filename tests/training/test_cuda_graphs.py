@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,12 @@ import train
 from longctx import cli, files
 from longctx.data.rows import IGNORED
 from longctx.model import GPT, GPTConfig
+from longctx.model.layers import Block
 from longctx.planner.peak_memory import GRADIENTS, predict
 from longctx.planner.workload import Workload, with_vocabulary, workload_of
 from longctx.runs import run_folder
 from longctx.training.batches import MicroBatch, micro_batch
-from longctx.training.cuda_graphs import StaticBatch
+from longctx.training.cuda_graphs import StaticBatch, uncached
 from tests.processes import ROOT
 from tests.training.sample_run import Overrides, check_equal_weights, steps
 
@@ -62,6 +63,23 @@ def test_a_batch_filled_in_place_gives_the_bits_of_the_batch(attention: str, mem
         for got, want in zip(gradients(model, static.micro), gradients(model, batch), strict=True):
             assert torch.equal(got, want)
     assert places == [static.micro.tokens.data_ptr(), static.micro.mask.doc_ids.data_ptr()]
+
+
+@pytest.mark.slow  # compiles with torch.compile
+def test_nothing_is_compiled_after_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Block, "compile", partialmethod(Block.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    model = GPT(GPTConfig(vocab_size=50, layers=2), "flash", "fast")
+    model.compile_blocks()
+    static, compiled = StaticBatch(packed(0, [5, 30])), []
+    for seed, borders in enumerate(([5, 30], [1, 2, 3, 20, 33], [36])):
+        static.fill(packed(seed, borders))
+        with torch.autocast("cpu", torch.bfloat16), uncached("cpu"):
+            gradients(model, static.micro)
+        compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert len(set(compiled)) == 1
+    gradients(model, static.micro)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > compiled[0]
 
 
 def work(*keys: str, device: str = "cuda") -> Workload:
@@ -133,6 +151,7 @@ SMALL = {
     "val_every": 4,
     "compile": False,
     "memory": "fast",
+    "kernel.lock": "off",
 }
 
 
