@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from longctx.attention import Mask
+from longctx.distributed.devices import is_out_of_memory
 from longctx.training.batches import MicroBatch
 from longctx.training.optimizers.adamw import AdamW
-from longctx.training.out_of_memory import is_out_of_memory
 from longctx.training.step_parts import Mark, StepParts
 
 T = TypeVar("T")
