@@ -160,7 +160,8 @@ class StepGraphs(StepParts):
         norm = self.module.grad_norm
         if not isinstance(optimizer, AdamW):
             return End(clip, norm, None, None)
-        update = self._capture(optimizer.launch)[0] if optimizer.captures() else None
+        launch = optimizer.captured_update()
+        update = None if launch is None else self._capture(launch)[0]
         return End(clip, norm, optimizer.factor, update)
 
     def _capture(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:

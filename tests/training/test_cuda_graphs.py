@@ -1,8 +1,5 @@
 """CUDA graphs of a step change no bit of a run, and what cannot be captured is refused by name."""
 
-import os
-import subprocess
-import sys
 from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ from longctx.planner.workload import Workload, with_vocabulary, workload_of
 from longctx.runs import run_folder
 from longctx.training.batches import MicroBatch, micro_batch
 from longctx.training.cuda_graphs import StaticBatch, uncached
-from tests.processes import ROOT
+from tests.processes import ROOT, finished
 from tests.training.sample_run import Overrides, check_equal_weights, steps
 
 LENGTH = 37
@@ -229,12 +226,8 @@ def test_the_gradient_of_a_tied_embedding_in_any_order_is_captured(
 @pytest.mark.gpu
 def test_what_cannot_be_captured_is_one_line(overrides: Overrides) -> None:
     keys = overrides(**SMALL | {"deterministic": False, "graphs": True})
-    process = subprocess.run(  # a capture that fails leaves torch's generators unusable
-        [sys.executable, str(Path(__file__).with_name("waiting_run.py")), *keys],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    # A process of its own: a capture that fails leaves torch's generators unusable.
+    process = finished(Path(__file__).with_name("waiting_run.py"), keys, ROOT)
     assert process.returncode == 1
     assert "Traceback" not in process.stderr
     [line] = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
