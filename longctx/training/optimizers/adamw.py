@@ -172,25 +172,28 @@ class AdamW(torch.optim.AdamW):
         if type(self) is not AdamW or self.stored == "host" or self.state.keys() != set(trained):
             return None
         steps = {int(state["step"]) for state in self.state.values()}
-        settings = {(group["betas"], group["eps"]) for group in self.param_groups}
         is_plain = all(type(p.data) is Tensor and by_kernel(p) for p in trained)
-        if len(steps) != 1 or len(settings) != 1 or not is_plain:
+        if len(steps) != 1 or not is_plain:
             return None
-        places = places_of(
-            [
-                (p.data, p.grad, *(self.state[p][name] for name in AVERAGES), rates)
-                for group in self.param_groups
-                for rates, _ in [self._rates[group["params"][0]]]
-                for p in group["params"]
-                if p.grad is not None and p.numel()
-            ]
-        )
-        return (
-            None if places is None else partial(adamw_of_all_, places, self.factor, *settings.pop())
-        )
+        tensors = [
+            (p.data, p.grad, *(self.state[p][name] for name in AVERAGES), rates)
+            for group in self.param_groups
+            for rates, _ in [self._rates[group["params"][0]]]
+            for p in group["params"]
+            if p.grad is not None and p.numel()
+        ]
+        places = places_of(tensors)
+        if places is None:
+            return None
+        betas, eps = (self.param_groups[0][name] for name in ("betas", "eps"))  # those of all
+        update = partial(adamw_of_all_, factor=self.factor, betas=betas, eps=eps)
+        *alike, rates = tensors[0]
+        spare = places_of([(*(x.new_zeros(1) for x in alike), rates)])
+        update(spare)  # compiles the kernel, which cannot be done in a capture
+        return partial(update, places)
 
     def count_step(self) -> None:
-        """Count one more step of all parameters, and put its numbers where `launch` reads them."""
+        """Count one more step of all parameters; put its numbers where the kernel reads them."""
         steps = [state["step"] for state in self.state.values()]
         torch._foreach_add_(steps, 1.0)
         for group in self.param_groups:
