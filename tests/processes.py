@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+# Of processes that a test starts: the repository before what the tests themselves were given.
+PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def run_on(ranks: int, script: Path, *arguments: object) -> None:
@@ -16,7 +18,7 @@ def run_on(ranks: int, script: Path, *arguments: object) -> None:
     process = subprocess.run(
         [*launcher, *port, str(script), *map(str, arguments)],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
@@ -27,7 +29,7 @@ def finished(
     script: Path | str, words: Sequence[str], cwd: Path, **environment: object
 ) -> subprocess.CompletedProcess[str]:
     """`script` with these words, one thread a process, once it has ended."""
-    own = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1} | environment
+    own = {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": 1} | environment
     return subprocess.run(
         [sys.executable, str(script), *words],
         cwd=cwd,

@@ -15,6 +15,7 @@ from longctx.config.train_config import TrainConfig, check_warmup
 from longctx.data import sources
 from longctx.distributed.launched import launched, number_here
 from longctx.planner import hardware
+from longctx.planner.workload import workload_of
 from longctx.runs import run_folder
 
 
@@ -23,6 +24,9 @@ def check_training(config: TrainConfig) -> None:
     `config.init` gets its commit.
     """
     check_device(config)
+    has_gpu = config.device != "cpu" and hardware.here() is not None
+    step = replace(config, context=replace(config.context, degree=1))
+    workload_of(step, "cuda" if has_gpu else "cpu", seq_len=1).check_graphs()
     if config.resume is None:
         check_warmup(config.warmup_steps, config.max_steps)
         if number_here() == 0:  # which may have made the folder when the others look

@@ -127,6 +127,11 @@ class TrainConfig:
         "auto",
         "auto: on a GPU | true | false: torch.compile of each transformer block",
     )
+    graphs: str = key(
+        "auto",
+        "auto: on a GPU that would wait for the host | true | false: CUDA graphs, which launch a "
+        "micro-batch's forward and backward as one",
+    )
     deterministic: bool = key(False, "only algorithms that give the same bits in every run; slower")
     name: str | None = key(
         None,
@@ -203,8 +208,10 @@ class TrainConfig:
             )
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip={self.clip}: a norm above 0, or null for no clipping")
-        if self.compile.lower() not in ("auto", "true", "false"):
-            raise ValueError(f"compile={self.compile}: one of auto, true, false")
+        for name in ("compile", "graphs"):
+            value = getattr(self, name)
+            if value.lower() not in ("auto", "true", "false"):
+                raise ValueError(f"{name}={value}: one of auto, true, false")
         if self.sample_prompt is not None and self.sample_every is None:
             raise ValueError(
                 f"sample_prompt={self.sample_prompt}: does nothing without sample_every; give it "

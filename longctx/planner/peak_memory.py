@@ -167,8 +167,9 @@ class _Step:
         yield "backward of the embedding", _sum(always, tokens)
         workspace = optimizer_cost.workspace(self.workload)
         yield "optimizer", _sum(always, {GRADIENTS: gradients, OPTIMIZER: workspace})
-        if self.workload.validates:
-            yield "validation", _sum(always, self.validation())
+        if self.workload.validates:  # CUDA graphs write the gradients of all steps to one place
+            still = gradients if self.workload.captured else 0.0
+            yield "validation", _sum(always, {GRADIENTS: still}, self.validation())
 
     def tile_of(self, most: int) -> int:
         """Tokens of a tile of at most so many: all tiles are about equal, see
@@ -180,7 +181,8 @@ class _Step:
     def always(self) -> Terms:
         """Parameters, optimizer state, and what every layer of a micro-batch reads."""
         row_tokens = self.B * self.T  # every device of a row has all of it
-        batch = 24 * row_tokens * self.workload.accumulate  # tokens, targets, doc_ids, int64
+        # Tokens, targets, doc_ids, int64; CUDA graphs read those of a micro-batch from one place.
+        batch = 24 * row_tokens * (self.workload.accumulate + self.workload.captured)
         mask = (16 + 8) * row_tokens  # first, last of queries and of keys; positions
         rope = FP32 * self.N * self.model.head_size  # cos and sin
         return {

@@ -13,6 +13,12 @@ from longctx.config.train_config import TrainConfig
 TOKENS_PER_MICRO_BATCH = {"cuda": 16384, "cpu": 4096}
 TOKENS_PER_STEP = {"cuda": 65536, "cpu": 4096}
 PRECISION = {"cuda": "bf16", "cpu": "fp32"}
+# Backends whose launches are the same for all documents in rows of one shape. The others count
+# documents, or build block masks, on the host.
+CAPTURED = ("flash", "naive")
+# FLOPs of a block and micro-batch, forward and backward, whose launches take the host about as long
+# as an H200 computes: 5 to 7 ms.
+HOST_BOUND = 3e12
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,51 @@ class Workload:
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     validates: bool = True
+    graphs: str = "auto"  # as asked: auto | true | false
     machines: int = 1  # that the devices are spread over evenly, those of one row side by side
+
+    @property
+    def captured(self) -> bool:
+        """Whether a step runs as CUDA graphs; its memory policy and rows are decided."""
+        if self.graphs == "auto":
+            return self.is_host_bound and self.not_captured is None
+        return self.graphs == "true"
+
+    @property
+    def is_host_bound(self) -> bool:
+        """Whether the GPU is predicted to wait for the launches of small kernels."""
+        if self.device != "cuda":
+            return False
+        tokens = self.batch_size * self.seq_len
+        per_token = self.model.flops_per_token(self.seq_len / 2, self.lora.parameters(self.model))
+        return tokens * per_token / self.model.layers < HOST_BOUND
+
+    @property
+    def not_captured(self) -> str | None:
+        """Why no CUDA graph can be made of a step, and what to use instead; None where one can."""
+        scaling = (self.model.rope_scaling or {}).get("rope_type")
+        if self.device != "cuda":
+            return f"they are for a GPU, not device={self.device}"
+        if self.devices > 1 or self.strategy != "none":
+            return "they are for one GPU alone, with strategy=auto"
+        if self.attention.backend not in CAPTURED:
+            backends = " or ".join(f"attention={name}" for name in CAPTURED)
+            return (
+                f"attention={self.attention.backend} launches what the documents of a row ask for; "
+                f"use {backends}"
+            )
+        if scaling in ("dynamic", "longrope"):
+            return f"rope_type={scaling} follows the length of each document; use another"
+        if self.memory.filled(self.memory.policies()[0]).offload:
+            return (
+                f"memory={self.memory.policy} copies activations to the host; use memory.offload=0"
+            )
+        return None
+
+    def check_graphs(self) -> None:
+        """Raise ValueError where graphs=true is asked for and cannot be."""
+        if self.graphs == "true" and self.not_captured is not None:
+            raise ValueError(f"graphs=true: {self.not_captured}, or leave graphs=auto")
 
     @property
     def devices_per_machine(self) -> int:
@@ -101,6 +151,7 @@ def workload_of(
         lora=config.lora,
         optimizer=config.optimizer.filled(),
         validates=config.data.val_fraction != 0,
+        graphs=config.graphs.lower(),
     )
 
 

@@ -45,7 +45,7 @@ RESUMABLE = {
         "sample_every",
         "sample_prompt",
     ),
-    *("workers", "device", "devices", "compile", "kernel.lock"),
+    *("workers", "device", "devices", "compile", "graphs", "kernel.lock"),
     *("strategy", "strategy.name", "context.degree", "context.method", "context.check"),
     *(f"passkey.{key}" for key in ("enabled", "lengths", "depths", "samples", "kinds")),
     *(

@@ -38,6 +38,7 @@ from longctx.training.batches import (
     train_loader,
 )
 from longctx.training.best import Best
+from longctx.training.cuda_graphs import CaptureFailed
 from longctx.training.learning_rate import learning_rate
 from longctx.training.resolve import continue_folder, data_config, resolve
 from longctx.training.run import Run, of_shared
@@ -313,7 +314,7 @@ def train_safely(run: Run, parallel: Parallel, stop: StopSignal) -> int:
         if not parallel.is_first:
             return 0  # the first says it for all
         problem, untrained = str(error), run.checkpoint is None
-    except (SelfTestFailed, FloatingPointError) as error:
+    except (SelfTestFailed, CaptureFailed, FloatingPointError) as error:
         problem = str(error)
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):

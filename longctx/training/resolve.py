@@ -102,6 +102,7 @@ def resolve(request: Request, machine: Machine, say: Say = print) -> Run:
     elif device == "cuda":
         work = fitting.with_policy(work, config.memory.policy)
 
+    work.check_graphs()
     if not is_probed:
         check_fits([work], machine)
 

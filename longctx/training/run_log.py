@@ -201,6 +201,7 @@ def opening(run: Run) -> list[str]:
         device = torch.cuda.get_device_name()
     several = f"{work.devices} × " if work.devices > 1 else ""
     compiled = ", torch.compile" if work.compile else ""
+    compiled += ", CUDA graphs" if work.captured else ""
     continued = f", continued after step {run.steps_done:,}" if run.steps_done else ""
     source = f"{run.model_source}, " if run.model_source else ""
     adapters = work.lora.parameters(work.model)
@@ -232,5 +233,7 @@ def opening(run: Run) -> list[str]:
         + (f", {shorter} first" if shorter else "")
         + short_on_cpu(run),
     ]
+    if work.graphs == "auto" and work.is_host_bound and work.not_captured is not None:
+        lines.append(f"graphs     off: {work.not_captured}")
     lines += [f"layout     {run.layout_note}"] if run.layout_note else []
     return [*lines, f"kernels    {run.lock_note}"] if run.lock_note else lines

@@ -81,6 +81,7 @@ def of_one_rank(run: Run) -> Run:
         context=1,
         accumulate=work.accumulate * work.data_ranks,
         compile=False,
+        graphs="false",
     )
     return replace(run, workload=alone)
 

@@ -14,9 +14,11 @@ from longctx.distributed.parallel import Parallel
 from longctx.runs import checkpoints
 from longctx.training.batches import StepBatch
 from longctx.training.best import Best
+from longctx.training.cuda_graphs import StepGraphs
 from longctx.training.learning_rate import LearningRate
 from longctx.training.module import TrainingModule
 from longctx.training.run import Run
+from longctx.training.step_parts import StepParts
 from longctx.training.throughput import Meter
 
 # Said of a step that is dropped, whose learning rate is passed over as it should be
@@ -38,21 +40,17 @@ def optimizer_step(
     The gradient is that of the mean loss over the scored tokens of all micro-batches and ranks.
     `mark` is told when "forward", "backward" and "optimizer" have been queued.
     """
-    weight = parallel.loss_weight(batch.scored)
+    parts, weight = state.parts, parallel.loss_weight(batch.scored)
     batch.weigh(weight)
     total = torch.zeros((), device=parallel.device)
     with parallel.autocast():  # around all micro-batches, so that weights are cast once
         for micro in batch.micro:
-            with parallel.accumulates(state.prepared, last=micro is batch.micro[-1]):
-                loss = state.prepared.training_step(micro)
-                mark("forward")
-                parallel.backward(loss)
-                mark("backward")
-            total += loss.detach() / weight
-    state.module.configure_gradient_clipping(state.optimizer)
+            first, last = micro is batch.micro[0], micro is batch.micro[-1]
+            total += parts.forward_backward(micro, first, last, mark) / weight
+    parts.clip()
     if drops is None or not drops(*step_figures(state, total, weight, parallel)):
-        state.optimizer.step()
-    state.optimizer.zero_grad()
+        parts.update()
+    parts.zero_grad()
     state.scheduler.step()
     state.steps_done += 1
     mark("optimizer")
@@ -78,7 +76,8 @@ class TrainState:
         configured = self.module.configure_optimizers()
         self.optimizer: torch.optim.Optimizer = configured["optimizer"]
         self.scheduler: LearningRate = configured["lr_scheduler"]["scheduler"]
-        self.prepared = parallel.prepare(self.module)
+        kind = StepGraphs if run.workload.captured else StepParts
+        self.parts = kind(self.module, parallel.prepare(self.module), self.optimizer, parallel)
 
     def tensors(self) -> dict[str, Tensor]:
         """What this rank has of every weight, which is its master copy, and of the averages of the

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,6 +28,7 @@ from longctx.evaluation.scorer import Scorer
 from longctx.evaluation.windows import Document
 from longctx.runs.metrics import BY_POSITION, FACTS_FOUND
 from longctx.training.batches import MicroBatch, validation_batches
+from longctx.training.cuda_graphs import ForwardGraph
 from longctx.training.run import Run
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -47,10 +49,15 @@ def validate(
     # pieces by full buckets; of the rows, with a nats and b targets each: a², ab, b² and 1.
     sums = torch.zeros(MOST * MOST + 2 + MOST + 4, dtype=torch.float64, device=parallel.device)
     nats, totals, pieces, rows = sums.split([MOST * MOST, 2, MOST, 4])
+    losses_of: Callable[[MicroBatch], Tensor] = partial(
+        validation_losses, module, parallel=parallel
+    )
+    if run.workload.captured:
+        losses_of = ForwardGraph(losses_of)
     for micro in validation_batches(
         data.val, run.val_rows, run.workload.batch_size, parallel.data_rank, parallel.data_ranks
     ):
-        losses = validation_losses(module, micro.to(parallel.device), parallel).double().flatten()
+        losses = losses_of(micro.to(parallel.device)).double().flatten()
         if not micro.scored:
             continue
         place, kept, full = places(micro)

@@ -4,11 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from longctx.kernels.adamw_update import adamw_
+from longctx.kernels.adamw_update import adamw_, adamw_of_all_, places_of, rates_of
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+BETAS, EPS = (0.9, 0.95), 1e-8
+SETTINGS = {"lr": 1e-2, "betas": BETAS, "eps": EPS, "weight_decay": 0.1}
+
+
+def rates(step: int, lr: float = 1e-2, weight_decay: float = 0.1) -> Tensor:
+    return torch.tensor(rates_of(step, lr, BETAS, weight_decay), device=DEVICE)
 
 
 def draw(n: int, seed: int) -> Tensor:
@@ -31,17 +36,53 @@ def test_steps_are_those_of_torch(n: int, factor: float | None, average: torch.d
         reference.step()
         scalar = None if factor is None else torch.tensor(factor, device=DEVICE)
         device_grad = grad.to(DEVICE)
-        adamw_(p, device_grad, m, v, scalar, step, **SETTINGS)  # type: ignore[arg-type]
+        adamw_(p, device_grad, m, v, scalar, rates(step), BETAS, EPS)
         assert torch.equal(device_grad.cpu(), grad)  # clipped on the way, not in memory
     error = (p.cpu().double() - want.detach()).abs().max()
     assert error < (1e-6 if average == torch.float32 else 5e-3)
     assert m.dtype == v.dtype == average
 
 
+@pytest.mark.parametrize("factor", [None, 0.25])
+@pytest.mark.parametrize("average", [torch.float32, torch.bfloat16])
+def test_one_launch_for_all_gives_the_bits_of_one_each(
+    factor: float | None, average: torch.dtype
+) -> None:
+    sizes = [1, 7, 1023, 1024, 2049, 5000]
+    scalar = None if factor is None else torch.tensor(factor, device=DEVICE)
+    undecayed = rates(3, weight_decay=0.0)
+    for_each = [
+        (
+            draw(n, 0).to(DEVICE),
+            draw(n, 1).to(DEVICE),
+            draw(n, 2).to(DEVICE, average),
+            draw(n, 3).abs().to(DEVICE, average),
+            undecayed if n < 1024 else rates(3),
+        )
+        for n in sizes
+    ]
+    for_all = [(*(x.clone() for x in tensors), rate) for *tensors, rate in for_each]
+    for p, grad, m, v, rate in for_each:
+        adamw_(p, grad, m, v, scalar, rate, BETAS, EPS)
+    places = places_of(for_all)
+    assert places is not None
+    adamw_of_all_(places, scalar, BETAS, EPS)
+    for wanted, got in zip(for_each, for_all, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(wanted, got, strict=True))
+
+
+def test_what_one_launch_cannot_update_is_left_to_others() -> None:
+    p, grad, m, v = (draw(65, seed).to(DEVICE) for seed in range(4))
+    assert places_of([(p[:64], grad[:64], m[:64], v[:64], rates(1))]) is not None
+    assert places_of([(p[:64], grad[1:], m[:64], v[:64], rates(1))]) is None  # not aligned
+    assert places_of([(p[:32], grad[:64:2], m[:32], v[:32], rates(1))]) is None
+    assert places_of([(p[:64], grad[:64], m[:64].half(), v[:64], rates(1))]) is None
+
+
 def test_it_writes_nothing_past_the_end() -> None:
     places = [draw(2000, seed).abs().to(DEVICE) for seed in range(4)]
     before = [x.clone() for x in places]
-    adamw_(*(x[:1500] for x in places), None, 1, **SETTINGS)  # type: ignore[arg-type]
+    adamw_(*(x[:1500] for x in places), None, rates(1), BETAS, EPS)
     for x, old in zip(places, before, strict=True):
         assert torch.equal(x[1500:], old[1500:])
     assert not torch.equal(places[0][:1500], before[0][:1500])
@@ -52,6 +93,6 @@ def test_more_elements_than_an_int32_counts() -> None:
     n = 2**31 + 5
     p, grad, m, v = (torch.zeros(n, dtype=torch.float32, device="cuda") for _ in range(4))
     grad[-3:] = torch.tensor([1.0, -2.0, 3.0], device="cuda")
-    adamw_(p, grad, m, v, None, 1, 0.5, (0.9, 0.95), 1e-8, 0.0)
+    adamw_(p, grad, m, v, None, rates(1, 0.5, 0.0), BETAS, EPS)
     assert torch.allclose(p[-4:].cpu(), torch.tensor([0.0, -0.5, 0.5, -0.5]))
     assert int(torch.count_nonzero(p)) == 3

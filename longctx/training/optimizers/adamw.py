@@ -9,6 +9,7 @@ the way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,6 +78,8 @@ class AdamW(torch.optim.AdamW):
         self.stored = stored
         # What the next step multiplies gradients by, on their device, see clip_gradients.
         self.factor: Tensor | None = None
+        # Of each group, by its first parameter: what the kernel reads of a step, and its values.
+        self._rates: dict[Tensor, tuple[Tensor, tuple[float, ...]]] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -126,7 +129,8 @@ class AdamW(torch.optim.AdamW):
         if by_kernel(p):
             from longctx.kernels.adamw_update import adamw_  # needs Triton
 
-            adamw_(p, grad, m, v, self.factor, step, lr, (beta1, beta2), eps, weight_decay)
+            rates = self._rates_at(step, group)
+            adamw_(p, grad, m, v, self.factor, rates, group["betas"], group["eps"])
             return
         if self.factor is not None:
             grad.mul_(self.factor)
@@ -142,6 +146,58 @@ class AdamW(torch.optim.AdamW):
             eps=eps,
             maximize=False,
         )
+
+    def _rates_at(self, step: int, group: dict[str, Any]) -> Tensor:
+        """The (3,) tensor of `group` with the numbers of `step`, always the same tensor."""
+        from longctx.kernels.adamw_update import rates_of  # needs Triton
+
+        first = group["params"][0]
+        values = rates_of(step, group["lr"], group["betas"], group["weight_decay"])
+        if first not in self._rates:
+            self._rates[first] = torch.empty(3, device=first.device), ()
+        rates, written = self._rates[first]
+        if values != written:
+            for place, value in zip(rates, values, strict=True):
+                place.fill_(value)  # an argument of the launch: nothing waits for a copy
+            self._rates[first] = rates, values
+        return rates
+
+    def captured_update(self) -> Callable[[], None] | None:
+        """The launch of a step that `count_step` has counted, for a CUDA graph: all tensors at
+        once, where they lie now, and nothing that is read of the host. None where a step is more.
+        """
+        from longctx.kernels.adamw_update import adamw_of_all_, places_of  # needs Triton
+
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if type(self) is not AdamW or self.stored == "host" or self.state.keys() != set(trained):
+            return None
+        steps = {int(state["step"]) for state in self.state.values()}
+        is_plain = all(type(p.data) is Tensor and by_kernel(p) for p in trained)
+        if len(steps) != 1 or not is_plain:
+            return None
+        tensors = [
+            (p.data, p.grad, *(self.state[p][name] for name in AVERAGES), rates)
+            for group in self.param_groups
+            for rates, _ in [self._rates[group["params"][0]]]
+            for p in group["params"]
+            if p.grad is not None and p.numel()
+        ]
+        places = places_of(tensors)
+        if places is None:
+            return None
+        betas, eps = (self.param_groups[0][name] for name in ("betas", "eps"))  # those of all
+        update = partial(adamw_of_all_, factor=self.factor, betas=betas, eps=eps)
+        *alike, rates = tensors[0]
+        spare = places_of([(*(x.new_zeros(1) for x in alike), rates)])
+        update(spare)  # compiles the kernel, which cannot be done in a capture
+        return partial(update, places)
+
+    def count_step(self) -> None:
+        """Count one more step of all parameters; put its numbers where the kernel reads them."""
+        steps = [state["step"] for state in self.state.values()]
+        torch._foreach_add_(steps, 1.0)
+        for group in self.param_groups:
+            self._rates_at(int(steps[0]), group)
 
     def _stored(self, p: Tensor, average: Tensor | None) -> Tensor:
         """`average` of p, zeros at first, where it is kept between steps."""

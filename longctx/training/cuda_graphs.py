@@ -1,0 +1,229 @@
+"""CUDA graphs of a step: all kernels of a micro-batch's forward, or backward, in one launch.
+
+Launching the some 400 kernels of a small micro-batch takes the host 40 to 60 ms where the GPU
+computes for 8. Which kernels those are, with what shapes and at what addresses, never changes while
+the rows keep their length. So the first step runs as ever, the second is captured, and from then on
+steps are replayed, to the same bits. What changes from one to the next is read from tensors that
+stay where they are: tokens, targets, documents and the weight of a token here, the gradients in
+each parameter's .grad, learning rate and step of AdamW in its `count_step`.
+
+The first micro-batch of a step writes the gradients, the others add to them: two pairs of graphs,
+which share their memory, and which are made anew where seq_len_schedule goes on to longer rows.
+`Workload.not_captured` says what cannot be captured.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from longctx.attention import Mask
+from longctx.distributed.devices import is_out_of_memory
+from longctx.training.batches import MicroBatch
+from longctx.training.optimizers.adamw import AdamW
+from longctx.training.step_parts import Mark, StepParts
+
+T = TypeVar("T")
+
+
+class CaptureFailed(RuntimeError):
+    """Some operation cannot be captured, and torch goes on with no other after that."""
+
+    def __init__(self, error: BaseException) -> None:
+        while error.__context__ is not None:  # the end of a capture fails after what failed in it
+            error = error.__context__
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        super().__init__(f"a step cannot be captured in a CUDA graph ({reason}); use graphs=false")
+
+
+class StaticBatch:
+    """A micro-batch whose tensors stay where they are, to be filled from others of its shape."""
+
+    def __init__(self, like: MicroBatch) -> None:
+        self.micro = like.each(torch.empty_like)
+        # Without the offsets and lengths of documents, whose number changes: what reads them is not
+        # captured, see `Workload.not_captured`.
+        self.micro.mask = Mask("documents", like.mask.window, doc_ids=self.micro.mask.doc_ids)
+
+    def fits(self, micro: MicroBatch) -> bool:
+        """Whether `micro` has the same shape."""
+        return micro.tokens.shape == self.micro.tokens.shape
+
+    def fill(self, micro: MicroBatch) -> None:
+        """Take over what `micro` holds; waits for nothing."""
+        ours, theirs = self._tensors(self.micro), self._tensors(micro)
+        for place, values in zip(ours, theirs, strict=True):
+            place.copy_(values, non_blocking=True)
+
+    @staticmethod
+    def _tensors(micro: MicroBatch) -> list[Tensor]:
+        assert micro.mask.doc_ids is not None
+        return [micro.tokens, micro.targets, micro.mask.doc_ids, micro.weight]
+
+
+@dataclass
+class Pass:
+    """A micro-batch's forward and backward, captured; `loss` is written by each replay."""
+
+    forward: torch.cuda.CUDAGraph
+    backward: torch.cuda.CUDAGraph
+    loss: Tensor
+
+
+@dataclass
+class End:
+    """What follows the last micro-batch, captured: the norm of the gradients, and the update, where
+    that is kernels alone.
+    """
+
+    clip: torch.cuda.CUDAGraph
+    norm: Tensor
+    factor: Tensor | None
+    update: torch.cuda.CUDAGraph | None
+
+
+class StepGraphs(StepParts):
+    """A step whose kernels are launched as graphs, once a step of its shape has run without."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.inputs: StaticBatch | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget what was captured: rows of another length follow."""
+        self.is_warm = False  # whether a step of this shape has run, so that all is compiled
+        self.passes: dict[bool, Pass] = {}  # by whether a micro-batch is the first of its step
+        self.end: End | None = None
+        self.pool: Any = torch.cuda.graph_pool_handle()
+        super().zero_grad()
+
+    def forward_backward(self, micro: MicroBatch, first: bool, last: bool, mark: Mark) -> Tensor:
+        """As without graphs, but where `micro` is the `first` its gradients are written, not added
+        to those that are there.
+        """
+        if self.inputs is None or not self.inputs.fits(micro):
+            self._begin()
+            self.inputs = StaticBatch(micro)
+        self.inputs.fill(micro)
+        if not self.is_warm:
+            with uncached(self.parallel.device.type):
+                return super().forward_backward(self.inputs.micro, first, last, mark)
+        if first not in self.passes:
+            # What still holds the gradients' nodes of an earlier step holds them on its stream.
+            gc.collect()
+            self.passes[first] = self._captured_pass(self.inputs.micro)
+        captured = self.passes[first]
+        captured.forward.replay()
+        mark("forward")
+        captured.backward.replay()
+        mark("backward")
+        return captured.loss
+
+    def clip(self) -> None:
+        if not self.is_warm:
+            return super().clip()
+        if self.end is None:
+            self.end = self._captured_end()
+        self.end.clip.replay()
+        self.module.grad_norm = self.end.norm
+        if isinstance(self.optimizer, AdamW):
+            self.optimizer.factor = self.end.factor
+        return None
+
+    def update(self) -> None:
+        if self.end is None or self.end.update is None:
+            return super().update()
+        assert isinstance(self.optimizer, AdamW)
+        self.optimizer.count_step()
+        return self.end.update.replay()
+
+    def zero_grad(self) -> None:
+        """Captured gradients stay, to be written over."""
+        if not self.is_warm:
+            super().zero_grad()
+        self.is_warm = True
+
+    def _captured_pass(self, micro: MicroBatch) -> Pass:
+        forward, loss = self._capture(lambda: self.prepared.training_step(micro))
+        backward, _ = self._capture(lambda: self.parallel.backward(loss))
+        return Pass(forward, backward, loss.detach())
+
+    def _captured_end(self) -> End:
+        optimizer = self.optimizer
+        clip, _ = self._capture(lambda: self.module.configure_gradient_clipping(optimizer))
+        norm = self.module.grad_norm
+        if not isinstance(optimizer, AdamW):
+            return End(clip, norm, None, None)
+        launch = optimizer.captured_update()
+        update = None if launch is None else self._capture(launch)[0]
+        return End(clip, norm, optimizer.factor, update)
+
+    def _capture(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        return capture(work, self.parallel.device.type, self.pool)
+
+
+class ForwardGraph:
+    """`function` of micro-batches without gradients, as a graph from the second of a shape on. Its
+    result is overwritten by the next call.
+    """
+
+    def __init__(self, function: Callable[[MicroBatch], Tensor]) -> None:
+        self.function = function
+        self.inputs: StaticBatch | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.result: Tensor | None = None
+
+    def __call__(self, micro: MicroBatch) -> Tensor:
+        if self.inputs is None:
+            self.inputs = StaticBatch(micro)
+            return self.function(micro)
+        if not self.inputs.fits(micro):  # the last rows of a data set
+            return self.function(micro)
+        self.inputs.fill(micro)
+        if self.graph is None:
+            batch, pool = self.inputs.micro, torch.cuda.graph_pool_handle()
+            self.graph, self.result = capture(
+                lambda: self.function(batch), micro.tokens.device.type, pool
+            )
+        self.graph.replay()
+        assert self.result is not None
+        return self.result
+
+
+def capture(work: Callable[[], T], device: str, pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A graph of the kernels that `work` launches, in the memory `pool`, and what `work` returns,
+    which a replay computes. Raises CaptureFailed.
+    """
+    graph = torch.cuda.CUDAGraph()
+    # cuBLAS allocates a workspace for each stream: it goes into the graph's memory and is not there
+    # twice.
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    # thread_local: meanwhile the loader's thread pins memory, which is no business of a graph.
+    try:
+        with (
+            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+            uncached(device),
+        ):
+            result = work()
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        raise CaptureFailed(error) from error
+    torch._C._cuda_clearCublasWorkspaces()
+    return graph, result
+
+
+def uncached(device: str) -> torch.autocast:
+    """Autocast as it is, but without its cache: a graph would read a copy that another one makes.
+
+    torch.compile compiles anew with it, so the step before the capture has it too.
+    """
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return torch.autocast(device, dtype, enabled, cache_enabled=False)

@@ -1,0 +1,244 @@
+"""CUDA graphs of a step change no bit of a run, and what cannot be captured is refused by name."""
+
+from functools import partial, partialmethod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import train
+from longctx import cli, files
+from longctx.data.rows import IGNORED
+from longctx.model import GPT, GPTConfig
+from longctx.model.layers import Block
+from longctx.planner.peak_memory import GRADIENTS, predict
+from longctx.planner.workload import Workload, with_vocabulary, workload_of
+from longctx.runs import run_folder
+from longctx.training.batches import MicroBatch, micro_batch
+from longctx.training.cuda_graphs import StaticBatch, uncached
+from tests.processes import ROOT, finished
+from tests.training.sample_run import Overrides, check_equal_weights, steps
+
+LENGTH = 37
+
+
+def packed(seed: int, borders: list[int]) -> MicroBatch:
+    """Two rows of random tokens in documents that begin at `borders`, the last one padding."""
+    tokens = torch.randint(50, (2, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+    starts = torch.zeros(LENGTH, dtype=torch.int64)
+    starts[borders] = 1
+    targets = tokens[:, 1:].clone()
+    targets[:, borders[-1] :] = IGNORED
+    rows = zip(tokens[:, :-1], targets, strict=True)
+    padding = torch.tensor(LENGTH - borders[-1])
+    doc_ids = starts.cumsum(0)
+    return micro_batch(
+        [{"tokens": x, "targets": y, "doc_ids": doc_ids, "padding": padding} for x, y in rows]
+    )
+
+
+def gradients(model: GPT, micro: MicroBatch) -> list[Tensor]:
+    """The loss of `micro`, then its gradients."""
+    loss = model(micro.tokens, micro.targets, micro.mask, reduction="sum", scale=micro.weight)
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+@pytest.mark.parametrize("attention", ["flash", "naive"])
+@pytest.mark.parametrize("memory", ["fast", "balanced"])
+def test_a_batch_filled_in_place_gives_the_bits_of_the_batch(attention: str, memory: str) -> None:
+    torch.manual_seed(0)
+    config = GPTConfig(vocab_size=50, layers=2, window=9, window_layers=[0])
+    model = GPT(config, attention, memory)
+    batches = [packed(0, [5, 30]), packed(1, [1, 2, 3, 20, 33]), packed(2, [36])]
+    static = StaticBatch(batches[0])
+    places = [static.micro.tokens.data_ptr(), static.micro.mask.doc_ids.data_ptr()]
+    for batch in batches:
+        assert static.fits(batch)
+        static.fill(batch)
+        for got, want in zip(gradients(model, static.micro), gradients(model, batch), strict=True):
+            assert torch.equal(got, want)
+    assert places == [static.micro.tokens.data_ptr(), static.micro.mask.doc_ids.data_ptr()]
+
+
+@pytest.mark.slow  # compiles with torch.compile
+def test_nothing_is_compiled_after_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Block, "compile", partialmethod(Block.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    model = GPT(GPTConfig(vocab_size=50, layers=2), "flash", "fast")
+    model.compile_blocks()
+    static, compiled = StaticBatch(packed(0, [5, 30])), []
+    for seed, borders in enumerate(([5, 30], [1, 2, 3, 20, 33], [36])):
+        static.fill(packed(seed, borders))
+        with torch.autocast("cpu", torch.bfloat16), uncached("cpu"):
+            gradients(model, static.micro)
+        compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert len(set(compiled)) == 1
+    gradients(model, static.micro)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > compiled[0]
+
+
+def work(*keys: str, device: str = "cuda") -> Workload:
+    config = cli.compose("train", ["model=124m", "memory=fast", *keys]).config
+    return with_vocabulary(workload_of(config, device, config.seq_len), 50304)
+
+
+def test_graphs_are_automatic_where_micro_batches_are_small() -> None:
+    assert work("seq_len=1024", "batch_size=4").captured
+    assert not work("seq_len=1024", "batch_size=4", "graphs=false").captured
+    assert not work("seq_len=65536", "batch_size=1").captured
+    assert work("seq_len=65536", "batch_size=1", "graphs=true").captured
+    assert not work("seq_len=1024", "batch_size=4", device="cpu").captured
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        (["attention=sdpa"], "attention=sdpa"),
+        (["attention=flex"], "attention=flex"),
+        (["devices=2"], "one GPU"),
+        (["strategy=fsdp"], "one GPU"),
+        (["memory=long"], "memory=long"),
+        (["+model.rope_scaling={rope_type:dynamic,factor:2.0}", "model.context=64"], "dynamic"),
+    ],
+)
+def test_what_cannot_be_captured_is_named(keys: list[str], named: str) -> None:
+    automatic = work("seq_len=1024", "batch_size=4", *keys)
+    assert automatic.is_host_bound
+    assert not automatic.captured
+    automatic.check_graphs()
+    with pytest.raises(ValueError, match=f"graphs=true: .*{named}"):
+        work("seq_len=1024", "batch_size=4", *keys, "graphs=true").check_graphs()
+
+
+def test_gradients_stay_while_a_captured_run_validates() -> None:
+    with_graphs, without = (
+        predict(work("seq_len=8192", "memory.recompute=block", "batch_size=1", f"graphs={graphs}"))
+        for graphs in ("true", "false")
+    )
+    assert with_graphs.moment == "validation"
+    assert with_graphs.gpu[GRADIENTS] == 4 * work().model.parameters()
+    assert with_graphs.peak > without.peak
+
+
+def test_graphs_on_a_cpu_are_refused(
+    overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(overrides(graphs="true")) == 2
+    assert "graphs=true: they are for a GPU" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+# On a GPU: a run with graphs beside the same without them
+
+SMALL = {
+    "device": "cuda",
+    "deterministic": True,
+    "model.layers": 2,
+    "model.channels": 128,
+    "model.heads": 2,
+    "model.kv_heads": 1,
+    "model.ffn": 192,
+    "seq_len": 256,
+    "accumulate": 1,
+    "max_steps": 10,
+    "warmup_steps": 2,
+    "clip": 0.5,
+    "val_every": 4,
+    "compile": False,
+    "memory": "fast",
+    "kernel.lock": "off",
+}
+
+
+@pytest.fixture
+def any_order_again():
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def figures(folder: Path) -> list[tuple[Any, ...]]:
+    keys = ("step", "loss", "grad_norm", "lr", "tokens_seen", "val_loss", "steps_skipped")
+    return [tuple(row.get(key) for key in keys) for row in run_folder.read_metrics(folder)]
+
+
+def run(overrides: Overrides, runs: Path, graphs: bool, **changes: object) -> Path:
+    """The folder of a finished run."""
+    name = f"graphs-{graphs}".lower()
+    keys = SMALL | {"graphs": graphs, "name": name} | changes
+    assert train.main(overrides(**keys)) == 0
+    return runs / name
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("any_order_again")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="one micro-batch"),
+        pytest.param({"accumulate": 4}, id="four"),
+        pytest.param({"accumulate": 2, "compile": True, "workers": 1}, id="compiled"),
+        pytest.param({"accumulate": 3, "memory": "balanced"}, id="recomputed"),
+        pytest.param({"attention": "naive", "model.tied": False}, id="naive"),
+        pytest.param({"optimizer": "muon", "accumulate": 2}, id="muon"),
+        pytest.param({"clip": "null", "memory.optimizer_state": "host"}, id="state on the host"),
+        pytest.param({"precision": "fp32"}, id="fp32"),
+        pytest.param({"seq_len_schedule": "[[64,3],[128,3]]", "accumulate": 2}, id="stages"),
+        pytest.param({"spike": "skip"}, id="each loss read"),
+    ],
+)
+def test_graphs_change_no_bit_of_a_run(
+    overrides: Overrides, tmp_path: Path, changes: dict[str, object], capsys: Any
+) -> None:
+    runs = tmp_path / "runs"
+    without = run(overrides, runs, False, **changes)
+    assert "CUDA graphs" not in capsys.readouterr().out
+    captured = run(overrides, runs, True, **changes)
+    assert "CUDA graphs" in capsys.readouterr().out
+    assert figures(captured) == figures(without)
+    check_equal_weights(captured, without)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("any_order_again")
+def test_a_captured_run_resumes_bit_for_bit(overrides: Overrides, tmp_path: Path) -> None:
+    every = {"checkpoint_every": 5, "keep_checkpoints": 9, "accumulate": 2}
+    straight = run(overrides, tmp_path / "runs", True, **every)
+    resumed = run(overrides, tmp_path / "runs", True, **every, name="resumed").with_name("resumed")
+    files.remove(run_folder.checkpoints(resumed)[-1])
+    assert train.main([f"resume={resumed}"]) == 0
+    assert figures(resumed)[-5:] == figures(straight)[-5:]
+    check_equal_weights(straight, resumed)
+
+
+@pytest.mark.gpu
+def test_the_gradient_of_a_tied_embedding_in_any_order_is_captured(
+    overrides: Overrides, tmp_path: Path
+) -> None:
+    losses = []
+    for graphs in (False, True):
+        folder = run(overrides, tmp_path / "runs", graphs, deterministic=False)
+        losses.append([row["loss"] for row in steps(folder)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_captured_is_one_line(overrides: Overrides) -> None:
+    keys = overrides(**SMALL | {"deterministic": False, "graphs": True})
+    # A process of its own: a capture that fails leaves torch's generators unusable.
+    process = finished(Path(__file__).with_name("waiting_run.py"), keys, ROOT)
+    assert process.returncode == 1
+    assert "Traceback" not in process.stderr
+    [line] = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
+    assert "use graphs=false" in line
+
+
+@pytest.mark.gpu
+def test_memory_of_captured_steps_is_predicted(overrides: Overrides, tmp_path: Path) -> None:
+    shape = {"model": "124m", "model.vocab_size": 50304, "seq_len": 1024, "batch_size": 4}
+    unset = dict.fromkeys(("model.channels", "model.heads", "model.kv_heads", "model.ffn"))
+    keys = shape | unset | {"model.layers": 12, "max_steps": 4, "log_every": 1, "compile": True}
+    folder = run(partial(overrides), tmp_path / "runs", True, **keys, deterministic=False)
+    last = steps(folder)[-1]
+    assert last["memory_peak_gib"] == pytest.approx(last["memory_predicted_gib"], rel=0.03)
