@@ -299,7 +299,7 @@ def of_other(
         warm=warm,
         timed=timed,
         device=work.device,
-        bf16=work.precision == "bf16",
+        bf16=work.precision != "fp32",
         lrs=[learning_rate(n, run) for n in range(warm + timed)],
         betas=config.betas,
         weight_decay=config.weight_decay,

@@ -27,7 +27,7 @@ class Workload:
     seq_len: int  # tokens in a row
     batch_size: int  # rows in a micro-batch
     accumulate: int  # micro-batches in a step
-    precision: str  # bf16 | fp32
+    precision: str  # bf16 | fp8 | fp32
     compile: bool
     deterministic: bool
     model: GPTConfig
@@ -37,6 +37,7 @@ class Workload:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     validates: bool = True
     machines: int = 1  # that the devices are spread over evenly, those of one row side by side
+    bf16_layers: tuple[int, ...] = ()  # that stay in bf16 under precision=fp8
 
     @property
     def devices_per_machine(self) -> int:
@@ -47,6 +48,24 @@ class Workload:
     def rows_per_step(self) -> int:
         """Rows of an optimizer step over all micro-batches and devices."""
         return self.batch_size * self.accumulate * self.data_ranks
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of an element of an activation, and of a weight where it is multiplied in bf16."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def fp8_layers(self) -> int:
+        """Layers with products in eight bits."""
+        return self.model.layers - len(self.bf16_layers) if self.precision == "fp8" else 0
+
+    @property
+    def quantizes_once(self) -> bool:
+        """Whether a step keeps every weight in eight bits for all of its micro-batches: where they
+        are several, no rank gathers weights, and memory is not short.
+        """
+        several = self.accumulate > 1 and self.strategy != "fsdp"
+        return self.fp8_layers > 0 and several and self.memory.recompute == "none"
 
     @property
     def data_ranks(self) -> int:
@@ -60,7 +79,7 @@ class Workload:
 
 
 def precision_of(precision: str, device: str) -> str:
-    """ "bf16" or "fp32": as asked for, with auto as the device computes fastest."""
+    """ "bf16", "fp8" or "fp32": as asked for, with auto as the device computes fastest."""
     return PRECISION[device] if precision == "auto" else precision
 
 
@@ -101,6 +120,7 @@ def workload_of(
         lora=config.lora,
         optimizer=config.optimizer.filled(),
         validates=config.data.val_fraction != 0,
+        bf16_layers=tuple(config.bf16_layers),
     )
 
 
