@@ -151,7 +151,7 @@ def model_of(precision: str, memory: str = "fast", **choices: object) -> GPT:
 def losses(model: GPT, steps: int) -> list[float]:
     """Of AdamW's steps on the same 40 tokens."""
     tokens = torch.randint(97, (2, 21), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     each = []
     for _ in range(steps):
         with torch.autocast(DEVICE, torch.bfloat16), weights_quantized(model):
@@ -159,15 +159,15 @@ def losses(model: GPT, steps: int) -> list[float]:
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        each.append(float(loss))
+        each.append(loss.item())
     return each
 
 
 def test_a_model_trains_as_in_bf16() -> None:
     bf16, eight = (losses(model_of(precision), 12) for precision in ("bf16", "fp8"))
     assert eight != bf16
-    assert bf16[-1] < 0.5 * bf16[0]
-    assert eight == pytest.approx(bf16, rel=0.05)
+    assert bf16[-1] < 0.7 * bf16[0]
+    assert eight == pytest.approx(bf16, rel=0.02)
 
 
 def test_recomputed_blocks_have_the_gradients_of_saved_ones() -> None:
