@@ -14,7 +14,6 @@ import torch
 from longctx.config.eval_config import EvalConfig
 from longctx.config.generate_config import GenerateConfig
 from longctx.config.train_config import TrainConfig
-from longctx.kernels import HAS_TRITON
 from longctx.planner import hardware
 from longctx.planner.hardware import Machine
 
@@ -28,7 +27,7 @@ def this_machine() -> Machine:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     gpu = hardware.chip(properties.name, float(properties.total_memory))
     bf16 = torch.cuda.is_bf16_supported()
-    return Machine(gpus, gpu, bf16, hardware.host_memory(), fp8=eight_bits and HAS_TRITON)
+    return Machine(gpus, gpu, bf16, hardware.host_memory(), fp8=eight_bits)
 
 
 def dtype_of(precision: str) -> torch.dtype:
