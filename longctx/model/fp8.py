@@ -206,12 +206,13 @@ def weights_quantized(model: nn.Module) -> Iterator[None]:
     """Inside the block, which must not change them, `model` takes every weight in eight bits as it
     was at the beginning.
     """
-    layers = [m for m in model.modules() if isinstance(getattr(m, "product", None), Product)]
+    layers = [m for m in model.modules() if isinstance(m, Linear | LoraLinear)]
+    products = {layer.product: layer.weight for layer in layers if layer.product is not linear}
     with torch.no_grad():
-        for layer in layers:
-            layer.product.copies = quantized(layer.weight, VALUES)
+        for each, weight in products.items():
+            each.copies = quantized(weight, VALUES)
     try:
         yield
     finally:
-        for layer in layers:
-            layer.product.copies = None
+        for each in products:
+            each.copies = None
