@@ -63,8 +63,8 @@ def quantized(
         return Quantized(*quantize.quantize(x, scale, dtype, rows, columns))
     most = torch.finfo(dtype).max
     if scale is None:
-        amax = x.abs().amax().float().nan_to_num(nan=torch.inf, posinf=torch.inf)
-        scale = amax.clamp(min=LEAST) / most
+        amax = x.abs().amax().float().nan_to_num(nan=torch.nan, posinf=torch.nan)
+        scale = amax.clamp(min=LEAST) / torch.full_like(amax, most)  # a GPU multiplies by 1 / most
     q = (x.float() * (1 / scale)).clamp(-most, most).to(dtype)
     transposed = F.pad(q.view(torch.uint8).t(), (0, -len(x) % 16)).contiguous().view(dtype)
     empty = q.new_empty(0)

@@ -19,7 +19,8 @@ FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
 def formula(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The copy and its scale."""
     most = torch.finfo(dtype).max
-    scale = x.float().abs().amax().clamp(min=1e-30) / most
+    amax = x.float().abs().amax().clamp(min=1e-30)
+    scale = amax / torch.full_like(amax, most)  # on a GPU amax / most multiplies by 1 / most
     return (x.float() * (1 / scale)).clamp(-most, most).to(dtype), scale
 
 
@@ -34,12 +35,12 @@ def exact(shape: tuple[int, int], dtype: torch.dtype, power: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize(("R", "C"), [(1, 1), (3, 5), (65, 129), (16, 300)])
+@pytest.mark.parametrize(("R", "C"), [(1, 1), (3, 5), (65, 129), (48, 304)])
 def test_both_copies_are_torchs_to_the_bit(R: int, C: int, dtype: torch.dtype) -> None:
-    for power, of in ((-60, torch.float32), (3, torch.bfloat16)):
+    for power, of in ((-60, torch.float32), (3, torch.bfloat16), (0, torch.float16)):
         inputs = [exact((R, C), dtype, power)]
         if DEVICE == "cuda":
-            inputs.append(torch.randn(R, C) * torch.randn(R, C).mul(3).exp())
+            inputs.append(torch.randn(R, C) * torch.randn(R, C).mul(2).exp())
         for values in inputs:
             x = values.to(DEVICE, of)
             want, scale = formula(x, dtype)
@@ -53,10 +54,10 @@ def test_both_copies_are_torchs_to_the_bit(R: int, C: int, dtype: torch.dtype) -
             assert torch.equal(again.view(torch.uint8), columns.view(torch.uint8))
 
 
-def test_zeros_stay_zeros_and_what_is_not_finite_has_scale_inf() -> None:
+def test_zeros_stay_zeros_and_what_is_not_finite_has_scale_nan() -> None:
     x = torch.zeros(3, 70, device=DEVICE)
     rows, _, scale = quantize(x, None, FORMATS[0], True, False)
     assert not rows.float().any() and scale.isfinite() and (1 / scale).isfinite()
     for value in (torch.inf, -torch.inf, torch.nan):
         x[2, 69] = value
-        assert quantize(x, None, FORMATS[0], True, False)[2] == torch.inf
+        assert quantize(x, None, FORMATS[0], True, False)[2].isnan()
