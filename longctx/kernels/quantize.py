@@ -60,7 +60,7 @@ def quantize_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """A tile (BR, BC) of the copy `rows` (R, C) and of the transposed copy `columns` (C, padded),
-    each where it is wanted. The scale is given if SCALED, else one program writes it.
+    each where it is wanted. The scale is given if SCALED; one program writes it.
 
     Each copy is rounded by itself, with a scale of its own to the compiler. If one rounding served
     both, ptxas before 13 would store bytes before they are computed (triton-lang/triton#11111).
@@ -68,9 +68,8 @@ def quantize_kernel(
     r = tl.program_id(1).to(tl.int64) * BR + tl.arange(0, BR)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     unit = unit_of(amax, scale, LARGEST, SCALED)
-    if not SCALED:
-        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-            tl.store(scale, unit)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(scale, unit)
     inside = (r < R)[:, None] & (c < C)[None, :]
     value = tl.load(x + r[:, None] * C + c[None, :], mask=inside, other=0.0)
     if ROWS:

@@ -94,7 +94,7 @@ if __name__ == "__main__":
             )
         for dtype in ("bf16", "fp32"):
             spilled[f"amax {capability} {dtype}"] = compiled(
-                *(quantize.amax_kernel, capability, 4, dtype),
+                *(quantize.amax_kernel, capability, quantize.REDUCING, dtype),
                 BLOCK=quantize.REDUCED,
                 TILES=quantize.TILES,
             )
