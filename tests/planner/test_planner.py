@@ -320,6 +320,19 @@ def test_a_tied_weights_second_gradient_takes_room_only_where_sums_have_an_order
     assert one_order - any_order == 4 * config.model.vocab_size * config.model.channels
 
 
+def test_eight_bits_take_the_time_and_memory_that_a_gpu_measured() -> None:
+    shapes = (
+        (["model=1b"], 16384, 0.2808, 31.81),
+        (["model=8b", "model.layers=22"], 8192, 0.4013, 89.19),
+    )
+    for model, tokens, seconds, peak in shapes:
+        sizes = {"seq_len": tokens, "batch_size": 1, "accumulate": 1}
+        fp8 = replace(workload(*model, "memory=fast", "precision=fp8", **sizes), validates=False)
+        predicted = fitting.seconds(fp8, H200)
+        assert predicted is not None and predicted.total == pytest.approx(seconds, rel=0.03)
+        assert predict(fp8).peak / GIB == pytest.approx(peak, rel=0.01)
+
+
 def test_eight_bits_hold_weights_only_where_micro_batches_share_them() -> None:
     fp8 = one_b("memory=fast", "precision=fp8", seq_len=16384, batch_size=1, accumulate=1)
     block = 16 * (2048 * 3072 + 2048 * 2048 + 3 * 2048 * 8192)
