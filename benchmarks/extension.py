@@ -47,6 +47,7 @@ class Options:
     path: str = key("", "text files instead of the embedded documents")
     device: str = key("auto", "auto, cpu or cuda")
     kernel: str = key("auto", "attention.options.kernel of the flash backend")
+    precision: str = key("auto", "of training, as train.py takes it")
     seed: int = key(1, "of weights and order")
     out: str = key("extension", "a new folder for runs, models and the result")
 
@@ -108,6 +109,7 @@ def commands(options: Options, out: Path) -> Iterator[tuple[str, list[str]]]:
         ),
         *(
             f"attention.options.kernel={options.kernel}",
+            f"precision={options.precision}",
             "data=mix",
             *text,
             "data.mix.recall.source=needles",

@@ -3,9 +3,10 @@ GPU, one after another.
 
 A step is forward, backward, clipping, AdamW, zero_grad; its time the median of those after warm-up;
 nothing waits for the device between steps, as in a run that seldom logs. longctx's steps are those
-of train.py (fp32 weights, batches from its loader), the others' are in `trainers`; longctx-bare is
-its model without Lightning's loop. Every point runs in a child process, so that running out of
-memory is a row of the table. Rows are one document each.
+of train.py (fp32 weights, batches from its loader), the others' are in `trainers`. longctx-bare is
+its model without Lightning's loop; longctx-sdpa and longctx-fp8 are the same run by other recipes.
+Every point runs in a child process, so that running out of memory is a row of the table. Rows are
+one document each.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ if TYPE_CHECKING:
     from longctx.training.run import Run
 
 TAKES_TRAINING_KEYS = True
-PEERS = ("longctx", "longctx-bare", "longctx-sdpa", "nanogpt", "transformers", "transformers-liger")
-# Longctx-sdpa: torch's FlashAttention-2
-PINNED = [
-    "attention=sdpa",
-    "attention.options.kernel=flash",
-]
+PEERS = (
+    *("longctx", "longctx-bare", "longctx-sdpa", "longctx-fp8"),
+    *("nanogpt", "transformers", "transformers-liger"),
+)
+# longctx otherwise than asked for: the key, and what it becomes. sdpa: torch's FlashAttention-2
+OTHERWISE = {
+    "longctx-sdpa": ("attention", ["attention=sdpa", "attention.options.kernel=flash"]),
+    "longctx-fp8": ("precision", ["precision=fp8"]),
+}
 TAKEN = {"seq_len": "use lengths=", "batch_size": "use step_tokens=", "devices": "one is compared"}
 WARM = 3
 # As many steps are timed as longctx is predicted to do in this time, `steps` at most.
@@ -177,7 +181,7 @@ def point(
         return row | {"how": f"skipped: {reason}"}
     limit = min(options.seconds, end - time.monotonic())
     try:
-        if peer in ("longctx", "longctx-sdpa"):
+        if peer == "longctx" or peer in OTHERWISE:
             measured = of_longctx(peer, run, options, overrides, limit)
         else:
             full = [r for r in before if r["peer"] == peer and r.get("full_without")]
@@ -197,6 +201,8 @@ def missing(peer: str, run: Run, options: Options) -> str | None:
     """Why `peer` cannot be measured, or None: a package, a folder, or a kind of model that it has
     not.
     """
+    from longctx.distributed.devices import this_machine
+
     work = run.workload
     model, lora = work.model, work.lora.rank is not None
     if peer == "longctx-bare" and work.accumulate > 1:
@@ -216,6 +222,8 @@ def missing(peer: str, run: Run, options: Options) -> str | None:
                 "nanoGPT has no model of this shape: as many kv_heads as heads, tied, "
                 "ffn = 8/3 channels"
             )
+    if peer == "longctx-fp8" and not this_machine().fp8:
+        return "products in eight bits need a GPU of compute capability 8.9 or above"
     needed = []
     if peer.startswith("transformers"):
         needed = ["transformers"] + (["peft"] if lora else [])
@@ -242,16 +250,17 @@ def of_longctx(
     from longctx.training.child import dry_run_in_child
     from longctx.training.resolve import check_attention
 
-    if peer == "longctx-sdpa":
-        others = [one for one in overrides if not one.startswith("attention")]
+    if peer in OTHERWISE:
+        name, pinned = OTHERWISE[peer]
+        others = [one for one in overrides if not one.startswith(name)]
         seq_len = f"seq_len={run.workload.seq_len}"
-        chosen = training_run([*others, *PINNED, seq_len], run.workload.device).workload.attention
+        other = training_run([*others, *pinned, seq_len], run.workload.device).workload
+        chosen = {name: getattr(other, name)}
         run = replace(
-            run,
-            config=replace(run.config, attention=chosen),
-            workload=replace(run.workload, attention=chosen),
+            run, config=replace(run.config, **chosen), workload=replace(run.workload, **chosen)
         )
     check_attention(run.config, run.workload.model, run.workload.device)
+    run.config.check_fp8(run.workload.model)
     run = decided(run)
     work = run.workload
     warm, timed = steps_of(run, options)
@@ -299,7 +308,7 @@ def of_other(
         warm=warm,
         timed=timed,
         device=work.device,
-        bf16=work.precision == "bf16",
+        bf16=work.precision != "fp32",
         lrs=[learning_rate(n, run) for n in range(warm + timed)],
         betas=config.betas,
         weight_decay=config.weight_decay,

@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
     import longctx.kernels.adamw_update
     import longctx.kernels.cross_entropy
     import longctx.kernels.portable
+    import longctx.kernels.quantize
     import longctx.kernels.rms_norm
     import longctx.kernels.rotary
     import longctx.kernels.split_decode

@@ -84,6 +84,8 @@ def check_device(config: TrainConfig | EvalConfig) -> None:
         return
     if config.device == "cuda":
         raise ValueError(hardware.NO_GPU)
+    if config.precision == "fp8":
+        raise ValueError(hardware.without_fp8("a CPU"))
     config.attention.check_without_gpu()
     if isinstance(config, TrainConfig) and config.seq_len == "max":
         raise ValueError(hardware.NO_LONGEST)

@@ -120,8 +120,12 @@ class TrainConfig:
     devices: int = key(1, "GPUs, or processes on a CPU", between=(1, 4096))
     precision: str = key(
         "auto",
-        "auto: bf16 on a GPU, fp32 on a CPU | bf16: fp32 weights, the rest in bf16 | fp32",
-        choices=("auto", "bf16", "fp32"),
+        "auto: bf16 on a GPU, fp32 on a CPU | bf16: fp32 weights, the rest in bf16 | fp32 | fp8: "
+        "as bf16, the products of the blocks' linear layers in eight bits",
+        choices=("auto", "bf16", "fp32", "fp8"),
+    )
+    bf16_layers: list[int] = key(
+        [], "layers that stay in bf16 under precision=fp8, the first is 0, the last -1"
     )
     compile: str = key(
         "auto",
@@ -217,6 +221,10 @@ class TrainConfig:
                 f"sample_prompt={self.sample_prompt}: does nothing without sample_every; give it "
                 "too, such as sample_every=100"
             )
+        if self.bf16_layers and self.precision != "fp8":
+            raise ValueError(
+                f"bf16_layers={self.bf16_layers}: does nothing without precision=fp8; leave it out"
+            )
         check(self.kernel, "kernel.")
         check(self.strategy, "strategy.")
         check(self.context, "context.")
@@ -262,6 +270,30 @@ class TrainConfig:
             )
         self.lora.validate()
         self.data.validate()
+
+    def check_fp8(self, model: GPTConfig) -> None:
+        """Raise ValueError where `model`, which may be of `init`, has no products in eight bits as
+        asked for.
+        """
+        if self.precision != "fp8":
+            return
+        D = model.head_size
+        for name, size in (
+            ("channels", model.channels),
+            ("ffn", model.ffn),
+            ("heads × head size", model.heads * D),
+            ("(heads + 2 · kv_heads) × head size", (model.heads + 2 * model.kv_heads) * D),
+        ):
+            if size % 16:
+                raise ValueError(
+                    f"precision=fp8: model.{name}={size} is not a multiple of 16, as products in "
+                    "eight bits take; use precision=bf16"
+                )
+        layers, setting = model.layers, f"bf16_layers={self.bf16_layers}"
+        if any(not -layers <= n < layers for n in self.bf16_layers):
+            raise ValueError(f"{setting}: layers from 0 to {layers - 1}, or from the last, -1")
+        if len({n % layers for n in self.bf16_layers}) < len(self.bf16_layers):
+            raise ValueError(f"{setting}: names a layer twice; name each once")
 
     def _validate_schedule(self) -> None:
         before = 1

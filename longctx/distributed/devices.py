@@ -23,14 +23,16 @@ def this_machine() -> Machine:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not gpus:
         return Machine(0, None, False, hardware.host_memory())
+    eight_bits = torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9)
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     gpu = hardware.chip(properties.name, float(properties.total_memory))
-    return Machine(gpus, gpu, torch.cuda.is_bf16_supported(), hardware.host_memory())
+    bf16 = torch.cuda.is_bf16_supported()
+    return Machine(gpus, gpu, bf16, hardware.host_memory(), fp8=eight_bits)
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """The dtype in which "bf16" or "fp32" computes products."""
-    return torch.bfloat16 if precision == "bf16" else torch.float32
+    """The dtype of activations in "bf16", "fp8" or "fp32"."""
+    return torch.float32 if precision == "fp32" else torch.bfloat16
 
 
 def choose_device(config: TrainConfig | EvalConfig | GenerateConfig, machine: Machine) -> str:
@@ -38,10 +40,14 @@ def choose_device(config: TrainConfig | EvalConfig | GenerateConfig, machine: Ma
     if config.device == "cuda" and not machine.gpus:
         raise ValueError(hardware.NO_GPU)
     if config.device == "cpu" or not machine.gpus:
+        if config.precision == "fp8":
+            raise ValueError(hardware.without_fp8("a CPU"))
         return "cpu"
     if not machine.bf16 and config.precision in ("auto", "bf16"):
         name = machine.gpu.name if machine.gpu else "this GPU"
         raise ValueError(f"precision=bf16: {name} has no bf16; use precision=fp32")
+    if config.precision == "fp8" and not machine.fp8:
+        raise ValueError(hardware.without_fp8(machine.gpu.name if machine.gpu else "this GPU"))
     return "cuda"
 
 

@@ -18,7 +18,8 @@ from longctx.distributed.lightning_parts import (
     _SubprocessScriptLauncher,
 )
 
-PRECISIONS = {"bf16": "bf16-mixed", "fp32": "32-true"}
+# fp8: layers make their products in eight bits themselves, see longctx.model.fp8
+PRECISIONS = {"bf16": "bf16-mixed", "fp8": "bf16-mixed", "fp32": "32-true"}
 
 
 class Processes(LightningEnvironment):
@@ -82,7 +83,7 @@ class Starter(_SubprocessScriptLauncher):
 
 
 def make_fabric(environment: Processes, strategy: Any, device: str, precision: str) -> Fabric:
-    """Lightning's Fabric on "cuda" or "cpu" in "bf16" or "fp32"."""
+    """Lightning's Fabric on "cuda" or "cpu" in "bf16", "fp8" or "fp32"."""
     quiet_lightning()
     return Fabric(
         accelerator="gpu" if device == "cuda" else "cpu",

@@ -54,9 +54,11 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias, device=device)
         assert parts is None or sum(parts) == out_features
         self.parts = parts
+        self.product: Any = linear  # or in eight bits, see longctx.model.fp8
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        y: Tensor = self.product(x, self.weight, self.bias)
+        return y
 
 
 class RMSNorm(nn.RMSNorm):
@@ -135,11 +137,13 @@ class SwiGLU(nn.Module):
 
         A recomputation in backward wants the gradients alone.
         """
-        gate_up = self.gate_up(x)
-        if fused(gate_up) and type(self.down) is Linear:
-            return swiglu.gated_down(gate_up, self.down.weight, self.down.bias, needs_value)
+        gate_up, down = self.gate_up(x), self.down
+        if fused(gate_up) and type(down) is Linear:
+            gated_down = swiglu.gated_down if down.product is linear else down.product.gated_down
+            y: Tensor = gated_down(gate_up, down.weight, down.bias, needs_value)
+            return y
         gate, up = gate_up.chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return down(F.silu(gate) * up)
 
 
 class Block(nn.Module):

@@ -38,7 +38,7 @@ class LoraLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = frozen.in_features, frozen.out_features
         self.weight, self.bias = frozen.weight, frozen.bias
-        self.parts = frozen.parts
+        self.parts, self.product = frozen.parts, frozen.product
         self.scale = alpha / rank
         device = frozen.weight.device
         self.lora_a = nn.Parameter(
@@ -56,7 +56,8 @@ class LoraLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         low = F.linear(x, self.lora_a.to(x.dtype)) * self.scale
-        return F.linear(x, self.weight, self.bias) + F.linear(low, self.lora_b.to(low.dtype))
+        y: Tensor = self.product(x, self.weight, self.bias)
+        return y + F.linear(low, self.lora_b.to(low.dtype))
 
     def merged(self) -> Linear:
         """A plain layer that computes the same, its sum formed in fp32."""

@@ -72,6 +72,11 @@ class Chip:
         return not HOPPERS.isdisjoint(self.name.upper().replace("-", " ").split())
 
     @property
+    def fp8(self) -> bool:
+        """Whether it multiplies numbers of eight bits, as far as its name tells."""
+        return not _is_named(self.name, "A100")
+
+    @property
     def usable(self) -> float:
         """Bytes that tensors can take: CUDA's context, library workspaces and gaps between tensors
         left out.
@@ -87,6 +92,15 @@ class Machine:
     gpu: Chip | None  # the first of them, or this process's own
     bf16: bool  # whether that GPU computes in bf16
     host_memory: float  # bytes
+    fp8: bool = False  # whether that GPU multiplies numbers of eight bits
+
+
+def without_fp8(device: str) -> str:
+    """The mistake of asking `device` for products in eight bits."""
+    return (
+        f"precision=fp8: {device} does not multiply numbers of eight bits, which takes an NVIDIA "
+        "GPU of compute capability 8.9 or more, such as an H100; use precision=auto"
+    )
 
 
 def chip(name: str, memory: float) -> Chip:

@@ -41,7 +41,7 @@ def attention_exchange(workload: Workload, chip: Chip) -> float:
 
 def _of_layer(workload: Workload, window: int | None, chip: Chip) -> float:
     m, ranks = workload.model, workload.context
-    e, rows = activation_bytes(workload), workload.batch_size
+    e, rows = workload.activation_bytes, workload.batch_size
     n = ceil(workload.seq_len / ranks)
     q, kv = m.heads * m.head_size, 2 * m.kv_heads * m.head_size
     if is_with_neighbour(workload, window):
@@ -116,13 +116,8 @@ def waiting_for_weights(workload: Workload, chip: Chip, compute: float) -> float
         last = 2 * shared(FP32 * trained_outside, 1)
         backward = 2 / 3 * compute
         return last + max(0.0, 2 * shared(FP32 * trained, 1) - BEHIND * backward)
-    e = activation_bytes(workload)
+    e = workload.activation_bytes
     first = shared(e * (outside + blocks / m.layers), 1)
     last = shared(FP32 * trained_outside, 1)
     hidden = 2 * shared(e * blocks, m.layers) + shared(FP32 * trained, m.layers)
     return workload.accumulate * (first + last + max(0.0, hidden - BEHIND * compute))
-
-
-def activation_bytes(workload: Workload) -> int:
-    """Bytes of an element of an activation, and of a weight where it is multiplied."""
-    return 2 if workload.precision == "bf16" else FP32

@@ -43,6 +43,8 @@ def run(options: PlanOptions, requests: Mapping[str, TrainConfig]) -> None:
     attention backend.
     """
     chip, host = machine(options)
+    if not chip.fp8 and any(request.precision == "fp8" for request in requests.values()):
+        raise ValueError(hardware.without_fp8(chip.name))
     per_machine = options.gpus_per_machine
     configs = [
         (backend, config)
@@ -162,6 +164,7 @@ def without_data(request: TrainConfig, device: str) -> Workload:
         raise ValueError("context=auto: a run chooses that; here give a number")
     if isinstance(request.seq_len, str):
         raise ValueError("seq_len=max: a run finds that on its GPU; here give a number of tokens")
+    request.check_fp8(request.model)
     work = workload_of(request, device, request.seq_len)
     return with_vocabulary(work, request.data.vocab_size)
 

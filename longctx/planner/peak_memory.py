@@ -73,7 +73,7 @@ def for_hopper(workload: Workload) -> bool:
     kernel = workload.attention.options.get("kernel", "auto")
     if workload.attention.backend != "flash" or kernel != "auto":
         return workload.attention.backend == "flash" and kernel == "hopper"
-    return workload.precision == "bf16" and workload.model.head_size in HOPPER_HEAD_SIZES
+    return workload.activation_bytes == 2 and workload.model.head_size in HOPPER_HEAD_SIZES
 
 
 class _Step:
@@ -96,7 +96,7 @@ class _Step:
             m.heads * m.head_size,
             m.kv_heads * m.head_size,
         )
-        self.e = 2 if workload.precision == "bf16" else FP32
+        self.e = workload.activation_bytes
         self.compiled = workload.compile
         self.backend = workload.attention.backend
         # Of a block's products, before and after attention
@@ -109,6 +109,13 @@ class _Step:
         self.gradient = 0 if self.added else self.e if self.sharded else FP32
         in_16_bits = self.e < FP32 and not self.added and not self.sharded
         self.copy = self.e if in_16_bits else 0  # and of its copy in 16 bits
+        # In eight bits a weight has no copy that waits for backward, but in a step that holds all
+        # of them from its beginning, as they lie and transposed.
+        in_bf16 = {n % self.L for n in workload.bf16_layers}
+        is_fp8 = workload.precision == "fp8"
+        self.in_8_bits = [is_fp8 and n not in in_bf16 for n in range(self.L)]
+        once = workload.quantizes_once
+        self.held = 2.0 * sum(self.in_8_bits) * (self.before_weights + self.after_weights) * once
         # One kernel makes the product of gate and up again in backward, see longctx.kernels.swiglu.
         targets = workload.lora.targets if self.added else []
         self.kernels = device == "cuda" and self.e < FP32
@@ -126,7 +133,8 @@ class _Step:
 
     def moments(self) -> Iterator[tuple[str, Terms]]:
         """Every moment that can be the peak, with its bytes by term."""
-        always = self.always()
+        outside = self.always()
+        always = _sum(outside, {PARAMETERS: self.held})
         gradients = FP32 * self.trained / self.slices
         embedding = self.gradient * self.V * self.C
         kept = FP32 / self.slices if self.sharded and self.gradient else self.gradient
@@ -166,10 +174,10 @@ class _Step:
         tokens = {GRADIENTS: last, KEPT: (FP32 + self.e) * self.C * self.N}
         yield "backward of the embedding", _sum(always, tokens)
         workspace = optimizer_cost.workspace(self.workload)
-        yield "optimizer", _sum(always, {GRADIENTS: gradients, OPTIMIZER: workspace})
+        yield "optimizer", _sum(outside, {GRADIENTS: gradients, OPTIMIZER: workspace})
         if self.workload.validates:  # CUDA graphs write the gradients of all steps to one place
             still = gradients if self.workload.captured else 0.0
-            yield "validation", _sum(always, {GRADIENTS: still}, self.validation())
+            yield "validation", _sum(outside, {GRADIENTS: still}, self.validation())
 
     def tile_of(self, most: int) -> int:
         """Tokens of a tile of at most so many: all tiles are about equal, see
@@ -271,14 +279,22 @@ class _Step:
             attention += e * self.kv * N + self.scores_kept() * self.H * self.N * self.T
         else:
             attention += e * (self.q + 2 * self.kv) * N  # v is a part of the projection's output
-        norm = e * C * N + FP32 * N  # its output, and 1 / rms
-        weights = self.copy * self.before_weights  # in 16 bits, for backward
+        copy, x8 = self.copies(layer)
+        norm = (x8 or e) * C * N + FP32 * N  # its output, and 1 / rms
+        weights = copy * self.before_weights  # in 16 bits, for backward
         kept = e * C * N + norm + attention + weights  # with the block's input
         if self.memory.recompute == "mlp":
             return kept
-        weights = self.copy * self.after_weights
+        weights = copy * self.after_weights + x8 * self.q * N  # and attention's output in 8 bits
         inner = 2 * F if self.fused else 3 * F  # gate and up, and their product
         return kept + e * C * N + norm + e * inner * N + weights  # with attention's projection
+
+    def copies(self, layer: int) -> tuple[int, int]:
+        """Bytes of a weight's copy that block `layer`, from 0, keeps for backward; and of an input
+        of a product in eight bits, 0 where it is kept as it is: in bf16, or for LoRA's factors.
+        """
+        in_8_bits = self.in_8_bits[layer]
+        return 0 if in_8_bits else self.copy, 1 if in_8_bits and not self.added else 0
 
     def kept(self, layers: int) -> Terms:
         """What the first `layers` blocks keep on the GPU."""
@@ -314,16 +330,17 @@ class _Step:
         given up its copy in 16 bits; else the other way round.
         """
         N, C, F, e = self.N, self.C, self.F, self.e
+        copy, x8 = self.copies(layer - 1)
         incoming = e * C * N
-        down = float(-self.copy if self.fused else self.gradient) * C * F
+        down = float(-copy if self.fused else self.gradient) * C * F
         if self.memory.recompute == "none":
+            incoming += x8 * C * N  # transposed in eight bits
             return {MLP: incoming + e * (4 if self.fused else 2 + self.lora_product) * F * N + down}
         n = self.tile
         work = e * (3 * C + 2 * F) * n  # projection, norm, output; gate and up
+        work += x8 * (C + self.q) * n - (e - x8 if x8 else 0) * C * n
         work += e * (4 if self.fused else 3 + self.lora_product) * F * n
-        weights = self.copy * self.after_weights + (
-            down if self.fused else down - self.copy * C * F
-        )
+        weights = copy * self.after_weights + (down if self.fused else down - copy * C * F)
         # Attention's output has its gradient for all tokens, the last tile's is there too;
         # gradients of weights are sums.
         if n < N:
@@ -349,7 +366,8 @@ class _Step:
         # Residual; do, dq, dk, dv
         work = e * C * N + e * (2 * q + 2 * kv) * N + self.kernel_workspace() + self.exchanged
         if self.memory.recompute == "none":
-            gone = e * ((2 if self.fused else 3) * self.F + C) * N + self.copy * (
+            copy, x8 = self.copies(layer - 1)
+            gone = (e * (2 if self.fused else 3) * self.F + (x8 or e) * C + x8 * q) * N + copy * (
                 self.after_weights - q * C
             )
             return {ATTENTION: work + self.gradient * self.after_weights, KEPT: -gone}

@@ -33,7 +33,7 @@ class Workload:
     seq_len: int  # tokens in a row
     batch_size: int  # rows in a micro-batch
     accumulate: int  # micro-batches in a step
-    precision: str  # bf16 | fp32
+    precision: str  # bf16 | fp8 | fp32
     compile: bool
     deterministic: bool
     model: GPTConfig
@@ -44,6 +44,7 @@ class Workload:
     validates: bool = True
     graphs: str = "auto"  # as asked: auto | true | false
     machines: int = 1  # that the devices are spread over evenly, those of one row side by side
+    bf16_layers: tuple[int, ...] = ()  # that stay in bf16 under precision=fp8
 
     @property
     def captured(self) -> bool:
@@ -99,6 +100,26 @@ class Workload:
         return self.batch_size * self.accumulate * self.data_ranks
 
     @property
+    def activation_bytes(self) -> int:
+        """Bytes of an element of an activation, and of a weight where it is multiplied in bf16."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def fp8_layers(self) -> int:
+        """Layers with products in eight bits."""
+        return self.model.layers - len(self.bf16_layers) if self.precision == "fp8" else 0
+
+    @property
+    def quantizes_once(self) -> bool:
+        """Whether a step keeps every weight in eight bits for all of its micro-batches: where they
+        are several, no rank gathers weights, memory is not short, and no CUDA graph would go on
+        reading the copies of the step in which it was made.
+        """
+        if not self.fp8_layers or self.accumulate == 1 or self.strategy == "fsdp":
+            return False
+        return self.memory.recompute == "none" and not self.captured
+
+    @property
     def data_ranks(self) -> int:
         """Groups of devices that take rows of their own."""
         return self.devices // self.context
@@ -110,7 +131,7 @@ class Workload:
 
 
 def precision_of(precision: str, device: str) -> str:
-    """ "bf16" or "fp32": as asked for, with auto as the device computes fastest."""
+    """ "bf16", "fp8" or "fp32": as asked for, with auto as the device computes fastest."""
     return PRECISION[device] if precision == "auto" else precision
 
 
@@ -152,6 +173,7 @@ def workload_of(
         optimizer=config.optimizer.filled(),
         validates=config.data.val_fraction != 0,
         graphs=config.graphs.lower(),
+        bf16_layers=tuple(config.bf16_layers),
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from longctx.distributed import sharding
 from longctx.distributed.devices import dtype_of
 from longctx.distributed.lightning_parts import pytorch as pl
-from longctx.model import GPT, lora
+from longctx.model import GPT, fp8, lora
 from longctx.training import initial, optimizers
 from longctx.training.batches import MicroBatch
 from longctx.training.learning_rate import LearningRate
@@ -45,6 +45,8 @@ class TrainingModule(pl.LightningModule):
             self.model = GPT(work.model, work.attention, work.memory)
         if work.lora.rank is not None:  # frozen weights lie in 16 bits where they are used so
             lora.add(lora.in_precision(self.model, dtype_of(work.precision)), work.lora)
+        if work.precision == "fp8":
+            fp8.convert(self.model, work.bf16_layers)
         self.shard(self.model)
         self.model.to_empty(device=device)
 

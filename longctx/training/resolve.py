@@ -63,6 +63,7 @@ def resolve(request: Request, machine: Machine, say: Say = print) -> Run:
         "context.degree"
     }:  # the method of the run may not go with another degree
         config = replace(config, context=replace(config.context, method="auto"))
+    config.check_fp8(model)
     check_attention(config, model, device)
     open_layouts = layouts.each(config, model)
     if resumed:

@@ -1,7 +1,8 @@
 """A run made small, for context.check: short rows of its own data, few layers, random weights.
 
 What decides how ranks share the work stays: heads and their size, channels, attention, memory
-policy, precision, LoRA, the layout.
+policy, LoRA, the layout; and the precision, but bf16 for fp8, where one scale per tensor lets the
+rounding of every token depend on all others.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ def small(run: Run) -> Run:
         accumulate=ACCUMULATE,
         model=model,
         memory=memory,
+        precision="bf16" if work.precision == "fp8" else work.precision,
+        bf16_layers=(),
     )
     config = replace(run.config, init=None, seq_len_schedule=None)
     return replace(run, config=config, workload=work, lr=0.0, checkpoint=None, steps_done=0)

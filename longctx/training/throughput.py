@@ -1,8 +1,8 @@
 """What a step costs: tokens per second, model FLOP/s utilization, memory, waiting for data.
 
 MFU counts the FLOPs that the model needs (PaLM, arXiv 2204.02311, appendix B; pairs that the mask
-hides and padding are not work, nor is recomputation) against the chip's dense bf16 peak. A chip
-that is not in the table gets no MFU, not a guess.
+hides and padding are not work, nor is recomputation) against the chip's dense bf16 peak, under
+precision=fp8 too, so that runs compare. A chip that is not in the table gets no MFU, not a guess.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from longctx.distributed import sharding
 from longctx.distributed.parallel import Parallel
+from longctx.model import fp8
 from longctx.runs import checkpoints
 from longctx.training.batches import StepBatch
 from longctx.training.best import Best
@@ -43,7 +45,9 @@ def optimizer_step(
     parts, weight = state.parts, parallel.loss_weight(batch.scored)
     batch.weigh(weight)
     total = torch.zeros((), device=parallel.device)
-    with parallel.autocast():  # around all micro-batches, so that weights are cast once
+    once = state.run.workload.quantizes_once
+    # around all micro-batches, so that weights are cast once
+    with parallel.autocast(), fp8.weights_quantized(state.module) if once else nullcontext():
         for micro in batch.micro:
             first, last = micro is batch.micro[0], micro is batch.micro[-1]
             total += parts.forward_backward(micro, first, last, mark) / weight

@@ -85,8 +85,8 @@ def job(overrides: list[str], **changes: Any) -> trainers.Job:
 
 @pytest.mark.slow
 def test_every_peer_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """But longctx-sdpa, which is longctx by another recipe, see below."""
-    measured = [name for name in peers.PEERS if name != "longctx-sdpa"]
+    """But those which are longctx by another recipe, see below."""
+    measured = [name for name in peers.PEERS if name not in peers.OTHERWISE]
     (tmp_path / "model.py").write_text(NANOGPT)
     argv = [
         f"peers={','.join(measured)}",
@@ -285,6 +285,8 @@ def test_longctx_row_runs_the_requested_and_the_pinned_recipe(
         ("flash", {"kernel": "hopper"}),
         ("sdpa", {"kernel": "flash"}),
     ]
+    peers.of_longctx("longctx-fp8", run, chosen, overrides, 1e12)
+    assert [c.precision for c in ran] == ["bf16", "bf16", "fp8"]
     assert all((c.batch_size, c.accumulate, c.memory.policy) == (2, 2, "fast") for c in ran)
     for row in rows:
         assert (row["rows"], row["tokens_per_second"], row["memory_peak_gib"]) == (4, 131072, 7.0)

@@ -11,7 +11,15 @@ import triton.language as tl
 from compile_report import build
 from triton.compiler import ASTSource
 
-from longctx.kernels import adamw_update, cross_entropy, rms_norm, rotary, split_decode, swiglu
+from longctx.kernels import (
+    adamw_update,
+    cross_entropy,
+    quantize,
+    rms_norm,
+    rotary,
+    split_decode,
+    swiglu,
+)
 
 POINTERS = [
     "loss",
@@ -34,6 +42,8 @@ STRIDES = [f"stride_{x}{of}" for x in "kv" for of in "bth"]
 KINDS |= dict.fromkeys(["first", "last"], "*i32") | dict.fromkeys(["part_out", "part_lse"], "*fp32")
 KINDS |= dict.fromkeys(["Hkv", "parts", *STRIDES], "i32") | {"scale_log2": "fp32"}
 KINDS |= {"places": "*i64", "owners": "*i32"}
+KINDS |= dict.fromkeys(["rows", "columns"], "*fp8e4nv") | {"amax": "*fp32"}
+KINDS |= dict.fromkeys(["R", "padded", "numel"], "i32")
 KINDS |= dict.fromkeys(FLOATS, "fp32") | dict.fromkeys(INTS, "i32")
 
 
@@ -97,6 +107,22 @@ if __name__ == "__main__":
             spilled[f"combine {capability} {dtype} {D}"] = compiled(
                 split_decode.combine_kernel, capability, 2, dtype, D=D, PAD=pad
             )
+        for dtype in ("bf16", "fp32"):
+            spilled[f"amax {capability} {dtype}"] = compiled(
+                *(quantize.amax_kernel, capability, quantize.REDUCING, dtype),
+                BLOCK=quantize.REDUCED,
+                TILES=quantize.TILES,
+            )
+            rows, columns = quantize.TILE
+            tile = {"ROWS": True, "COLUMNS": True, "BR": rows, "BC": columns}
+            if capability >= 89:
+                spilled[f"quantize {capability} {dtype}"] = compiled(
+                    *(quantize.quantize_kernel, capability, quantize.WARPS, dtype),
+                    aligned=("x", "rows", "columns", "R", "C", "padded"),
+                    **tile,
+                    LARGEST=448.0,
+                    SCALED=False,
+                )
         spilled[f"multiply {capability}"] = compiled(
             cross_entropy.multiply_kernel, capability, 4, "bf16", BLOCK=cross_entropy.MULTIPLIED
         )

@@ -23,6 +23,7 @@ from longctx.planner.peak_memory import (
     HOPPER_HEAD_SIZES,
     KEPT,
     OPTIMIZER,
+    PARAMETERS,
     TERMS,
     _Step,
     predict,
@@ -318,3 +319,37 @@ def test_a_tied_weights_second_gradient_takes_room_only_where_sums_have_an_order
         sum(dict(_Step(c).moments())["backward of the embedding"].values()) for c in configs
     )
     assert one_order - any_order == 4 * config.model.vocab_size * config.model.channels
+
+
+def test_eight_bits_take_the_time_and_memory_that_a_gpu_measured() -> None:
+    shapes = (
+        (["model=1b"], 16384, 0.2808, 31.81),
+        (["model=8b", "model.layers=22"], 8192, 0.4013, 89.19),
+    )
+    for model, tokens, seconds, peak in shapes:
+        sizes = {"seq_len": tokens, "batch_size": 1, "accumulate": 1}
+        fp8 = replace(workload(*model, "memory=fast", "precision=fp8", **sizes), validates=False)
+        predicted = fitting.seconds(fp8, H200)
+        assert predicted is not None and predicted.total == pytest.approx(seconds, rel=0.03)
+        assert predict(fp8).peak / GIB == pytest.approx(peak, rel=0.01)
+
+
+def test_eight_bits_hold_weights_only_where_micro_batches_share_them() -> None:
+    fp8 = one_b("memory=fast", "precision=fp8", seq_len=16384, batch_size=1, accumulate=1)
+    block = 16 * (2048 * 3072 + 2048 * 2048 + 3 * 2048 * 8192)
+    shared = dict(_Step(replace(fp8, accumulate=2)).moments())
+    alone = dict(_Step(fp8).moments())
+    for moment in ("loss", "optimizer"):
+        more = 2 * block if moment == "loss" else 0
+        assert shared[moment][PARAMETERS] - alone[moment][PARAMETERS] == more
+    mixed = replace(fp8, bf16_layers=(0, -1))
+    bf16 = replace(fp8, precision="bf16")
+    peaks = [predict(work).peak for work in (fp8, mixed, bf16)]
+    assert peaks == sorted(peaks)
+    times = [fitting.seconds(work, H200) for work in (fp8, mixed, bf16)]
+    totals = [time.total for time in times if time is not None]
+    assert len(totals) == 3 and totals == sorted(totals)
+    # no copies of weights, two norms in half the bytes, attention's output in eight bits too
+    saved = 2 * block + 16 * 16384 * 2048
+    of_bf16 = dict(_Step(bf16).moments())["loss"]
+    assert sum(of_bf16.values()) - sum(alone["loss"].values()) == saved

@@ -1,4 +1,6 @@
-"""Loss and gradients of a step are the same however its rows and weights are spread over ranks."""
+"""Loss and gradients of a step are the same however its rows and weights are spread over ranks;
+every fourth case multiplies in eight bits.
+"""
 
 import json
 from pathlib import Path
@@ -32,4 +34,4 @@ def test_loss_and_gradients_are_those_of_one_device(
 ) -> None:
     for result in differences(ranks, cases, seed, tmp_path / "out.json"):
         for name in ("loss", "grad_norm", "gradients", "validation"):
-            assert result[name] < 1e-5, (name, result)
+            assert result[name] < result["limit"], (name, result)

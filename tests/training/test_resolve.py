@@ -1,6 +1,8 @@
 """What is decided about a run, on machines of which only the description exists."""
 
 import json
+import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,6 +70,9 @@ def test_longest_rows_are_taken_as_they_were_probed(monkeypatch: pytest.MonkeyPa
         (["device=cpu"], H200, "cpu"),
         (["device=cuda"], CPU, "device=cuda: torch finds no GPU"),
         (["precision=bf16"], replace(H200, bf16=False), "precision=bf16: NVIDIA H200 has no bf16"),
+        (["precision=fp8"], replace(H200, fp8=True), "cuda"),
+        (["precision=fp8"], H200, "precision=fp8: NVIDIA H200 does not multiply"),
+        (["precision=fp8"], CPU, "precision=fp8: a CPU does not multiply"),
     ],
 )
 def test_device_is_what_there_is_or_a_mistake(
@@ -79,6 +84,23 @@ def test_device_is_what_there_is_or_a_mistake(
     except ValueError as error:
         device = str(error)
     assert device.startswith(outcome)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.ffn=100"], "precision=fp8: model.ffn=100 is not a multiple of 16"),
+        (["bf16_layers=[0,4]"], "bf16_layers=[0, 4]: layers from 0 to 3"),
+        (["bf16_layers=[0,-4]"], "bf16_layers=[0, -4]: names a layer twice"),
+        (["bf16_layers=[0,-1]"], None),
+    ],
+)
+def test_eight_bits_are_refused_where_the_model_has_none(
+    overrides: list[str], message: str | None
+) -> None:
+    config = cli.compose("train", ["model=tiny", "precision=fp8", *overrides]).config
+    with pytest.raises(ValueError, match=re.escape(message)) if message else nullcontext():
+        config.check_fp8(config.model)
 
 
 def test_model_auto_is_the_preset_of_the_device_with_what_is_overridden() -> None:

@@ -1,0 +1,218 @@
+"""Products of linear layers in eight bits, for training: precision=fp8.
+
+    y = x Wᵀ,   dx = dy W,   dW = dyᵀ x
+
+x and W are rounded to e4m3, dy to e5m2 (arXiv 2209.05433), each with one scale for the whole
+tensor, from its own largest value now; sums are fp32. Weights, their gradients and the optimizer
+stay in fp32, whatever is not a product of a block in bf16. In eval mode a layer computes in bf16,
+which is how a trained model is used.
+
+Backward takes the input's transposed copy in eight bits, and makes the weight's transposed copy
+anew. Inside `weights_quantized` both copies of a weight are made once for all micro-batches.
+
+Shapes: N tokens, I and O channels of a layer's input and output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from longctx.kernels import HAS_TRITON
+from longctx.kernels.linear import linear
+from longctx.model.gpt import GPT
+from longctx.model.layers import Linear, fused
+from longctx.model.lora import LoraLinear
+
+if HAS_TRITON:
+    from longctx.kernels import quantize, swiglu
+
+VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
+LEAST = 1e-30  # see longctx.kernels.quantize
+# cuBLAS adds up in about 14 bits where that is fast: right for activations, too coarse for
+# gradients (arXiv 2412.19437, 3.3.2)
+FAST_FORWARD, FAST_BACKWARD = True, False
+
+
+class Quantized(NamedTuple):
+    """A matrix (R, C) in eight bits; a copy that was not asked for is empty."""
+
+    rows: Tensor  # (R, C)
+    columns: Tensor  # (C, R), R padded with zeros to a multiple of 16
+    scale: Tensor  # (), what to multiply by
+
+
+def quantized(
+    x: Tensor,
+    dtype: torch.dtype,
+    rows: bool = True,
+    columns: bool = True,
+    scale: Tensor | None = None,
+) -> Quantized:
+    """The copies of x (R, C) in `dtype` that are asked for, by x's own scale where none is given.
+
+    On a GPU one kernel of ours makes both.
+    """
+    x = x.contiguous()
+    if fused(x) or (x.is_cuda and HAS_TRITON):  # fp32 weights too
+        return Quantized(*quantize.quantize(x, scale, dtype, rows, columns))
+    most = torch.finfo(dtype).max
+    if scale is None:
+        amax = x.abs().amax().float().nan_to_num(nan=torch.nan, posinf=torch.nan)
+        scale = amax.clamp(min=LEAST) / torch.full_like(amax, most)  # a GPU multiplies by 1 / most
+    q = (x.float() * (1 / scale)).clamp(-most, most).to(dtype)
+    transposed = F.pad(q.view(torch.uint8).t(), (0, -len(x) % 16)).contiguous().view(dtype)
+    empty = q.new_empty(0)
+    return Quantized(q if rows else empty, transposed if columns else empty, scale)
+
+
+def product(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    dtype: torch.dtype,
+    fast: bool,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """a bᵀ (M, N) in `dtype` of a (M, K) and b (N, K) in eight bits."""
+    y: Tensor = torch._scaled_mm(
+        a,
+        b.t(),
+        scale_a=a_scale,
+        scale_b=b_scale,
+        bias=bias,
+        out_dtype=dtype,
+        use_fast_accum=fast,
+    )
+    return y
+
+
+class _Product(torch.autograd.Function):
+    """x Wᵀ + b of x (N, I), or of silu(gate) · up where x (N, 2I) is `gated`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        w_rows: Tensor | None,
+        w_columns: Tensor | None,
+        w_scale: Tensor | None,
+        gated: bool,
+        trains: bool,
+        with_output: bool,
+    ) -> Tensor:
+        dtype, x8 = x.dtype, None
+        if with_output:
+            trained_as_is = trains and not gated
+            x8 = quantized(swiglu.swiglu(x) if gated else x, VALUES, columns=trained_as_is)
+            if w_rows is None:
+                w_rows, _, w_scale = quantized(weight, VALUES, columns=False)
+        ctx.save_for_backward(  # tensors only, as torch.compile wants them
+            x if x8 is None or gated else x8.columns,
+            x if x8 is None else x8.scale,
+            weight if w_columns is None else w_columns,
+            x if w_scale is None else w_scale,
+        )
+        ctx.has_scale, ctx.has_w_scale = x8 is not None, w_scale is not None
+        ctx.gated, ctx.has_columns, ctx.dtype = gated, w_columns is not None, dtype
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        if x8 is None:
+            return x.new_zeros(1).expand(len(x), len(weight))
+        assert w_rows is not None and w_scale is not None
+        b = None if bias is None else bias.to(dtype)
+        return product(x8.rows, x8.scale, w_rows, w_scale, dtype, FAST_FORWARD, b)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, x_scale, w, w_scale = ctx.saved_tensors
+        needs_dx, needs_dweight, needs_dbias = ctx.needs_input_grad[:3]
+        dy8 = quantized(dy, GRADIENTS, rows=needs_dx or ctx.gated, columns=needs_dweight)
+        dx = dweight = None
+        if needs_dx or ctx.gated:
+            if not ctx.has_columns:
+                known = w_scale if ctx.has_w_scale else None
+                _, w, w_scale = quantized(w, VALUES, rows=False, scale=known)
+            dx = product(dy8.rows, dy8.scale, w, w_scale, ctx.dtype, FAST_BACKWARD)
+        if ctx.gated:
+            dx, act = swiglu.swiglu_backward(x, dx)
+            if needs_dweight:
+                known = x_scale if ctx.has_scale else None
+                _, x, x_scale = quantized(act, VALUES, rows=False, scale=known)
+        if needs_dweight:
+            dtype = ctx.dtypes[0]
+            dweight = product(dy8.columns, dy8.scale, x, x_scale, dtype, FAST_BACKWARD)
+        dbias = dy.sum(0, dtype=ctx.dtypes[1]) if needs_dbias else None
+        return dx, dweight, dbias, *(None,) * 6
+
+
+class Product(nn.Module):
+    """What computes a layer's product instead of `longctx.kernels.linear.linear`. It has no weights
+    and no buffers, so a model's names stay as they are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: Quantized | None = None  # of the weight, see `weights_quantized`
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x Wᵀ + b: x (..., I), weight (O, I), bias (O,)."""
+        return self._product(x, weight, bias) if self.training else linear(x, weight, bias)
+
+    def gated_down(
+        self, gate_up: Tensor, weight: Tensor, bias: Tensor | None, with_output: bool = True
+    ) -> Tensor:
+        """`longctx.kernels.swiglu.gated_down` of gate_up (..., 2I)."""
+        if not self.training:
+            return swiglu.gated_down(gate_up, weight, bias, with_output)
+        return self._product(gate_up, weight, bias, True, with_output)
+
+    def _product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gated: bool = False,
+        with_output: bool = True,
+    ) -> Tensor:
+        copies = (None, None, None) if self.copies is None else self.copies
+        trains = torch.is_grad_enabled() and weight.requires_grad
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        y: Tensor = _Product.apply(rows, weight, bias, *copies, gated, trains, with_output)
+        return y.view(*x.shape[:-1], -1)
+
+
+def convert(model: GPT, bf16_layers: Collection[int] = ()) -> GPT:
+    """From now on train the linear layers of the blocks of `model` in eight bits, but for those of
+    the blocks `bf16_layers`; the first is 0, the last -1.
+    """
+    skipped = {n % len(model.blocks) for n in bf16_layers}
+    for n, block in enumerate(model.blocks):
+        for module in list(block.modules()):
+            if n not in skipped and isinstance(module, Linear | LoraLinear):
+                module.product = Product()
+    return model
+
+
+@contextmanager
+def weights_quantized(model: nn.Module) -> Iterator[None]:
+    """Inside the block, which must not change them, `model` takes every weight in eight bits as it
+    was at the beginning.
+    """
+    layers = [m for m in model.modules() if isinstance(m, Linear | LoraLinear)]
+    products = {layer.product: layer.weight for layer in layers if layer.product is not linear}
+    with torch.no_grad():
+        for each, weight in products.items():
+            each.copies = quantized(weight, VALUES)
+    try:
+        yield
+    finally:
+        for each in products:
+            each.copies = None

@@ -1,0 +1,63 @@
+"""The eight-bit copies of a matrix against torch's own rounding; in Triton's interpreter, or on a
+GPU.
+
+The interpreter rounds some halves wrongly, so without a GPU the inputs are numbers that eight bits
+can hold, times a power of two.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from longctx.kernels.quantize import padded, quantize
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+def formula(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The copy and its scale."""
+    most = torch.finfo(dtype).max
+    amax = x.float().abs().amax().clamp(min=1e-30)
+    scale = amax / torch.full_like(amax, most)  # on a GPU amax / most multiplies by 1 / most
+    return (x.float() * (1 / scale)).clamp(-most, most).to(dtype), scale
+
+
+def exact(shape: tuple[int, int], dtype: torch.dtype, power: int) -> Tensor:
+    """Random numbers of the format times a power of two, the largest among them."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    numbers = numbers[numbers.isfinite()]
+    which = torch.randint(len(numbers), shape, generator=torch.Generator().manual_seed(power))
+    x = numbers[which]
+    x[-1, -1] = -torch.finfo(dtype).max
+    return x * 2.0**power
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize(("R", "C"), [(1, 1), (3, 5), (65, 129), (48, 304)])
+def test_both_copies_are_torchs_to_the_bit(R: int, C: int, dtype: torch.dtype) -> None:
+    for power, of in ((-60, torch.float32), (3, torch.bfloat16), (0, torch.float16)):
+        inputs = [exact((R, C), dtype, power)]
+        if DEVICE == "cuda":
+            inputs.append(torch.randn(R, C) * torch.randn(R, C).mul(2).exp())
+        for values in inputs:
+            x = values.to(DEVICE, of)
+            want, scale = formula(x, dtype)
+            rows, columns, own = quantize(x, None, dtype, True, True)
+            assert own == scale
+            assert columns.shape == (C, padded(R)) and padded(R) % 16 == 0
+            assert torch.equal(rows.view(torch.uint8), want.view(torch.uint8))
+            assert torch.equal(columns[:, :R].view(torch.uint8), want.view(torch.uint8).t())
+            assert not columns[:, R:].float().any()
+            _, again, _ = quantize(x, own, dtype, False, True)
+            assert torch.equal(again.view(torch.uint8), columns.view(torch.uint8))
+
+
+def test_zeros_stay_zeros_and_what_is_not_finite_has_scale_nan() -> None:
+    x = torch.zeros(3, 70, device=DEVICE)
+    rows, _, scale = quantize(x, None, FORMATS[0], True, False)
+    assert not rows.float().any() and scale.isfinite() and (1 / scale).isfinite()
+    for value in (torch.inf, -torch.inf, torch.nan):
+        x[2, 69] = value
+        assert quantize(x, None, FORMATS[0], True, False)[2].isnan()
