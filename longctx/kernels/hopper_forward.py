@@ -12,7 +12,10 @@ last query, so that the one that is not full, and begins before query 0, is a sh
 
 Softmax subtracts a maximum only so that nothing leaves the range of numbers. In bf16 a row keeps
 the maximum that it has after the tiles that need the mask (`FIXED_MAX`): the tiles after those need
-no maximum and no scaling, and do not depend on one another. Where the sum of a row leaves 2^±32
+no maximum and no scaling, and do not depend on one another. The largest p of such a row is no power
+of 2, so bf16 rounds it, by up to 2^-8, and o would lean that way in all channels where one key has
+nearly all weight. Therefore p·v is divided by r, the sum of p as rounded; l, of p in fp32, gives
+lse. p is rounded toward 0, which costs one instruction and cancels in the quotient. Where the sum of a row leaves 2^±32
 after all, its tile is flagged, and a second launch (`RETRY`) computes it again with a maximum that
 follows the scores. That launch ends at once if no tile was flagged. fp16 has no such range, and its
 maximum always follows.
@@ -190,6 +193,12 @@ def row_sums(p, ROWS: gl.constexpr, BN: gl.constexpr):
 
 
 @gluon.jit
+def truncated(p):
+    """p rounded toward 0 to what bf16 holds, still in fp32."""
+    return (p.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def softmax(s, m, scale_log2, masked, n0, first_i, last_i):
     """Online softmax of one tile: p unnormalized, the new m, and the factor of the old sums."""
     if masked:
@@ -202,16 +211,16 @@ def softmax(s, m, scale_log2, masked, n0, first_i, last_i):
 
 @gluon.jit
 def attend(
-    q, p16, m, l, acc,
+    q, p16, m, l, r, acc,
     ks, vs, k_full, v_full,
     it, pending, more, masked, n0, first_i, last_i, scale_log2,
     BN: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr,
     FIXED_MAX: gl.constexpr, C: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """The new p16, m, l, acc after step `it`.
+    """The new p16, m, l, r, acc after step `it`.
 
     It takes the scores of the it-th tile of keys while p16, that of the pending tile, is multiplied
-    by its v. `FIXED_MAX`: m stays.
+    by its v. `FIXED_MAX`: m stays, and r counts; otherwise r means nothing.
     """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
@@ -235,6 +244,8 @@ def attend(
     if FIXED_MAX:
         p = gl.exp2(s * scale_log2 - m[:, None])
         l += row_sums(p, ROWS, BN)
+        p = truncated(p)
+        r += row_sums(p, ROWS, BN)
     else:
         p, m, alpha = softmax(s, m, scale_log2, masked, n0, first_i, last_i)
         l_scale = gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))
@@ -254,7 +265,7 @@ def attend(
     bar_arrive(V_EMPTY + before, 128 * CONSUMERS + 32)
     if not FIXED_MAX:
         acc *= gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
-    return p16, m, l, acc
+    return p16, m, l, r, acc
 
 
 @gluon.jit
@@ -360,13 +371,14 @@ def consumer(
             if MASKED_LOOP or FIXED_MAX:
                 steady = gl.maximum(masked, 1)
             pending = it
+            r = l
             for x in range(1, steady):
                 n0 = masked_tile(x, lo, full_lo, full_hi) * BN
                 if not UNEVEN or (x >= masked) | (n0 <= upper) & (n0 + BN > lower) | (
                     it + x - pending >= STAGES - 1
                 ):
-                    p16, m, l, acc = attend(
-                        q_own, p16, m, l, acc,
+                    p16, m, l, r, acc = attend(
+                        q_own, p16, m, l, r, acc,
                         ks, vs, k_full, v_full,
                         it + x, pending if UNEVEN else it + x - 1, x + 1 < n,
                         MASKED_LOOP or FIXED_MAX or x < masked, n0, first_i, last_i, scale_log2,
@@ -380,12 +392,13 @@ def consumer(
             if FIXED_MAX:
                 # of a row that saw no tile so far, and will
                 m = gl.where((m == float("-inf")) & (steady < n), 0.0, m)
+                r = l  # so far the largest p was 1
 
             # steady state: tiles that need no mask
             if MASKED_LOOP or FIXED_MAX:
                 for x in range(steady, n):
-                    p16, m, l, acc = attend(
-                        q_own, p16, m, l, acc,
+                    p16, m, l, r, acc = attend(
+                        q_own, p16, m, l, r, acc,
                         ks, vs, k_full, v_full,
                         it + x, pending if UNEVEN else it + x - 1, x + 1 < n,
                         False, 0, first_i, last_i, scale_log2,
@@ -409,6 +422,9 @@ def consumer(
             gl.store(lse + bh.to(gl.int64) * Tq + i, m * LN2 + gl.log(total), mask=i < end)
             acc = warpgroup_mma_wait(0, deps=(o_async,))
             bar_arrive(V_EMPTY + pending % STAGES, 128 * CONSUMERS + 32)
+            if FIXED_MAX:
+                total = gl.convert_layout(gl.sum(r, axis=1), s_rows)
+                total = gl.where(total == 0.0, 1.0, total)
             acc = acc * (1.0 / gl.convert_layout(total, o_rows))[:, None]
         else:
             mbarrier.arrive(q_empty.index(C), count=1)
