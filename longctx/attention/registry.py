@@ -14,6 +14,7 @@ import importlib
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from longctx.attention.exchange import WHOLE_ROWS
 from longctx.attention.mask import Mask
 from longctx.config.model_config import check_options
+from longctx.kernels.flash_op import unobserved
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
@@ -89,6 +91,9 @@ class Backend(ABC):
         return type(self).backward is not Backend.backward
 
 
+MOST_KEPT = 16  # of each, for `attention()`
+_callers: dict[tuple[str, float | None], Attention] = {}
+_masks: dict[tuple[Any, ...], Mask] = {}
 _backends: dict[str, Backend] = {}
 _ran: dict[str, str] = {}
 
@@ -216,8 +221,8 @@ class Attention:
         elif kind not in self._served:
             self._ask(q, mask)
             self._served.add(kind)
-        bound = mask.bind(q.shape[0], q.shape[1], k.shape[1], q.device)
-        with torch.autocast(q.device.type, enabled=False):
+        bound = _bound(mask, q, k.shape[1])
+        with _without_autocast(q.device.type):
             out, lse, kernel = self.backend.run(
                 q, k, v, bound, self._scale(q.shape[3]), **self.options
             )
@@ -314,7 +319,44 @@ def attention(
     """
     _check_inputs(q, k, v, scale)
     mask = Mask.causal() if mask is None else mask
-    return Attention(backend, options, scale)(q, k, v, mask, return_lse)
+    return _caller(backend, options, scale)(q, k, v, mask, return_lse)
+
+
+def _caller(backend: str, options: dict[str, Any], scale: float | None) -> Attention:
+    """The Attention that `attention()` calls; those without options are kept, and their answers."""
+    if options or torch.compiler.is_compiling() or backend not in _backends:
+        return Attention(backend, options, scale)
+    caller = _callers.get((backend, scale))
+    if caller is None or caller.backend is not _backends[backend]:
+        if len(_callers) >= MOST_KEPT:
+            _callers.clear()
+        caller = _callers[backend, scale] = Attention(backend, None, scale)
+    return caller
+
+
+def _bound(mask: Mask, q: Tensor, keys: int) -> Mask:
+    """`mask` bound to q and so many keys; causal and full ones are kept for the next call."""
+    B, T = q.shape[:2]
+    pure = mask.qfirst is None and mask.exchange is None and mask.kind in ("causal", "full")
+    if not pure or not unobserved(q):
+        return mask.bind(B, T, keys, q.device)
+    stream = 0
+    if q.is_cuda:
+        if torch.cuda.is_current_stream_capturing():  # a graph would outlive what is kept
+            return mask.bind(B, T, keys, q.device)
+        stream = torch.cuda.current_stream(q.device).cuda_stream
+    key = mask.kind, mask.window, T, keys, q.device, stream, torch.is_inference_mode_enabled()
+    if key not in _masks:
+        if len(_masks) >= MOST_KEPT:
+            _masks.clear()
+        _masks[key] = mask.bind(B, T, keys, q.device)
+    return _masks[key]
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    if not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def _lookup(backend: str, options: Mapping[str, Any]) -> Backend:

@@ -12,13 +12,13 @@ last query, so that the one that is not full, and begins before query 0, is a sh
 
 Softmax subtracts a maximum only so that nothing leaves the range of numbers. In bf16 a row keeps
 the maximum that it has after the tiles that need the mask (`FIXED_MAX`): the tiles after those need
-no maximum and no scaling, and do not depend on one another. The largest p of such a row is no power
-of 2, so bf16 rounds it, by up to 2^-8, and o would lean that way in all channels where one key has
+no maximum and no scaling, and do not depend on one another. The largest p of such a row need not be
+1, so bf16 rounds it, and o would lean by up to 2^-8, in all channels alike, where one key draws
 nearly all weight. Therefore p·v is divided by r, the sum of p as rounded; l, of p in fp32, gives
-lse. p is rounded toward 0, which costs one instruction and cancels in the quotient. Where the sum of a row leaves 2^±32
-after all, its tile is flagged, and a second launch (`RETRY`) computes it again with a maximum that
-follows the scores. That launch ends at once if no tile was flagged. fp16 has no such range, and its
-maximum always follows.
+lse. p is rounded toward 0: that is one instruction, and cancels in the quotient. Where the sum of a
+row leaves 2^±32 after all, its tile is flagged, and a second launch (`RETRY`) computes it again
+with a maximum that follows the scores. That launch ends at once if no tile was flagged. fp16 has no
+such range, and its maximum always follows.
 
 Buffers in shared memory: qs, ks, vs, outs. mbarriers: X_full, X has been written; X_empty, X has
 been read. A tile of keys is step `it` of a program: ring slot it % STAGES, phase it // STAGES & 1.
@@ -26,6 +26,7 @@ been read. A tile of keys is step `it` of a program: ring slot it % STAGES, phas
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -53,6 +54,7 @@ from longctx.kernels.hopper_primitives import (
     push,
 )
 from longctx.kernels.portable import LN2, LOG2E
+from longctx.kernels.relaunch import Relaunch, alignment, first_launch, keep, on_device, stream_of
 from longctx.kernels.tile_schedule import (
     batch_stride,
     heads_in_l2,
@@ -557,53 +559,89 @@ def forward_kernel(
     # fmt: on
 
 
+_launches: dict[Hashable, tuple[Relaunch, ...]] = {}
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """out like q, contiguous, and lse (B, Hq, Tq) float32, for intervals (B or 1, Tq)."""
     B, Tq, Hq, D = q.shape
-    group = Hq // k.shape[2]
     PAD = max(64, triton.next_power_of_2(D))
     c = CONFIGS[PAD]
-    q, k, v = (addressable(x) for x in (q, k, v))
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(B, Hq, Tq, dtype=torch.float32, device=q.device)
-    dtype = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
-    boxes = (q, 64), (k, c.BN), (v, c.BN), (out, 64)
-    tensor_maps = [descriptor(x, rows, PAD, dtype) for x, rows in boxes]
-    tiles = triton.cdiv(Tq, 64 * c.consumers)
-    fixed_max = q.dtype == torch.bfloat16
+    q, k, v = addressable(q), addressable(k), addressable(v)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = q.new_empty((B, Hq, Tq), dtype=torch.float32)
+    tiles = -(-Tq // (64 * c.consumers))
     # a counter for each launch, then `retry`
     flags = torch.zeros(3 + tiles * B * Hq, dtype=torch.int32, device=q.device)
-    with torch.cuda.device(q.device):
-        for retry in (False, True) if fixed_max else (False,):
-            forward_kernel[(min(tiles * B * Hq, processors(q.device)),)](
-                *tensor_maps,
-                lse,
-                flags[retry:],
-                flags[2:],
-                first,
-                last,
-                batch_stride(first),
-                scale * LOG2E.value,
-                Tq,
-                Hq,
-                tiles,
-                B * Hq,
-                heads_in_l2(k, B * Hq, group),
-                shared=shared_layout((64, PAD), dtype),
-                shared_kv=shared_layout((c.BN, PAD), dtype),
-                GROUP=group,
-                D=PAD,
-                BN=c.BN,
-                STAGES=c.stages,
-                CONSUMERS=c.consumers,
-                REGISTERS=c.registers,
-                PINGPONG=c.pingpong,
-                OVERLAP=c.overlap,
-                MASKED_LOOP=c.masked_loop,
-                FIXED_MAX=fixed_max and not retry,
-                RETRY=retry,
-                num_warps=4,
-            )
+    tensors = q, k, v, out
+    key = (
+        *(q.shape, k.shape[1:3], q.stride(), k.stride(), v.stride(), q.dtype, q.get_device()),
+        *(scale, batch_stride(first), *alignment(first, last), c),
+    )
+    with on_device(q):
+        launches = _launches.get(key)
+        if launches is None:
+            launches = _first_launches(tensors, lse, flags, first, last, scale, c, PAD)
+            keep(_launches, key, launches)
+        else:
+            stream, at = stream_of(q), flags.data_ptr()
+            ends = first.data_ptr(), last.data_ptr()
+            for retry, again in enumerate(launches):
+                again(stream, tensors, lse.data_ptr(), at + 4 * retry, at + 8, *ends)
     return out, lse
+
+
+def _first_launches(
+    tensors: tuple[Tensor, ...],
+    lse: Tensor,
+    flags: Tensor,
+    first: Tensor,
+    last: Tensor,
+    scale: float,
+    c: Config,
+    PAD: int,
+) -> tuple[Relaunch, ...]:
+    """Launch for q, k, v, out = tensors, and again for the tiles that need it where m is fixed."""
+    q, k, _v, _out = tensors
+    B, Tq, Hq, _D = q.shape
+    group = Hq // k.shape[2]
+    dtype = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
+    rows = 64, c.BN, c.BN, 64
+    maps = [descriptor(x, n, PAD, dtype) for x, n in zip(tensors, rows, strict=True)]
+    tiles = triton.cdiv(Tq, 64 * c.consumers)
+    scalars = (
+        batch_stride(first),
+        scale * LOG2E.value,
+        Tq,
+        Hq,
+        tiles,
+        B * Hq,
+        heads_in_l2(k, B * Hq, group),
+    )
+    constants = dict(
+        shared=shared_layout((64, PAD), dtype),
+        shared_kv=shared_layout((c.BN, PAD), dtype),
+        GROUP=group,
+        D=PAD,
+        BN=c.BN,
+        STAGES=c.stages,
+        CONSUMERS=c.consumers,
+        REGISTERS=c.registers,
+        PINGPONG=c.pingpong,
+        OVERLAP=c.overlap,
+        MASKED_LOOP=c.masked_loop,
+    )
+    programs = min(tiles * B * Hq, processors(q.device))
+    fixed_max = q.dtype == torch.bfloat16
+    launches = []
+    for retry in (False, True) if fixed_max else (False,):
+        pointers = lse, flags[retry:], flags[2:], first, last
+        modes = dict(FIXED_MAX=fixed_max and not retry, RETRY=retry)
+        again = first_launch(
+            forward_kernel, programs, maps, pointers, scalars, constants | modes, num_warps=4
+        )
+        assert again is not None, "Gluon has no interpreter"
+        launches.append(again)
+    return tuple(launches)

@@ -7,7 +7,7 @@ import torch
 
 from longctx.attention import Mask, attention, kernels_run
 from longctx.kernels import flash_op, portable, tiled
-from longctx.kernels.flash_op import flash_backward, flash_forward
+from longctx.kernels.flash_op import backward_op, forward_op
 from longctx.kernels.launch import Launch
 from tests.attention.rule import DEVICE, FREE, GRID, HEAD_SIZES, ON_GPU, Case, check, inputs, run
 
@@ -245,7 +245,7 @@ def test_gradient_of_the_lse(implementation):
 def test_second_derivatives_are_refused(implementation):
     q = torch.randn(1, 8, 2, 16, device=DEVICE, requires_grad=True)
     (first,) = torch.autograd.grad(attention(q, q, q).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="no autograd formula"):
+    with pytest.raises(RuntimeError, match="twice"):
         first.sum().backward()
 
 
@@ -253,10 +253,10 @@ def test_operator_is_registered_properly(implementation):
     mask = Mask.causal().bind(1, 20, 20, DEVICE)
     q, k, v = (torch.randn(1, 20, h, 16, device=DEVICE, requires_grad=True) for h in (2, 1, 1))
     intervals = (mask.first, mask.last, mask.qfirst, mask.qlast, 0.25, implementation)
-    torch.library.opcheck(flash_forward, (q, k, v, *intervals))
+    torch.library.opcheck(forward_op, (q, k, v, *intervals))
     with torch.no_grad():
         out, lse = attention(q, k, v, mask, return_lse=True, scale=0.25)
-        torch.library.opcheck(flash_backward, (out, None, q, k, v, out, lse, *intervals))
+        torch.library.opcheck(backward_op, (out, None, q, k, v, out, lse, *intervals))
 
 
 def test_one_graph_under_compile(implementation):
