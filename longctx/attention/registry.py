@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from longctx.attention.attention_sinks import check_sinks, with_sinks
 from longctx.attention.exchange import WHOLE_ROWS
 from longctx.attention.mask import Mask
 from longctx.config.model_config import check_options
@@ -52,6 +53,9 @@ class Backend(ABC):
 
     # whether a mask may be of free intervals, on every device
     takes_intervals = True
+
+    # whether gradients flow through the lse, as training with sinks needs
+    differentiable_lse = False
 
     @abstractmethod
     def refusal(self, request: Request) -> str | None:
@@ -282,6 +286,7 @@ def attention(
     backend: str = "flash",
     scale: float | None = None,
     return_lse: Literal[False] = False,
+    sinks: Tensor | None = None,
     **options: Any,
 ) -> Tensor: ...
 @overload
@@ -294,6 +299,7 @@ def attention(
     scale: float | None = None,
     *,
     return_lse: Literal[True],
+    sinks: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]: ...
 def attention(
@@ -304,6 +310,7 @@ def attention(
     backend: str = "flash",
     scale: float | None = None,
     return_lse: bool = False,
+    sinks: Tensor | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention: q (B, Tq, Hq, D), k and v (B, Tk, Hkv, D) → out like q.
@@ -315,11 +322,27 @@ def attention(
     Its gradient flows in naive, flash and flex and is not defined in sdpa and flash_attn. A query
     that sees nothing gets output 0, lse -inf and zero gradients.
 
+    `sinks` (Hq,): a logit for each query head that joins its softmax and has no value, as in
+    gpt-oss; the lse then includes it. Where gradients are wanted the backend's lse must have one.
+
     Raises ValueError for shapes that do not fit and for a backend that cannot do what is asked.
     """
     _check_inputs(q, k, v, scale)
     mask = Mask.causal() if mask is None else mask
-    return _caller(backend, options, scale)(q, k, v, mask, return_lse)
+    caller = _caller(backend, options, scale)
+    if sinks is None:
+        return caller(q, k, v, mask, return_lse)
+    check_sinks(sinks, q)
+    if mask.exchange is not None:
+        raise ValueError("sinks are for whole rows, not for rows that ranks share; leave them out")
+    wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sinks))
+    if wants_gradient and not caller.backend.differentiable_lse:
+        raise ValueError(
+            f"attention={backend} cannot train with sinks: its lse has no gradient; "
+            "use attention=flash, flex or naive, or torch.no_grad()"
+        )
+    out, lse = with_sinks(*caller(q, k, v, mask, True), sinks)
+    return (out, lse) if return_lse else out
 
 
 def _caller(backend: str, options: dict[str, Any], scale: float | None) -> Attention:
