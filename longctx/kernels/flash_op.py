@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from longctx.kernels.launch import configure
 from longctx.kernels.selftest import trust
@@ -197,16 +196,21 @@ class _Flash(torch.autograd.Function):
     """The operator for callers that need no dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, first, last, _, _, scale, implementation = inputs
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, others: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor]:
+        first, last, _, _, scale, implementation = others
         output = _forward(q, k, v, first, last, scale, implementation)
-        _save(ctx, inputs, output)
+        ctx.save_for_backward(q, k, v, *output)
+        ctx.set_materialize_grads(False)
+        ctx.others = others  # tensors among them have no gradient
         return output
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _differentiate(ctx, *gradients)
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        do = torch.zeros_like(out) if do is None else do
+        return *flash_backward(do, dlse, q, k, v, out, lse, *ctx.others), None
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
@@ -215,7 +219,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor
     if not unobserved(q, k, v):
         output = forward_op(q, k, v, *others)
     elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        output = _Flash.apply(q, k, v, *others)
+        output = _Flash.apply(q, k, v, others)
     else:
         first, last, _, _, scale, implementation = others
         output = _forward(q, k, v, first, last, scale, implementation)
@@ -225,7 +229,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor
 def flash_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `backward_op`, whose other arguments are `others`."""
+    """As `backward_op`, whose other arguments are `others`; the operator refuses derivatives."""
     gradients: tuple[Tensor, Tensor, Tensor]
     if torch.is_grad_enabled() or not unobserved(do, q, k, v):
         gradients = backward_op(do, dlse, q, k, v, *others)

@@ -603,7 +603,7 @@ def backward(
     `ordered`: dq, too, has the same bits every time. `first` and `last` are not used.
     """
     B, Tq, Hq, D = q.shape
-    PAD = max(64, triton.next_power_of_2(D))
+    PAD = max(64, 1 << (D - 1).bit_length())
     c = CONFIGS[PAD]
     q, k, v, do = addressable(q), addressable(k), addressable(v), addressable(do)
     lse2, delta = preprocess(do, dlse, out, lse)

@@ -567,7 +567,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out like q, contiguous, and lse (B, Hq, Tq) float32, for intervals (B or 1, Tq)."""
     B, Tq, Hq, D = q.shape
-    PAD = max(64, triton.next_power_of_2(D))
+    PAD = max(64, 1 << (D - 1).bit_length())
     c = CONFIGS[PAD]
     q, k, v = addressable(q), addressable(k), addressable(v)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)

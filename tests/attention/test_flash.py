@@ -245,7 +245,7 @@ def test_gradient_of_the_lse(implementation):
 def test_second_derivatives_are_refused(implementation):
     q = torch.randn(1, 8, 2, 16, device=DEVICE, requires_grad=True)
     (first,) = torch.autograd.grad(attention(q, q, q).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="twice"):
+    with pytest.raises(RuntimeError, match="no autograd formula"):
         first.sum().backward()
 
 
