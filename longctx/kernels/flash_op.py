@@ -68,7 +68,6 @@ class Kernels(NamedTuple):
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-@functools.cache
 def kernels(implementation: str, device: torch.device) -> Kernels:
     """The kernels of `implementation`, imported and configured for `device`."""
     if implementation == "torch-tiled":
@@ -85,6 +84,7 @@ def kernels(implementation: str, device: torch.device) -> Kernels:
     return Kernels(hopper_forward.forward, backward)
 
 
+@functools.cache
 def _module(name: str) -> Any:
     return importlib.import_module(f"longctx.kernels.{name}")  # Triton's is imported on first use
 
