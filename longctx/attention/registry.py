@@ -14,7 +14,6 @@ import importlib
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -25,6 +24,7 @@ from longctx.attention.exchange import WHOLE_ROWS
 from longctx.attention.mask import Mask
 from longctx.config.model_config import check_options
 from longctx.kernels.flash_op import unobserved
+from longctx.kernels.relaunch import stream_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
@@ -98,6 +98,9 @@ class Backend(ABC):
 MOST_KEPT = 16  # of each, for `attention()`
 _callers: dict[tuple[str, float | None], Attention] = {}
 _masks: dict[tuple[Any, ...], Mask] = {}
+_seen: set[tuple[Any, ...]] = set()  # keys of masks that were asked for once
+MOST_SEEN = 1024
+_CAUSAL = Mask.causal()
 _backends: dict[str, Backend] = {}
 _ran: dict[str, str] = {}
 
@@ -205,7 +208,10 @@ class Attention:
         if torch.is_autocast_enabled(q.device.type):
             dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        exchange = mask.exchange or WHOLE_ROWS
+        exchange = mask.exchange
+        if exchange is None:
+            out, lse = self._run(mask, q, k, v)
+            return (out, lse) if return_lse else out
         outs, lses = [], []
         for part in exchange.parts(q, k, v):
             out, lse = self._run(mask, *part)
@@ -217,7 +223,9 @@ class Attention:
 
     def _run(self, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out and lse of the backend."""
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        q = q if q.stride(3) == 1 else q.contiguous()
+        k = k if k.stride(3) == 1 else k.contiguous()
+        v = v if v.stride(3) == 1 else v.contiguous()
         # While compiling, every trace asks: its answer holds for the code that it makes.
         kind = (q.device, q.dtype, q.shape[3], mask.kind, mask.window)
         if torch.compiler.is_compiling():
@@ -226,10 +234,12 @@ class Attention:
             self._ask(q, mask)
             self._served.add(kind)
         bound = _bound(mask, q, k.shape[1])
-        with _without_autocast(q.device.type):
-            out, lse, kernel = self.backend.run(
-                q, k, v, bound, self._scale(q.shape[3]), **self.options
-            )
+        scale = self._scale(q.shape[3])
+        if torch.is_autocast_enabled(q.device.type):
+            with torch.autocast(q.device.type, enabled=False):
+                out, lse, kernel = self.backend.run(q, k, v, bound, scale, **self.options)
+        else:
+            out, lse, kernel = self.backend.run(q, k, v, bound, scale, **self.options)
         _record(self.name, kernel)
         return out, lse
 
@@ -328,7 +338,8 @@ def attention(
     Raises ValueError for shapes that do not fit and for a backend that cannot do what is asked.
     """
     _check_inputs(q, k, v, scale)
-    mask = Mask.causal() if mask is None else mask
+    if mask is None:
+        mask = Mask.causal() if torch.compiler.is_compiling() else _CAUSAL
     caller = _caller(backend, options, scale)
     if sinks is None:
         return caller(q, k, v, mask, return_lse)
@@ -358,8 +369,10 @@ def _caller(backend: str, options: dict[str, Any], scale: float | None) -> Atten
 
 
 def _bound(mask: Mask, q: Tensor, keys: int) -> Mask:
-    """`mask` bound to q and so many keys; causal and full ones are kept for the next call."""
-    B, T = q.shape[:2]
+    """`mask` bound to q and so many keys; causal and full ones that are asked for again are kept
+    for the next call.
+    """
+    B, T, _, _ = q.shape
     pure = mask.qfirst is None and mask.exchange is None and mask.kind in ("causal", "full")
     if not pure or not unobserved(q):
         return mask.bind(B, T, keys, q.device)
@@ -367,19 +380,21 @@ def _bound(mask: Mask, q: Tensor, keys: int) -> Mask:
     if q.is_cuda:
         if torch.cuda.is_current_stream_capturing():  # a graph would outlive what is kept
             return mask.bind(B, T, keys, q.device)
-        stream = torch.cuda.current_stream(q.device).cuda_stream
+        stream = stream_of(q.get_device())
     key = mask.kind, mask.window, T, keys, q.device, stream, torch.is_inference_mode_enabled()
-    if key not in _masks:
+    kept = _masks.get(key)
+    if kept is not None:
+        return kept
+    kept = mask.bind(B, T, keys, q.device)
+    # lengths that come once, as of texts that are scored, would only fill memory
+    if key in _seen:
         if len(_masks) >= MOST_KEPT:
             _masks.clear()
-        _masks[key] = mask.bind(B, T, keys, q.device)
-    return _masks[key]
-
-
-def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    if not torch.is_autocast_enabled(device_type):
-        return nullcontext()
-    return torch.autocast(device_type, enabled=False)
+        _masks[key] = kept
+    if len(_seen) >= MOST_SEEN:
+        _seen.clear()
+    _seen.add(key)
+    return kept
 
 
 def _lookup(backend: str, options: Mapping[str, Any]) -> Backend:
@@ -404,17 +419,18 @@ def _record(backend: str, kernel: str) -> None:
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
-    four = q.ndim == 4 and k.ndim == 4
-    if not four or k.shape != v.shape or q.shape[::3] != k.shape[::3]:
+    qs, ks = q.shape, k.shape
+    fit = len(qs) == 4 and len(ks) == 4 and ks == v.shape
+    if not fit or qs[0] != ks[0] or qs[3] != ks[3]:
         raise ValueError(
             "attention takes q (B, Tq, Hq, D) and k, v (B, Tk, Hkv, D), "
             f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )
-    if min(q.shape) < 1 or min(k.shape) < 1:
+    if min(qs) < 1 or min(ks) < 1:
         raise ValueError(
             f"attention needs sizes of at least 1, got q {tuple(q.shape)} and k {tuple(k.shape)}"
         )
-    if q.shape[2] % k.shape[2]:
+    if qs[2] % ks[2]:
         raise ValueError(
             f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} key-value heads"
         )

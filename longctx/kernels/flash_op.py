@@ -70,23 +70,25 @@ class Kernels(NamedTuple):
 
 def kernels(implementation: str, device: torch.device) -> Kernels:
     """The kernels of `implementation`, imported and configured for `device`."""
-    if implementation == "torch-tiled":
-        tiled = _module("tiled")
-        return Kernels(tiled.forward, tiled.backward)
-    if implementation == "triton-portable":
-        portable = _module("portable")
-        return Kernels(portable.forward, portable.backward)
-    hopper_forward, hopper_backward = _module("hopper_forward"), _module("hopper_backward")
-    configure(hopper_forward, "hopper_forward", device)
-    configure(hopper_backward, "hopper_backward", device)
-    ordered = implementation == "triton-hopper-ordered"
-    backward = functools.partial(hopper_backward.backward, ordered=ordered)
-    return Kernels(hopper_forward.forward, backward)
+    forward_module, backward_module = _modules(implementation, device)
+    backward = backward_module.backward
+    if implementation == "triton-hopper-ordered":
+        backward = functools.partial(backward, ordered=True)
+    return Kernels(forward_module.forward, backward)
 
 
 @functools.cache
-def _module(name: str) -> Any:
-    return importlib.import_module(f"longctx.kernels.{name}")  # Triton's is imported on first use
+def _modules(implementation: str, device: torch.device) -> tuple[Any, Any]:
+    """The modules of both passes; Triton's are imported on first use."""
+    names = {
+        "torch-tiled": ("tiled", "tiled"),
+        "triton-portable": ("portable", "portable"),
+    }.get(implementation, ("hopper_forward", "hopper_backward"))
+    forward, backward = (importlib.import_module(f"longctx.kernels.{name}") for name in names)
+    if implementation.startswith("triton-hopper"):
+        configure(forward, names[0], device)
+        configure(backward, names[1], device)
+    return forward, backward
 
 
 @torch.library.custom_op("longctx::flash_forward", mutates_args=())
@@ -239,9 +241,11 @@ def flash_backward(
 
 def unobserved(*tensors: Tensor) -> bool:
     """Whether no compiler, transform, mode, subclass or profiler has to see an operator."""
+    for x in tensors:
+        if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
+            return False
     return (
         not torch.compiler.is_compiling()
-        and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None

@@ -61,8 +61,8 @@ from longctx.kernels.hopper_primitives import (
     processors,
     push,
 )
-from longctx.kernels.portable import LOG2E, preprocess
-from longctx.kernels.relaunch import Relaunch, alignment, first_launch, keep, on_device, stream_of
+from longctx.kernels.portable import LOG2E, padded_rows, preprocess_into
+from longctx.kernels.relaunch import Relaunch, first_launch, keep, stream_of, zero
 from longctx.kernels.tile_schedule import batch_stride, heads_in_l2
 
 
@@ -580,7 +580,22 @@ def directions(head_dim: int, group: int, ordered: bool) -> int:
     return 2 if ordered or (head_dim == 128 and group > 1) else 1
 
 
-_launches: dict[Hashable, tuple[Relaunch, Relaunch]] = {}
+class Launches(NamedTuple):
+    """How to compute a shape again: the kernels, how many 32-bit values they need, of which so many
+    are zeroed, and the entry of CONFIGS that they were made with.
+    """
+
+    PAD: int
+    config: Config
+    sums: int  # of dq
+    zeroed: int  # sums, the counter, padded to 16 bytes, then the semaphores, padded likewise
+    rows: int  # of lse2, and of delta, which follow
+    preprocess: Relaunch
+    main: Relaunch
+    unpack: Relaunch
+
+
+_launches: dict[Hashable, Launches] = {}
 
 
 def backward(
@@ -602,31 +617,74 @@ def backward(
 
     `ordered`: dq, too, has the same bits every time. `first` and `last` are not used.
     """
+    device = q.get_device()
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return backward(do, dlse, q, k, v, out, lse, first, last, qfirst, qlast, scale, ordered)
+    if dlse is not None:
+        dlse = dlse.contiguous()
+    pointers = out, do, lse, lse if dlse is None else dlse
+    q_at, k_at, v_at, *ends = [x.data_ptr() for x in (q, k, v, qfirst, qlast)]
+    out_at, do_at, lse_at, dlse_at = given = [x.data_ptr() for x in pointers]
+    key = (
+        *(q.shape, k.shape, q.stride(), k.stride(), v.stride(), do.stride(), out.stride()),
+        *(q.dtype, device, scale, ordered, dlse is None, qfirst.shape, qfirst.stride()),
+        *(ends[0] % 16, ends[1] % 16, out_at % 16, lse_at % 16, dlse_at % 16),
+    )
+    launches = _launches.get(key)
+    aligned = (q_at | k_at | v_at | do_at) % 16 == 0
+    if launches is None or not aligned or launches.config is not CONFIGS[launches.PAD]:
+        intervals = qfirst, qlast
+        return _first_backward(q, k, v, do, dlse, out, lse, intervals, scale, ordered, key)
+    dq, dk, dv = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+    _, _, sums, zeroed, rows, preprocess, main, unpack = launches
+    buffer = torch.empty(zeroed + 2 * rows, dtype=torch.float32, device=q.device)
+    stream, at = stream_of(device), buffer.data_ptr()
+    zero(buffer, zeroed, stream)
+    end, lse2_at, dq_at = at + 4 * sums, at + 4 * zeroed, dq.data_ptr()
+    delta_at = lse2_at + 4 * rows
+    preprocess(stream, (), *given, lse2_at, delta_at)
+    mapped = q_at, k_at, v_at, do_at, lse2_at, delta_at, at, dk.data_ptr(), dv.data_ptr()
+    main(stream, mapped, end + 16 if ordered else end, end, *ends)
+    unpack(stream, (), at, dq_at)
+    return dq, dk, dv
+
+
+def _first_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    intervals: tuple[Tensor, Tensor],
+    scale: float,
+    ordered: bool,
+    key: Hashable,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `backward`, for a shape that has not been computed yet or that needs a copy."""
+    addressed = [addressable(x) for x in (q, k, v, do)]
+    if any(x is not y for x, y in zip(addressed, (q, k, v, do), strict=True)):
+        q, k, v, do = addressed
+        return backward(do, dlse, q, k, v, out, lse, *intervals, *intervals, scale, ordered)
     B, Tq, Hq, D = q.shape
     PAD = max(64, 1 << (D - 1).bit_length())
     c = CONFIGS[PAD]
-    q, k, v, do = addressable(q), addressable(k), addressable(v), addressable(do)
-    lse2, delta = preprocess(do, dlse, out, lse)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    # zeros: sums of dq, the counter, padded to 16 bytes, then the semaphores
-    parts = B * Hq * -(-Tq // c.BM) * (c.BM * PAD // 256)
+    parts = B * Hq * triton.cdiv(Tq, c.BM) * (c.BM * PAD // 256)
     semaphores = parts // 16 if ordered else 0
-    sums = torch.zeros(parts * 256 + 4 + semaphores, dtype=torch.float32, device=q.device)
+    zeroed = parts * 256 + 4 + triton.cdiv(semaphores, 4) * 4
+    rows = padded_rows(lse)
+    buffer = torch.empty(zeroed + 2 * rows.numel(), dtype=torch.float32, device=q.device)
+    sums = buffer[:zeroed].zero_()
+    lse2, delta = buffer[zeroed:].view(2, *rows).unbind()
+    before = preprocess_into(lse2, delta, do, dlse, out, lse)
     tensors = q, k, v, do, lse2, delta, sums, dk, dv
-    key = (
-        *(q.shape, k.shape[1:3], q.stride(), k.stride(), v.stride(), do.stride(), q.dtype),
-        *(q.get_device(), scale, batch_stride(qfirst), *alignment(qfirst, qlast), c, ordered),
-    )
-    with on_device(q):
-        launches = _launches.get(key)
-        if launches is None:
-            launches = _first_launches(tensors, dq, qfirst, qlast, scale, c, PAD, ordered)
-            keep(_launches, key, launches)
-        else:
-            stream, at, end = stream_of(q), sums.data_ptr(), sums.data_ptr() + 1024 * parts
-            semaphore = end + 16 if ordered else end
-            launches[0](stream, tensors, semaphore, end, qfirst.data_ptr(), qlast.data_ptr())
-            launches[1](stream, (), at, dq.data_ptr())
+    main, unpack = _first_launches(tensors, dq, *intervals, scale, c, PAD, ordered)
+    assert before is not None, "Gluon has no interpreter"
+    launches = Launches(PAD, c, parts * 256, zeroed, rows.numel(), before, main, unpack)
+    keep(_launches, key, launches)
     return dq, dk, dv
 
 

@@ -54,7 +54,7 @@ from longctx.kernels.hopper_primitives import (
     push,
 )
 from longctx.kernels.portable import LN2, LOG2E
-from longctx.kernels.relaunch import Relaunch, alignment, first_launch, keep, on_device, stream_of
+from longctx.kernels.relaunch import Relaunch, first_launch, keep, stream_of, zero
 from longctx.kernels.tile_schedule import (
     batch_stride,
     heads_in_l2,
@@ -559,37 +559,68 @@ def forward_kernel(
     # fmt: on
 
 
-_launches: dict[Hashable, tuple[Relaunch, ...]] = {}
+class Launches(NamedTuple):
+    """How to compute a shape again: the kernels, the size of their `flags`, and the entry of
+    CONFIGS that they were made with.
+    """
+
+    PAD: int
+    config: Config
+    flags: int
+    kernels: tuple[Relaunch, ...]
+
+
+_launches: dict[Hashable, Launches] = {}
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """out like q, contiguous, and lse (B, Hq, Tq) float32, for intervals (B or 1, Tq)."""
+    device = q.get_device()
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return forward(q, k, v, first, last, scale)
+    q_at, k_at, v_at, *ends = [x.data_ptr() for x in (q, k, v, first, last)]
+    key = (
+        *(q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, device, scale),
+        *(first.shape, first.stride(), ends[0] % 16, ends[1] % 16),
+    )
+    launches = _launches.get(key)
+    aligned = (q_at | k_at | v_at) % 16 == 0
+    if launches is None or not aligned or launches.config is not CONFIGS[launches.PAD]:
+        return _first_forward(q, k, v, first, last, scale, key)
+    B, Tq, Hq, _ = q.shape
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty((B, Hq, Tq), dtype=torch.float32, device=q.device)
+    flags = torch.empty(launches.flags, dtype=torch.int32, device=q.device)
+    stream, at = stream_of(device), flags.data_ptr()
+    zero(flags, launches.flags, stream)
+    mapped = q_at, k_at, v_at, out.data_ptr()
+    lse_at = lse.data_ptr()
+    for retry, again in enumerate(launches.kernels):
+        again(stream, mapped, lse_at, at + 4 * retry, at + 8, *ends)
+    return out, lse
+
+
+def _first_forward(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float, key: Hashable
+) -> tuple[Tensor, Tensor]:
+    """As `forward`, for a shape that has not been computed yet or that needs a copy."""
+    addressed = addressable(q), addressable(k), addressable(v)
+    if any(x is not y for x, y in zip(addressed, (q, k, v), strict=True)):
+        return forward(*addressed, first, last, scale)
     B, Tq, Hq, D = q.shape
     PAD = max(64, 1 << (D - 1).bit_length())
     c = CONFIGS[PAD]
-    q, k, v = addressable(q), addressable(k), addressable(v)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((B, Hq, Tq), dtype=torch.float32)
-    tiles = -(-Tq // (64 * c.consumers))
     # a counter for each launch, then `retry`
-    flags = torch.zeros(3 + tiles * B * Hq, dtype=torch.int32, device=q.device)
+    count = 3 + triton.cdiv(Tq, 64 * c.consumers) * B * Hq
+    flags = torch.zeros(count, dtype=torch.int32, device=q.device)
     tensors = q, k, v, out
-    key = (
-        *(q.shape, k.shape[1:3], q.stride(), k.stride(), v.stride(), q.dtype, q.get_device()),
-        *(scale, batch_stride(first), *alignment(first, last), c),
-    )
-    with on_device(q):
-        launches = _launches.get(key)
-        if launches is None:
-            launches = _first_launches(tensors, lse, flags, first, last, scale, c, PAD)
-            keep(_launches, key, launches)
-        else:
-            stream, at = stream_of(q), flags.data_ptr()
-            ends = first.data_ptr(), last.data_ptr()
-            for retry, again in enumerate(launches):
-                again(stream, tensors, lse.data_ptr(), at + 4 * retry, at + 8, *ends)
+    kernels = _first_launches(tensors, lse, flags, first, last, scale, c, PAD)
+    keep(_launches, key, Launches(PAD, c, count, kernels))
     return out, lse
 
 

@@ -23,8 +23,6 @@ them are made NaN through their scores.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import torch
 import triton
 import triton.language as tl
@@ -32,7 +30,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from longctx.kernels.launch import Launch, launch_config
-from longctx.kernels.relaunch import Relaunch, alignment, first_launch, keep, on_device, stream_of
+from longctx.kernels.relaunch import Relaunch, first_launch, on_device
 from longctx.kernels.tile_schedule import (
     batch_stride,
     heads_in_l2,
@@ -484,32 +482,33 @@ def backward(
     return dq, dk, dv
 
 
-_preprocessing: dict[Hashable, Relaunch] = {}
-
-
 def preprocess(do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """lse in base 2 and delta, each (B, Hq, Tq padded to a multiple of ROW) float32."""
+    lse2, delta = lse.new_empty((2, *padded_rows(lse))).unbind()
+    with on_device(out):
+        preprocess_into(lse2, delta, do, dlse, out, lse)
+    return lse2, delta
+
+
+def padded_rows(lse: Tensor) -> torch.Size:
+    """The shape of lse2 and delta for lse (B, Hq, Tq)."""
+    B, Hq, Tq = lse.shape
+    return torch.Size((B, Hq, triton.cdiv(Tq, ROW.value) * ROW.value))
+
+
+def preprocess_into(
+    lse2: Tensor, delta: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+) -> Relaunch | None:
+    """Compute `lse2` and `delta`; how to do it again for other addresses of out, do, lse, dlse (or
+    lse again), lse2 and delta, or None in the interpreter.
+    """
     B, Tq, Hq, D = out.shape
-    tiles = -(-Tq // ROW.value)
-    lse2, delta = lse.new_empty((2, B, Hq, tiles * ROW.value)).unbind()
     dlse = None if dlse is None else dlse.contiguous()
     pointers = out, do, lse, lse if dlse is None else dlse, lse2, delta
-    strides = *_strides(out), *_strides(do)
-    key = (out.shape, strides, out.dtype, do.dtype, out.get_device(), dlse is None)
-    key += alignment(*pointers)
-    with on_device(out):
-        again = _preprocessing.get(key)
-        if again is not None:
-            again(stream_of(out), (), *(x.data_ptr() for x in pointers))
-        else:
-            constants = dict(D=D, PAD=triton.next_power_of_2(D), HAS_DLSE=dlse is not None)
-            scalars = *strides, Tq, Hq
-            again = first_launch(
-                delta_kernel, tiles * B * Hq, (), pointers, scalars, constants, num_warps=4
-            )
-            if again is not None:
-                keep(_preprocessing, key, again)
-    return lse2, delta
+    scalars = *_strides(out), *_strides(do), Tq, Hq
+    constants = dict(D=D, PAD=triton.next_power_of_2(D), HAS_DLSE=dlse is not None)
+    programs = triton.cdiv(Tq, ROW.value) * B * Hq
+    return first_launch(delta_kernel, programs, (), pointers, scalars, constants, num_warps=4)
 
 
 def _constants(q: Tensor, k: Tensor, c: Launch, tma: bool) -> dict[str, object]:
