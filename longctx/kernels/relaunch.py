@@ -27,7 +27,7 @@ MOST = 512  # launches that are kept for each kernel; a program rarely has more 
 # tensor maps, of half a KB: an argument of a deep model has one for each layer, and more
 MOST_ADDRESSES = 256
 MOST_MAPS = 1 << 15  # of all arguments of all kernels
-KNOWN_TRITON = "3.6."  # whose launcher takes what `_C_launcher` says
+KNOWN_TRITON = "3.6."  # whose launcher takes what `_c_launcher_of_36` says
 
 _log = logging.getLogger(__name__)
 _every: list[weakref.ref[TensorMaps]] = []
@@ -85,44 +85,45 @@ class _Direct(NamedTuple):
     fixed: tuple[Any, ...]  # between the stream and the kernel's own arguments
     make: Callable[..., list[Any]]  # (descriptor, metadata) → tensor map, shape, strides
     metadata: Sequence[Any]  # of each tensor map
+    # what profilers of Triton have asked to be called at launches, now or later
+    hooks: tuple[list[Any], ...]
 
 
 class Relaunch:
     """A compiled kernel, its grid and those of its arguments that are not addresses."""
 
     def __init__(self, compiled: Any, programs: int, maps: Sequence[Any], tail: tuple[Any, ...]):
-        self.grid, self.tail = (programs, 1, 1), tail
+        self.compiled, self.grid, self.tail = compiled, (programs, 1, 1), tail
         self.likes = [_mapped(0, x) for x in maps]
-        self.runner = compiled[self.grid]
-        self.maps: list[TensorMaps] | None = None
-        self.hooks: tuple[list[Any], ...] = ()
-        direct = _c_launcher(compiled, len(maps))
-        if direct is not None:
-            self.launch, self.fixed = direct.launch, direct.fixed
-            self.hooks = _hooks()
-            self.maps = [
-                TensorMaps(like, functools.partial(direct.make, metadata=metadata))
-                for like, metadata in zip(self.likes, direct.metadata, strict=True)
-            ]
+        self.runner: Callable[..., None] | None = None
+        self.direct: _Direct | None = None
+        self.maps: list[TensorMaps] = []
 
     def __call__(self, stream: int, mapped: Sequence[int], *addresses: int) -> None:
         """Launch with tensor maps of the addresses `mapped`, then `addresses`, in the kernel's
         order.
         """
-        if self.maps is None or any(self.hooks):
+        if self.runner is None:
+            self._prepare()
+        direct = self.direct
+        if direct is None or any(direct.hooks):
+            assert self.runner is not None
             self.runner(*map(_mapped, mapped, self.likes), *addresses, *self.tail, stream=stream)
             return
         maps: list[Any] = []
         for by_address, address in zip(self.maps, mapped, strict=True):
             maps += by_address[address]
-        self.launch(*self.grid, stream, *self.fixed, *maps, *addresses, *self.tail)
+        direct.launch(*self.grid, stream, *direct.fixed, *maps, *addresses, *self.tail)
 
-
-def _hooks() -> tuple[list[Any], ...]:
-    """What profilers of Triton have asked to be called at launches, now or later."""
-    from triton import knobs
-
-    return knobs.runtime.launch_enter_hook.calls, knobs.runtime.launch_exit_hook.calls
+    def _prepare(self) -> None:
+        self.runner = self.compiled[self.grid]
+        self.direct = _c_launcher(self.compiled, len(self.likes))
+        if self.direct is not None:
+            make = self.direct.make
+            self.maps = [
+                TensorMaps(like, functools.partial(make, metadata=metadata))
+                for like, metadata in zip(self.likes, self.direct.metadata, strict=True)
+            ]
 
 
 def _c_launcher(compiled: Any, maps: int) -> _Direct | None:
@@ -140,6 +141,7 @@ def _c_launcher(compiled: Any, maps: int) -> _Direct | None:
 
 
 def _c_launcher_of_36(compiled: Any, maps: int) -> _Direct:
+    from triton import knobs
     from triton.backends.nvidia import driver
 
     run = compiled.run
@@ -166,7 +168,8 @@ def _c_launcher_of_36(compiled: Any, maps: int) -> _Direct:
         None,
         None,
     )
-    return _Direct(launch, fixed, driver.make_tensordesc_arg, metadata)
+    hooks = knobs.runtime.launch_enter_hook.calls, knobs.runtime.launch_exit_hook.calls
+    return _Direct(launch, fixed, driver.make_tensordesc_arg, metadata, hooks)
 
 
 @functools.cache
