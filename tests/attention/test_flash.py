@@ -5,7 +5,7 @@ strides, compile, determinism.
 import pytest
 import torch
 
-from longctx.attention import Mask, attention, kernels_run
+from longctx.attention import Mask, attention, kernels_run, registry
 from longctx.kernels import flash_op, portable, tiled
 from longctx.kernels.flash_op import backward_op, forward_op
 from longctx.kernels.launch import Launch
@@ -73,6 +73,7 @@ def test_bf16_on_a_cpu(mask):
 @pytest.mark.no_gpu
 def test_bf16_is_refused_by_the_interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(registry, "_callers", {})  # an earlier test's remember being served
     with pytest.raises(ValueError, match="interpreter"):
         attention(*(torch.zeros(1, 2, 1, 16, dtype=torch.bfloat16),) * 3)
 
