@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import functools
 import inspect
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -26,11 +27,12 @@ from torch import Tensor
 MOST = 512  # launches that are kept for each kernel; a program rarely has more shapes
 # tensor maps, of half a KB: an argument of a deep model has one for each layer, and more
 MOST_ADDRESSES = 256
-MOST_MAPS = 1 << 15  # of all arguments of all kernels
+MOST_MAPS = 1 << 15  # of all arguments of all kernels; counted after each 1,024 new ones
 KNOWN_TRITON = "3.6."  # whose launcher takes what `_c_launcher_of_36` says
 
 _log = logging.getLogger(__name__)
 _every: list[weakref.ref[TensorMaps]] = []
+_made = itertools.count(1)
 
 
 class _At(NamedTuple):
@@ -64,7 +66,7 @@ class TensorMaps(dict[int, tuple[Any, ...]]):
     def __missing__(self, address: int) -> tuple[Any, ...]:
         if len(self) >= MOST_ADDRESSES:
             self.clear()
-        elif len(self) % 64 == 63:
+        if next(_made) % 1024 == 0:
             _forget_if_many()
         made = self[address] = tuple(self.make(_mapped(address, self.like)))
         return made
