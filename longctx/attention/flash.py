@@ -32,6 +32,7 @@ class Flash(Backend):
     also reach rows that share a tile of 64 to 192 with it, seen or not.
     """
 
+    differentiable_lse = True
     options = BACKEND_OPTIONS["flash"]
     reproducible = {
         "triton-portable": ("out", "dq", "dk", "dv"),

@@ -22,6 +22,8 @@ BLOCK = 128
 class Flex(Backend):
     """Any interval mask, on a GPU; its lse is differentiable."""
 
+    differentiable_lse = True
+
     def refusal(self, request: Request) -> str | None:
         if request.device.type != "cuda":
             return NEEDS_GPU["flex"]

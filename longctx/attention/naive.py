@@ -15,6 +15,7 @@ from longctx.attention.registry import Backend, Request, register
 class Naive(Backend):
     """Runs on every device, dtype, head size and mask; memory grows with Tq·Tk."""
 
+    differentiable_lse = True
     reproducible = {"torch matmul and softmax": ("out", "dq", "dk", "dv")}
 
     def refusal(self, request: Request) -> str | None:

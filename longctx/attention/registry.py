@@ -19,9 +19,12 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from longctx.attention.attention_sinks import check_sinks, with_sinks
 from longctx.attention.exchange import WHOLE_ROWS
 from longctx.attention.mask import Mask
 from longctx.config.model_config import check_options
+from longctx.kernels.flash_op import unobserved
+from longctx.kernels.relaunch import stream_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
@@ -50,6 +53,9 @@ class Backend(ABC):
 
     # whether a mask may be of free intervals, on every device
     takes_intervals = True
+
+    # whether gradients flow through the lse, as training with sinks needs
+    differentiable_lse = False
 
     @abstractmethod
     def refusal(self, request: Request) -> str | None:
@@ -89,6 +95,12 @@ class Backend(ABC):
         return type(self).backward is not Backend.backward
 
 
+MOST_KEPT = 16  # of each, for `attention()`
+_callers: dict[tuple[str, float | None], Attention] = {}
+_masks: dict[tuple[Any, ...], Mask] = {}
+_seen: set[tuple[Any, ...]] = set()  # keys of masks that were asked for once
+MOST_SEEN = 1024
+_CAUSAL = Mask.causal()
 _backends: dict[str, Backend] = {}
 _ran: dict[str, str] = {}
 
@@ -196,7 +208,10 @@ class Attention:
         if torch.is_autocast_enabled(q.device.type):
             dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        exchange = mask.exchange or WHOLE_ROWS
+        exchange = mask.exchange
+        if exchange is None:
+            out, lse = self._run(mask, q, k, v)
+            return (out, lse) if return_lse else out
         outs, lses = [], []
         for part in exchange.parts(q, k, v):
             out, lse = self._run(mask, *part)
@@ -208,7 +223,9 @@ class Attention:
 
     def _run(self, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out and lse of the backend."""
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        q = q if q.stride(3) == 1 else q.contiguous()
+        k = k if k.stride(3) == 1 else k.contiguous()
+        v = v if v.stride(3) == 1 else v.contiguous()
         # While compiling, every trace asks: its answer holds for the code that it makes.
         kind = (q.device, q.dtype, q.shape[3], mask.kind, mask.window)
         if torch.compiler.is_compiling():
@@ -216,11 +233,13 @@ class Attention:
         elif kind not in self._served:
             self._ask(q, mask)
             self._served.add(kind)
-        bound = mask.bind(q.shape[0], q.shape[1], k.shape[1], q.device)
-        with torch.autocast(q.device.type, enabled=False):
-            out, lse, kernel = self.backend.run(
-                q, k, v, bound, self._scale(q.shape[3]), **self.options
-            )
+        bound = _bound(mask, q, k.shape[1])
+        scale = self._scale(q.shape[3])
+        if torch.is_autocast_enabled(q.device.type):
+            with torch.autocast(q.device.type, enabled=False):
+                out, lse, kernel = self.backend.run(q, k, v, bound, scale, **self.options)
+        else:
+            out, lse, kernel = self.backend.run(q, k, v, bound, scale, **self.options)
         _record(self.name, kernel)
         return out, lse
 
@@ -277,6 +296,7 @@ def attention(
     backend: str = "flash",
     scale: float | None = None,
     return_lse: Literal[False] = False,
+    sinks: Tensor | None = None,
     **options: Any,
 ) -> Tensor: ...
 @overload
@@ -289,6 +309,7 @@ def attention(
     scale: float | None = None,
     *,
     return_lse: Literal[True],
+    sinks: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]: ...
 def attention(
@@ -299,6 +320,7 @@ def attention(
     backend: str = "flash",
     scale: float | None = None,
     return_lse: bool = False,
+    sinks: Tensor | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention: q (B, Tq, Hq, D), k and v (B, Tk, Hkv, D) → out like q.
@@ -310,11 +332,69 @@ def attention(
     Its gradient flows in naive, flash and flex and is not defined in sdpa and flash_attn. A query
     that sees nothing gets output 0, lse -inf and zero gradients.
 
+    `sinks` (Hq,): a logit for each query head that joins its softmax and has no value, as in
+    gpt-oss; the lse then includes it. Where gradients are wanted the backend's lse must have one.
+
     Raises ValueError for shapes that do not fit and for a backend that cannot do what is asked.
     """
     _check_inputs(q, k, v, scale)
-    mask = Mask.causal() if mask is None else mask
-    return Attention(backend, options, scale)(q, k, v, mask, return_lse)
+    if mask is None:
+        mask = Mask.causal() if torch.compiler.is_compiling() else _CAUSAL
+    caller = _caller(backend, options, scale)
+    if sinks is None:
+        return caller(q, k, v, mask, return_lse)
+    check_sinks(sinks, q)
+    if mask.exchange is not None:
+        raise ValueError("sinks are for whole rows, not for rows that ranks share; leave them out")
+    wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sinks))
+    if wants_gradient and not caller.backend.differentiable_lse:
+        raise ValueError(
+            f"attention={backend} cannot train with sinks: its lse has no gradient; "
+            "use attention=flash, flex or naive, or torch.no_grad()"
+        )
+    out, lse = with_sinks(*caller(q, k, v, mask, True), sinks)
+    return (out, lse) if return_lse else out
+
+
+def _caller(backend: str, options: dict[str, Any], scale: float | None) -> Attention:
+    """The Attention that `attention()` calls; those without options are kept, and their answers."""
+    if options or torch.compiler.is_compiling() or backend not in _backends:
+        return Attention(backend, options, scale)
+    caller = _callers.get((backend, scale))
+    if caller is None or caller.backend is not _backends[backend]:
+        if len(_callers) >= MOST_KEPT:
+            _callers.clear()
+        caller = _callers[backend, scale] = Attention(backend, None, scale)
+    return caller
+
+
+def _bound(mask: Mask, q: Tensor, keys: int) -> Mask:
+    """`mask` bound to q and so many keys; causal and full ones that are asked for again are kept
+    for the next call.
+    """
+    B, T, _, _ = q.shape
+    pure = mask.qfirst is None and mask.exchange is None and mask.kind in ("causal", "full")
+    if not pure or not unobserved(q):
+        return mask.bind(B, T, keys, q.device)
+    stream = 0
+    if q.is_cuda:
+        if torch.cuda.is_current_stream_capturing():  # a graph would outlive what is kept
+            return mask.bind(B, T, keys, q.device)
+        stream = stream_of(q.get_device())
+    key = mask.kind, mask.window, T, keys, q.device, stream, torch.is_inference_mode_enabled()
+    kept = _masks.get(key)
+    if kept is not None:
+        return kept
+    kept = mask.bind(B, T, keys, q.device)
+    # lengths that come once, as of texts that are scored, would only fill memory
+    if key in _seen:
+        if len(_masks) >= MOST_KEPT:
+            _masks.clear()
+        _masks[key] = kept
+    if len(_seen) >= MOST_SEEN:
+        _seen.clear()
+    _seen.add(key)
+    return kept
 
 
 def _lookup(backend: str, options: Mapping[str, Any]) -> Backend:
@@ -339,17 +419,18 @@ def _record(backend: str, kernel: str) -> None:
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
-    four = q.ndim == 4 and k.ndim == 4
-    if not four or k.shape != v.shape or q.shape[::3] != k.shape[::3]:
+    qs, ks = q.shape, k.shape
+    fit = len(qs) == 4 and len(ks) == 4 and ks == v.shape
+    if not fit or qs[0] != ks[0] or qs[3] != ks[3]:
         raise ValueError(
             "attention takes q (B, Tq, Hq, D) and k, v (B, Tk, Hkv, D), "
             f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )
-    if min(q.shape) < 1 or min(k.shape) < 1:
+    if min(qs) < 1 or min(ks) < 1:
         raise ValueError(
             f"attention needs sizes of at least 1, got q {tuple(q.shape)} and k {tuple(k.shape)}"
         )
-    if q.shape[2] % k.shape[2]:
+    if qs[2] % ks[2]:
         raise ValueError(
             f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} key-value heads"
         )

@@ -1,6 +1,8 @@
 """The flash operator, registered with torch.
 
-Autograd, torch.compile and CUDA graphs see one opaque call.
+Autograd, torch.compile and CUDA graphs see one opaque call. `flash_forward` and `flash_backward`
+pass by torch's dispatcher, which takes as long as the launches, where nobody else looks at the
+call: plain tensors, not compiled, not traced.
 
 Implementations: "triton-portable" (any GPU, and a CPU under TRITON_INTERPRET=1), "triton-hopper"
 (Hopper's own instructions), "triton-hopper-ordered" (the same, with a backward that sums dq in one
@@ -47,7 +49,12 @@ def runs_hopper(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool
         return False
     if dtype not in (torch.bfloat16, torch.float16) or head_dim not in HOPPER_HEAD_SIZES:
         return False
-    return torch.cuda.get_device_properties(device).major == 9
+    return _generation(device) == 9
+
+
+@functools.cache
+def _generation(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).major
 
 
 class Kernels(NamedTuple):
@@ -63,26 +70,29 @@ class Kernels(NamedTuple):
 
 def kernels(implementation: str, device: torch.device) -> Kernels:
     """The kernels of `implementation`, imported and configured for `device`."""
-    if implementation == "torch-tiled":
-        tiled = _module("tiled")
-        return Kernels(tiled.forward, tiled.backward)
-    if implementation == "triton-portable":
-        portable = _module("portable")
-        return Kernels(portable.forward, portable.backward)
-    hopper_forward, hopper_backward = _module("hopper_forward"), _module("hopper_backward")
-    configure(hopper_forward, "hopper_forward", device)
-    configure(hopper_backward, "hopper_backward", device)
-    ordered = implementation == "triton-hopper-ordered"
-    backward = functools.partial(hopper_backward.backward, ordered=ordered)
-    return Kernels(hopper_forward.forward, backward)
+    forward_module, backward_module = _modules(implementation, device)
+    backward = backward_module.backward
+    if implementation == "triton-hopper-ordered":
+        backward = functools.partial(backward, ordered=True)
+    return Kernels(forward_module.forward, backward)
 
 
-def _module(name: str) -> Any:
-    return importlib.import_module(f"longctx.kernels.{name}")  # Triton's is imported on first use
+@functools.cache
+def _modules(implementation: str, device: torch.device) -> tuple[Any, Any]:
+    """The modules of both passes; Triton's are imported on first use."""
+    names = {
+        "torch-tiled": ("tiled", "tiled"),
+        "triton-portable": ("portable", "portable"),
+    }.get(implementation, ("hopper_forward", "hopper_backward"))
+    forward, backward = (importlib.import_module(f"longctx.kernels.{name}") for name in names)
+    if implementation.startswith("triton-hopper"):
+        configure(forward, names[0], device)
+        configure(backward, names[1], device)
+    return forward, backward
 
 
 @torch.library.custom_op("longctx::flash_forward", mutates_args=())
-def flash_forward(
+def forward_op(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -97,14 +107,11 @@ def flash_forward(
 
     q is (B, Tq, Hq, D), k and v (B, Tk, Hkv, D).
     """
-    forward = kernels(implementation, q.device).forward
-    if _needs_trust(q, implementation):
-        trust("forward", implementation, q, k, forward)
-    return forward(q, k, v, first, last, scale)
+    return _forward(q, k, v, first, last, scale, implementation)
 
 
 @torch.library.custom_op("longctx::flash_backward", mutates_args=())
-def flash_backward(
+def backward_op(
     do: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -123,10 +130,32 @@ def flash_backward(
 
     It has no derivative of its own.
     """
+    inputs = do, dlse, q, k, v, out, lse, first, last, qfirst, qlast, scale
+    return _backward(implementation, *inputs)
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: Tensor,
+    last: Tensor,
+    scale: float,
+    implementation: str,
+) -> tuple[Tensor, Tensor]:
+    forward = kernels(implementation, q.device).forward
+    if _needs_trust(q, implementation):
+        trust("forward", implementation, q, k, forward)
+    return forward(q, k, v, first, last, scale)
+
+
+def _backward(
+    implementation: str, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     backward = kernels(implementation, q.device).backward
     if _needs_trust(q, implementation):
         trust("backward", implementation, q, k, backward)
-    return backward(do, dlse, q, k, v, out, lse, first, last, qfirst, qlast, scale)
+    return backward(do, dlse, q, k, *others)
 
 
 def _needs_trust(q: Tensor, implementation: str) -> bool:
@@ -134,13 +163,13 @@ def _needs_trust(q: Tensor, implementation: str) -> bool:
     return q.device.type != "cpu" and implementation.startswith("triton")
 
 
-@flash_forward.register_fake
+@forward_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     B, Tq, Hq, _D = q.shape
     return q.new_empty(q.shape), q.new_empty(B, Hq, Tq, dtype=torch.float32)
 
 
-@flash_backward.register_fake
+@backward_op.register_fake
 def _(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -153,7 +182,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, first, last, qfirst, qlast, out, lse = ctx.saved_tensors
     do = torch.zeros_like(out) if do is None else do
     grads = flash_backward(
@@ -162,4 +191,63 @@ def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor 
     return *grads, *[None] * 6
 
 
-flash_forward.register_autograd(_backward, setup_context=_save)
+forward_op.register_autograd(_differentiate, setup_context=_save)
+
+
+class _Flash(torch.autograd.Function):
+    """The operator for callers that need no dispatcher."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, others: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor]:
+        first, last, _, _, scale, implementation = others
+        output = _forward(q, k, v, first, last, scale, implementation)
+        ctx.save_for_backward(q, k, v, *output)
+        ctx.set_materialize_grads(False)
+        ctx.others = others  # tensors among them have no gradient
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        do = torch.zeros_like(out) if do is None else do
+        return *flash_backward(do, dlse, q, k, v, out, lse, *ctx.others), None
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    """As `forward_op`, whose other arguments are `others`."""
+    output: tuple[Tensor, Tensor]
+    if not unobserved(q, k, v):
+        output = forward_op(q, k, v, *others)
+    elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        output = _Flash.apply(q, k, v, others)
+    else:
+        first, last, _, _, scale, implementation = others
+        output = _forward(q, k, v, first, last, scale, implementation)
+    return output
+
+
+def flash_backward(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `backward_op`, whose other arguments are `others`; the operator refuses derivatives."""
+    gradients: tuple[Tensor, Tensor, Tensor]
+    if torch.is_grad_enabled() or not unobserved(do, q, k, v):
+        gradients = backward_op(do, dlse, q, k, v, *others)
+        return gradients
+    return _backward(others[-1], do, dlse, q, k, v, *others[:-1])
+
+
+def unobserved(*tensors: Tensor) -> bool:
+    """Whether no compiler, transform, mode, subclass or profiler has to see an operator."""
+    for x in tensors:
+        if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
+            return False
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch.autograd._profiler_enabled()
+    )

@@ -24,6 +24,7 @@ it.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -60,7 +61,8 @@ from longctx.kernels.hopper_primitives import (
     processors,
     push,
 )
-from longctx.kernels.portable import LOG2E, preprocess
+from longctx.kernels.portable import LOG2E, padded_rows, preprocess_into
+from longctx.kernels.relaunch import Relaunch, first_launch, keep, stream_of, zero
 from longctx.kernels.tile_schedule import batch_stride, heads_in_l2
 
 
@@ -578,6 +580,24 @@ def directions(head_dim: int, group: int, ordered: bool) -> int:
     return 2 if ordered or (head_dim == 128 and group > 1) else 1
 
 
+class Launches(NamedTuple):
+    """How to compute a shape again: the kernels, how many 32-bit values they need, of which so many
+    are zeroed, and the entry of CONFIGS that they were made with.
+    """
+
+    PAD: int
+    config: Config
+    sums: int  # of dq
+    zeroed: int  # sums, the counter, padded to 16 bytes, then the semaphores, padded likewise
+    rows: int  # of lse2, and of delta, which follow
+    preprocess: Relaunch
+    main: Relaunch
+    unpack: Relaunch
+
+
+_launches: dict[Hashable, Launches] = {}
+
+
 def backward(
     do: Tensor,
     dlse: Tensor | None,
@@ -597,41 +617,111 @@ def backward(
 
     `ordered`: dq, too, has the same bits every time. `first` and `last` are not used.
     """
+    device = q.get_device()
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return backward(do, dlse, q, k, v, out, lse, first, last, qfirst, qlast, scale, ordered)
+    if dlse is not None:
+        dlse = dlse.contiguous()
+    pointers = out, do, lse, lse if dlse is None else dlse
+    q_at, k_at, v_at, *ends = [x.data_ptr() for x in (q, k, v, qfirst, qlast)]
+    out_at, do_at, lse_at, dlse_at = given = [x.data_ptr() for x in pointers]
+    key = (
+        *(q.shape, k.shape, q.stride(), k.stride(), v.stride(), do.stride(), out.stride()),
+        *(q.dtype, device, scale, ordered, dlse is None, qfirst.shape, qfirst.stride()),
+        *(ends[0] % 16, ends[1] % 16, out_at % 16, lse_at % 16, dlse_at % 16),
+    )
+    launches = _launches.get(key)
+    aligned = (q_at | k_at | v_at | do_at) % 16 == 0
+    if launches is None or not aligned or launches.config is not CONFIGS[launches.PAD]:
+        intervals = qfirst, qlast
+        return _first_backward(q, k, v, do, dlse, out, lse, intervals, scale, ordered, key)
+    dq, dk, dv = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+    _, _, sums, zeroed, rows, preprocess, main, unpack = launches
+    buffer = torch.empty(zeroed + 2 * rows, dtype=torch.float32, device=q.device)
+    stream, at = stream_of(device), buffer.data_ptr()
+    zero(buffer, zeroed, stream)
+    end, lse2_at, dq_at = at + 4 * sums, at + 4 * zeroed, dq.data_ptr()
+    delta_at = lse2_at + 4 * rows
+    preprocess(stream, (), *given, lse2_at, delta_at)
+    mapped = q_at, k_at, v_at, do_at, lse2_at, delta_at, at, dk.data_ptr(), dv.data_ptr()
+    main(stream, mapped, end + 16 if ordered else end, end, *ends)
+    unpack(stream, (), at, dq_at)
+    return dq, dk, dv
+
+
+def _first_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    intervals: tuple[Tensor, Tensor],
+    scale: float,
+    ordered: bool,
+    key: Hashable,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `backward`, for a shape that has not been computed yet or that needs a copy."""
+    addressed = [addressable(x) for x in (q, k, v, do)]
+    if any(x is not y for x, y in zip(addressed, (q, k, v, do), strict=True)):
+        q, k, v, do = addressed
+        return backward(do, dlse, q, k, v, out, lse, *intervals, *intervals, scale, ordered)
     B, Tq, Hq, D = q.shape
+    PAD = max(64, 1 << (D - 1).bit_length())
+    c = CONFIGS[PAD]
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    parts = B * Hq * triton.cdiv(Tq, c.BM) * (c.BM * PAD // 256)
+    semaphores = parts // 16 if ordered else 0
+    zeroed = parts * 256 + 4 + triton.cdiv(semaphores, 4) * 4
+    rows = padded_rows(lse)
+    buffer = torch.empty(zeroed + 2 * rows.numel(), dtype=torch.float32, device=q.device)
+    sums = buffer[:zeroed].zero_()
+    lse2, delta = buffer[zeroed:].view(2, *rows).unbind()
+    before = preprocess_into(lse2, delta, do, dlse, out, lse)
+    tensors = q, k, v, do, lse2, delta, sums, dk, dv
+    main, unpack = _first_launches(tensors, dq, *intervals, scale, c, PAD, ordered)
+    assert before is not None, "Gluon has no interpreter"
+    launches = Launches(PAD, c, parts * 256, zeroed, rows.numel(), before, main, unpack)
+    keep(_launches, key, launches)
+    return dq, dk, dv
+
+
+def _first_launches(
+    tensors: tuple[Tensor, ...],
+    dq: Tensor,
+    qfirst: Tensor,
+    qlast: Tensor,
+    scale: float,
+    c: Config,
+    PAD: int,
+    ordered: bool,
+) -> tuple[Relaunch, Relaunch]:
+    """Launch both kernels; `tensors` are those that have tensor maps."""
+    q, k, v, do, lse2, delta, sums, dk, dv = tensors
+    B, Tq, Hq, _D = q.shape
     Tk, Hkv = k.shape[1:3]
     group = Hq // Hkv
-    PAD = max(64, triton.next_power_of_2(D))
-    c = CONFIGS[PAD]
     dtype = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
-
-    # operands
-    q, k, v, do = (addressable(x) for x in (q, k, v, do))
-    lse2, delta = (x.view(B * Hq, -1) for x in preprocess(do, dlse, out, lse))
-    loaded = (q, c.BM), (k, c.BN), (v, 64), (do, c.BM)
-    row_maps = (
-        TensorDescriptor(x, list(x.shape), list(x.stride()), [1, c.BM], ROW_LAYOUT)
-        for x in (lse2, delta)
-    )
-
-    # outputs
-    dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    parts = B * Hq * triton.cdiv(Tq, c.BM), c.BM * PAD // 256, 256
-    sums = torch.zeros(parts, dtype=torch.float32, device=q.device)
-    # the counter, padded to 16 bytes, then the semaphores
-    ints = torch.zeros(4 + (2 * len(sums) if ordered else 0), dtype=torch.int32, device=q.device)
-
+    dq_tiles = B * Hq * triton.cdiv(Tq, c.BM)
+    parts = dq_tiles * (c.BM * PAD // 256)
     tiles = triton.cdiv(Tk, c.BN)
-    with torch.cuda.device(q.device):
-        backward_kernel[(min(tiles * B * Hkv, processors(q.device)),)](
-            *(descriptor(x, rows, PAD, dtype) for x, rows in loaded),
-            *row_maps,
-            TensorDescriptor(sums, [sums.numel() // 256, 256], [256, 1], [16, 256], ROW_LAYOUT),
-            *(descriptor(x, 64, PAD, dtype) for x in (dk, dv)),
-            ints[4 if ordered else 0 :],
-            ints,
-            qfirst,
-            qlast,
+    ints = sums[256 * parts :].view(torch.int32)
+    boxes = (q, c.BM), (k, c.BN), (v, 64), (do, c.BM)
+    rows = B * Hq, lse2.shape[2]
+    maps = [
+        *(descriptor(x, n, PAD, dtype) for x, n in boxes),
+        *(TensorDescriptor(x, [*rows], [rows[1], 1], [1, c.BM], ROW_LAYOUT) for x in (lse2, delta)),
+        TensorDescriptor(sums, [parts, 256], [256, 1], [16, 256], ROW_LAYOUT),
+        *(descriptor(x, 64, PAD, dtype) for x in (dk, dv)),
+    ]
+    again = first_launch(
+        backward_kernel,
+        min(tiles * B * Hkv, processors(q.device)),
+        maps,
+        (ints[4 if ordered else 0 :], ints, qfirst, qlast),
+        (
             batch_stride(qfirst),
             scale,
             scale * LOG2E.value,
@@ -641,7 +731,9 @@ def backward(
             tiles,
             B * Hkv,
             heads_in_l2(q, B * Hkv, 1),
-            zero=0,
+            0,
+        ),
+        dict(
             q_shared=shared_layout((c.BM, PAD), dtype),
             k_shared=shared_layout((c.BN, PAD), dtype),
             v_shared=shared_layout((64, PAD), dtype),
@@ -655,8 +747,17 @@ def backward(
             ORDERED=ordered,
             DIRECTIONS=directions(PAD, group, ordered),
             REGISTERS=c.registers,
-            num_warps=4,
-        )
-        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        unpack_kernel[(sums.shape[0],)](sums, dq, scale, Tq, Hq, D, PAD, c.BM, num_warps=8)
-    return dq, dk, dv
+        ),
+        num_warps=4,
+    )
+    unpack = first_launch(
+        unpack_kernel,
+        dq_tiles,
+        (),
+        (sums, dq),
+        (scale, Tq, Hq),
+        dict(D=q.shape[3], PAD=PAD, BM=c.BM),
+        num_warps=8,
+    )
+    assert again is not None and unpack is not None, "Gluon has no interpreter"
+    return again, unpack

@@ -12,10 +12,13 @@ last query, so that the one that is not full, and begins before query 0, is a sh
 
 Softmax subtracts a maximum only so that nothing leaves the range of numbers. In bf16 a row keeps
 the maximum that it has after the tiles that need the mask (`FIXED_MAX`): the tiles after those need
-no maximum and no scaling, and do not depend on one another. Where the sum of a row leaves 2^±32
-after all, its tile is flagged, and a second launch (`RETRY`) computes it again with a maximum that
-follows the scores. That launch ends at once if no tile was flagged. fp16 has no such range, and its
-maximum always follows.
+no maximum and no scaling, and do not depend on one another. The largest p of such a row need not be
+1, so bf16 rounds it, and o would lean by up to 2^-8, in all channels alike, where one key draws
+nearly all weight. Therefore p·v is divided by r, the sum of p as rounded; l, of p in fp32, gives
+lse. p is rounded toward 0: that is one instruction, and cancels in the quotient. Where the sum of a
+row leaves 2^±32 after all, its tile is flagged, and a second launch (`RETRY`) computes it again
+with a maximum that follows the scores. That launch ends at once if no tile was flagged. fp16 has no
+such range, and its maximum always follows.
 
 Buffers in shared memory: qs, ks, vs, outs. mbarriers: X_full, X has been written; X_empty, X has
 been read. A tile of keys is step `it` of a program: ring slot it % STAGES, phase it // STAGES & 1.
@@ -23,6 +26,7 @@ been read. A tile of keys is step `it` of a program: ring slot it % STAGES, phas
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -50,6 +54,7 @@ from longctx.kernels.hopper_primitives import (
     push,
 )
 from longctx.kernels.portable import LN2, LOG2E
+from longctx.kernels.relaunch import Relaunch, first_launch, keep, stream_of, zero
 from longctx.kernels.tile_schedule import (
     batch_stride,
     heads_in_l2,
@@ -190,6 +195,12 @@ def row_sums(p, ROWS: gl.constexpr, BN: gl.constexpr):
 
 
 @gluon.jit
+def truncated(p):
+    """p rounded toward 0 to what bf16 holds, still in fp32."""
+    return (p.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def softmax(s, m, scale_log2, masked, n0, first_i, last_i):
     """Online softmax of one tile: p unnormalized, the new m, and the factor of the old sums."""
     if masked:
@@ -202,16 +213,16 @@ def softmax(s, m, scale_log2, masked, n0, first_i, last_i):
 
 @gluon.jit
 def attend(
-    q, p16, m, l, acc,
+    q, p16, m, l, r, acc,
     ks, vs, k_full, v_full,
     it, pending, more, masked, n0, first_i, last_i, scale_log2,
     BN: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr,
     FIXED_MAX: gl.constexpr, C: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """The new p16, m, l, acc after step `it`.
+    """The new p16, m, l, r, acc after step `it`.
 
     It takes the scores of the it-th tile of keys while p16, that of the pending tile, is multiplied
-    by its v. `FIXED_MAX`: m stays.
+    by its v. `FIXED_MAX`: m stays, and r counts; otherwise r means nothing.
     """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
@@ -235,6 +246,8 @@ def attend(
     if FIXED_MAX:
         p = gl.exp2(s * scale_log2 - m[:, None])
         l += row_sums(p, ROWS, BN)
+        p = truncated(p)
+        r += row_sums(p, ROWS, BN)
     else:
         p, m, alpha = softmax(s, m, scale_log2, masked, n0, first_i, last_i)
         l_scale = gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))
@@ -254,7 +267,7 @@ def attend(
     bar_arrive(V_EMPTY + before, 128 * CONSUMERS + 32)
     if not FIXED_MAX:
         acc *= gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
-    return p16, m, l, acc
+    return p16, m, l, r, acc
 
 
 @gluon.jit
@@ -360,13 +373,14 @@ def consumer(
             if MASKED_LOOP or FIXED_MAX:
                 steady = gl.maximum(masked, 1)
             pending = it
+            r = l
             for x in range(1, steady):
                 n0 = masked_tile(x, lo, full_lo, full_hi) * BN
                 if not UNEVEN or (x >= masked) | (n0 <= upper) & (n0 + BN > lower) | (
                     it + x - pending >= STAGES - 1
                 ):
-                    p16, m, l, acc = attend(
-                        q_own, p16, m, l, acc,
+                    p16, m, l, r, acc = attend(
+                        q_own, p16, m, l, r, acc,
                         ks, vs, k_full, v_full,
                         it + x, pending if UNEVEN else it + x - 1, x + 1 < n,
                         MASKED_LOOP or FIXED_MAX or x < masked, n0, first_i, last_i, scale_log2,
@@ -380,12 +394,13 @@ def consumer(
             if FIXED_MAX:
                 # of a row that saw no tile so far, and will
                 m = gl.where((m == float("-inf")) & (steady < n), 0.0, m)
+                r = l  # so far the largest p was 1
 
             # steady state: tiles that need no mask
             if MASKED_LOOP or FIXED_MAX:
                 for x in range(steady, n):
-                    p16, m, l, acc = attend(
-                        q_own, p16, m, l, acc,
+                    p16, m, l, r, acc = attend(
+                        q_own, p16, m, l, r, acc,
                         ks, vs, k_full, v_full,
                         it + x, pending if UNEVEN else it + x - 1, x + 1 < n,
                         False, 0, first_i, last_i, scale_log2,
@@ -409,6 +424,9 @@ def consumer(
             gl.store(lse + bh.to(gl.int64) * Tq + i, m * LN2 + gl.log(total), mask=i < end)
             acc = warpgroup_mma_wait(0, deps=(o_async,))
             bar_arrive(V_EMPTY + pending % STAGES, 128 * CONSUMERS + 32)
+            if FIXED_MAX:
+                total = gl.convert_layout(gl.sum(r, axis=1), s_rows)
+                total = gl.where(total == 0.0, 1.0, total)
             acc = acc * (1.0 / gl.convert_layout(total, o_rows))[:, None]
         else:
             mbarrier.arrive(q_empty.index(C), count=1)
@@ -541,53 +559,120 @@ def forward_kernel(
     # fmt: on
 
 
+class Launches(NamedTuple):
+    """How to compute a shape again: the kernels, the size of their `flags`, and the entry of
+    CONFIGS that they were made with.
+    """
+
+    PAD: int
+    config: Config
+    flags: int
+    kernels: tuple[Relaunch, ...]
+
+
+_launches: dict[Hashable, Launches] = {}
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """out like q, contiguous, and lse (B, Hq, Tq) float32, for intervals (B or 1, Tq)."""
-    B, Tq, Hq, D = q.shape
-    group = Hq // k.shape[2]
-    PAD = max(64, triton.next_power_of_2(D))
-    c = CONFIGS[PAD]
-    q, k, v = (addressable(x) for x in (q, k, v))
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(B, Hq, Tq, dtype=torch.float32, device=q.device)
-    dtype = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
-    boxes = (q, 64), (k, c.BN), (v, c.BN), (out, 64)
-    tensor_maps = [descriptor(x, rows, PAD, dtype) for x, rows in boxes]
-    tiles = triton.cdiv(Tq, 64 * c.consumers)
-    fixed_max = q.dtype == torch.bfloat16
-    # a counter for each launch, then `retry`
-    flags = torch.zeros(3 + tiles * B * Hq, dtype=torch.int32, device=q.device)
-    with torch.cuda.device(q.device):
-        for retry in (False, True) if fixed_max else (False,):
-            forward_kernel[(min(tiles * B * Hq, processors(q.device)),)](
-                *tensor_maps,
-                lse,
-                flags[retry:],
-                flags[2:],
-                first,
-                last,
-                batch_stride(first),
-                scale * LOG2E.value,
-                Tq,
-                Hq,
-                tiles,
-                B * Hq,
-                heads_in_l2(k, B * Hq, group),
-                shared=shared_layout((64, PAD), dtype),
-                shared_kv=shared_layout((c.BN, PAD), dtype),
-                GROUP=group,
-                D=PAD,
-                BN=c.BN,
-                STAGES=c.stages,
-                CONSUMERS=c.consumers,
-                REGISTERS=c.registers,
-                PINGPONG=c.pingpong,
-                OVERLAP=c.overlap,
-                MASKED_LOOP=c.masked_loop,
-                FIXED_MAX=fixed_max and not retry,
-                RETRY=retry,
-                num_warps=4,
-            )
+    device = q.get_device()
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return forward(q, k, v, first, last, scale)
+    q_at, k_at, v_at, *ends = [x.data_ptr() for x in (q, k, v, first, last)]
+    key = (
+        *(q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, device, scale),
+        *(first.shape, first.stride(), ends[0] % 16, ends[1] % 16),
+    )
+    launches = _launches.get(key)
+    aligned = (q_at | k_at | v_at) % 16 == 0
+    if launches is None or not aligned or launches.config is not CONFIGS[launches.PAD]:
+        return _first_forward(q, k, v, first, last, scale, key)
+    B, Tq, Hq, _ = q.shape
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty((B, Hq, Tq), dtype=torch.float32, device=q.device)
+    flags = torch.empty(launches.flags, dtype=torch.int32, device=q.device)
+    stream, at = stream_of(device), flags.data_ptr()
+    zero(flags, launches.flags, stream)
+    mapped = q_at, k_at, v_at, out.data_ptr()
+    lse_at = lse.data_ptr()
+    for retry, again in enumerate(launches.kernels):
+        again(stream, mapped, lse_at, at + 4 * retry, at + 8, *ends)
     return out, lse
+
+
+def _first_forward(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float, key: Hashable
+) -> tuple[Tensor, Tensor]:
+    """As `forward`, for a shape that has not been computed yet or that needs a copy."""
+    addressed = addressable(q), addressable(k), addressable(v)
+    if any(x is not y for x, y in zip(addressed, (q, k, v), strict=True)):
+        return forward(*addressed, first, last, scale)
+    B, Tq, Hq, D = q.shape
+    PAD = max(64, 1 << (D - 1).bit_length())
+    c = CONFIGS[PAD]
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = q.new_empty((B, Hq, Tq), dtype=torch.float32)
+    # a counter for each launch, then `retry`
+    count = 3 + triton.cdiv(Tq, 64 * c.consumers) * B * Hq
+    flags = torch.zeros(count, dtype=torch.int32, device=q.device)
+    tensors = q, k, v, out
+    kernels = _first_launches(tensors, lse, flags, first, last, scale, c, PAD)
+    keep(_launches, key, Launches(PAD, c, count, kernels))
+    return out, lse
+
+
+def _first_launches(
+    tensors: tuple[Tensor, ...],
+    lse: Tensor,
+    flags: Tensor,
+    first: Tensor,
+    last: Tensor,
+    scale: float,
+    c: Config,
+    PAD: int,
+) -> tuple[Relaunch, ...]:
+    """Launch for q, k, v, out = tensors, and again for the tiles that need it where m is fixed."""
+    q, k, _v, _out = tensors
+    B, Tq, Hq, _D = q.shape
+    group = Hq // k.shape[2]
+    dtype = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
+    rows = 64, c.BN, c.BN, 64
+    maps = [descriptor(x, n, PAD, dtype) for x, n in zip(tensors, rows, strict=True)]
+    tiles = triton.cdiv(Tq, 64 * c.consumers)
+    scalars = (
+        batch_stride(first),
+        scale * LOG2E.value,
+        Tq,
+        Hq,
+        tiles,
+        B * Hq,
+        heads_in_l2(k, B * Hq, group),
+    )
+    constants = dict(
+        shared=shared_layout((64, PAD), dtype),
+        shared_kv=shared_layout((c.BN, PAD), dtype),
+        GROUP=group,
+        D=PAD,
+        BN=c.BN,
+        STAGES=c.stages,
+        CONSUMERS=c.consumers,
+        REGISTERS=c.registers,
+        PINGPONG=c.pingpong,
+        OVERLAP=c.overlap,
+        MASKED_LOOP=c.masked_loop,
+    )
+    programs = min(tiles * B * Hq, processors(q.device))
+    fixed_max = q.dtype == torch.bfloat16
+    launches = []
+    for retry in (False, True) if fixed_max else (False,):
+        pointers = lse, flags[retry:], flags[2:], first, last
+        modes = dict(FIXED_MAX=fixed_max and not retry, RETRY=retry)
+        again = first_launch(
+            forward_kernel, programs, maps, pointers, scalars, constants | modes, num_warps=4
+        )
+        assert again is not None, "Gluon has no interpreter"
+        launches.append(again)
+    return tuple(launches)

@@ -104,9 +104,10 @@ def addressable(x: Tensor) -> Tensor:
 
     It needs 16-byte alignment, positive strides and contiguous heads.
     """
-    strides = [s * x.element_size() for s in x.stride()[:3]]
-    aligned = x.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 for s in strides)
-    return x if aligned and x.stride(3) == 1 else x.clone(memory_format=torch.contiguous_format)
+    b, t, h, d = x.stride()
+    bytes_ = x.element_size()
+    aligned = x.data_ptr() % 16 == 0 and (b | t | h) * bytes_ % 16 == 0 and min(b, t, h) > 0
+    return x if aligned and d == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 @functools.cache

@@ -30,6 +30,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from longctx.kernels.launch import Launch, launch_config
+from longctx.kernels.relaunch import Relaunch, first_launch, on_device
 from longctx.kernels.tile_schedule import (
     batch_stride,
     heads_in_l2,
@@ -403,7 +404,7 @@ def forward(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, Hq, Tq, dtype=torch.float32, device=q.device)
     c = launch_config("forward", q, k.shape[1])
-    with _device(q):
+    with on_device(q):
         forward_kernel[(triton.cdiv(Tq, c.BM) * B * Hq,)](
             *(_operand(x, rows, tma) for x, rows in ((q, c.BM), (k, c.BN), (v, c.BN))),
             out,
@@ -470,7 +471,7 @@ def backward(
             **_constants(q, k, c, tma),
         )
 
-    with _device(q):
+    with on_device(q):
         c, heads = launch_config("dkv", q, Tk), B * Hkv
         tiles, l2_heads = triton.cdiv(Tk, c.BN), heads_in_l2(q, heads, 1)
         launch(dkv_kernel, c, tiles, heads, l2_heads, (dk, dv), (qfirst, qlast))
@@ -483,27 +484,31 @@ def backward(
 
 def preprocess(do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """lse in base 2 and delta, each (B, Hq, Tq padded to a multiple of ROW) float32."""
-    B, Tq, Hq, D = out.shape
-    tiles = triton.cdiv(Tq, ROW.value)
-    shape = B, Hq, tiles * ROW.value
-    lse2, delta = (torch.empty(shape, dtype=torch.float32, device=out.device) for _ in range(2))
-    with _device(out):
-        delta_kernel[(tiles * B * Hq,)](
-            out,
-            do,
-            lse,
-            lse if dlse is None else dlse.contiguous(),
-            lse2,
-            delta,
-            *_strides(out),
-            *_strides(do),
-            Tq,
-            Hq,
-            D=D,
-            PAD=triton.next_power_of_2(D),
-            HAS_DLSE=dlse is not None,
-        )
+    lse2, delta = lse.new_empty((2, *padded_rows(lse))).unbind()
+    with on_device(out):
+        preprocess_into(lse2, delta, do, dlse, out, lse)
     return lse2, delta
+
+
+def padded_rows(lse: Tensor) -> torch.Size:
+    """The shape of lse2 and delta for lse (B, Hq, Tq)."""
+    B, Hq, Tq = lse.shape
+    return torch.Size((B, Hq, triton.cdiv(Tq, ROW.value) * ROW.value))
+
+
+def preprocess_into(
+    lse2: Tensor, delta: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+) -> Relaunch | None:
+    """Compute `lse2` and `delta`; how to do it again for other addresses of out, do, lse, dlse (or
+    lse again), lse2 and delta, or None in the interpreter.
+    """
+    B, Tq, Hq, D = out.shape
+    dlse = None if dlse is None else dlse.contiguous()
+    pointers = out, do, lse, lse if dlse is None else dlse, lse2, delta
+    scalars = *_strides(out), *_strides(do), Tq, Hq
+    constants = dict(D=D, PAD=triton.next_power_of_2(D), HAS_DLSE=dlse is not None)
+    programs = triton.cdiv(Tq, ROW.value) * B * Hq
+    return first_launch(delta_kernel, programs, (), pointers, scalars, constants, num_warps=4)
 
 
 def _constants(q: Tensor, k: Tensor, c: Launch, tma: bool) -> dict[str, object]:
@@ -520,10 +525,6 @@ def _constants(q: Tensor, k: Tensor, c: Launch, tma: bool) -> dict[str, object]:
         num_warps=c.warps,
         num_stages=c.stages,
     )
-
-
-def _device(x: Tensor) -> torch.device | torch.cuda.device:
-    return torch.cuda.device(x.device) if x.is_cuda else torch.device(x.device)
 
 
 def _use_tma(q: Tensor) -> bool:

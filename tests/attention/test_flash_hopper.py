@@ -4,9 +4,12 @@ import pytest
 import torch
 
 from longctx.attention import Mask, attention, check, kernels_run
-from longctx.kernels import flash_op
+from longctx.kernels import HAS_TRITON, flash_op
 from tests.attention import rule
 from tests.attention.rule import DEVICE, FREE, GRID, Case
+
+if HAS_TRITON:
+    from longctx.kernels import hopper_backward, hopper_forward
 
 
 @pytest.mark.gpu
@@ -217,3 +220,49 @@ def test_no_silent_fallback():
     q = torch.zeros(1, 4, 1, 64)
     with pytest.raises(ValueError, match="needs a Hopper GPU"):
         attention(q, q, q, backend="flash", kernel="hopper")
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("score_scale", [1, 2, 4])
+@pytest.mark.parametrize("place", [0, 347])
+def test_errors_where_one_key_draws_nearly_all_weight(place, score_scale, head_dim, dtype):
+    """A sink of 0 to 30 nats above the others, which the maximum that rows keep does not know."""
+    case = Case(1, 1024, 1024, Hq=4, Hkv=4, D=head_dim)
+    for nats in (0, 8, 16, 20, 25, 30):
+        q, k, v, do = (x.float() for x in rule.inputs(case, torch.float32))
+        q, k = q * score_scale**0.5, k * score_scale**0.5
+        q[..., 0], k[..., 0] = 4.0, 0.0
+        k[:, place, :, 0] = nats * head_dim**0.5 / 4
+        tensors = [x.to(dtype) for x in (q, k, v, do)]
+        mask = case.build_mask()
+        exact = rule.run(tensors, mask, "naive", torch.float64)
+        ours = rule.run(tensors, mask, "flash", dtype, kernel="hopper")
+        theirs = rule.run(tensors, mask, "sdpa", dtype, kernel="flash")
+        for name, x, y, z in zip(
+            ("out", "lse", "dq", "dk", "dv"), ours, theirs, exact, strict=True
+        ):
+            error, allowed = ((t - z).abs().max().item() for t in (x, y))
+            floor = 1e-4 * z.abs().max().item() + 1e-5
+            assert error <= 3 * allowed + floor, f"{name}, {nats} nats: {error:.1e}, {allowed:.1e}"
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_later_calls_of_a_shape_give_the_bits_of_the_first(head_dim, dtype, deterministic):
+    """They go another way, with what the first call kept, and other tensors."""
+    case = Case(2, 333, 333, Hq=4, Hkv=2, D=head_dim)
+    mask = case.build_mask().bind(2, 333, 333, DEVICE)
+    for module in (hopper_forward, hopper_backward):
+        module._launches.clear()
+    first = [x + 0 for x in rule.inputs(case, dtype)]
+    expected = rule.run(first, mask, "flash", dtype)
+    other = [x * 2 for x in first]
+    rule.run(other, mask, "flash", dtype)
+    again = rule.run([x + 0 for x in first], mask, "flash", dtype)
+    assert hopper_forward._launches and hopper_backward._launches
+    assert all(torch.equal(x, y) for x, y in zip(again, expected, strict=True))
