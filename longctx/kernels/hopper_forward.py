@@ -13,12 +13,14 @@ last query, so that the one that is not full, and begins before query 0, is a sh
 Softmax subtracts a maximum only so that nothing leaves the range of numbers. In bf16 a row keeps
 the maximum that it has after the tiles that need the mask (`FIXED_MAX`): the tiles after those need
 no maximum and no scaling, and do not depend on one another. The largest p of such a row need not be
-1, so bf16 rounds it, and o would lean by up to 2^-8, in all channels alike, where one key draws
-nearly all weight. Therefore p·v is divided by r, the sum of p as rounded; l, of p in fp32, gives
-lse. p is rounded toward 0: that is one instruction, and cancels in the quotient. Where the sum of a
-row leaves 2^±32 after all, its tile is flagged, and a second launch (`RETRY`) computes it again
-with a maximum that follows the scores. That launch ends at once if no tile was flagged. fp16 has no
-such range, and its maximum always follows.
+1, so bf16 rounds it, and o would lean by up to 2^-9, in all channels alike, where one key draws
+nearly all weight. Therefore p·v is divided by the sum of p as rounded: l + r, where l, of p in
+fp32, gives lse, and r is what rounding added. A tile adds to r only if 32 of its p are more than
+`HEAVY` of l so far: the errors of lighter ones do not lean all one way. (Many keys that are alike
+do, if each of them is light. o leans then by less than its own rounding.) Where the sum of a row
+leaves 2^±32 after all, its tile is flagged, and a second launch (`RETRY`) computes it again with a
+maximum that follows the scores. That launch ends at once if no tile was flagged. fp16 has no such
+range, and its maximum always follows.
 
 Buffers in shared memory: qs, ks, vs, outs. mbarriers: X_full, X has been written; X_empty, X has
 been read. A tile of keys is step `it` of a program: ring slot it % STAGES, phase it // STAGES & 1.
@@ -52,6 +54,7 @@ from longctx.kernels.hopper_primitives import (
     pop,
     processors,
     push,
+    rounding_error,
 )
 from longctx.kernels.portable import LN2, LOG2E
 from longctx.kernels.relaunch import Relaunch, first_launch, keep, stream_of, zero
@@ -87,6 +90,7 @@ CONFIGS = {  # by head size
 }
 ROWS = gl.constexpr(64)  # queries of a consumer warpgroup
 LARGEST = gl.constexpr(2.0**32)  # sum of a row whose maximum is fixed
+HEAVY = gl.constexpr(0.25)  # part of a row's sum; unit-variance scores hardly ever have it
 # Of the hardware's 16 named barriers Triton takes 0 to 4 for four partitions. They cost less than
 # an mbarrier's arrival, for which a consumer's warps wait for one another.
 K_EMPTY = gl.constexpr(5)  # 5 + stage: a tile of k has been read
@@ -195,9 +199,9 @@ def row_sums(p, ROWS: gl.constexpr, BN: gl.constexpr):
 
 
 @gluon.jit
-def truncated(p):
-    """p rounded toward 0 to what bf16 holds, still in fp32."""
-    return (p.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
+def rounded(p16, plain, l):
+    """What rounding p to p16 added to the row sums of p, `plain`, if those are much of l."""
+    return rounding_error(p16, plain, gl.sum(l, axis=1) * HEAVY)
 
 
 @gluon.jit
@@ -213,16 +217,17 @@ def softmax(s, m, scale_log2, masked, n0, first_i, last_i):
 
 @gluon.jit
 def attend(
-    q, p16, m, l, r, acc,
+    q, p16, m, l, r, plain, acc,
     ks, vs, k_full, v_full,
     it, pending, more, masked, n0, first_i, last_i, scale_log2,
     BN: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr,
     FIXED_MAX: gl.constexpr, C: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """The new p16, m, l, r, acc after step `it`.
+    """The new p16, m, l, r, plain, acc after step `it`.
 
     It takes the scores of the it-th tile of keys while p16, that of the pending tile, is multiplied
-    by its v. `FIXED_MAX`: m stays, and r counts; otherwise r means nothing.
+    by its v. `FIXED_MAX`: m stays, and r counts, with `plain`, the row sums of the pending tile;
+    otherwise these two mean nothing.
     """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
@@ -239,15 +244,16 @@ def attend(
     o_async = warpgroup_mma(p16, vs.index(before), acc, is_async=True)
     if PINGPONG:
         bar_arrive(TURN + (C + 1) % CONSUMERS, 256)
+    if FIXED_MAX:
+        r += rounded(p16, plain, l)  # here, where it would wait for q·k
 
     # softmax, while p·v is in flight
     s = warpgroup_mma_wait(1, deps=(s_async,))
     bar_arrive(K_EMPTY + now, 128 * CONSUMERS + 32)
     if FIXED_MAX:
         p = gl.exp2(s * scale_log2 - m[:, None])
-        l += row_sums(p, ROWS, BN)
-        p = truncated(p)
-        r += row_sums(p, ROWS, BN)
+        plain = row_sums(p, ROWS, BN)
+        l += plain
     else:
         p, m, alpha = softmax(s, m, scale_log2, masked, n0, first_i, last_i)
         l_scale = gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))
@@ -267,7 +273,7 @@ def attend(
     bar_arrive(V_EMPTY + before, 128 * CONSUMERS + 32)
     if not FIXED_MAX:
         acc *= gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
-    return p16, m, l, r, acc
+    return p16, m, l, r, plain, acc
 
 
 @gluon.jit
@@ -373,14 +379,15 @@ def consumer(
             if MASKED_LOOP or FIXED_MAX:
                 steady = gl.maximum(masked, 1)
             pending = it
-            r = l
+            r = gl.zeros_like(l)
+            plain = r  # so far the largest p was 1: rounding does not lean
             for x in range(1, steady):
                 n0 = masked_tile(x, lo, full_lo, full_hi) * BN
                 if not UNEVEN or (x >= masked) | (n0 <= upper) & (n0 + BN > lower) | (
                     it + x - pending >= STAGES - 1
                 ):
-                    p16, m, l, r, acc = attend(
-                        q_own, p16, m, l, r, acc,
+                    p16, m, l, r, plain, acc = attend(
+                        q_own, p16, m, l, r, plain, acc,
                         ks, vs, k_full, v_full,
                         it + x, pending if UNEVEN else it + x - 1, x + 1 < n,
                         MASKED_LOOP or FIXED_MAX or x < masked, n0, first_i, last_i, scale_log2,
@@ -394,13 +401,12 @@ def consumer(
             if FIXED_MAX:
                 # of a row that saw no tile so far, and will
                 m = gl.where((m == float("-inf")) & (steady < n), 0.0, m)
-                r = l  # so far the largest p was 1
 
             # steady state: tiles that need no mask
             if MASKED_LOOP or FIXED_MAX:
                 for x in range(steady, n):
-                    p16, m, l, r, acc = attend(
-                        q_own, p16, m, l, r, acc,
+                    p16, m, l, r, plain, acc = attend(
+                        q_own, p16, m, l, r, plain, acc,
                         ks, vs, k_full, v_full,
                         it + x, pending if UNEVEN else it + x - 1, x + 1 < n,
                         False, 0, first_i, last_i, scale_log2,
@@ -414,6 +420,8 @@ def consumer(
             mbarrier.arrive(q_empty.index(C), count=1)
             mbarrier.wait(v_full.index(pending % STAGES), (pending // STAGES) & 1)
             o_async = warpgroup_mma(p16, vs.index(pending % STAGES), acc, is_async=True)
+            if FIXED_MAX:
+                r += rounded(p16, plain, l)
             total = gl.convert_layout(gl.sum(l, axis=1), s_rows)
             if FIXED_MAX:
                 in_range = (total > 1 / LARGEST) & (total < LARGEST)
@@ -425,7 +433,7 @@ def consumer(
             acc = warpgroup_mma_wait(0, deps=(o_async,))
             bar_arrive(V_EMPTY + pending % STAGES, 128 * CONSUMERS + 32)
             if FIXED_MAX:
-                total = gl.convert_layout(gl.sum(r, axis=1), s_rows)
+                total = gl.convert_layout(gl.sum(l + r, axis=1), s_rows)
                 total = gl.where(total == 0.0, 1.0, total)
             acc = acc * (1.0 / gl.convert_layout(total, o_rows))[:, None]
         else:

@@ -63,6 +63,69 @@ def pop(queue, queue_full, queue_empty, count, WARPS: gl.constexpr):
     return t
 
 
+def _rounding_error() -> str:
+    """PTX of `rounding_error` for the 64 numbers of a thread: of two rows, a pair of each in turn.
+
+    Operands: $0 to $63, the results, of which the first of each row counts; 32 pairs of bf16; 64
+    times its row's `plain`; 64 times its row's `limit`.
+    """
+    lines = [
+        ".reg .pred any; .reg .f32 a, b, c, d, low, high;",
+        "setp.gt.f32 any, $96, $160; setp.gt.or.f32 any, $98, $162, any;",
+        "vote.sync.any.pred any, any, 0xffffffff;",
+        "mov.f32 $0, 0f00000000; mov.f32 $2, 0f00000000;",
+        "@!any bra.uni DONE;",
+        "neg.f32 a, $96; mov.f32 b, 0f00000000; neg.f32 c, $98; mov.f32 d, 0f00000000;",
+    ]
+    for pair in range(32):
+        x, y = "cd" if pair % 2 else "ab"
+        lines += [
+            f"shl.b32 low, ${64 + pair}, 16; and.b32 high, ${64 + pair}, 0xffff0000;",
+            f"add.f32 {x}, {x}, low; add.f32 {y}, {y}, high;",
+        ]
+    return "\n".join(["{", *lines, "add.f32 $0, a, b; add.f32 $2, c, d;", "DONE:", "}"])
+
+
+ROUNDING_ERROR = gl.constexpr(_rounding_error())
+OPERANDS = gl.constexpr(",".join(["=f"] * 64 + ["r"] * 32 + ["f"] * 128))
+
+
+@gluon.jit
+def _first(a, b):
+    return a
+
+
+@gluon.jit
+def rounding_error(p16, plain, limit):
+    """Row sums of p16 less `plain` (rows, 4), those of p; 0 if no `plain` exceeds its row's limit.
+
+    A warp decides for all its rows, by a branch, so that it costs next to nothing where the answer
+    is no. Triton has no such branch. p16 is (64, 128) bf16, an operand of a product.
+    """
+    gl.static_assert(p16.shape[0] == 64 and p16.shape[1] == 128 and p16.dtype == gl.bfloat16)
+    layout: gl.constexpr = p16.type.layout
+    parts: gl.constexpr = p16.reshape([64, 16, 4, 2]).type.layout
+    sums: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, parts))
+    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, parts)))
+    plain_ = gl.convert_layout(plain, sums)[:, None, :, None].broadcast_to([64, 16, 4, 2])
+    limit_ = gl.convert_layout(limit, rows)[:, None, None, None]
+    limit_ = limit_.broadcast_to([64, 16, 4, 2])
+    error = gl.inline_asm_elementwise(
+        ROUNDING_ERROR,
+        OPERANDS,
+        [
+            p16,
+            gl.convert_layout(plain_.reshape([64, 128]), layout),
+            gl.convert_layout(limit_.reshape([64, 128]), layout),
+        ],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=64,
+    )
+    error = gl.reduce(gl.reduce(error.reshape([64, 16, 4, 2]), 3, _first), 1, _first)
+    return gl.convert_layout(error, plain.type.layout)
+
+
 @gluon.jit
 def mask_scores(s, start, first, last, before, after):
     """s with -inf where column start + c is before first[r] or after last[r] of row r.
