@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longctx.attention.mask import Mask
 from longctx.attention.registry import Backend, Gradients, Request, register
-from longctx.config.model_config import BACKEND_OPTIONS
+from longctx.config.model_config import BACKEND_OPTIONS, HOPPER_HEAD_SIZES
 from longctx.kernels import HAS_TRITON
 from longctx.kernels.flash_op import (
     HEAD_SIZES,
@@ -24,9 +24,9 @@ from longctx.kernels.flash_op import (
 class Flash(Backend):
     """Any interval mask and length, grouped-query, fp32, bf16, fp16; the lse is differentiable.
 
-    `kernel`: portable runs on every GPU. hopper is for Hopper alone, for 16-bit heads of 64 to 128;
-    it adds dq up in any order unless torch uses deterministic algorithms. auto is hopper where that
-    runs, and portable elsewhere.
+    `kernel`: portable runs on every GPU. hopper is for Hopper alone, for 16-bit heads of
+    `HOPPER_HEAD_SIZES`; it adds dq up in any order unless torch uses deterministic algorithms. auto
+    is hopper where that runs, and portable elsewhere.
 
     NaN and inf reach only the rows that see them in portable. In hopper those of a key or query
     also reach rows that share a tile of 64 to 192 with it, seen or not.
@@ -94,7 +94,7 @@ def _not_hopper(request: Request) -> str | None:
         return "needs a Hopper GPU"
     if not runs_hopper(request.device, request.dtype, request.head_dim):
         return (
-            "takes bf16 and fp16 with head sizes 64, 72 .. 128, "
+            f"takes bf16 and fp16 with head sizes 64, 72 .. {HOPPER_HEAD_SIZES[-1]}, "
             f"not {request.dtype} with {request.head_dim}"
         )
     return None

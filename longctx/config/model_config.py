@@ -12,6 +12,9 @@ from longctx.config.rope_config import check_scaling
 LORA_TARGETS = ("qkv", "out", "gate_up", "down")
 
 
+# Head sizes that flash's Hopper kernels compute as they are; others are padded to the next
+HOPPER_SIZES = (64, 96, 128, 192, 256)
+HOPPER_HEAD_SIZES = range(64, 257, 8)  # that they take
 # Backend → its options, each with what it may be, the default first
 BACKEND_OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
     "naive": {},
@@ -27,6 +30,11 @@ NEEDS_GPU = {
     "sdpa cudnn": "kernel=cudnn needs a GPU; leave attention.options.kernel=auto",
     "flash hopper": "kernel=hopper needs a Hopper GPU; use attention.options.kernel=portable",
 }
+
+
+def hopper_size(head_dim: int) -> int:
+    """Head size as which flash's Hopper kernels compute head_dim."""
+    return next(size for size in HOPPER_SIZES if size >= head_dim)
 
 
 @dataclass

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from longctx.config.model_config import HOPPER_HEAD_SIZES
 from longctx.kernels.launch import configure
 from longctx.kernels.selftest import trust
 
 HEAD_SIZES = range(16, 257)
-HOPPER_HEAD_SIZES = range(64, 129, 8)
 
 
 def implementation(

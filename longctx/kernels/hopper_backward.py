@@ -42,24 +42,34 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from longctx.kernels.gluon import reinterpret, shared_layout, tma_add, tma_load, tma_store
+from longctx.config.model_config import hopper_size
+from longctx.kernels.gluon import reinterpret, shared_layout, tma_add
+from longctx.kernels.hopper_backward_wide import FIRST, N, wide_backward_kernel
 from longctx.kernels.hopper_order import (
+    Q_DO_EMPTY,
     consumer_walk,
+    directions,
     key_tile,
     predecessor,
+    producer,
     query_tile,
     query_tiles,
     release,
 )
 from longctx.kernels.hopper_primitives import (
+    ROW_LAYOUT,
     addressable,
+    at_index,
     bar_arrive,
     bar_sync,
     descriptor,
     mask_scores,
     pop,
     processors,
-    push,
+    start_scores,
+    start_sum,
+    store_parts,
+    zero_parts,
 )
 from longctx.kernels.portable import LOG2E, padded_rows, preprocess_into
 from longctx.kernels.relaunch import Relaunch, first_launch, keep, stream_of, zero
@@ -79,124 +89,115 @@ class Config(NamedTuple):
     fence_last: bool
 
 
-CONFIGS = {64: Config(128, 128, 240, True), 128: Config(64, 128, 240, False)}  # by head size
-ROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+CONFIGS = {  # by head size; larger ones have none
+    64: Config(128, 128, 240, True),
+    96: Config(64, 128, 240, True),
+    128: Config(64, 128, 240, False),
+}
 KEYS = gl.constexpr(64)  # of a consumer warpgroup
 # Of the hardware's 16 named barriers Triton takes 0 to 5 for five partitions. They cost less than
 # an mbarrier's arrival, for which the consumer's warps wait for one another.
 TURN = gl.constexpr(6)  # 6 + 9 · consumer: it may issue its products
 OUTPUT_FULL = gl.constexpr(7)  # 7 + consumer: its part of dq, or its dk and dv, are written
 DS_FULL = gl.constexpr(9)  # 9 + 2 · consumer + tile & 1: its half of ds is written
-Q_DO_EMPTY = gl.constexpr(13)  # 13 + tile & 1: q and do have been read
+# 13 and 14: Q_DO_EMPTY
 
 
 @gluon.jit
-def load_keys(x, xs, full, empty, count, b, n0, h):
-    """Load a tile of k or v, in one box or one for each consumer, once its place is empty."""
-    BOXES: gl.constexpr = xs.shape[0]
-    N: gl.constexpr = xs.shape[1]
-    D: gl.constexpr = xs.shape[2]
-    mbarrier.wait(empty, (count & 1) ^ 1)
-    mbarrier.expect(full, BOXES * N * D * 2)
-    for i in gl.static_range(BOXES):
-        tma_load(x, [b, n0 + i * N, h, 0], full, xs.index(i).reshape([1, N, 1, D]))
+def start_dq(ds, ks, at, BM: gl.constexpr, PARTS: gl.constexpr, C: gl.constexpr):
+    """Issue the product of a consumer's part of a tile's dq, (64, 64) or (64, 32).
 
-
-@gluon.jit
-def producer(
-    q, k, v, do, lse2, delta,
-    qs, ks, vs, dos, lses, deltas,
-    q_full, do_full, k_full, k_empty, v_full, v_empty,
-    queue, queue_full, queue_empty,
-    counter, qfirst, qlast, stride_ib,
-    Tq, Tk, Hq, tiles, heads, l2_heads,
-    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr,
-):  # fmt: skip
-    """Hands out tiles of keys, and loads them and the queries of their walks."""
-    Hkv = Hq // GROUP
-    it = 0
-    count = 0
-    t = gl.program_id(0)
-    if ORDERED:  # a program that does not run yet must own no tile: others would wait for it
-        t = gl.atomic_add(counter, 1)
-    while t < tiles * heads:
-        push(queue, queue_full, queue_empty, count, t)
-        b, hk, n0, down = key_tile(
-            t, tiles, qlast, stride_ib, Tk, Hkv, heads, l2_heads, BN, ORDERED
-        )
-        lo, n = query_tiles(qfirst + b * stride_ib, qlast + b * stride_ib, n0, Tk, BM, BN)
-        for x in range(n * GROUP):
-            h = hk * GROUP + x % GROUP
-            m0 = query_tile(x, lo, n, down, GROUP, DIRECTIONS) * BM
-            s = it & 1
-            if it >= 2:
-                bar_sync(Q_DO_EMPTY + s, 288)
-            mbarrier.expect(q_full.index(s), BM * D * 2 + BM * 4)
-            tma_load(q, [b, m0, h, 0], q_full.index(s), qs.index(s).reshape([1, BM, 1, D]))
-            tma_load(lse2, [b * Hq + h, m0], q_full.index(s), lses.index(s))
-            if x == 0:
-                load_keys(k, ks, k_full, k_empty, count, b, n0, hk)
-            mbarrier.expect(do_full.index(s), BM * D * 2 + BM * 4)
-            tma_load(do, [b, m0, h, 0], do_full.index(s), dos.index(s).reshape([1, BM, 1, D]))
-            tma_load(delta, [b * Hq + h, m0], do_full.index(s), deltas.index(s))
-            if x == 0:
-                load_keys(v, vs, v_full, v_empty, count, b, n0, hk)
-            it += 1
-        if n == 0:  # consumers wait for k and v even of keys that nobody sees
-            load_keys(k, ks, k_full, k_empty, count, b, n0, hk)
-            load_keys(v, vs, v_full, v_empty, count, b, n0, hk)
-        t = gl.atomic_add(counter, 1)
-        if not ORDERED:
-            t += gl.num_programs(0)
-        count += 1
-    push(queue, queue_full, queue_empty, count, -1)
-    # leave no arrival behind at a named barrier
-    for x in range(gl.maximum(it - 2, 0), it):
-        bar_sync(Q_DO_EMPTY + (x & 1), 288)
-
-
-@gluon.jit
-def start_dq(ds, k, BM: gl.constexpr, C: gl.constexpr):
-    """Issue the product of a consumer's part of a tile's dq, (64, 64).
-
-    The part is half the columns of 64 queries, or all columns of 64 of 128 queries.
+    It is half the columns of 64 queries, or one of two parts of the channels, or all columns of 64
+    of 128 queries.
     """
+    N: gl.constexpr = 64 if PARTS == 1 else ks[C].shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
     )
-    zeros = gl.zeros([64, 64], gl.float32, layout=layout)
-    if BM == 64:
+    zeros = gl.zeros([64, N], gl.float32, layout=layout)
+    if PARTS == 2:
+        dq = warpgroup_mma(ds.permute((1, 0)), ks[C].index(at), zeros, use_acc=False, is_async=True)
+    elif BM == 64:
         dq = warpgroup_mma(
-            ds.permute((1, 0)), k.slice(C * 64, 64, dim=1), zeros, use_acc=False, is_async=True
+            ds.permute((1, 0)),
+            ks[0].index(at).slice(C * 64, 64, dim=1),
+            zeros,
+            use_acc=False,
+            is_async=True,
         )
     else:
         dq = warpgroup_mma(
-            ds.slice(C * 64, 64, dim=1).permute((1, 0)), k, zeros, use_acc=False, is_async=True
+            ds.slice(C * 64, 64, dim=1).permute((1, 0)),
+            ks[0].index(at),
+            zeros,
+            use_acc=False,
+            is_async=True,
         )
     return dq
 
 
 @gluon.jit
+def own_keys(ks, at, PARTS: gl.constexpr, C: gl.constexpr):
+    """All parts of the k of a consumer's keys."""
+    result = (ks[0].index(at).slice(C * KEYS, KEYS, dim=0),)
+    if PARTS == 2:
+        result = (result[0], ks[1].index(at).slice(C * KEYS, KEYS, dim=0))
+    return result
+
+
+@gluon.jit
+def finish_sums(dk, dv, OUTSTANDING: gl.constexpr, PARTS: gl.constexpr):
+    """All parts of dk and dv, when no more than OUTSTANDING later products run."""
+    if PARTS == 1:
+        dk0, dv0 = warpgroup_mma_wait(OUTSTANDING, deps=(dk[0], dv[0]))
+        dk, dv = (dk0,), (dv0,)
+    else:
+        dk0, dk1, dv0, dv1 = warpgroup_mma_wait(OUTSTANDING, deps=(dk[0], dk[1], dv[0], dv[1]))
+        dk, dv = (dk0, dk1), (dv0, dv1)
+    return dk, dv
+
+
+@gluon.jit
+def rounded(dv, dk, scale, dtype: gl.constexpr, PARTS: gl.constexpr):
+    """dv and scaled dk in `dtype`, of one part after another."""
+    dv0, dk0 = dv[0].to(dtype), (dk[0] * scale).to(dtype)
+    result = (dv0, dk0)
+    if PARTS == 2:
+        result = (dv0, dk0, dv[1].to(dtype), (dk[1] * scale).to(dtype))
+    return result
+
+
+@gluon.jit
 def register_order(x):
-    """x (64, 64), a matrix product, as (16, 256) in the order of registers.
+    """x (64, N), a matrix product, as (N / 4, 256) in the order of registers.
 
     16 bytes of each thread and 512 of each warp are side by side, so that no bank is asked twice.
     """
     # rows: warp, half of its rows, row; columns: group, thread, one of two
-    x = x.reshape([4, 2, 8, 8, 4, 2])
-    return x.permute((3, 0, 2, 4, 1, 5)).reshape([16, 256])
+    N: gl.constexpr = x.shape[1]
+    x = x.reshape([4, 2, 8, N // 8, 4, 2])
+    return x.permute((3, 0, 2, 4, 1, 5)).reshape([N // 4, 256])
 
 
 @gluon.jit
-def output_buffers(stages, vs, it, D: gl.constexpr, BM: gl.constexpr, C: gl.constexpr):
-    """Where a consumer's dv and dk leave from after `it` steps.
+def output_buffers(
+    stages, vs, it, D: gl.constexpr, BM: gl.constexpr, PARTS: gl.constexpr, C: gl.constexpr
+):
+    """Where all parts of a consumer's dv and dk leave from after `it` steps.
 
     Of 64 channels they fit into the place of the next ds, and k and v can be loaded meanwhile.
-    Otherwise they take the places of v and of parts of dq.
+    Otherwise they take the places of v and of parts of dq: 16 KiB for each consumer, of which the
+    second part begins at 8.
     """
-    dv = stages.index(4 * (it & 1) + C) if BM >= 2 * D else vs.index(C)
-    dk = stages.index(4 * (it & 1) + C + 2) if BM >= 2 * D else stages.index(C)
+    if BM >= 2 * D:
+        dv = (stages[0].index(4 * (it & 1) + C),)
+        dk = (stages[0].index(4 * (it & 1) + C + 2),)
+    elif PARTS == 1:
+        dv = (vs[0].index(C),)
+        dk = (stages[0].index(C),)
+    else:
+        dv = (vs[0].index(C), vs[1].index(C))
+        dk = (stages[0].index(2 * C), stages[1].index(4 * C + 2))
     return dv, dk
 
 
@@ -208,7 +209,7 @@ def writer(
     queue, queue_full, queue_empty,
     semaphores, qfirst, qlast, stride_ib,
     Tq, Tk, Hq, tiles, heads, l2_heads,
-    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Adds the parts of dq of consumer C to memory and stores its dk and dv."""
@@ -234,7 +235,10 @@ def writer(
                 while gl.load(semaphores + at, volatile=True) != before:
                     pass
             bar_sync(OUTPUT_FULL + C, 160)
-            tma_add(dq, [at * 16, 0], dq_part)
+            row = at * 16
+            if PARTS == 2:  # the second part is half as wide
+                row = (at - C) // 2 * 24 + C * 16
+            tma_add(dq, [row, 0], dq_part)
             tma.store_wait(0)
             mbarrier.arrive(output_empty, count=1)
             if ORDERED:
@@ -243,10 +247,9 @@ def writer(
         # dk and dv, once per walk
         it += n * GROUP
         bar_sync(OUTPUT_FULL + C, 160)
-        dv_own, dk_own = output_buffers(stages, vs, it, D, BM, C)
-        at = [b, n0 + C * KEYS, hk, 0]
-        tma_store(dv, at, dv_own.reshape([1, KEYS, 1, D]))
-        tma_store(dk, at, dk_own.reshape([1, KEYS, 1, D]))
+        dv_own, dk_own = output_buffers(stages, vs, it, D, BM, PARTS, C)
+        store_parts(dv, dv_own, b, n0 + C * KEYS, hk, PARTS)
+        store_parts(dk, dk_own, b, n0 + C * KEYS, hk, PARTS)
         tma.store_wait(0)
         mbarrier.arrive(output_empty, count=1)
         if BM < 2 * D:
@@ -270,8 +273,8 @@ def step(
     m0, output_empty, q_full, do_full,
     it, count, zero, x, more,
     qfirst_j, qlast_j, last_first, first_last, scale_log2,
-    D: gl.constexpr, BM: gl.constexpr, FENCE_LAST: gl.constexpr, ONE_IF: gl.constexpr,
-    PINGPONG: gl.constexpr, C: gl.constexpr,
+    D: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr, FENCE_LAST: gl.constexpr,
+    ONE_IF: gl.constexpr, PINGPONG: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Step x of a walk, one tile of queries: the next tile's scores, and the new dk, dv.
 
@@ -282,13 +285,11 @@ def step(
     `ONE_IF`: one `if` around both halves of the mask. `it & zero` is 0, which the compiler does not
     know: else it would keep the descriptors of k and v in registers, and spill others.
     """
-    dtype: gl.constexpr = qs.dtype
+    dtype: gl.constexpr = qs[0].dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16]
     )
-    a_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
-    )
+    a_layout: gl.constexpr = dk[0].type.layout
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=a_layout, k_width=2)
     zeros = gl.zeros([KEYS, BM], gl.float32, layout=s_layout)
     now, after = it & 1, (it + 1) & 1
@@ -299,13 +300,7 @@ def step(
 
     # dp = v·doᵀ in flight, p = exp(s - lse)
     mbarrier.wait(do_full.index(now), (it >> 1) & 1)
-    dp_async = warpgroup_mma(
-        vs.index(C + (it & zero)),
-        dos.index(now).permute((1, 0)),
-        zeros,
-        use_acc=False,
-        is_async=True,
-    )
+    dp_async = start_scores(at_index(vs, C + (it & zero), PARTS), dos, now, zeros, PARTS)
     p = gl.exp2(s * scale_log2 - lses.index(now).load(s_layout))
     if not PINGPONG and C == 0:  # noqa: SIM102, the first is known when compiling
         if x == 0:
@@ -314,10 +309,10 @@ def step(
 
     # dv += p·do, ds = p (dp - delta), dk += ds·q
     p16 = gl.convert_layout(p.to(dtype), p_layout)
-    dv_async = warpgroup_mma(p16, dos.index(now), dv, is_async=True)
-    dp = warpgroup_mma_wait(1, deps=(dp_async,))
+    dv_async = start_sum(p16, dos, now, dv, PARTS)
+    dp = warpgroup_mma_wait(PARTS, deps=(dp_async,))
     ds = (p * (dp - deltas.index(now).load(s_layout))).to(dtype)
-    dk_async = warpgroup_mma(gl.convert_layout(ds, p_layout), qs.index(now), dk, is_async=True)
+    dk_async = start_sum(gl.convert_layout(ds, p_layout), qs, now, dk, PARTS)
 
     # ds to shared memory, once the other consumer has used the ds before it
     if x > 0:
@@ -329,13 +324,12 @@ def step(
     # dq of the tile before, and the next tile's scores
     if PINGPONG:
         bar_sync(TURN + 9 * C, 256)
-    dq_async = start_dq(dss.index(after), ks.index(it & zero), BM, C)
-    dk, dv = warpgroup_mma_wait(1, deps=(dk_async, dv_async))
+    dq_async = start_dq(dss.index(after), ks, it & zero, BM, PARTS, C)
+    dk, dv = finish_sums(dk_async, dv_async, 1, PARTS)
     bar_arrive(Q_DO_EMPTY + now, 288)
     mbarrier.wait(q_full.index(after), ((it + 1) >> 1) & 1, pred=more)
-    k = ks.index(it & zero).slice(C * KEYS, KEYS, dim=0)
-    s_async = warpgroup_mma(k, qs.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    dq = warpgroup_mma_wait(1, deps=(dq_async,))
+    s_async = start_scores(own_keys(ks, it & zero, PARTS, C), qs, after, zeros, PARTS)
+    dq = warpgroup_mma_wait(PARTS, deps=(dq_async,))
     if FENCE_LAST:
         fence_async_shared()
     bar_arrive(DS_FULL + 2 * C + now, 256)
@@ -355,23 +349,19 @@ def consumer(
     queue, queue_full, queue_empty,
     qfirst, qlast, stride_ib, scale, scale_log2,
     Tk, Hq, tiles, heads, l2_heads, zero,
-    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     FENCE_LAST: gl.constexpr, ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Consumer C: dk and dv of its 64 keys of each tile, and its part of dq at every step."""
-    dtype: gl.constexpr = qs.dtype
+    dtype: gl.constexpr = qs[0].dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16]
-    )
-    a_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
     )
     zeros = gl.zeros([KEYS, BM], gl.float32, layout=s_layout)
     OUTPUT_IN_DS: gl.constexpr = BM >= 2 * D  # see output_buffers
     # slower at 64 channels, but takes fewer registers
-    ONE_IF: gl.constexpr = D == 128 or (ORDERED and GROUP > 1)
-    # at every step; else at the first of a walk, which keeps consumers that far apart
-    PINGPONG: gl.constexpr = D == 128
+    ONE_IF: gl.constexpr = D > 64 or (ORDERED and GROUP > 1)
+    PINGPONG: gl.constexpr = D > 64
     if PINGPONG and C == 1:
         bar_arrive(TURN, 256)
     it = 0
@@ -383,8 +373,8 @@ def consumer(
         BM, BN, ORDERED, DIRECTIONS, C, KEYS, s_layout,
     )  # fmt: skip
     while t >= 0:
-        dk = gl.zeros([KEYS, D], gl.float32, layout=a_layout)
-        dv = gl.zeros([KEYS, D], gl.float32, layout=a_layout)
+        dk = zero_parts(qs, PARTS)
+        dv = zero_parts(qs, PARTS)
         mbarrier.wait(k_full, count & 1)
         if n > 0:
             # prologue: the scores of the first tile of queries
@@ -392,12 +382,8 @@ def consumer(
             if not PINGPONG and C == 1:
                 bar_sync(TURN + 9, 256)
             # `& zero`: as in `step`
-            k_own = ks.index((it if ORDERED or GROUP > 1 else count) & zero).slice(
-                C * KEYS, KEYS, dim=0
-            )
-            s_async = warpgroup_mma(
-                k_own, qs.index(it & 1).permute((1, 0)), zeros, use_acc=False, is_async=True
-            )
+            k_own = own_keys(ks, (it if ORDERED or GROUP > 1 else count) & zero, PARTS, C)
+            s_async = start_scores(k_own, qs, it & 1, zeros, PARTS)
             mbarrier.wait(v_full, count & 1)
             if OUTPUT_IN_DS:
                 mbarrier.wait(output_empty, (it + count + 1) & 1)
@@ -411,7 +397,7 @@ def consumer(
                     m0, output_empty, q_full, do_full,
                     it, count, zero, x, x + 1 < n * GROUP,
                     qfirst_j, qlast_j, last_first, first_last, scale_log2,
-                    D, BM, FENCE_LAST, ONE_IF, PINGPONG, C,
+                    D, PARTS, BM, FENCE_LAST, ONE_IF, PINGPONG, C,
                 )  # fmt: skip
                 it += 1
                 if (x + 1) % GROUP == 0:
@@ -422,8 +408,10 @@ def consumer(
             bar_sync(DS_FULL + 2 * (1 - C) + ((it - 1) & 1), 256)
             dq_async = start_dq(
                 dss.index((it + 1) & 1),
-                ks.index((count if ORDERED or GROUP > 1 else it) & zero),
+                ks,
+                (count if ORDERED or GROUP > 1 else it) & zero,
                 BM,
+                PARTS,
                 C,
             )
             dq = warpgroup_mma_wait(0, deps=(dq_async,))
@@ -437,11 +425,12 @@ def consumer(
         mbarrier.arrive(k_empty, count=1)
         if OUTPUT_IN_DS:
             mbarrier.arrive(v_empty, count=1)
-        dv_own, dk_own = output_buffers(stages, vs, it, D, BM, C)
-        dv_out, dk_out = dv.to(dtype), (dk * scale).to(dtype)
+        dv_own, dk_own = output_buffers(stages, vs, it, D, BM, PARTS, C)
+        outputs = rounded(dv, dk, scale, dtype, PARTS)
         mbarrier.wait(output_empty, (it + count + 1) & 1)
-        dv_own.store(dv_out)
-        dk_own.store(dk_out)
+        for i in gl.static_range(PARTS):
+            dv_own[i].store(outputs[2 * i])
+            dk_own[i].store(outputs[2 * i + 1])
         signal_writer(True, C)
 
         # what the next walk needs is on its way while the output of this one leaves
@@ -456,37 +445,62 @@ def consumer(
 
 @gluon.jit(do_not_specialize=["Tq", "Tk", "Hq", "tiles", "heads", "l2_heads", "zero"])
 def backward_kernel(
-    q, k, v, do, lse2, delta,
-    dq, dk, dv,
+    lse2, delta,
+    q, k, v, do, dk, dv, dq,
+    q1, k1, v1, do1, dk1, dv1, dq1,
     semaphores, counter, qfirst, qlast, stride_ib, scale, scale_log2,
     Tq, Tk, Hq, tiles, heads, l2_heads, zero,
     q_shared: gl.constexpr, k_shared: gl.constexpr, v_shared: gl.constexpr,
     ds_shared: gl.constexpr, row_shared: gl.constexpr,
-    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    q1_shared: gl.constexpr, k1_shared: gl.constexpr, v1_shared: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     FENCE_LAST: gl.constexpr, ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dk, dv (B, Tk, Hkv, D) and, added to the zeros in dq, dq without the scale.
 
-    The first nine are tensor maps. dq: fp32, for each head and tile of queries 32 rows of 256, of
-    which each consumer adds 16 (see `register_order`). `counter`: 0. `semaphores`, ordered: an
-    int32, 0, for each 16 rows of dq.
+    The first sixteen are tensor maps; those named x1, of the last D1 channels, are None where D1
+    is 0 and x has all. dq: fp32, for each head and tile of queries 32 rows of 256, of which each
+    consumer adds 16 (see `register_order`); where D1 is 32, the second adds 8 of 24. `counter`: 0.
+    `semaphores`, ordered: an int32, 0, for each consumer's part of a tile of dq.
     """
     # shared memory
     dtype: gl.constexpr = q.dtype
     one_int: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    qs = gl.allocate_shared_memory(dtype, [2, BM, D], q_shared)
-    dos = gl.allocate_shared_memory(dtype, [2, BM, D], q_shared)
-    ks = gl.allocate_shared_memory(dtype, [1, BN, D], k_shared)
-    vs = gl.allocate_shared_memory(dtype, [2, KEYS, D], v_shared)
+    D0: gl.constexpr = D - D1
+    PARTS: gl.constexpr = 1 if D1 == 0 else 2
+    qs = (gl.allocate_shared_memory(dtype, [2, BM, D0], q_shared),)
+    dos = (gl.allocate_shared_memory(dtype, [2, BM, D0], q_shared),)
+    ks = (gl.allocate_shared_memory(dtype, [1, BN, D0], k_shared),)
+    vs = (gl.allocate_shared_memory(dtype, [2, KEYS, D0], v_shared),)
+    if D1 > 0:
+        qs = (qs[0], gl.allocate_shared_memory(dtype, [2, BM, D1], q1_shared))
+        dos = (dos[0], gl.allocate_shared_memory(dtype, [2, BM, D1], q1_shared))
+        ks = (ks[0], gl.allocate_shared_memory(dtype, [1, BN, D1], k1_shared))
+        vs = (vs[0], gl.allocate_shared_memory(dtype, [2, KEYS, D1], v1_shared))
     lses = gl.allocate_shared_memory(gl.float32, [2, 1, BM], row_shared)
     deltas = gl.allocate_shared_memory(gl.float32, [2, 1, BM], row_shared)
     dss = gl.allocate_shared_memory(dtype, [2, BN, BM], ds_shared)
     dq_parts = gl.allocate_shared_memory(gl.float32, [2, 16, 256], row_shared)
+    dq_part0 = dq_parts.index(0)
+    dq_part1 = dq_parts.index(1)
     # see output_buffers
-    stages = reinterpret(
-        dss if BM >= 2 * D else dq_parts, dtype, [8 if BM >= 2 * D else 2, KEYS, D], v_shared
+    stages = (
+        reinterpret(
+            dss if BM >= 2 * D else dq_parts,
+            dtype,
+            [8 if BM >= 2 * D else 2 * PARTS, KEYS, D0],
+            v_shared,
+        ),
     )
+    maps = (q,), (k,), (v,), (do,), (dk,), (dv,)
+    dq_maps = (dq, dq)
+    if D1 > 0:
+        gl.static_assert((D0 == 64) & (D1 == 32), "the places of dk and of parts of dq")
+        stages = (stages[0], reinterpret(dq_parts, dtype, [8, KEYS, D1], v1_shared))
+        dq_part1 = reinterpret(dq_parts, gl.float32, [4, 8, 256], row_shared).index(2)
+        maps = (q, q1), (k, k1), (v, v1), (do, do1), (dk, dk1), (dv, dv1)
+        dq_maps = (dq, dq1)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     do_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -512,50 +526,63 @@ def backward_kernel(
     # fmt: off
     gl.warp_specialize([
         (consumer, (
-            qs, ks, vs, dos, lses, deltas, dss, dq_parts.index(0), stages,
+            qs, ks, vs, dos, lses, deltas, dss, dq_part0, stages,
             q_full, do_full, k_full, k_empty, v_full, v_empty, output_empty.index(0),
             queue, queue_full, queue_empty,
             qfirst, qlast, stride_ib, scale, scale_log2,
             Tk, Hq, tiles, heads, l2_heads, zero,
-            GROUP, D, BM, BN, FENCE_LAST, ORDERED, DIRECTIONS, 0,
+            GROUP, D, PARTS, BM, BN, FENCE_LAST, ORDERED, DIRECTIONS, 0,
         )),
         (consumer, (
-            qs, ks, vs, dos, lses, deltas, dss, dq_parts.index(1), stages,
+            qs, ks, vs, dos, lses, deltas, dss, dq_part1, stages,
             q_full, do_full, k_full, k_empty, v_full, v_empty, output_empty.index(1),
             queue, queue_full, queue_empty,
             qfirst, qlast, stride_ib, scale, scale_log2,
             Tk, Hq, tiles, heads, l2_heads, zero,
-            GROUP, D, BM, BN, FENCE_LAST, ORDERED, DIRECTIONS, 1,
+            GROUP, D, PARTS, BM, BN, FENCE_LAST, ORDERED, DIRECTIONS, 1,
         )),
         (producer, (
-            q, k, v, do, lse2, delta,
+            maps[0], maps[1], maps[2], maps[3], lse2, delta,
             qs, ks, vs, dos, lses, deltas,
             q_full, do_full, k_full, k_empty, v_full, v_empty,
             queue, queue_full, queue_empty,
             counter, qfirst, qlast, stride_ib,
             Tq, Tk, Hq, tiles, heads, l2_heads,
-            GROUP, D, BM, BN, ORDERED, DIRECTIONS,
+            GROUP, D, PARTS, BM, BN, ORDERED, DIRECTIONS,
         )),
         (writer, (
-            dq, dk, dv,
-            dq_parts.index(0), stages, vs,
+            dq_maps[0], maps[4], maps[5],
+            dq_part0, stages, vs,
             output_empty.index(0), v_empty,
             queue, queue_full, queue_empty,
             semaphores, qfirst, qlast, stride_ib,
             Tq, Tk, Hq, tiles, heads, l2_heads,
-            GROUP, D, BM, BN, ORDERED, DIRECTIONS, 0,
+            GROUP, D, PARTS, BM, BN, ORDERED, DIRECTIONS, 0,
         )),
         (writer, (
-            dq, dk, dv,
-            dq_parts.index(1), stages, vs,
+            dq_maps[1], maps[4], maps[5],
+            dq_part1, stages, vs,
             output_empty.index(1), v_empty,
             queue, queue_full, queue_empty,
             semaphores, qfirst, qlast, stride_ib,
             Tq, Tk, Hq, tiles, heads, l2_heads,
-            GROUP, D, BM, BN, ORDERED, DIRECTIONS, 1,
+            GROUP, D, PARTS, BM, BN, ORDERED, DIRECTIONS, 1,
         )),
     ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])
     # fmt: on
+
+
+@triton.jit
+def unpack_part(
+    sums, out, scale, T, H, m, bh,
+    D: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Channels START .. START + WIDTH - 1 of tile m of `unpack_kernel`, from one consumer."""
+    x = (tl.load(sums + tl.arange(0, BM * WIDTH)) * scale).to(out.dtype.element_ty)
+    x = x.reshape([WIDTH // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([BM, WIDTH])
+    i, c = m * BM + tl.arange(0, BM)[:, None], START + tl.arange(0, WIDTH)[None, :]
+    inside = (i < T) & (c < D)
+    tl.store(out + (((bh // H).to(tl.int64) * T + i) * H + bh % H) * D + c, x, mask=inside)
 
 
 @triton.jit(do_not_specialize=["T", "H"])
@@ -563,30 +590,32 @@ def unpack_kernel(sums, out, scale, T, H, D: tl.constexpr, PAD: tl.constexpr, BM
     """out (B, T, H, D) = scale · sums (B, H, tiles, BM · PAD), which is in `register_order`."""
     tile, tiles = tl.program_id(0), tl.cdiv(T, BM)
     m, bh = tile % tiles, tile // tiles
-    x = tl.load(sums + tile.to(tl.int64) * BM * PAD + tl.arange(0, BM * PAD)) * scale
-    # consumer, then as register_order permutes
-    x = x.to(out.dtype.element_ty).reshape([2, 8, 4, 8, 4, 2, 2])
-    x = x.permute((2, 5, 3, 0, 1, 4, 6) if BM == 64 else (0, 2, 5, 3, 1, 4, 6)).reshape([BM, PAD])
-    i, c = m * BM + tl.arange(0, BM)[:, None], tl.arange(0, PAD)[None, :]
-    inside = (i < T) & (c < D)
-    tl.store(out + (((bh // H).to(tl.int64) * T + i) * H + bh % H) * D + c, x, mask=inside)
-
-
-def directions(head_dim: int, group: int, ordered: bool) -> int:
-    """2 where walks go down as well as up, see hopper_order.py.
-
-    At 64 channels the registers that it takes cost more than it saves.
-    """
-    return 2 if ordered or (head_dim == 128 and group > 1) else 1
+    if PAD == 64 or PAD == 128:
+        x = tl.load(sums + tile.to(tl.int64) * BM * PAD + tl.arange(0, BM * PAD)) * scale
+        # consumer, then as register_order permutes
+        x = x.to(out.dtype.element_ty).reshape([2, 8, 4, 8, 4, 2, 2])
+        x = x.permute((2, 5, 3, 0, 1, 4, 6) if BM == 64 else (0, 2, 5, 3, 1, 4, 6))
+        x = x.reshape([BM, PAD])
+        i, c = m * BM + tl.arange(0, BM)[:, None], tl.arange(0, PAD)[None, :]
+        inside = (i < T) & (c < D)
+        tl.store(out + (((bh // H).to(tl.int64) * T + i) * H + bh % H) * D + c, x, mask=inside)
+    else:
+        at = sums + tile.to(tl.int64) * BM * PAD
+        for start in tl.static_range(0, PAD, 64):
+            unpack_part(
+                at + BM * start, out, scale, T, H, m, bh,
+                D, start, 64 if PAD - start >= 64 else PAD - start, BM,
+            )  # fmt: skip
 
 
 class Launches(NamedTuple):
     """How to compute a shape again: the kernels, how many 32-bit values they need, of which so many
-    are zeroed, and the entry of CONFIGS that they were made with.
+    are zeroed, and the entry of CONFIGS that they were made with, if there is one.
     """
 
-    PAD: int
-    config: Config
+    size: int
+    config: Config | None
+    parts: int  # of the channels; each has tensor maps
     sums: int  # of dq
     zeroed: int  # sums, the counter, padded to 16 bytes, then the semaphores, padded likewise
     rows: int  # of lse2, and of delta, which follow
@@ -633,19 +662,23 @@ def backward(
     )
     launches = _launches.get(key)
     aligned = (q_at | k_at | v_at | do_at) % 16 == 0
-    if launches is None or not aligned or launches.config is not CONFIGS[launches.PAD]:
+    if launches is None or not aligned or launches.config is not CONFIGS.get(launches.size):
         intervals = qfirst, qlast
         return _first_backward(q, k, v, do, dlse, out, lse, intervals, scale, ordered, key)
     dq, dk, dv = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
-    _, _, sums, zeroed, rows, preprocess, main, unpack = launches
+    _, config, parts, sums, zeroed, rows, preprocess, main, unpack = launches
     buffer = torch.empty(zeroed + 2 * rows, dtype=torch.float32, device=q.device)
     stream, at = stream_of(device), buffer.data_ptr()
     zero(buffer, zeroed, stream)
     end, lse2_at, dq_at = at + 4 * sums, at + 4 * zeroed, dq.data_ptr()
     delta_at = lse2_at + 4 * rows
     preprocess(stream, (), *given, lse2_at, delta_at)
-    mapped = q_at, k_at, v_at, do_at, lse2_at, delta_at, at, dk.data_ptr(), dv.data_ptr()
-    main(stream, mapped, end + 16 if ordered else end, end, *ends)
+    mapped = q_at, k_at, v_at, do_at, dk.data_ptr(), dv.data_ptr()
+    semaphore = end + 16 if ordered else end
+    if config is None:
+        main(stream, (lse2_at, delta_at, *(mapped * parts)), at, semaphore, end, *ends)
+    else:
+        main(stream, (lse2_at, delta_at, *((*mapped, at) * parts)), semaphore, end, *ends)
     unpack(stream, (), at, dq_at)
     return dq, dk, dv
 
@@ -669,95 +702,129 @@ def _first_backward(
         q, k, v, do = addressed
         return backward(do, dlse, q, k, v, out, lse, *intervals, *intervals, scale, ordered)
     B, Tq, Hq, D = q.shape
-    PAD = max(64, 1 << (D - 1).bit_length())
-    c = CONFIGS[PAD]
+    size = hopper_size(D)
+    c = CONFIGS.get(size)
+    BM = c.BM if c else N.value
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    parts = B * Hq * triton.cdiv(Tq, c.BM) * (c.BM * PAD // 256)
-    semaphores = parts // 16 if ordered else 0
-    zeroed = parts * 256 + 4 + triton.cdiv(semaphores, 4) * 4
+    dq_tiles = B * Hq * triton.cdiv(Tq, BM)
+    count = dq_tiles * BM * size
+    semaphores = 2 * dq_tiles if ordered else 0
+    zeroed = count + 4 + triton.cdiv(semaphores, 4) * 4
     rows = padded_rows(lse)
     buffer = torch.empty(zeroed + 2 * rows.numel(), dtype=torch.float32, device=q.device)
     sums = buffer[:zeroed].zero_()
     lse2, delta = buffer[zeroed:].view(2, *rows).unbind()
     before = preprocess_into(lse2, delta, do, dlse, out, lse)
     tensors = q, k, v, do, lse2, delta, sums, dk, dv
-    main, unpack = _first_launches(tensors, dq, *intervals, scale, c, PAD, ordered)
-    assert before is not None, "Gluon has no interpreter"
-    launches = Launches(PAD, c, parts * 256, zeroed, rows.numel(), before, main, unpack)
-    keep(_launches, key, launches)
-    return dq, dk, dv
-
-
-def _first_launches(
-    tensors: tuple[Tensor, ...],
-    dq: Tensor,
-    qfirst: Tensor,
-    qlast: Tensor,
-    scale: float,
-    c: Config,
-    PAD: int,
-    ordered: bool,
-) -> tuple[Relaunch, Relaunch]:
-    """Launch both kernels; `tensors` are those that have tensor maps."""
-    q, k, v, do, lse2, delta, sums, dk, dv = tensors
-    B, Tq, Hq, _D = q.shape
-    Tk, Hkv = k.shape[1:3]
-    group = Hq // Hkv
-    dtype = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
-    dq_tiles = B * Hq * triton.cdiv(Tq, c.BM)
-    parts = dq_tiles * (c.BM * PAD // 256)
-    tiles = triton.cdiv(Tk, c.BN)
-    ints = sums[256 * parts :].view(torch.int32)
-    boxes = (q, c.BM), (k, c.BN), (v, 64), (do, c.BM)
-    rows = B * Hq, lse2.shape[2]
-    maps = [
-        *(descriptor(x, n, PAD, dtype) for x, n in boxes),
-        *(TensorDescriptor(x, [*rows], [rows[1], 1], [1, c.BM], ROW_LAYOUT) for x in (lse2, delta)),
-        TensorDescriptor(sums, [parts, 256], [256, 1], [16, 256], ROW_LAYOUT),
-        *(descriptor(x, 64, PAD, dtype) for x in (dk, dv)),
-    ]
-    again = first_launch(
-        backward_kernel,
-        min(tiles * B * Hkv, processors(q.device)),
-        maps,
-        (ints[4 if ordered else 0 :], ints, qfirst, qlast),
-        (
-            batch_stride(qfirst),
-            scale,
-            scale * LOG2E.value,
-            Tq,
-            Tk,
-            Hq,
-            tiles,
-            B * Hkv,
-            heads_in_l2(q, B * Hkv, 1),
-            0,
-        ),
-        dict(
-            q_shared=shared_layout((c.BM, PAD), dtype),
-            k_shared=shared_layout((c.BN, PAD), dtype),
-            v_shared=shared_layout((64, PAD), dtype),
-            ds_shared=shared_layout((c.BN, c.BM), dtype),
-            row_shared=ROW_LAYOUT,
-            GROUP=group,
-            D=PAD,
-            BM=c.BM,
-            BN=c.BN,
-            FENCE_LAST=c.fence_last,
-            ORDERED=ordered,
-            DIRECTIONS=directions(PAD, group, ordered),
-            REGISTERS=c.registers,
-        ),
-        num_warps=4,
-    )
+    main = _first_launch(tensors, count, *intervals, scale, c, size, ordered)
     unpack = first_launch(
         unpack_kernel,
         dq_tiles,
         (),
         (sums, dq),
         (scale, Tq, Hq),
-        dict(D=q.shape[3], PAD=PAD, BM=c.BM),
+        dict(D=D, PAD=size, BM=BM),
         num_warps=8,
     )
-    assert again is not None and unpack is not None, "Gluon has no interpreter"
-    return again, unpack
+    assert before is not None and unpack is not None, "Gluon has no interpreter"
+    parts = 1 if size in (64, 128) else 2
+    launches = Launches(size, c, parts, count, zeroed, rows.numel(), before, main, unpack)
+    keep(_launches, key, launches)
+    return dq, dk, dv
+
+
+def _first_launch(
+    tensors: tuple[Tensor, ...],
+    count: int,
+    qfirst: Tensor,
+    qlast: Tensor,
+    scale: float,
+    c: Config | None,
+    size: int,
+    ordered: bool,
+) -> Relaunch:
+    """Launch the kernel that is one pass over the keys.
+
+    `tensors` are those that have tensor maps. The first `count` numbers of `sums` are those of dq.
+    """
+    q, k, v, do, lse2, delta, sums, dk, dv = tensors
+    B, Tq, Hq, _D = q.shape
+    Tk, Hkv = k.shape[1:3]
+    group = Hq // Hkv
+    dtype = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
+    tiles = triton.cdiv(Tk, c.BN if c else N.value)
+    ints = sums[count:].view(torch.int32)
+    pointers = ints[4 if ordered else 0 :], ints, qfirst, qlast
+    lines = B * Hq, lse2.shape[2]
+    row_box = [1, c.BM if c else N.value]
+    maps = [
+        TensorDescriptor(x, [*lines], [lines[1], 1], row_box, ROW_LAYOUT) for x in (lse2, delta)
+    ]
+    scalars = (
+        batch_stride(qfirst),
+        scale,
+        scale * LOG2E.value,
+        Tq,
+        Tk,
+        Hq,
+        tiles,
+        B * Hkv,
+        heads_in_l2(q, B * Hkv, 1),
+        0,
+    )
+    constants = dict(
+        row_shared=ROW_LAYOUT,
+        GROUP=group,
+        D=size,
+        ORDERED=ordered,
+        DIRECTIONS=directions(size, group, ordered),
+    )
+    programs = min(tiles * B * Hkv, processors(q.device))
+    rest = size - (1 << (size.bit_length() - 1))  # channels past a power of two
+    if c is None:
+        first = FIRST.value
+        for width in (first, size - first):
+            maps += [descriptor(x, N.value, width, dtype) for x in (q, k, v, do, dk, dv)]
+        constants |= dict(
+            shared=shared_layout((N.value, first), dtype),
+            shared1=shared_layout((N.value, size - first), dtype),
+            ds_shared=shared_layout((N.value, N.value), dtype),
+        )
+        again = first_launch(
+            wide_backward_kernel,
+            programs,
+            maps,
+            (sums, *pointers),
+            scalars,
+            constants,
+            num_warps=4,
+        )
+    else:
+        # v in one box for each consumer
+        boxes = (q, c.BM), (k, c.BN), (v, 64), (do, c.BM), (dk, 64), (dv, 64)
+        for width, part in ((size - rest, 16), (rest, 8)):
+            if width:
+                maps += [descriptor(x, n, width, dtype) for x, n in boxes]
+                maps += [
+                    TensorDescriptor(sums, [count // 256, 256], [256, 1], [part, 256], ROW_LAYOUT)
+                ]
+            else:
+                maps += [None] * (len(boxes) + 1)
+            name = "1" if width == rest else ""
+            constants |= {
+                f"{x}{name}_shared": shared_layout((n, width), dtype) if width else None
+                for x, n in (("q", c.BM), ("k", c.BN), ("v", 64))
+            }
+        constants |= dict(
+            ds_shared=shared_layout((c.BN, c.BM), dtype),
+            D1=rest,
+            BM=c.BM,
+            BN=c.BN,
+            FENCE_LAST=c.fence_last,
+            REGISTERS=c.registers,
+        )
+        again = first_launch(
+            backward_kernel, programs, maps, pointers, scalars, constants, num_warps=4
+        )
+    assert again is not None, "Gluon has no interpreter"
+    return again

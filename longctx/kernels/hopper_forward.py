@@ -15,12 +15,16 @@ the maximum that it has after the tiles that need the mask (`FIXED_MAX`): the ti
 no maximum and no scaling, and do not depend on one another. The largest p of such a row need not be
 1, so bf16 rounds it, and o would lean by up to 2^-9, in all channels alike, where one key draws
 nearly all weight. Therefore p·v is divided by the sum of p as rounded: l + r, where l, of p in
-fp32, gives lse, and r is what rounding added. A tile adds to r only if 32 of its p are more than
-`HEAVY` of l so far: the errors of lighter ones do not lean all one way. (Many keys that are alike
-do, if each of them is light. o leans then by less than its own rounding.) Where the sum of a row
-leaves 2^±32 after all, its tile is flagged, and a second launch (`RETRY`) computes it again with a
-maximum that follows the scores. That launch ends at once if no tile was flagged. fp16 has no such
-range, and its maximum always follows.
+fp32, gives lse, and r is what rounding added. A tile adds to r only if a quarter of its p are more
+than `HEAVY` of l so far: the errors of lighter ones do not lean all one way. (Many keys that are
+alike do, if each of them is light. o leans then by less than its own rounding.) Where the sum of a
+row leaves 2^±32 after all, its tile is flagged, and a second launch (`RETRY`) computes it again
+with a maximum that follows the scores. That launch ends at once if no tile was flagged. fp16 has no
+such range, and its maximum always follows.
+
+Heads of 96 and 192 channels have two parts, 64 + 32 and 128 + 64, since sides of tiles are powers
+of two: q·kᵀ is the sum of two products, and o has two accumulators. q, k, v, o and their buffers
+are tuples of parts.
 
 Buffers in shared memory: qs, ks, vs, outs. mbarriers: X_full, X has been written; X_empty, X has
 been read. A tile of keys is step `it` of a program: ring slot it % STAGES, phase it // STAGES & 1.
@@ -40,21 +44,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from longctx.kernels.gluon import shared_layout, tma_load, tma_store
+from longctx.config.model_config import hopper_size
+from longctx.kernels.gluon import shared_layout
 from longctx.kernels.hopper_primitives import (
     addressable,
+    at_index,
     bar_arrive,
     bar_sync,
     descriptor,
+    load_parts,
     mask_scores,
     pop,
     processors,
     push,
     rounding_error,
+    start_scores,
+    start_sum,
+    store_parts,
+    zero_parts,
 )
 from longctx.kernels.portable import LN2, LOG2E
 from longctx.kernels.relaunch import Relaunch, first_launch, keep, stream_of, zero
@@ -72,7 +82,8 @@ class Config(NamedTuple):
 
     `pingpong`: consumers issue their products in turn. `overlap`: softmax stays ahead of the wait
     for the product before it. `masked_loop`: tiles that need the mask have a loop of their own even
-    where the maximum follows the scores.
+    where the maximum follows the scores. `out_in_q`: out leaves from the place of q, which can be
+    loaded again only then.
     """
 
     BN: int
@@ -82,11 +93,15 @@ class Config(NamedTuple):
     pingpong: bool
     overlap: bool
     masked_loop: bool
+    out_in_q: bool = False
 
 
 CONFIGS = {  # by head size
     64: Config(128, 3, 3, 160, True, False, True),
+    96: Config(128, 2, 2, 240, True, False, False),
     128: Config(128, 2, 2, 240, True, True, False),
+    192: Config(64, 3, 2, 240, True, True, False, out_in_q=True),
+    256: Config(64, 2, 2, 240, True, False, False, out_in_q=True),
 }
 ROWS = gl.constexpr(64)  # queries of a consumer warpgroup
 LARGEST = gl.constexpr(2.0**32)  # sum of a row whose maximum is fixed
@@ -129,7 +144,7 @@ def producer(
     queue, queue_full, queue_empty,
     counter, retry, first, last, stride_ib,
     Tq, Hq, tiles, heads, l2_heads,
-    GROUP: gl.constexpr, D: gl.constexpr, BN: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, PARTS: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, RETRY: gl.constexpr,
 ):  # fmt: skip
     """Hands out tiles in the order of the schedule and loads what the consumers need for them."""
@@ -160,12 +175,7 @@ def producer(
         for c in gl.static_range(CONSUMERS):
             mbarrier.wait(q_empty.index(c), (count & 1) ^ 1)
             mbarrier.expect(q_full.index(c), ROWS * D * 2)
-            tma_load(
-                q,
-                [b, gl.maximum(m0 + c * ROWS, 0), h, 0],
-                q_full.index(c),
-                qs.index(c).reshape([1, ROWS, 1, D]),
-            )
+            load_parts(q, qs, c, q_full.index(c), b, gl.maximum(m0 + c * ROWS, 0), h, PARTS)
         # k and v: the masked tiles, then the others
         for i in range(n):
             j = gl.where(i < masked, masked_tile(i, lo, full_lo, full_hi), full_lo + i - masked)
@@ -174,11 +184,11 @@ def producer(
             if it >= STAGES:
                 bar_sync(K_EMPTY + s, 128 * CONSUMERS + 32)
             mbarrier.expect(k_full.index(s), BN * D * 2)
-            tma_load(k, [b, j, hk, 0], k_full.index(s), ks.index(s).reshape([1, BN, 1, D]))
+            load_parts(k, ks, s, k_full.index(s), b, j, hk, PARTS)
             if it >= STAGES:
                 bar_sync(V_EMPTY + s, 128 * CONSUMERS + 32)
             mbarrier.expect(v_full.index(s), BN * D * 2)
-            tma_load(v, [b, j, hk, 0], v_full.index(s), vs.index(s).reshape([1, BN, 1, D]))
+            load_parts(v, vs, s, v_full.index(s), b, j, hk, PARTS)
             it += 1
         t = next_tile(gl.atomic_add(counter, 1) + gl.num_programs(0), end, counter, retry, RETRY)
         count += 1
@@ -216,12 +226,56 @@ def softmax(s, m, scale_log2, masked, n0, first_i, last_i):
 
 
 @gluon.jit
+def finish_output(started, p16, PARTS: gl.constexpr):
+    """The new acc and p16, when all products are done."""
+    if PARTS == 1:
+        acc0, p16 = warpgroup_mma_wait(0, deps=(started[0], p16))
+        acc = (acc0,)
+    else:
+        acc0, acc1, p16 = warpgroup_mma_wait(0, deps=(started[0], started[1], p16))
+        acc = (acc0, acc1)
+    return acc, p16
+
+
+@gluon.jit
+def finish_last_output(started, PARTS: gl.constexpr):
+    """acc, when all products are done."""
+    if PARTS == 1:
+        acc = (warpgroup_mma_wait(0, deps=(started[0],)),)
+    else:
+        acc0, acc1 = warpgroup_mma_wait(0, deps=(started[0], started[1]))
+        acc = (acc0, acc1)
+    return acc
+
+
+@gluon.jit
+def divided(acc, total, PARTS: gl.constexpr):
+    """All parts of acc divided by the total of each row."""
+    total_0 = gl.convert_layout(total, gl.SliceLayout(1, acc[0].type.layout))
+    result = (acc[0] * (1.0 / total_0)[:, None],)
+    if PARTS == 2:
+        total_i = gl.convert_layout(total, gl.SliceLayout(1, acc[1].type.layout))
+        result = (result[0], acc[1] * (1.0 / total_i)[:, None])
+    return result
+
+
+@gluon.jit
+def scaled(acc, factor, PARTS: gl.constexpr):
+    """All parts of acc times the factor of each row."""
+    result = (acc[0] * gl.convert_layout(factor, gl.SliceLayout(1, acc[0].type.layout))[:, None],)
+    if PARTS == 2:
+        factor_i = gl.convert_layout(factor, gl.SliceLayout(1, acc[1].type.layout))
+        result = (result[0], acc[1] * factor_i[:, None])
+    return result
+
+
+@gluon.jit
 def attend(
     q, p16, m, l, r, plain, acc,
     ks, vs, k_full, v_full,
     it, pending, more, masked, n0, first_i, last_i, scale_log2,
     BN: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr,
-    FIXED_MAX: gl.constexpr, C: gl.constexpr, CONSUMERS: gl.constexpr,
+    FIXED_MAX: gl.constexpr, C: gl.constexpr, CONSUMERS: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """The new p16, m, l, r, plain, acc after step `it`.
 
@@ -232,23 +286,23 @@ def attend(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
     )
-    o_layout: gl.constexpr = acc.type.layout
+    o_layout: gl.constexpr = acc[0].type.layout
     now, before, after = it % STAGES, pending % STAGES, (it + 1) % STAGES
     zeros = gl.zeros([ROWS, BN], gl.float32, layout=s_layout)
 
     # issue both products: s = q·k(it) and acc += p(pending)·v(pending)
     if PINGPONG:
         bar_sync(TURN + C, 256)
-    s_async = warpgroup_mma(q, ks.index(now).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s_async = start_scores(q, ks, now, zeros, PARTS)
     mbarrier.wait(v_full.index(before), (pending // STAGES) & 1)
-    o_async = warpgroup_mma(p16, vs.index(before), acc, is_async=True)
+    o_async = start_sum(p16, vs, before, acc, PARTS)
     if PINGPONG:
         bar_arrive(TURN + (C + 1) % CONSUMERS, 256)
     if FIXED_MAX:
         r += rounded(p16, plain, l)  # here, where it would wait for q·k
 
     # softmax, while p·v is in flight
-    s = warpgroup_mma_wait(1, deps=(s_async,))
+    s = warpgroup_mma_wait(PARTS, deps=(s_async,))
     bar_arrive(K_EMPTY + now, 128 * CONSUMERS + 32)
     if FIXED_MAX:
         p = gl.exp2(s * scale_log2 - m[:, None])
@@ -267,12 +321,12 @@ def attend(
         mbarrier.wait(k_full.index(after), ((it + 1) // STAGES) & 1, pred=more)
 
     # acc
-    acc, p16 = warpgroup_mma_wait(0, deps=(o_async, p16))
+    acc, p16 = finish_output(o_async, p16, PARTS)
     if not OVERLAP:
         mbarrier.wait(k_full.index(after), ((it + 1) // STAGES) & 1, pred=more)
     bar_arrive(V_EMPTY + before, 128 * CONSUMERS + 32)
     if not FIXED_MAX:
-        acc *= gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
+        acc = scaled(acc, alpha, PARTS)
     return p16, m, l, r, plain, acc
 
 
@@ -300,12 +354,12 @@ def consumer(
     queue, queue_full, queue_empty,
     retry, first, last, stride_ib, scale_log2,
     Tq, Hq, tiles, heads, l2_heads,
-    D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-    PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, MASKED_LOOP: gl.constexpr,
-    FIXED_MAX: gl.constexpr, C: gl.constexpr,
+    PARTS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr,
+    MASKED_LOOP: gl.constexpr, OUT_IN_Q: gl.constexpr, FIXED_MAX: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Consumer C: out and lse of its 64 queries of each tile."""
-    dtype: gl.constexpr = out.dtype
+    dtype: gl.constexpr = out[0].dtype
     BM: gl.constexpr = ROWS * CONSUMERS
     # may a consumer see none of a masked tile, or have no queries at all?
     UNEVEN: gl.constexpr = BM > BN
@@ -313,18 +367,17 @@ def consumer(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
     )
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, qs[0].shape[2], 16]
     )
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     zeros = gl.zeros([ROWS, BN], gl.float32, layout=s_layout)
     if PINGPONG and C == CONSUMERS - 1:
         bar_arrive(TURN, 256)
     it = 0
     count = 0
-    q_own = qs.index(C)
-    out_own = outs.index(C)
+    q_own = at_index(qs, C, PARTS)
+    out_own = at_index(outs, C, PARTS)
     t = pop(queue, queue_full, queue_empty, count, 4)
     while t >= 0:
         # the tile of queries, and the keys that it sees
@@ -352,16 +405,14 @@ def consumer(
         first_i = gl.load(first + b * stride_ib + i, mask=i < end, other=0)
         last_i = gl.load(last + b * stride_ib + i, mask=i < end, other=-1)
         m = gl.full([ROWS], float("-inf"), gl.float32, layout=s_rows)
-        acc = gl.zeros([ROWS, D], gl.float32, layout=o_layout)
+        acc = zero_parts(qs, PARTS)
         mbarrier.wait(q_full.index(C), count & 1)
         if n > 0:
             # prologue: the first tile's scores and softmax, with no p·v before them
             mbarrier.wait(k_full.index(it % STAGES), (it // STAGES) & 1)
             if PINGPONG:
                 bar_sync(TURN + C, 256)
-            s_async = warpgroup_mma(
-                q_own, ks.index(it % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True
-            )
+            s_async = start_scores(q_own, ks, it % STAGES, zeros, PARTS)
             if PINGPONG:
                 bar_arrive(TURN + (C + 1) % CONSUMERS, 256)
             s = warpgroup_mma_wait(0, deps=(s_async,))
@@ -391,7 +442,7 @@ def consumer(
                         ks, vs, k_full, v_full,
                         it + x, pending if UNEVEN else it + x - 1, x + 1 < n,
                         MASKED_LOOP or FIXED_MAX or x < masked, n0, first_i, last_i, scale_log2,
-                        BN, STAGES, PINGPONG, OVERLAP, False, C, CONSUMERS,
+                        BN, STAGES, PINGPONG, OVERLAP, False, C, CONSUMERS, PARTS,
                     )  # fmt: skip
                     pending = it + x
                 else:
@@ -410,16 +461,17 @@ def consumer(
                         ks, vs, k_full, v_full,
                         it + x, pending if UNEVEN else it + x - 1, x + 1 < n,
                         False, 0, first_i, last_i, scale_log2,
-                        BN, STAGES, PINGPONG, OVERLAP, FIXED_MAX, C, CONSUMERS,
+                        BN, STAGES, PINGPONG, OVERLAP, FIXED_MAX, C, CONSUMERS, PARTS,
                     )  # fmt: skip
                     pending = it + x
             if not UNEVEN:
                 pending = it + n - 1
 
             # the last p·v; meanwhile l, flags and lse
-            mbarrier.arrive(q_empty.index(C), count=1)
+            if not OUT_IN_Q:
+                mbarrier.arrive(q_empty.index(C), count=1)
             mbarrier.wait(v_full.index(pending % STAGES), (pending // STAGES) & 1)
-            o_async = warpgroup_mma(p16, vs.index(pending % STAGES), acc, is_async=True)
+            o_async = start_sum(p16, vs, pending % STAGES, acc, PARTS)
             if FIXED_MAX:
                 r += rounded(p16, plain, l)
             total = gl.convert_layout(gl.sum(l, axis=1), s_rows)
@@ -430,22 +482,27 @@ def consumer(
                 gl.store(retry + 1 + t + gl.zeros_like(i), 1, mask=flag)
             total = gl.where(total == 0.0, 1.0, total)
             gl.store(lse + bh.to(gl.int64) * Tq + i, m * LN2 + gl.log(total), mask=i < end)
-            acc = warpgroup_mma_wait(0, deps=(o_async,))
+            acc = finish_last_output(o_async, PARTS)
             bar_arrive(V_EMPTY + pending % STAGES, 128 * CONSUMERS + 32)
             if FIXED_MAX:
                 total = gl.convert_layout(gl.sum(l + r, axis=1), s_rows)
                 total = gl.where(total == 0.0, 1.0, total)
-            acc = acc * (1.0 / gl.convert_layout(total, o_rows))[:, None]
+            acc = divided(acc, total, PARTS)
         else:
-            mbarrier.arrive(q_empty.index(C), count=1)
+            if not OUT_IN_Q:
+                mbarrier.arrive(q_empty.index(C), count=1)
             gl.store(lse + bh.to(gl.int64) * Tq + i, m, mask=i < end)
 
         # epilogue: out leaves by TMA while the next tile begins
         tma.store_wait(0)
-        out_own.store(acc.to(dtype))
+        for part in gl.static_range(PARTS):
+            out_own[part].store(acc[part].to(dtype))
         fence_async_shared()
         if not UNEVEN or row0 >= 0:
-            tma_store(out, [b, row0, h, 0], out_own.reshape([1, ROWS, 1, D]))
+            store_parts(out, out_own, b, row0, h, PARTS)
+        if OUT_IN_Q:
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(C), count=1)
         it += n
         count += 1
         t = pop(queue, queue_full, queue_empty, count, 4)
@@ -454,16 +511,19 @@ def consumer(
 
 @gluon.jit(do_not_specialize=["Tq", "Hq", "tiles", "heads", "l2_heads"])
 def forward_kernel(
-    q, k, v, out, lse,
-    counter, retry, first, last, stride_ib, scale_log2,
+    q, k, v, out, q1, k1, v1, out1,
+    lse, counter, retry, first, last, stride_ib, scale_log2,
     Tq, Hq, tiles, heads, l2_heads,
-    shared: gl.constexpr, shared_kv: gl.constexpr,
-    GROUP: gl.constexpr, D: gl.constexpr, BN: gl.constexpr,
+    shared: gl.constexpr, shared_kv: gl.constexpr, shared1: gl.constexpr, shared1_kv: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
     PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, MASKED_LOOP: gl.constexpr,
-    FIXED_MAX: gl.constexpr, RETRY: gl.constexpr,
+    OUT_IN_Q: gl.constexpr, FIXED_MAX: gl.constexpr, RETRY: gl.constexpr,
 ):  # fmt: skip
     """out (B, Tq, Hq, D) contiguous and lse (B, Hq, Tq); q, k, v, out are tensor maps.
+
+    q1, k1, v1, out1: tensor maps of the last D1 channels, where they are a part of their own; else
+    D1 is 0, and they are None.
 
     `counter`: 0. `retry`: 1 if some tile is flagged, then a 1 for each flagged tile; written if
     `FIXED_MAX`, read if `RETRY`.
@@ -471,10 +531,23 @@ def forward_kernel(
     # shared memory
     dtype: gl.constexpr = q.dtype
     one_int: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    qs = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D], shared)
-    outs = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D], shared)
-    ks = gl.allocate_shared_memory(dtype, [STAGES, BN, D], shared_kv)
-    vs = gl.allocate_shared_memory(dtype, [STAGES, BN, D], shared_kv)
+    D0: gl.constexpr = D - D1
+    PARTS: gl.constexpr = 1 if D1 == 0 else 2
+    qs = (gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D0], shared),)
+    if D1 > 0:
+        qs = (qs[0], gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D1], shared1))
+    outs = qs
+    if not OUT_IN_Q:
+        outs = (gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D0], shared),)
+        if D1 > 0:
+            outs = (outs[0], gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D1], shared1))
+    ks = (gl.allocate_shared_memory(dtype, [STAGES, BN, D0], shared_kv),)
+    vs = (gl.allocate_shared_memory(dtype, [STAGES, BN, D0], shared_kv),)
+    q_maps, k_maps, v_maps, out_maps = (q,), (k,), (v,), (out,)
+    if D1 > 0:
+        ks = (ks[0], gl.allocate_shared_memory(dtype, [STAGES, BN, D1], shared1_kv))
+        vs = (vs[0], gl.allocate_shared_memory(dtype, [STAGES, BN, D1], shared1_kv))
+        q_maps, k_maps, v_maps, out_maps = (q, q1), (k, k1), (v, v1), (out, out1)
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -498,70 +571,75 @@ def forward_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consumer, (
-                out, lse,
+                out_maps, lse,
                 qs, ks, vs, outs,
                 q_full, q_empty, k_full, v_full,
                 queue, queue_full, queue_empty,
                 retry, first, last, stride_ib, scale_log2,
                 Tq, Hq, tiles, heads, l2_heads,
-                D, BN, STAGES, CONSUMERS, PINGPONG, OVERLAP, MASKED_LOOP, FIXED_MAX, 0,
+                PARTS, BN, STAGES, CONSUMERS,
+                PINGPONG, OVERLAP, MASKED_LOOP, OUT_IN_Q, FIXED_MAX, 0,
             )),
             (consumer, (
-                out, lse,
+                out_maps, lse,
                 qs, ks, vs, outs,
                 q_full, q_empty, k_full, v_full,
                 queue, queue_full, queue_empty,
                 retry, first, last, stride_ib, scale_log2,
                 Tq, Hq, tiles, heads, l2_heads,
-                D, BN, STAGES, CONSUMERS, PINGPONG, OVERLAP, MASKED_LOOP, FIXED_MAX, 1,
+                PARTS, BN, STAGES, CONSUMERS,
+                PINGPONG, OVERLAP, MASKED_LOOP, OUT_IN_Q, FIXED_MAX, 1,
             )),
             (producer, (
-                q, k, v,
+                q_maps, k_maps, v_maps,
                 qs, ks, vs,
                 q_full, q_empty, k_full, v_full,
                 queue, queue_full, queue_empty,
                 counter, retry, first, last, stride_ib,
                 Tq, Hq, tiles, heads, l2_heads,
-                GROUP, D, BN, STAGES, CONSUMERS, RETRY,
+                GROUP, D, PARTS, BN, STAGES, CONSUMERS, RETRY,
             )),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
             (consumer, (
-                out, lse,
+                out_maps, lse,
                 qs, ks, vs, outs,
                 q_full, q_empty, k_full, v_full,
                 queue, queue_full, queue_empty,
                 retry, first, last, stride_ib, scale_log2,
                 Tq, Hq, tiles, heads, l2_heads,
-                D, BN, STAGES, CONSUMERS, PINGPONG, OVERLAP, MASKED_LOOP, FIXED_MAX, 0,
+                PARTS, BN, STAGES, CONSUMERS,
+                PINGPONG, OVERLAP, MASKED_LOOP, OUT_IN_Q, FIXED_MAX, 0,
             )),
             (consumer, (
-                out, lse,
+                out_maps, lse,
                 qs, ks, vs, outs,
                 q_full, q_empty, k_full, v_full,
                 queue, queue_full, queue_empty,
                 retry, first, last, stride_ib, scale_log2,
                 Tq, Hq, tiles, heads, l2_heads,
-                D, BN, STAGES, CONSUMERS, PINGPONG, OVERLAP, MASKED_LOOP, FIXED_MAX, 1,
+                PARTS, BN, STAGES, CONSUMERS,
+                PINGPONG, OVERLAP, MASKED_LOOP, OUT_IN_Q, FIXED_MAX, 1,
             )),
             (consumer, (
-                out, lse,
+                out_maps, lse,
                 qs, ks, vs, outs,
                 q_full, q_empty, k_full, v_full,
                 queue, queue_full, queue_empty,
                 retry, first, last, stride_ib, scale_log2,
                 Tq, Hq, tiles, heads, l2_heads,
-                D, BN, STAGES, CONSUMERS, PINGPONG, OVERLAP, MASKED_LOOP, FIXED_MAX, 2,
+                PARTS, BN, STAGES, CONSUMERS,
+                PINGPONG, OVERLAP, MASKED_LOOP, OUT_IN_Q, FIXED_MAX, 2,
             )),
             (producer, (
-                q, k, v,
+                q_maps, k_maps, v_maps,
                 qs, ks, vs,
                 q_full, q_empty, k_full, v_full,
                 queue, queue_full, queue_empty,
                 counter, retry, first, last, stride_ib,
                 Tq, Hq, tiles, heads, l2_heads,
-                GROUP, D, BN, STAGES, CONSUMERS, RETRY,
+                GROUP, D, PARTS, BN, STAGES, CONSUMERS, RETRY,
             )),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
     # fmt: on
@@ -572,8 +650,9 @@ class Launches(NamedTuple):
     CONFIGS that they were made with.
     """
 
-    PAD: int
+    size: int
     config: Config
+    parts: int  # of the channels; each has tensor maps
     flags: int
     kernels: tuple[Relaunch, ...]
 
@@ -596,7 +675,7 @@ def forward(
     )
     launches = _launches.get(key)
     aligned = (q_at | k_at | v_at) % 16 == 0
-    if launches is None or not aligned or launches.config is not CONFIGS[launches.PAD]:
+    if launches is None or not aligned or launches.config is not CONFIGS[launches.size]:
         return _first_forward(q, k, v, first, last, scale, key)
     B, Tq, Hq, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -604,7 +683,7 @@ def forward(
     flags = torch.empty(launches.flags, dtype=torch.int32, device=q.device)
     stream, at = stream_of(device), flags.data_ptr()
     zero(flags, launches.flags, stream)
-    mapped = q_at, k_at, v_at, out.data_ptr()
+    mapped = (q_at, k_at, v_at, out.data_ptr()) * launches.parts
     lse_at = lse.data_ptr()
     for retry, again in enumerate(launches.kernels):
         again(stream, mapped, lse_at, at + 4 * retry, at + 8, *ends)
@@ -619,16 +698,16 @@ def _first_forward(
     if any(x is not y for x, y in zip(addressed, (q, k, v), strict=True)):
         return forward(*addressed, first, last, scale)
     B, Tq, Hq, D = q.shape
-    PAD = max(64, 1 << (D - 1).bit_length())
-    c = CONFIGS[PAD]
+    size = hopper_size(D)
+    c = CONFIGS[size]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((B, Hq, Tq), dtype=torch.float32)
     # a counter for each launch, then `retry`
     count = 3 + triton.cdiv(Tq, 64 * c.consumers) * B * Hq
     flags = torch.zeros(count, dtype=torch.int32, device=q.device)
     tensors = q, k, v, out
-    kernels = _first_launches(tensors, lse, flags, first, last, scale, c, PAD)
-    keep(_launches, key, Launches(PAD, c, count, kernels))
+    parts, kernels = _first_launches(tensors, lse, flags, first, last, scale, c, size)
+    keep(_launches, key, Launches(size, c, parts, count, kernels))
     return out, lse
 
 
@@ -640,15 +719,20 @@ def _first_launches(
     last: Tensor,
     scale: float,
     c: Config,
-    PAD: int,
-) -> tuple[Relaunch, ...]:
-    """Launch for q, k, v, out = tensors, and again for the tiles that need it where m is fixed."""
+    size: int,
+) -> tuple[int, tuple[Relaunch, ...]]:
+    """Launch for q, k, v, out = tensors, and again for the tiles that need it where m is fixed.
+
+    Parts of the channels, and how to launch.
+    """
     q, k, _v, _out = tensors
     B, Tq, Hq, _D = q.shape
     group = Hq // k.shape[2]
     dtype = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
-    rows = 64, c.BN, c.BN, 64
-    maps = [descriptor(x, n, PAD, dtype) for x, n in zip(tensors, rows, strict=True)]
+    rest = size - (1 << (size.bit_length() - 1))  # channels past a power of two
+    boxes = tuple(zip(tensors, (64, c.BN, c.BN, 64), strict=True))
+    maps = [descriptor(x, n, size - rest, dtype) for x, n in boxes]
+    maps += [descriptor(x, n, rest, dtype) if rest else None for x, n in boxes]
     tiles = triton.cdiv(Tq, 64 * c.consumers)
     scalars = (
         batch_stride(first),
@@ -660,10 +744,13 @@ def _first_launches(
         heads_in_l2(k, B * Hq, group),
     )
     constants = dict(
-        shared=shared_layout((64, PAD), dtype),
-        shared_kv=shared_layout((c.BN, PAD), dtype),
+        shared=shared_layout((64, size - rest), dtype),
+        shared_kv=shared_layout((c.BN, size - rest), dtype),
+        shared1=shared_layout((64, rest), dtype) if rest else None,
+        shared1_kv=shared_layout((c.BN, rest), dtype) if rest else None,
         GROUP=group,
-        D=PAD,
+        D=size,
+        D1=rest,
         BN=c.BN,
         STAGES=c.stages,
         CONSUMERS=c.consumers,
@@ -671,6 +758,7 @@ def _first_launches(
         PINGPONG=c.pingpong,
         OVERLAP=c.overlap,
         MASKED_LOOP=c.masked_loop,
+        OUT_IN_Q=c.out_in_q,
     )
     programs = min(tiles * B * Hq, processors(q.device))
     fixed_max = q.dtype == torch.bfloat16
@@ -683,4 +771,4 @@ def _first_launches(
         )
         assert again is not None, "Gluon has no interpreter"
         launches.append(again)
-    return tuple(launches)
+    return 2 if rest else 1, tuple(launches)

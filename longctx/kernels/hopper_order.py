@@ -1,4 +1,5 @@
-"""The order in which the Hopper backward takes tiles of keys and, for each, tiles of queries.
+"""The order in which the Hopper backward takes tiles of keys and, for each, tiles of queries; and
+the producer, which loads them in this order.
 
 The walk of a tile of keys is the sequence of tiles of queries that see it. Walks go up, to later
 queries, or down.
@@ -23,8 +24,21 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from longctx.kernels.gluon import tma_load
+from longctx.kernels.hopper_primitives import bar_sync, load_parts, push
 from longctx.kernels.tile_schedule import scheduled_tile, visible_tiles
+
+Q_DO_EMPTY = gl.constexpr(13)  # named barrier 13 + tile & 1: q and do have been read
+
+
+def directions(head_dim: int, group: int, ordered: bool) -> int:
+    """2 where walks go down as well as up, see hopper_order.py.
+
+    At 64 channels the registers that it takes cost more than it saves.
+    """
+    return 2 if ordered or (head_dim > 64 and group > 1) else 1
 
 
 @gluon.jit
@@ -93,6 +107,22 @@ def release(semaphore, n0, BN: gl.constexpr):
 
 
 @gluon.jit
+def release_sums(semaphore, n0, BN: gl.constexpr, BARRIER: gl.constexpr):
+    """As `release`, where a warpgroup has added from registers: it meets at a named barrier."""
+    gl.inline_asm_elementwise(
+        "fence.acq_rel.gpu;\n\t"
+        f"bar.sync {BARRIER}, 128;\n\t"
+        "st.release.gpu.global.u32 [$1], $2;\n\t"
+        "mov.u32 $0, 0;",
+        "=r,l,r",
+        [semaphore.to(gl.int64, bitcast=True), n0 // BN + 1],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def consumer_walk(
     t, qfirst, qlast, stride_ib,
     tiles, Tk, Hkv, heads, l2_heads,
@@ -117,3 +147,68 @@ def consumer_walk(
     first_last = gl.load(qlast + start, mask=start + KEYS <= Tk, other=-1)
     m0 = (gl.where(down, lo + n - 1, lo) if DIRECTIONS == 2 else lo) * BM
     return m0, n, down, qfirst_j, qlast_j, last_first, first_last
+
+
+@gluon.jit
+def load_keys(x, xs, full, empty, count, b, n0, h, D: gl.constexpr, PARTS: gl.constexpr):
+    """Load a tile of k or v, in one box or one for each consumer, once its place is empty."""
+    BOXES: gl.constexpr = xs[0].shape[0]
+    N: gl.constexpr = xs[0].shape[1]
+    mbarrier.wait(empty, (count & 1) ^ 1)
+    mbarrier.expect(full, BOXES * N * D * 2)
+    for i in gl.static_range(BOXES):
+        load_parts(x, xs, i, full, b, n0 + i * N, h, PARTS)
+
+
+@gluon.jit
+def producer(
+    q, k, v, do, lse2, delta,
+    qs, ks, vs, dos, lses, deltas,
+    q_full, do_full, k_full, k_empty, v_full, v_empty,
+    queue, queue_full, queue_empty,
+    counter, qfirst, qlast, stride_ib,
+    Tq, Tk, Hq, tiles, heads, l2_heads,
+    GROUP: gl.constexpr, D: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr,
+):  # fmt: skip
+    """Hands out tiles of keys, and loads them and the queries of their walks."""
+    Hkv = Hq // GROUP
+    it = 0
+    count = 0
+    t = gl.program_id(0)
+    if ORDERED:  # a program that does not run yet must own no tile: others would wait for it
+        t = gl.atomic_add(counter, 1)
+    while t < tiles * heads:
+        push(queue, queue_full, queue_empty, count, t)
+        b, hk, n0, down = key_tile(
+            t, tiles, qlast, stride_ib, Tk, Hkv, heads, l2_heads, BN, ORDERED
+        )
+        lo, n = query_tiles(qfirst + b * stride_ib, qlast + b * stride_ib, n0, Tk, BM, BN)
+        for x in range(n * GROUP):
+            h = hk * GROUP + x % GROUP
+            m0 = query_tile(x, lo, n, down, GROUP, DIRECTIONS) * BM
+            s = it & 1
+            if it >= 2:
+                bar_sync(Q_DO_EMPTY + s, 288)
+            mbarrier.expect(q_full.index(s), BM * D * 2 + BM * 4)
+            load_parts(q, qs, s, q_full.index(s), b, m0, h, PARTS)
+            tma_load(lse2, [b * Hq + h, m0], q_full.index(s), lses.index(s))
+            if x == 0:
+                load_keys(k, ks, k_full, k_empty, count, b, n0, hk, D, PARTS)
+            mbarrier.expect(do_full.index(s), BM * D * 2 + BM * 4)
+            load_parts(do, dos, s, do_full.index(s), b, m0, h, PARTS)
+            tma_load(delta, [b * Hq + h, m0], do_full.index(s), deltas.index(s))
+            if x == 0:
+                load_keys(v, vs, v_full, v_empty, count, b, n0, hk, D, PARTS)
+            it += 1
+        if n == 0:  # consumers wait for k and v even of keys that nobody sees
+            load_keys(k, ks, k_full, k_empty, count, b, n0, hk, D, PARTS)
+            load_keys(v, vs, v_full, v_empty, count, b, n0, hk, D, PARTS)
+        t = gl.atomic_add(counter, 1)
+        if not ORDERED:
+            t += gl.num_programs(0)
+        count += 1
+    push(queue, queue_full, queue_empty, count, -1)
+    # leave no arrival behind at a named barrier
+    for x in range(gl.maximum(it - 2, 0), it):
+        bar_sync(Q_DO_EMPTY + (x & 1), 288)

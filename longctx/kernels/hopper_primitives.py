@@ -1,4 +1,4 @@
-"""Building blocks of the Hopper kernels: named barriers, the tile queue, score masks, tensor maps.
+"""Building blocks of the Hopper kernels: barriers, the tile queue, channels in parts, masks, maps.
 
 The tile queue has two slots. The producer warp pushes the number of the program's next tile, -1
 after the last; every other warp pops it.
@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from longctx.kernels.gluon import shared_layout
+from longctx.kernels.gluon import shared_layout, tma_load, tma_store
+
+ROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 @gluon.jit
@@ -63,31 +65,36 @@ def pop(queue, queue_full, queue_empty, count, WARPS: gl.constexpr):
     return t
 
 
-def _rounding_error() -> str:
-    """PTX of `rounding_error` for the 64 numbers of a thread: of two rows, a pair of each in turn.
+@gluon.constexpr_function
+def _rounding_error(N):
+    """PTX of `rounding_error` for N numbers of a thread: of two rows, a pair of each in turn.
 
-    Operands: $0 to $63, the results, of which the first of each row counts; 32 pairs of bf16; 64
-    times its row's `plain`; 64 times its row's `limit`.
+    Operands: N results, of which the first of each row counts; N / 2 pairs of bf16; N times its
+    row's `plain`; N times its row's `limit`.
     """
+    plain, limit = 3 * N // 2, 5 * N // 2
     lines = [
         ".reg .pred any; .reg .f32 a, b, c, d, low, high;",
-        "setp.gt.f32 any, $96, $160; setp.gt.or.f32 any, $98, $162, any;",
+        f"setp.gt.f32 any, ${plain}, ${limit};",
+        f"setp.gt.or.f32 any, ${plain + 2}, ${limit + 2}, any;",
         "vote.sync.any.pred any, any, 0xffffffff;",
         "mov.f32 $0, 0f00000000; mov.f32 $2, 0f00000000;",
         "@!any bra.uni DONE;",
-        "neg.f32 a, $96; mov.f32 b, 0f00000000; neg.f32 c, $98; mov.f32 d, 0f00000000;",
+        f"neg.f32 a, ${plain}; mov.f32 b, 0f00000000;",
+        f"neg.f32 c, ${plain + 2}; mov.f32 d, 0f00000000;",
     ]
-    for pair in range(32):
+    for pair in range(N // 2):
         x, y = "cd" if pair % 2 else "ab"
         lines += [
-            f"shl.b32 low, ${64 + pair}, 16; and.b32 high, ${64 + pair}, 0xffff0000;",
+            f"shl.b32 low, ${N + pair}, 16; and.b32 high, ${N + pair}, 0xffff0000;",
             f"add.f32 {x}, {x}, low; add.f32 {y}, {y}, high;",
         ]
     return "\n".join(["{", *lines, "add.f32 $0, a, b; add.f32 $2, c, d;", "DONE:", "}"])
 
 
-ROUNDING_ERROR = gl.constexpr(_rounding_error())
-OPERANDS = gl.constexpr(",".join(["=f"] * 64 + ["r"] * 32 + ["f"] * 128))
+@gluon.constexpr_function
+def _operands(N):
+    return ",".join(["=f"] * N + ["r"] * (N // 2) + ["f"] * (2 * N))
 
 
 @gluon.jit
@@ -100,30 +107,114 @@ def rounding_error(p16, plain, limit):
     """Row sums of p16 less `plain` (rows, 4), those of p; 0 if no `plain` exceeds its row's limit.
 
     A warp decides for all its rows, by a branch, so that it costs next to nothing where the answer
-    is no. Triton has no such branch. p16 is (64, 128) bf16, an operand of a product.
+    is no. Triton has no such branch. p16 is (64, BN) bf16, an operand of a product.
     """
-    gl.static_assert(p16.shape[0] == 64 and p16.shape[1] == 128 and p16.dtype == gl.bfloat16)
+    gl.static_assert(p16.shape[0] == 64 and p16.dtype == gl.bfloat16)
+    BN: gl.constexpr = p16.shape[1]
     layout: gl.constexpr = p16.type.layout
-    parts: gl.constexpr = p16.reshape([64, 16, 4, 2]).type.layout
+    parts: gl.constexpr = p16.reshape([64, BN // 8, 4, 2]).type.layout
     sums: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, parts))
     rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, parts)))
-    plain_ = gl.convert_layout(plain, sums)[:, None, :, None].broadcast_to([64, 16, 4, 2])
+    plain_ = gl.convert_layout(plain, sums)[:, None, :, None].broadcast_to([64, BN // 8, 4, 2])
     limit_ = gl.convert_layout(limit, rows)[:, None, None, None]
-    limit_ = limit_.broadcast_to([64, 16, 4, 2])
+    limit_ = limit_.broadcast_to([64, BN // 8, 4, 2])
     error = gl.inline_asm_elementwise(
-        ROUNDING_ERROR,
-        OPERANDS,
+        _rounding_error(BN // 2),
+        _operands(BN // 2),
         [
             p16,
-            gl.convert_layout(plain_.reshape([64, 128]), layout),
-            gl.convert_layout(limit_.reshape([64, 128]), layout),
+            gl.convert_layout(plain_.reshape([64, BN]), layout),
+            gl.convert_layout(limit_.reshape([64, BN]), layout),
         ],
         dtype=gl.float32,
         is_pure=True,
-        pack=64,
+        pack=BN // 2,
     )
-    error = gl.reduce(gl.reduce(error.reshape([64, 16, 4, 2]), 3, _first), 1, _first)
+    error = gl.reduce(gl.reduce(error.reshape([64, BN // 8, 4, 2]), 3, _first), 1, _first)
     return gl.convert_layout(error, plain.type.layout)
+
+
+@gluon.jit
+def load_parts(maps, buffers, at, full, b, row, head, PARTS: gl.constexpr):
+    """Load all parts of the channels of a tile of rows into place `at`, by one map for each."""
+    for i in gl.static_range(PARTS):
+        load_part(maps[i], buffers[i].index(at), full, b, row, head, i * buffers[0].shape[2])
+
+
+@gluon.jit
+def load_part(x, buffer, full, b, row, head, START: gl.constexpr):
+    """Load channels from START on."""
+    N: gl.constexpr = buffer.shape[0]
+    D: gl.constexpr = buffer.shape[1]
+    tma_load(x, [b, row, head, START], full, buffer.reshape([1, N, 1, D]))
+
+
+@gluon.jit
+def store_parts(maps, buffers, b, row, head, PARTS: gl.constexpr):
+    """Store all parts of the channels of a tile of rows."""
+    for i in gl.static_range(PARTS):
+        store_part(maps[i], buffers[i], b, row, head, i * buffers[0].shape[1])
+
+
+@gluon.jit
+def store_part(x, buffer, b, row, head, START: gl.constexpr):
+    """Store channels from START on."""
+    N: gl.constexpr = buffer.shape[0]
+    D: gl.constexpr = buffer.shape[1]
+    tma_store(x, [b, row, head, START], buffer.reshape([1, N, 1, D]))
+
+
+@gluon.jit
+def at_index(buffers, i, PARTS: gl.constexpr):
+    """Place i of the buffers of all parts."""
+    result = (buffers[0].index(i),)
+    if PARTS == 2:
+        result = (result[0], buffers[1].index(i))
+    return result
+
+
+@gluon.jit
+def zero_parts(xs, PARTS: gl.constexpr):
+    """Accumulators of 64 rows, one for each part of the channels of xs."""
+    result = (zero_product(xs[0].shape[2]),)
+    if PARTS == 2:
+        result = (result[0], zero_product(xs[1].shape[2]))
+    return result
+
+
+@gluon.jit
+def zero_product(N: gl.constexpr):
+    """(64, N) in the layout of a warpgroup's matrix product."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
+    )
+    return gl.zeros([64, N], gl.float32, layout=layout)
+
+
+@gluon.jit
+def operand_of(a, acc):
+    """a as the operand in registers of a product that acc accumulates."""
+    layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
+    return gl.convert_layout(a, layout)
+
+
+@gluon.jit
+def start_scores(a, xs, stage, zeros, PARTS: gl.constexpr):
+    """Issue a·xᵀ, the sum of the products of all parts."""
+    s = warpgroup_mma(a[0], xs[0].index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if PARTS == 2:
+        s = warpgroup_mma(a[1], xs[1].index(stage).permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def start_sum(a, xs, stage, acc, PARTS: gl.constexpr):
+    """Issue acc += a·x, a product for each part."""
+    started = (warpgroup_mma(a, xs[0].index(stage), acc[0], is_async=True),)
+    if PARTS == 2:
+        a_i = operand_of(a, acc[1])
+        started = (started[0], warpgroup_mma(a_i, xs[1].index(stage), acc[1], is_async=True))
+    return started
 
 
 @gluon.jit

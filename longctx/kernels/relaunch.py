@@ -96,7 +96,8 @@ class Relaunch:
 
     def __init__(self, compiled: Any, programs: int, maps: Sequence[Any], tail: tuple[Any, ...]):
         self.compiled, self.grid, self.tail = compiled, (programs, 1, 1), tail
-        self.likes = [_mapped(0, x) for x in maps]
+        self.likes = [_mapped(0, x) for x in maps if x is not None]
+        self.without = (None,) * (len(maps) - len(self.likes))  # maps that this kernel needs not
         self.runner: Callable[..., None] | None = None
         self.direct: _Direct | None = None
         self.maps: list[TensorMaps] = []
@@ -108,14 +109,18 @@ class Relaunch:
         if self.runner is None:
             self._prepare()
         direct = self.direct
+        maps: list[Any]
         if direct is None or any(direct.hooks):
             assert self.runner is not None
-            self.runner(*map(_mapped, mapped, self.likes), *addresses, *self.tail, stream=stream)
+            maps = [*map(_mapped, mapped, self.likes), *self.without]
+            self.runner(*maps, *addresses, *self.tail, stream=stream)
             return
-        maps: list[Any] = []
+        maps = []
         for by_address, address in zip(self.maps, mapped, strict=True):
             maps += by_address[address]
-        direct.launch(*self.grid, stream, *direct.fixed, *maps, *addresses, *self.tail)
+        direct.launch(
+            *self.grid, stream, *direct.fixed, *maps, *self.without, *addresses, *self.tail
+        )
 
     def _prepare(self) -> None:
         self.runner = self.compiled[self.grid]
@@ -190,7 +195,8 @@ def first_launch(
 ) -> Relaunch | None:
     """Launch `kernel` in Triton's own way; how to do it again, or None in the interpreter.
 
-    Its parameters are tensor maps, pointers, scalars and constants, in this order.
+    Its parameters are tensor maps, pointers, scalars and constants, in this order. The last of the
+    maps may be None.
     """
     compiled = kernel[(programs,)](*maps, *pointers, *scalars, **constants, num_warps=num_warps)
     if compiled is None:

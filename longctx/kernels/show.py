@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from longctx.config.command_config import ShowOptions
+from longctx.config.model_config import HOPPER_HEAD_SIZES
 from longctx.kernels import fingerprint, flash_op, launch
 from longctx.kernels.selftest import SelfTestFailed
 
@@ -38,8 +39,8 @@ def run(options: ShowOptions, command: str) -> None:
         raise ValueError("kernel=hopper needs a Hopper GPU, and there is no CUDA GPU here")
     if options.kernel == "hopper" and not flash_op.runs_hopper(device, dtype, options.head_size):
         raise ValueError(
-            "kernel=hopper needs a Hopper GPU, 16 bits and a head size of 64, 72 .. 128; "
-            "use kernel=portable"
+            "kernel=hopper needs a Hopper GPU, 16 bits and a head size of "
+            f"64, 72 .. {HOPPER_HEAD_SIZES[-1]}; use kernel=portable"
         )
     print(json.dumps(described(options, device, dtype), indent=1))
 

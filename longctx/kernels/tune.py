@@ -28,6 +28,7 @@ from torch import Tensor
 
 from longctx import files
 from longctx.config.command_config import TuneOptions
+from longctx.config.model_config import hopper_size
 from longctx.kernels import flash_op, launch, selftest
 from longctx.kernels.launch import Launch
 from longctx.kernels.timing import medians
@@ -86,7 +87,7 @@ def run(options: TuneOptions, command: str) -> None:
         if hopper and flash_op.runs_hopper(device, tensors["q"].dtype, head_dim):
             for kernel in HOPPER:
                 if (chosen := best_hopper(kernel, tensors)) is not None:
-                    size = str(max(64, int(_padded(head_dim))))
+                    size = str(hopper_size(head_dim))
                     best.setdefault(kernel, {})[size] = {"0": list(chosen)}
     gpu = torch.cuda.get_device_name(device)
     about = {"date": date.today().isoformat(), "command": command} | machine(device)
@@ -166,9 +167,9 @@ def portable_candidates(kernel: str) -> list[Launch]:
 def best_hopper(kernel: str, x: dict[str, Any]) -> Any:
     """The fastest config of a Hopper module for the head size of x; None if it has no choice."""
     module = importlib.import_module(f"longctx.kernels.{kernel}")
-    size = max(64, int(_padded(x["q"].shape[3])))
-    configs: dict[int, Any] = getattr(module, "CONFIGS", {})
     part = HOPPER[kernel]
+    size = hopper_size(x["q"].shape[3])
+    configs: dict[int, Any] = getattr(module, "CONFIGS", {})
     implementation = "triton-hopper"
     if size not in configs:
         print(f"{kernel}, head size {x['q'].shape[3]}: nothing to choose")

@@ -23,11 +23,11 @@ COPY_SHARE = 0.5  # of free host memory, at most, for a copy of what is saved
 IMBALANCE = 1.02  # the most work of a rank to the mean where rows are dealt out in chunks
 LINK = 55e9  # bytes per second between a GPU and pinned memory
 LEFT_FREE = 0.05  # of the GPU where nobody probes what is decided
-# Share of the chip's peak that attention reaches forward and backward on long rows, head sizes up
-# to 64 and above (results/attention.json).
+# Share of the chip's peak that attention reaches forward and backward on long rows, by head size
+# up to which it holds; the last holds above, too (results/attention.json).
 RATES: dict[str, dict[int, tuple[float, float]]] = {
-    "flash": {64: (0.61, 0.595), 128: (0.71, 0.6)},
-    "flash portable": {64: (0.476, 0.397), 128: (0.495, 0.442)},
+    "flash": {64: (0.61, 0.595), 128: (0.71, 0.6), 256: (0.77, 0.445)},
+    "flash portable": {64: (0.476, 0.397), 128: (0.495, 0.442), 256: (0.52, 0.25)},
     "sdpa": {64: (0.297, 0.271), 128: (0.304, 0.296)},
     "flex": {64: (0.18, 0.21), 128: (0.35, 0.28)},
     "flash_attn": {64: (0.565, 0.594), 128: (0.71, 0.68)},
@@ -289,7 +289,8 @@ def attention_seconds(workload: Workload, chip: Chip) -> float:
         if backend == "flash" and not (chip.hopper and for_hopper(workload))
         else backend
     )
-    forward, backward = RATES.get(key, RATES["sdpa"])[64 if m.head_size <= 64 else 128]
+    rates = RATES.get(key, RATES["sdpa"])
+    forward, backward = rates[next((n for n in rates if m.head_size <= n), max(rates))]
     flops = 4 * pairs * m.heads * m.head_size / workload.context
     if workload.context > 1 and workload.context_method == "allgather":
         flops *= IMBALANCE

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
+from longctx.config.model_config import HOPPER_HEAD_SIZES, hopper_size
 from longctx.config.parallel_config import allgather_group, kv_copies, ulysses_parts
 from longctx.planner import links, optimizer_cost
 from longctx.planner.workload import Workload
@@ -32,7 +33,6 @@ Terms = dict[str, float]
 # Its workspaces on Hopper, of forward's thread and of backward's, allocated through torch
 CUBLAS = 65 * 2**20
 FP32 = 4
-HOPPER_HEAD_SIZES = range(64, 129, 8)  # see longctx.kernels.flash_op, which needs torch
 
 
 @dataclass(frozen=True)
@@ -391,9 +391,10 @@ class _Step:
             ) * scores  # probabilities make room for a part
         rows = 2 * FP32 * self.H * N  # lse and delta
         if self.backend == "flash":
-            padded = 64 if self.workload.model.head_size <= 64 else 128
-            sums = FP32 * self.H * padded * N / self.parts_of_heads()  # of dq
-            return rows + (sums if self.device == "cuda" and for_hopper(self.workload) else 0)
+            if self.device != "cuda" or not for_hopper(self.workload):
+                return rows
+            padded = hopper_size(self.workload.model.head_size)
+            return rows + FP32 * self.H * padded * N / self.parts_of_heads()  # sums of dq
         again = e * q * N if self.memory.recompute == "block" else 0
         # Dk and dv of every query head, before they are summed
         repeated = 2 * e * q * N if q != kv else 0

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from longctx.attention import Mask, attention, check, kernels_run
+from longctx.config.model_config import HOPPER_HEAD_SIZES, HOPPER_SIZES, hopper_size
 from longctx.kernels import HAS_TRITON, flash_op
 from tests.attention import rule
 from tests.attention.rule import DEVICE, FREE, GRID, Case
@@ -15,7 +16,7 @@ if HAS_TRITON:
 @pytest.mark.gpu
 @pytest.mark.hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", HOPPER_SIZES)
 @pytest.mark.parametrize("case", GRID + FREE, ids=str)
 def test_rule(case, head_dim, dtype):
     sized = Case(case.B, case.Tq, case.Tk, case.Hq, case.Hkv, head_dim, case.mask, case.window)
@@ -26,7 +27,7 @@ def test_rule(case, head_dim, dtype):
 @pytest.mark.gpu
 @pytest.mark.hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", HOPPER_SIZES)
 @pytest.mark.parametrize("mask", ["causal", "full", "window", "intervals"])
 def test_scores_far_from_the_first_maximum(mask, head_dim, dtype):
     """Rows that keep the maximum of their first tiles of keys, and scores that leave every float's
@@ -51,7 +52,23 @@ def test_scores_far_from_the_first_maximum(mask, head_dim, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.hopper
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [72, 88, 136, 248])
+@pytest.mark.parametrize("case", GRID + FREE, ids=str)
+def test_rule_of_sizes_that_are_padded(case, head_dim):
+    sized = Case(case.B, case.Tq, case.Tk, case.Hq, case.Hkv, head_dim, case.mask, case.window)
+    rule.check(sized, "flash", torch.bfloat16, kernel="hopper")
+    assert kernels_run()["flash"] == "triton-hopper"
+
+
+def test_sizes_are_padded_to_the_next_that_has_tiles():
+    sizes = [hopper_size(d) for d in (64, 72, 96, 104, 136, 256)]
+    assert sizes == [64, 96, 96, 128, 192, 256]
+    assert {hopper_size(d) for d in HOPPER_HEAD_SIZES} == set(HOPPER_SIZES)
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("head_dim", HOPPER_SIZES)
 @pytest.mark.parametrize("mask", ["causal", "documents"])
 def test_more_tiles_than_processors(mask, head_dim):
     """A program's second tile of keys; of grouped heads of 128 channels its walk over the queries
@@ -86,7 +103,7 @@ def check_equal_runs(case, tensors, times):
 
 @pytest.mark.gpu
 @pytest.mark.hopper
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", HOPPER_SIZES)
 @pytest.mark.parametrize("case", GRID + FREE, ids=str)
 def test_rule_ordered(case, head_dim, deterministic):
     sized = Case(case.B, case.Tq, case.Tk, case.Hq, case.Hkv, head_dim, case.mask, case.window)
@@ -96,7 +113,7 @@ def test_rule_ordered(case, head_dim, deterministic):
 
 @pytest.mark.gpu
 @pytest.mark.hopper
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HOPPER_SIZES)
 @pytest.mark.parametrize("mask", ["causal", "full", "documents", "window"])
 def test_ordered_gives_the_same_bits(mask, head_dim, deterministic):
     """More tiles than processors, several heads of a group, and a chain of all tiles of a head;
@@ -112,7 +129,7 @@ def test_ordered_gives_the_same_bits(mask, head_dim, deterministic):
 
 @pytest.mark.gpu
 @pytest.mark.hopper
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HOPPER_SIZES)
 def test_ordered_rows_of_one_and_of_several_documents(head_dim, deterministic):
     """Their tiles of keys add to dq in opposite directions."""
     case = Case(3, 1023, 1023, Hq=8, Hkv=4, D=head_dim)
@@ -128,7 +145,7 @@ def test_ordered_rows_of_one_and_of_several_documents(head_dim, deterministic):
 
 @pytest.mark.gpu
 @pytest.mark.hopper
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HOPPER_SIZES)
 def test_the_order_of_dq_is_all_that_varies(head_dim):
     case = Case(2, 1000, 1000, Hq=8, Hkv=2, D=head_dim, mask="documents")
     tensors = rule.inputs(case, torch.bfloat16)
@@ -204,8 +221,8 @@ def test_any_strides():
             marks=(pytest.mark.gpu, pytest.mark.hopper),
         ),
         pytest.param(
-            {"device": DEVICE, "dtype": torch.float16, "head_dim": 256},
-            "head sizes 64, 72 .. 128",
+            {"device": DEVICE, "dtype": torch.float16, "head_dim": 60},
+            "head sizes 64, 72 .. 256",
             marks=(pytest.mark.gpu, pytest.mark.hopper),
         ),
     ],
@@ -225,7 +242,7 @@ def test_no_silent_fallback():
 @pytest.mark.gpu
 @pytest.mark.hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HOPPER_SIZES)
 @pytest.mark.parametrize("score_scale", [1, 2, 4])
 @pytest.mark.parametrize("place", [0, 347])
 def test_errors_where_one_key_draws_nearly_all_weight(place, score_scale, head_dim, dtype):
@@ -252,7 +269,7 @@ def test_errors_where_one_key_draws_nearly_all_weight(place, score_scale, head_d
 @pytest.mark.gpu
 @pytest.mark.hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", HOPPER_SIZES)
 def test_later_calls_of_a_shape_give_the_bits_of_the_first(head_dim, dtype, deterministic):
     """They go another way, with what the first call kept, and other tensors."""
     case = Case(2, 333, 333, Hq=4, Hkv=2, D=head_dim)

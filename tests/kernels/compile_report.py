@@ -18,7 +18,14 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from longctx.kernels import hopper_backward, hopper_forward, portable
+from longctx.kernels import (
+    hopper_backward,
+    hopper_backward_wide,
+    hopper_forward,
+    hopper_order,
+    hopper_primitives,
+    portable,
+)
 from longctx.kernels.launch import table
 
 # a cached kernel comes without what ptxas said of it
@@ -34,12 +41,13 @@ SCALARS = {
     "semaphores": "*i32",
     "counter": "*i32",
     "retry": "*i32",
+    "sums": "*fp32",
 }
 
 
-def box(rows, columns, dtype=gl.bfloat16, name="bf16"):
+def box(rows, columns, dtype=gl.bfloat16):
     shape = [1, rows, 1, columns]
-    return f"tensordesc<{name}{shape},{layout(shape, dtype)!r}>"
+    return f"tensordesc<{dtype}{shape},{layout(shape, dtype)!r}>"
 
 
 def build(source, capability, **options):
@@ -77,49 +85,83 @@ def ptxas(kernel, constants, descriptors):
     }
 
 
-def forward(head_dim, retry=False):
+def forward(head_dim, retry=False, dtype=gl.bfloat16):
     c = hopper_forward.CONFIGS[head_dim]
+    rest = head_dim - (1 << (head_dim.bit_length() - 1))
+    widths = head_dim - rest, rest
     constants = dict(
-        shared=layout([64, head_dim], gl.bfloat16),
-        shared_kv=layout([c.BN, head_dim], gl.bfloat16),
-        **dict(
-            GROUP=1,
-            D=head_dim,
-            BN=c.BN,
-            STAGES=c.stages,
-            CONSUMERS=c.consumers,
-            REGISTERS=c.registers,
-        ),
+        **{f"shared{i or ''}": layout([64, n], dtype) if n else None for i, n in enumerate(widths)},
+        **{
+            f"shared{i or ''}_kv": layout([c.BN, n], dtype) if n else None
+            for i, n in enumerate(widths)
+        },
+        **dict(GROUP=1, D=head_dim, D1=rest, BN=c.BN),
+        **dict(STAGES=c.stages, CONSUMERS=c.consumers, REGISTERS=c.registers),
         **dict(PINGPONG=c.pingpong, OVERLAP=c.overlap, MASKED_LOOP=c.masked_loop),
-        **dict(FIXED_MAX=not retry, RETRY=retry),
+        **dict(OUT_IN_Q=c.out_in_q, RETRY=retry),
+        FIXED_MAX=dtype == gl.bfloat16 and not retry,
     )
     rows = {"q": 64, "k": c.BN, "v": c.BN, "out": 64}
-    return ptxas(
-        hopper_forward.forward_kernel,
-        constants,
-        {name: box(n, head_dim) for name, n in rows.items()},
-    )
+    descriptors = {name: box(n, widths[0], dtype) for name, n in rows.items()}
+    if rest:
+        descriptors |= {f"{name}1": box(n, rest, dtype) for name, n in rows.items()}
+    else:
+        constants |= {f"{name}1": None for name in rows}
+    return ptxas(hopper_forward.forward_kernel, constants, descriptors)
 
 
-def backward(head_dim, ordered=False, group=1):
+def backward(head_dim, ordered=False, group=1, dtype=gl.bfloat16):
     c = hopper_backward.CONFIGS[head_dim]
-    row = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    bf16 = gl.bfloat16
+    row = hopper_primitives.ROW_LAYOUT
+    rest = head_dim - (1 << (head_dim.bit_length() - 1))
+    widths = head_dim - rest, rest
     constants = dict(
         **{
-            f"{x}_shared": layout([n, head_dim], bf16)
+            f"{x}{i or ''}_shared": layout([n, width], dtype) if width else None
             for x, n in (("q", c.BM), ("k", c.BN), ("v", 64))
+            for i, width in enumerate(widths)
         },
-        **dict(ds_shared=layout([c.BN, c.BM], bf16), row_shared=row),
-        **dict(GROUP=group, D=head_dim, BM=c.BM, BN=c.BN, FENCE_LAST=c.fence_last, ORDERED=ordered),
-        DIRECTIONS=hopper_backward.directions(head_dim, group, ordered),
+        **dict(ds_shared=layout([c.BN, c.BM], dtype), row_shared=row),
+        **dict(
+            GROUP=group,
+            D=head_dim,
+            D1=rest,
+            BM=c.BM,
+            BN=c.BN,
+            FENCE_LAST=c.fence_last,
+            ORDERED=ordered,
+        ),
+        DIRECTIONS=hopper_order.directions(head_dim, group, ordered),
         REGISTERS=c.registers,
     )
     rows = {"q": c.BM, "do": c.BM, "k": c.BN, "v": 64, "dk": 64, "dv": 64}
-    descriptors = {name: box(n, head_dim) for name, n in rows.items()}
+    descriptors = {name: box(n, widths[0], dtype) for name, n in rows.items()}
+    if rest:
+        descriptors |= {f"{name}1": box(n, rest, dtype) for name, n in rows.items()}
+        descriptors["dq1"] = f"tensordesc<fp32{[8, 256]},{row!r}>"
+    else:
+        constants |= dict.fromkeys([f"{name}1" for name in rows] + ["dq1"])
     descriptors |= dict.fromkeys(("lse2", "delta"), f"tensordesc<fp32{[1, c.BM]},{row!r}>")
     descriptors["dq"] = f"tensordesc<fp32{[16, 256]},{row!r}>"
     return ptxas(hopper_backward.backward_kernel, constants, descriptors)
+
+
+def wide_backward(head_dim, ordered=False, group=1, dtype=gl.bfloat16):
+    row = hopper_primitives.ROW_LAYOUT
+    widths = {"": 128, "1": head_dim - 128}
+    constants = dict(
+        **{f"shared{i}": layout([64, width], dtype) for i, width in widths.items()},
+        **dict(ds_shared=layout([64, 64], dtype), row_shared=row),
+        **dict(GROUP=group, D=head_dim, ORDERED=ordered),
+        DIRECTIONS=hopper_order.directions(head_dim, group, ordered),
+    )
+    descriptors = {
+        f"{name}{i}": box(64, width, dtype)
+        for name in ("q", "k", "v", "do", "dk", "dv")
+        for i, width in widths.items()
+    }
+    descriptors |= dict.fromkeys(("lse2", "delta"), f"tensordesc<fp32{[1, 64]},{row!r}>")
+    return ptxas(hopper_backward_wide.wide_backward_kernel, constants, descriptors)
 
 
 def shipped(arch, capability, tma):
@@ -182,6 +224,43 @@ HOPPER = {
         ("backward of groups", backward, {"group": 4}),
         ("ordered backward of groups", backward, {"ordered": True, "group": 4}),
     )
+}
+HOPPER |= {f"forward {head_dim}": (forward, head_dim, {}) for head_dim in (96, 192, 256)}
+HOPPER |= {
+    "backward 96": (backward, 96, {}),
+    "ordered backward 96": (backward, 96, {"ordered": True}),
+}
+HOPPER |= {
+    f"{'ordered ' if ordered else ''}backward {head_dim}": (
+        wide_backward,
+        head_dim,
+        {"ordered": ordered},
+    )
+    for head_dim in (192, 256)
+    for ordered in (False, True)
+}
+
+
+def unpack(head_dim, size):
+    """Shared memory of the kernel that sorts dq's sums of heads computed as `size`."""
+    kernel = hopper_backward.unpack_kernel
+    BM = hopper_backward.CONFIGS[size].BM if size <= 128 else 64
+    constants = dict(D=head_dim, PAD=size, BM=BM)
+    types = {"sums": "*fp32", "out": "*bf16", "scale": "fp32"} | dict.fromkeys(
+        constants, "constexpr"
+    )
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names}
+    compiled, log = build(ASTSource(kernel, signature, constants), 90, num_warps=8)
+    return {
+        "spilled": sum(int(n) for n in re.findall(r"(\d+) bytes spill", log)),
+        "shared": compiled.metadata.shared,
+        "warnings": [],
+    }
+
+
+HOPPER |= {
+    f"unpack {head_dim}": (unpack, head_dim, {"size": size})
+    for head_dim, size in ((64, 64), (88, 96), (128, 128), (184, 192), (256, 256))
 }
 SHIPPED = {"any": (86, False), "sm90": (90, True)}  # architecture → capability, tensor maps
 

@@ -15,12 +15,21 @@ import triton
 SHARED_MEMORY = {"sm90": 227 * 1024, "any": 99 * 1024}  # bytes that a program may have
 # the forward spills up to 172 bytes on 3.8 and 3.9, the backward of 64 up to 136 on 3.9
 TUNED = ("3.6.", "3.7.")
-FAST = ("backward 64",)  # in seconds; the others take half a minute and more
+# in seconds; the others take half a minute and more
+FAST = ("backward 64", *(f"unpack {head_dim}" for head_dim in (64, 88, 128, 184, 256)))
 PARTS = ("forward retry", "ordered backward", "backward of groups", "ordered backward of groups")
+OWN_TILES = (
+    *(f"{part} {size}" for part in ("forward", "backward") for size in (96, 192, 256)),
+    "ordered backward 96",
+    "ordered backward 192",
+    "ordered backward 256",
+)
+WIDE = ("backward 256", "ordered backward 256")  # take more, and need little L1 cache
 GROUPS = (  # those that one process compiles, for there is only one Triton in each
     FAST,
     ("forward 64", "forward 128", "backward 128", "sm90"),
     (*(f"{part} {size}" for part in PARTS for size in (64, 128)), "any"),
+    OWN_TILES,
 )
 
 
@@ -54,7 +63,8 @@ def each(hopper):
 @pytest.mark.parametrize("kernel", each(hopper=True))
 def test_products_stay_asynchronous_and_fit(kernel):
     assert report(kernel)["warnings"] == [], "C7512: ptxas serializes the products"
-    assert report(kernel)["shared"] <= 195 * 1024  # more would leave less than 60 KiB of L1 cache
+    # more than 195 would leave less than 60 KiB of L1 cache
+    assert report(kernel)["shared"] <= (227 if kernel in WIDE else 195) * 1024
 
 
 @pytest.mark.skipif(

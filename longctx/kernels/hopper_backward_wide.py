@@ -1,0 +1,422 @@
+"""FlashAttention backward for Hopper in Gluon, for heads of 192 and 256 channels.
+
+Equations, letters and masks are those of portable.py; the launch is in hopper_backward.py, the
+producer in hopper_order.py.
+
+dk and dv of 64 keys fill half of the registers, so a program owns no more, and its two consumer
+warpgroups share the channels: 128 and 64, or 128 and 128. Consumer 0 computes s and p, consumer 1
+dp and ds, for all channels; p and ds go through shared memory, and each consumer multiplies them
+for its own channels of dv, dk and dq. The products of s and dp are of 64 columns, which shared
+memory can feed; were the tile of queries split instead, they would be of 32, which it cannot. ds is
+of p as bf16 or fp16 holds it. dq goes from registers to sums in global memory, 64 channels at a
+time, four numbers by one instruction; the last kernel sorts and scales them.
+
+At 256 channels every step loads 64 KiB and adds 64 KiB, for 64 keys: L2 is the limit.
+
+Ordered, each consumer waits for its part of dq to come from the tile of keys before, see
+hopper_order.py.
+
+Consumer 0 is ahead: while consumer 1 computes ds, it forms dq of the tile before. p is in its slot
+until the ds of the next tile is written, ds until the p after the next is.
+
+Buffers in shared memory: qs, dos, lses, deltas, pss, dss (two slots, by step), ks, vs. qs, dos, ks,
+vs have two parts, the channels of each consumer. dv and dk leave from the places of v and k.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from longctx.kernels.hopper_order import (
+    Q_DO_EMPTY,
+    key_tile,
+    predecessor,
+    producer,
+    query_tile,
+    query_tiles,
+    release_sums,
+)
+from longctx.kernels.hopper_primitives import (
+    at_index,
+    bar_arrive,
+    bar_sync,
+    mask_scores,
+    pop,
+    start_scores,
+    store_part,
+    zero_product,
+)
+
+N = gl.constexpr(64)  # queries of a tile, keys of a tile, and channels of dq at a time
+FIRST = gl.constexpr(128)  # channels of consumer 0
+# Of the hardware's 16 named barriers Triton takes 0 to 3 for three partitions.
+P_FULL = gl.constexpr(5)
+DS_FULL = gl.constexpr(6)
+OWN = gl.constexpr(7)  # 7 + consumer: its warps have written p or ds
+
+
+@gluon.jit
+def start_dq(ds, k, START: gl.constexpr, zeros):
+    """Issue ds·k for the 64 channels from START on."""
+    return warpgroup_mma(
+        ds.permute((1, 0)), k.slice(START, N, dim=1), zeros, use_acc=False, is_async=True
+    )
+
+
+@gluon.constexpr_function
+def axis_of(layout, axis):
+    """The layout of a vector along one of the four axes of `layout`."""
+    for other in (3, 2, 1, 0):
+        if other != axis:
+            layout = gl.SliceLayout(other, layout)
+    return layout
+
+
+@gluon.jit
+def add_dq(sums, dq):
+    """Add dq (64, 64), in the order of registers, to what `sums` points to.
+
+    Triton's own atomic addition would want registers for what was there before.
+    """
+    x = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))  # as register_order
+    four: gl.constexpr = gl.SliceLayout(4, gl.SliceLayout(5, x.type.layout))
+    group = gl.arange(0, 8, layout=axis_of(four, 0))[:, None, None, None]
+    warp = gl.arange(0, 4, layout=axis_of(four, 1))[None, :, None, None]
+    row = gl.arange(0, 8, layout=axis_of(four, 2))[None, None, :, None]
+    thread = gl.arange(0, 4, layout=axis_of(four, 3))[None, None, None, :]
+    at = sums + 4 * (warp * 32 + row * 4 + thread) + 512 * group
+    at = at.to(gl.int64, bitcast=True)[:, :, :, :, None, None]
+    gl.inline_asm_elementwise(
+        "red.global.add.v4.f32 [$1], {$5, $6, $7, $8};\n\tmov.u32 $0, 0;",
+        "=r,l,l,l,l,f,f,f,f",
+        [at, x],
+        dtype=gl.int8,
+        is_pure=False,
+        pack=4,
+    )
+
+
+@gluon.jit
+def add_tile(
+    dq, sums, semaphore, wait, before, ready,
+    START: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
+    """Add 64 channels of a tile's dq to memory if `ready`; ordered, first wait for the turn."""
+    if ready:
+        if ORDERED and START == 0 and wait:
+            while gl.load(semaphore, volatile=True) != before:
+                pass
+        add_dq(sums + START * N, dq)
+
+
+@gluon.jit
+def scores_step(
+    s, dk, dv,
+    sums, semaphore, wait, before, n0, ready,
+    ks, qs, dos, lses, pss, dss,
+    m0, q_full, do_full,
+    it, zero, more,
+    qfirst_j, qlast_j, last_first, first_last, scale_log2,
+    ORDERED: gl.constexpr,
+):  # fmt: skip
+    """One tile of queries for consumer 0, which has its s: the next tile's s, and the new dk, dv.
+
+    dq is that of the tile before, if `ready`: it is formed while the other consumer computes ds.
+    `it & zero` is 0, which the compiler does not know: else it would keep descriptors in registers.
+    """
+    dtype: gl.constexpr = qs[0].dtype
+    layout: gl.constexpr = s.type.layout
+    zeros = gl.zeros([N, N], gl.float32, layout=layout)
+    now, after = it & 1, (it + 1) & 1
+    k_own = ks[0].index(it & zero)
+
+    # p = exp(s - lse)
+    if (m0 < last_first) | (m0 + N - 1 > first_last):
+        s = mask_scores(s, m0, qfirst_j, qlast_j, m0 < last_first, m0 + N - 1 > first_last)
+    p = gl.exp2(s * scale_log2 - lses.index(now).load(layout))
+    pss.index(now).store(p.to(dtype))
+    fence_async_shared()
+    bar_arrive(P_FULL, 256)
+    bar_sync(OWN, 128)
+
+    # dv += p·do, dq of the tile before, the next tile's s
+    mbarrier.wait(do_full.index(now), (it >> 1) & 1)
+    dv_async = warpgroup_mma(pss.index(now), dos[0].index(now), dv, is_async=True)
+    dq_async = start_dq(dss.index(after), k_own, 0, zeros)
+    dv, dq = warpgroup_mma_wait(0, deps=(dv_async, dq_async))
+    add_tile(dq, sums, semaphore, wait, before, ready, 0, ORDERED)
+    dq_async = start_dq(dss.index(after), k_own, N, zeros)
+    mbarrier.wait(q_full.index(after), ((it + 1) >> 1) & 1, pred=more)
+    s = start_scores(at_index(ks, it & zero, 2), qs, after, zeros, 2)
+    dq = warpgroup_mma_wait(2, deps=(dq_async,))
+    add_tile(dq, sums, semaphore, wait, before, ready, N, ORDERED)
+    if ORDERED:  # noqa: SIM102, the first is known when compiling
+        if ready:
+            release_sums(semaphore, n0, N, OWN)
+
+    # dk += ds·q
+    bar_sync(DS_FULL, 256)
+    dk_async = warpgroup_mma(dss.index(now), qs[0].index(now), dk, is_async=True)
+    s, dk = warpgroup_mma_wait(0, deps=(s, dk_async))
+    bar_arrive(Q_DO_EMPTY + now, 288)
+    return s, dk, dv
+
+
+@gluon.jit
+def gradient_step(
+    dp, dk, dv,
+    sums, semaphore, wait, before, n0,
+    ks, vs, qs, dos, deltas, pss, dss,
+    q_full, do_full,
+    it, zero, more,
+    ORDERED: gl.constexpr,
+):  # fmt: skip
+    """One tile of queries for consumer 1, which has its dp: the next tile's dp, the new dk, dv."""
+    dtype: gl.constexpr = qs[0].dtype
+    layout: gl.constexpr = dp.type.layout
+    zeros = gl.zeros([N, N], gl.float32, layout=layout)
+    now, after = it & 1, (it + 1) & 1
+    k_own = ks[1].index(it & zero)
+
+    # dv += p·do, ds = p (dp - delta)
+    bar_sync(P_FULL, 256)
+    dv_async = warpgroup_mma(pss.index(now), dos[1].index(now), dv, is_async=True)
+    p = pss.index(now).load(layout).to(gl.float32)
+    dss.index(now).store((p * (dp - deltas.index(now).load(layout))).to(dtype))
+    fence_async_shared()
+    bar_arrive(DS_FULL, 256)
+    bar_sync(OWN + 1, 128)
+
+    # dk += ds·q, dq, the next tile's dp
+    mbarrier.wait(q_full.index(now), (it >> 1) & 1)
+    dk_async = warpgroup_mma(dss.index(now), qs[1].index(now), dk, is_async=True)
+    dq_async = start_dq(dss.index(now), k_own, 0, zeros)
+    v_all = at_index(vs, it & zero, 2)
+    HALVES: gl.constexpr = qs[1].shape[2] // N
+    if HALVES == 1:
+        mbarrier.wait(do_full.index(after), ((it + 1) >> 1) & 1, pred=more)
+        dp = start_scores(v_all, dos, after, zeros, 2)
+        dk, dv, dq = warpgroup_mma_wait(2, deps=(dk_async, dv_async, dq_async))
+    else:
+        dk, dv, dq = warpgroup_mma_wait(0, deps=(dk_async, dv_async, dq_async))
+    bar_arrive(Q_DO_EMPTY + now, 288)
+    add_tile(dq, sums, semaphore, wait, before, True, 0, ORDERED)
+    if HALVES == 2:
+        dq_async = start_dq(dss.index(now), k_own, N, zeros)
+        mbarrier.wait(do_full.index(after), ((it + 1) >> 1) & 1, pred=more)
+        dp = start_scores(v_all, dos, after, zeros, 2)
+        dq = warpgroup_mma_wait(2, deps=(dq_async,))
+        add_tile(dq, sums, semaphore, wait, before, True, N, ORDERED)
+    if ORDERED:
+        release_sums(semaphore, n0, N, OWN + 1)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    return dp, dk, dv
+
+
+@gluon.jit
+def consumer(
+    sums, dk_map, dv_map,
+    qs, ks, vs, dos, lses, deltas, pss, dss,
+    q_full, do_full, k_full, k_empty, v_full, v_empty,
+    queue, queue_full, queue_empty,
+    semaphores, qfirst, qlast, stride_ib, scale, scale_log2,
+    Tq, Tk, Hq, tiles, heads, l2_heads, zero,
+    GROUP: gl.constexpr, D: gl.constexpr, ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr,
+    C: gl.constexpr,
+):  # fmt: skip
+    """Consumer C: its channels of dk and dv of each tile, and of dq at every step."""
+    dtype: gl.constexpr = qs[0].dtype
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
+    )
+    zeros = gl.zeros([N, N], gl.float32, layout=layout)
+    it = 0
+    count = 0
+    t = pop(queue, queue_full, queue_empty, count, 4)
+    while t >= 0:
+        # the tile of keys, the queries that see it
+        b, hk, n0, down = key_tile(
+            t, tiles, qlast, stride_ib, Tk, Hq // GROUP, heads, l2_heads, N, ORDERED
+        )
+        qfirst_b = qfirst + b * stride_ib
+        qlast_b = qlast + b * stride_ib
+        lo, n = query_tiles(qfirst_b, qlast_b, n0, Tk, N, N)
+        from_query, to_query, before = predecessor(qfirst_b, qlast_b, n0, Tk, down, N)
+        j = n0 + gl.arange(0, N, layout=gl.SliceLayout(1, layout))
+        qfirst_j = gl.load(qfirst_b + j, mask=j < Tk, other=0)
+        qlast_j = gl.load(qlast_b + j, mask=j < Tk, other=-1)
+        last_first = gl.load(qfirst_b + gl.minimum(n0 + N, Tk) - 1)
+        # no query sees keys past the end
+        first_last = gl.load(qlast_b + n0, mask=n0 + N <= Tk, other=-1)
+
+        dk = zero_product(qs[C].shape[2])
+        dv = zero_product(qs[C].shape[2])
+        mbarrier.wait(k_full, count & 1)
+        mbarrier.wait(v_full, count & 1)
+        if n > 0:
+            # prologue: s or dp of the first tile of queries
+            if C == 0:
+                mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
+                s_async = start_scores(at_index(ks, count & zero, 2), qs, it & 1, zeros, 2)
+            else:
+                mbarrier.wait(do_full.index(it & 1), (it >> 1) & 1)
+                s_async = start_scores(at_index(vs, count & zero, 2), dos, it & 1, zeros, 2)
+            s = warpgroup_mma_wait(0, deps=(s_async,))
+
+            # steady state
+            first_tile = (b * Hq + hk * GROUP) * gl.cdiv(Tq, N)
+            tile = first_tile
+            wait = False
+            for x in range(n * GROUP):
+                tile_before, wait_before = tile, wait
+                m = query_tile(x, lo, n, down, GROUP, DIRECTIONS)
+                tile = first_tile + (x % GROUP) * gl.cdiv(Tq, N) + m
+                wait = ((m + 1) * N > from_query) & (m * N <= to_query)
+                if C == 0:
+                    s, dk, dv = scores_step(
+                        s, dk, dv,
+                        sums + tile_before.to(gl.int64) * (N * D), semaphores + 2 * tile_before,
+                        wait_before, before, n0, x > 0,
+                        ks, qs, dos, lses, pss, dss,
+                        m * N, q_full, do_full,
+                        it, zero, x + 1 < n * GROUP,
+                        qfirst_j, qlast_j, last_first, first_last, scale_log2,
+                        ORDERED,
+                    )  # fmt: skip
+                else:
+                    s, dk, dv = gradient_step(
+                        s, dk, dv,
+                        sums + tile.to(gl.int64) * (N * D) + N * FIRST, semaphores + 2 * tile + 1,
+                        wait, before, n0,
+                        ks, vs, qs, dos, deltas, pss, dss,
+                        q_full, do_full,
+                        it, zero, x + 1 < n * GROUP,
+                        ORDERED,
+                    )  # fmt: skip
+                it += 1
+            if C == 0:
+                # dq of the last tile
+                at = sums + tile.to(gl.int64) * (N * D)
+                semaphore = semaphores + 2 * tile
+                ds = dss.index((it + 1) & 1)
+                k_own = ks[0].index(it & zero)
+                dq = warpgroup_mma_wait(0, deps=(start_dq(ds, k_own, 0, zeros),))
+                add_tile(dq, at, semaphore, wait, before, True, 0, ORDERED)
+                dq = warpgroup_mma_wait(0, deps=(start_dq(ds, k_own, N, zeros),))
+                add_tile(dq, at, semaphore, wait, before, True, N, ORDERED)
+                if ORDERED:
+                    release_sums(semaphore, n0, N, OWN)
+
+        # epilogue: dv and dk leave from the places of v and k, which nobody reads any more
+        dv_own, dk_own = vs[C].index(0), ks[C].index(0)
+        dv_own.store(dv.to(dtype))
+        dk_own.store((dk * scale).to(dtype))
+        fence_async_shared()
+        store_part(dv_map, dv_own, b, n0, hk, C * FIRST)
+        store_part(dk_map, dk_own, b, n0, hk, C * FIRST)
+        tma.store_wait(0)
+        mbarrier.arrive(k_empty, count=1)
+        mbarrier.arrive(v_empty, count=1)
+        count += 1
+        t = pop(queue, queue_full, queue_empty, count, 4)
+
+
+@gluon.jit(do_not_specialize=["Tq", "Tk", "Hq", "tiles", "heads", "l2_heads", "zero"])
+def wide_backward_kernel(
+    lse2, delta,
+    q, k, v, do, dk, dv,
+    q1, k1, v1, do1, dk1, dv1,
+    sums, semaphores, counter, qfirst, qlast, stride_ib, scale, scale_log2,
+    Tq, Tk, Hq, tiles, heads, l2_heads, zero,
+    shared: gl.constexpr, shared1: gl.constexpr, ds_shared: gl.constexpr, row_shared: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr,
+):  # fmt: skip
+    """dk, dv (B, Tk, Hkv, D) and, added to the zeros in sums, dq without the scale.
+
+    The first fourteen are tensor maps, those named x1 of the channels from 128 on. `sums`: fp32,
+    for each head, tile of 64 queries and 64 channels 16 rows of 256 (see `register_order`).
+    `counter`: 0. `semaphores`, ordered: an int32, 0, for each head, tile of queries and consumer.
+    """
+    # shared memory
+    dtype: gl.constexpr = q.dtype
+    one_int: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    D1: gl.constexpr = D - FIRST
+    qs = (
+        gl.allocate_shared_memory(dtype, [2, N, FIRST], shared),
+        gl.allocate_shared_memory(dtype, [2, N, D1], shared1),
+    )
+    dos = (
+        gl.allocate_shared_memory(dtype, [2, N, FIRST], shared),
+        gl.allocate_shared_memory(dtype, [2, N, D1], shared1),
+    )
+    ks = (
+        gl.allocate_shared_memory(dtype, [1, N, FIRST], shared),
+        gl.allocate_shared_memory(dtype, [1, N, D1], shared1),
+    )
+    vs = (
+        gl.allocate_shared_memory(dtype, [1, N, FIRST], shared),
+        gl.allocate_shared_memory(dtype, [1, N, D1], shared1),
+    )
+    lses = gl.allocate_shared_memory(gl.float32, [2, 1, N], row_shared)
+    deltas = gl.allocate_shared_memory(gl.float32, [2, 1, N], row_shared)
+    pss = gl.allocate_shared_memory(dtype, [2, N, N], ds_shared)
+    dss = gl.allocate_shared_memory(dtype, [2, N, N], ds_shared)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    do_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    queue = gl.allocate_shared_memory(gl.int32, [2, 1], one_int)
+    queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(k_full, count=1)
+    mbarrier.init(k_empty, count=2)
+    mbarrier.init(v_full, count=1)
+    mbarrier.init(v_empty, count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(queue_full.index(i), count=1)
+        mbarrier.init(queue_empty.index(i), count=2)
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(do_full.index(i), count=1)
+
+    # warps
+    # fmt: off
+    gl.warp_specialize([
+        (consumer, (
+            sums, dk, dv,
+            qs, ks, vs, dos, lses, deltas, pss, dss,
+            q_full, do_full, k_full, k_empty, v_full, v_empty,
+            queue, queue_full, queue_empty,
+            semaphores, qfirst, qlast, stride_ib, scale, scale_log2,
+            Tq, Tk, Hq, tiles, heads, l2_heads, zero,
+            GROUP, D, ORDERED, DIRECTIONS, 0,
+        )),
+        (consumer, (
+            sums, dk1, dv1,
+            qs, ks, vs, dos, lses, deltas, pss, dss,
+            q_full, do_full, k_full, k_empty, v_full, v_empty,
+            queue, queue_full, queue_empty,
+            semaphores, qfirst, qlast, stride_ib, scale, scale_log2,
+            Tq, Tk, Hq, tiles, heads, l2_heads, zero,
+            GROUP, D, ORDERED, DIRECTIONS, 1,
+        )),
+        (producer, (
+            (q, q1), (k, k1), (v, v1), (do, do1), lse2, delta,
+            qs, ks, vs, dos, lses, deltas,
+            q_full, do_full, k_full, k_empty, v_full, v_empty,
+            queue, queue_full, queue_empty,
+            counter, qfirst, qlast, stride_ib,
+            Tq, Tk, Hq, tiles, heads, l2_heads,
+            GROUP, D, 2, N, N, ORDERED, DIRECTIONS,
+        )),
+    ], [4, 1], [240, 24])
+    # fmt: on
