@@ -1,6 +1,8 @@
 """FlashAttention backward for Hopper in Gluon: one pass over the keys, five matrix products.
 
 Equations, letters and masks are those of portable.py; compare FlashAttention-3 (arXiv 2407.08608).
+Heads of more than 128 channels have a kernel of their own, hopper_backward_wide.py, which is
+launched from here; those of 96 have two parts, 64 + 32, as in hopper_forward.py.
 
 A program owns BN keys of one key-value head, its two consumer warpgroups 64 each. Its walk (see
 hopper_order.py) goes over the queries that see them, for all query heads of the group, so that dk
@@ -25,7 +27,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -754,7 +756,7 @@ def _first_launch(
     dtype = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
     tiles = triton.cdiv(Tk, c.BN if c else N.value)
     ints = sums[count:].view(torch.int32)
-    pointers = ints[4 if ordered else 0 :], ints, qfirst, qlast
+    pointers: tuple[Tensor, ...] = (ints[4 if ordered else 0 :], ints, qfirst, qlast)
     lines = B * Hq, lse2.shape[2]
     row_box = [1, c.BM if c else N.value]
     maps = [
@@ -790,15 +792,8 @@ def _first_launch(
             shared1=shared_layout((N.value, size - first), dtype),
             ds_shared=shared_layout((N.value, N.value), dtype),
         )
-        again = first_launch(
-            wide_backward_kernel,
-            programs,
-            maps,
-            (sums, *pointers),
-            scalars,
-            constants,
-            num_warps=4,
-        )
+        kernel: Any = wide_backward_kernel
+        pointers = sums, *pointers
     else:
         # v in one box for each consumer
         boxes = (q, c.BM), (k, c.BN), (v, 64), (do, c.BM), (dk, 64), (dv, 64)
@@ -823,8 +818,7 @@ def _first_launch(
             FENCE_LAST=c.fence_last,
             REGISTERS=c.registers,
         )
-        again = first_launch(
-            backward_kernel, programs, maps, pointers, scalars, constants, num_warps=4
-        )
+        kernel = backward_kernel
+    again = first_launch(kernel, programs, maps, pointers, scalars, constants, num_warps=4)
     assert again is not None, "Gluon has no interpreter"
     return again
