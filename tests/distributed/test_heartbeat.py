@@ -18,7 +18,7 @@ from longctx.runs import run_folder
 from tests.processes import children, descendants, with_local_rank
 from tests.training.test_processes import SCRIPT, start, wait_for_step
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 OverridesIn = Callable[..., list[str]]
 LIMIT = 75  # seconds: 60 until the run has ended, and what this test itself waits for
 
