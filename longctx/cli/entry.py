@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import traceback
@@ -23,6 +24,7 @@ def libraries() -> Iterator[None]:
         print("loading torch ...", file=sys.stderr, flush=True)
     with garbage.paused():
         yield
+        gc.freeze()  # libraries stay: later collections leave them out
     stop_signal.check()
 
 

@@ -105,7 +105,7 @@ CONFIGS = {  # by head size
 }
 ROWS = gl.constexpr(64)  # queries of a consumer warpgroup
 LARGEST = gl.constexpr(2.0**32)  # sum of a row whose maximum is fixed
-HEAVY = gl.constexpr(0.25)  # part of a row's sum; unit-variance scores hardly ever have it
+HEAVY = gl.constexpr(0.125)  # part of a row's sum; few tiles of unit-variance scores have it
 # Of the hardware's 16 named barriers Triton takes 0 to 4 for four partitions. They cost less than
 # an mbarrier's arrival, for which a consumer's warps wait for one another.
 K_EMPTY = gl.constexpr(5)  # 5 + stage: a tile of k has been read

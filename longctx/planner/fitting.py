@@ -26,7 +26,13 @@ LEFT_FREE = 0.05  # of the GPU where nobody probes what is decided
 # Share of the chip's peak that attention reaches forward and backward on long rows, by head size
 # up to which it holds; the last holds above, too (results/attention.json).
 RATES: dict[str, dict[int, tuple[float, float]]] = {
-    "flash": {64: (0.61, 0.595), 128: (0.71, 0.6), 256: (0.77, 0.445)},
+    "flash": {
+        64: (0.61, 0.595),
+        96: (0.58, 0.54),
+        128: (0.71, 0.6),
+        192: (0.75, 0.44),
+        256: (0.78, 0.47),
+    },
     "flash portable": {64: (0.476, 0.397), 128: (0.495, 0.442), 256: (0.52, 0.25)},
     "sdpa": {64: (0.297, 0.271), 128: (0.304, 0.296)},
     "flex": {64: (0.18, 0.21), 128: (0.35, 0.28)},

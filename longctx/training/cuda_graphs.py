@@ -160,8 +160,7 @@ class StepGraphs(StepParts):
         norm = self.module.grad_norm
         if not isinstance(optimizer, AdamW):
             return End(clip, norm, None, None)
-        launch = optimizer.captured_update()
-        update = None if launch is None else self._capture(launch)[0]
+        update = self._capture(optimizer.launch)[0] if optimizer.captures() else None
         return End(clip, norm, optimizer.factor, update)
 
     def _capture(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
