@@ -24,9 +24,10 @@ def check_training(config: TrainConfig) -> None:
     `config.init` gets its commit.
     """
     check_device(config)
-    has_gpu = config.device != "cpu" and hardware.here() is not None
-    step = replace(config, context=replace(config.context, degree=1))
-    workload_of(step, "cuda" if has_gpu else "cpu", seq_len=1).check_graphs()
+    if config.graphs.lower() == "true":
+        has_gpu = config.device != "cpu" and hardware.may_be_here()
+        step = replace(config, context=replace(config.context, degree=1))
+        workload_of(step, "cuda" if has_gpu else "cpu", seq_len=1).check_graphs()
     if config.resume is None:
         check_warmup(config.warmup_steps, config.max_steps)
         if number_here() == 0:  # which may have made the folder when the others look

@@ -67,9 +67,9 @@ class Workload:
         """Why no CUDA graph can be made of a step, and what to use instead; None where one can."""
         scaling = (self.model.rope_scaling or {}).get("rope_type")
         if self.device != "cuda":
-            return f"they are for a GPU, not device={self.device}"
+            return f"they are for a GPU, not device={self.device}; use device=cuda"
         if self.devices > 1 or self.strategy != "none":
-            return "they are for one GPU alone, with strategy=auto"
+            return "they are for one GPU alone; use devices=1 strategy=auto"
         if self.attention.backend not in CAPTURED:
             backends = " or ".join(f"attention={name}" for name in CAPTURED)
             return (
