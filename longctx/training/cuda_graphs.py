@@ -35,8 +35,6 @@ class CaptureFailed(RuntimeError):
     """Some operation cannot be captured, and torch goes on with no other after that."""
 
     def __init__(self, error: BaseException) -> None:
-        while error.__context__ is not None:  # the end of a capture fails after what failed in it
-            error = error.__context__
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         super().__init__(f"a step cannot be captured in a CUDA graph ({reason}); use graphs=false")
 
@@ -97,7 +95,9 @@ class StepGraphs(StepParts):
 
     def _begin(self) -> None:
         """Forget what was captured: rows of another length follow."""
-        self.is_warm = False  # whether a step of this shape has run, so that all is compiled
+        # whether a step of this shape has run to its update, so that all is compiled and every
+        # average is where it stays
+        self.is_warm = False
         self.passes: dict[bool, Pass] = {}  # by whether a micro-batch is the first of its step
         self.end: End | None = None
         self.pool: Any = torch.cuda.graph_pool_handle()
@@ -138,16 +138,17 @@ class StepGraphs(StepParts):
 
     def update(self) -> None:
         if self.end is None or self.end.update is None:
-            return super().update()
+            super().update()
+            self.is_warm = True
+            return None
         assert isinstance(self.optimizer, AdamW)
         self.optimizer.count_step()
         return self.end.update.replay()
 
     def zero_grad(self) -> None:
         """Captured gradients stay, to be written over."""
-        if not self.is_warm:
+        if not self.passes:
             super().zero_grad()
-        self.is_warm = True
 
     def _captured_pass(self, micro: MicroBatch) -> Pass:
         forward, loss = self._capture(lambda: self.prepared.training_step(micro))
@@ -199,7 +200,7 @@ def capture(work: Callable[[], T], device: str, pool: Any) -> tuple[torch.cuda.C
     """A graph of the kernels that `work` launches, in the memory `pool`, and what `work` returns,
     which a replay computes. Raises CaptureFailed.
     """
-    graph = torch.cuda.CUDAGraph()
+    graph, failure = torch.cuda.CUDAGraph(), list[BaseException]()
     # cuBLAS allocates a workspace for each stream: it goes into the graph's memory and is not there
     # twice.
     torch.cuda.synchronize()
@@ -210,11 +211,16 @@ def capture(work: Callable[[], T], device: str, pool: Any) -> tuple[torch.cuda.C
             torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
             uncached(device),
         ):
-            result = work()
+            try:
+                result = work()
+            except BaseException as error:
+                failure.append(error)  # the end of the capture may fail after it, and hide it
+                raise
     except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
-        raise CaptureFailed(error) from error
+        cause = failure[0] if failure else error
+        if is_out_of_memory(cause) or not isinstance(cause, RuntimeError):
+            raise cause from None
+        raise CaptureFailed(cause) from error
     torch._C._cuda_clearCublasWorkspaces()
     return graph, result
 

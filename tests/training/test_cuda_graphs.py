@@ -17,7 +17,7 @@ from longctx.planner.peak_memory import GRADIENTS, predict
 from longctx.planner.workload import Workload, with_vocabulary, workload_of
 from longctx.runs import run_folder
 from longctx.training.batches import MicroBatch, micro_batch
-from longctx.training.cuda_graphs import StaticBatch, uncached
+from longctx.training.cuda_graphs import StaticBatch, StepGraphs, uncached
 from tests.processes import ROOT, finished
 from tests.training.sample_run import Overrides, check_equal_weights, steps
 
@@ -77,6 +77,23 @@ def test_nothing_is_compiled_after_the_first_step(monkeypatch: pytest.MonkeyPatc
     assert len(set(compiled)) == 1
     gradients(model, static.micro)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > compiled[0]
+
+
+def test_a_step_without_an_update_is_not_enough_for_a_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As spike=skip drops it: the optimizer's kernels have not run, its averages are not there."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    weight = torch.nn.Parameter(torch.ones(3))
+    graphs = StepGraphs(None, None, torch.optim.SGD([weight], lr=0.5), None)
+    for updates, left in ((False, 1.0), (True, 0.5)):
+        weight.grad = torch.ones(3)
+        if updates:
+            graphs.update()
+        graphs.zero_grad()
+        assert graphs.is_warm == updates
+        assert weight.grad is None
+        assert weight.tolist() == [left] * 3
 
 
 def work(*keys: str, device: str = "cuda") -> Workload:
