@@ -294,6 +294,8 @@ class TrainConfig:
             raise ValueError(f"{setting}: layers from 0 to {layers - 1}, or from the last, -1")
         if len({n % layers for n in self.bf16_layers}) < len(self.bf16_layers):
             raise ValueError(f"{setting}: names a layer twice; name each once")
+        if len(self.bf16_layers) == layers:
+            raise ValueError(f"{setting}: leaves no layer in eight bits; use precision=bf16")
 
     def _validate_schedule(self) -> None:
         before = 1
