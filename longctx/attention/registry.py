@@ -125,6 +125,11 @@ def load_backends() -> None:
         importlib.import_module(f"longctx.attention.{module.name}")
 
 
+def registered() -> list[Backend]:
+    """Every registered backend, whether it runs here or not."""
+    return list(_backends.values())
+
+
 def backends() -> dict[str, str | None]:
     """Every registered backend: name → None if it runs on this machine, else the reason why not."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -408,8 +413,7 @@ def _lookup(backend: str, options: Mapping[str, Any]) -> Backend:
 
 
 def _refuse(name: str, backend: Backend, request: Request) -> None:
-    reason = backend.refusal(request)
-    if reason:
+    if reason := backend.refusal(request):
         raise ValueError(f"attention={name} cannot run here: {reason}")
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import sys
 from pathlib import Path
 
 from longctx import garbage
+from longctx.attention import registry
 
 FOLDERS = ("attention", "kernels", "model")
 AUTOCAST = ("torch.amp.autocast_mode._enter_autocast", "torch.amp.autocast_mode._exit_autocast")
@@ -36,9 +38,12 @@ def use() -> None:
 
 
 def sources() -> str:
-    """A hash of every file of ours that torch.compile looks into."""
-    digest = hashlib.sha256()
-    for folder in FOLDERS:
-        for file in sorted((Path(__file__).parents[1] / folder).rglob("*.py")):
-            digest.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    """A hash of every file that torch.compile looks into: of ours, and of registered backends."""
+    digest, package = hashlib.sha256(), Path(__file__).parents[1]
+    modules = {sys.modules.get(type(backend).__module__) for backend in registry.registered()}
+    places = (getattr(module, "__file__", None) for module in modules)  # none in a notebook
+    files = {Path(place) for place in places if place and Path(place).is_file()}
+    files |= {file for folder in FOLDERS for file in (package / folder).rglob("*.py")}
+    for file in sorted(files):
+        digest.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()[:32]

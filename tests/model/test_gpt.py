@@ -2,6 +2,8 @@
 recomputation.
 """
 
+import importlib
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from longctx.attention import Mask
+from longctx.attention import Mask, registry
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import AttentionConfig, LoraConfig
-from longctx.model import GPT, GPTConfig, lora
+from longctx.model import GPT, GPTConfig, compile_cache, lora
 
 CONFIG = GPTConfig(vocab_size=67, layers=2, channels=32, heads=4, kv_heads=2, ffn=48, init_std=0.2)
 V = 67
@@ -262,6 +264,22 @@ def test_compiled_blocks_on_a_gpu(memory: str) -> None:
     torch.testing.assert_close(loss, expected, rtol=0.01, atol=0)
     loss.backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_compiled_code_is_kept_for_one_source_of_a_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backend may be of a file of the user's, whose gradients are in what was compiled."""
+    file, known = tmp_path / "own_backend_of_a_user.py", {compile_cache.sources()}
+    file.write_text("from longctx.attention.naive import Naive\nclass Own(Naive): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    own = importlib.import_module(file.stem)
+    monkeypatch.setitem(registry._backends, "own", own.Own())
+    known.add(compile_cache.sources())
+    file.write_text(file.read_text() + "# with another backward\n")
+    known.add(compile_cache.sources())
+    del sys.modules[file.stem]
+    assert len(known) == 3
 
 
 @pytest.mark.gpu
