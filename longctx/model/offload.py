@@ -104,7 +104,11 @@ def pinned(numel: int, dtype: torch.dtype) -> Tensor:
     would make the parent write to copies, which the GPU does not see.
     """
     nbytes = numel * dtype.itemsize
-    pages = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        pages = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:  # of a process or a machine that limits what is asked for
+        problem = f"{nbytes / 2**30:.1f} GiB of host memory: {error.strerror}"
+        raise MemoryError(problem) from error
     pages.madvise(mmap.MADV_DONTFORK)
     with contextlib.suppress(OSError):  # of a kernel without them
         pages.madvise(mmap.MADV_HUGEPAGE)

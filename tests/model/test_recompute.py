@@ -12,6 +12,7 @@ from longctx.attention import Mask, flash
 from longctx.config.memory_config import POLICIES, MemoryConfig
 from longctx.model import GPT, GPTConfig, recompute
 from longctx.model.layers import Block
+from longctx.model.offload import pinned
 
 CONFIG = GPTConfig(
     vocab_size=67, layers=3, channels=32, heads=4, kv_heads=2, ffn=48, init_std=0.2, qk_norm=True
@@ -219,3 +220,8 @@ def test_on_a_gpu(way: str, compiled: bool) -> None:
         grads.append([p.grad for p in model.parameters()])
     for actual, expected in zip(*grads, strict=True):
         assert (actual - expected).norm() <= 3e-2 * expected.norm()
+
+
+def test_host_memory_that_is_not_there_is_a_memory_error() -> None:
+    with pytest.raises(MemoryError, match="GiB of host memory"):
+        pinned(1 << 62, torch.uint8)
