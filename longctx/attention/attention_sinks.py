@@ -21,9 +21,11 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     """
     sinks = sinks.to(lse.dtype)[:, None]
     sees_nothing = lse == float("-inf")
-    share = torch.sigmoid(lse.masked_fill(sees_nothing, 0.0) - sinks).masked_fill(sees_nothing, 0.0)
+    # both -inf, they would have no gradient
+    seen = lse.masked_fill(sees_nothing, 0.0)
+    share = torch.sigmoid(seen - sinks).masked_fill(sees_nothing, 0.0)
     scaled = (out * share.transpose(1, 2)[..., None]).to(out.dtype)
-    return scaled, torch.logaddexp(lse, sinks)
+    return scaled, torch.where(sees_nothing, sinks, torch.logaddexp(seen, sinks))
 
 
 def check_sinks(sinks: Tensor, q: Tensor) -> None:

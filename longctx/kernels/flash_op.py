@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from longctx.config.model_config import HOPPER_HEAD_SIZES
 from longctx.kernels.launch import configure
@@ -158,6 +159,14 @@ def _backward(
     return backward(do, dlse, q, k, *others)
 
 
+def _refuse_tangents(*tensors: Tensor) -> None:
+    """Raise NotImplementedError for a dual tensor, whose tangent the kernels would drop."""
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "attention=flash has no forward-mode derivative; use attention=naive"
+        )
+
+
 def _needs_trust(q: Tensor, implementation: str) -> bool:
     """Whether a compiler could have broken the kernels; a CPU runs torch or an interpreter."""
     return q.device.type != "cpu" and implementation.startswith("triton")
@@ -218,6 +227,8 @@ class _Flash(torch.autograd.Function):
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     """As `forward_op`, whose other arguments are `others`."""
     output: tuple[Tensor, Tensor]
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        _refuse_tangents(q, k, v)
     if not unobserved(q, k, v):
         output = forward_op(q, k, v, *others)
     elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):

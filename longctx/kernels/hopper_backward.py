@@ -658,9 +658,11 @@ def backward(
     q_at, k_at, v_at, *ends = [x.data_ptr() for x in (q, k, v, qfirst, qlast)]
     out_at, do_at, lse_at, dlse_at = given = [x.data_ptr() for x in pointers]
     key = (
-        *(q.shape, k.shape, q.stride(), k.stride(), v.stride(), do.stride(), out.stride()),
-        *(q.dtype, device, scale, ordered, dlse is None, qfirst.shape, qfirst.stride()),
-        *(ends[0] % 16, ends[1] % 16, out_at % 16, lse_at % 16, dlse_at % 16),
+        *(q.shape, k.shape, v.shape),
+        *(q.stride(), k.stride(), v.stride(), do.stride(), out.stride()),
+        *(q.dtype, k.dtype, v.dtype, do.dtype, device, scale, ordered, dlse is None),
+        *(qfirst.shape, qfirst.stride(), ends[0] % 16, ends[1] % 16),
+        *(out_at % 16, lse_at % 16, dlse_at % 16),
     )
     launches = _launches.get(key)
     aligned = (q_at | k_at | v_at | do_at) % 16 == 0

@@ -670,7 +670,8 @@ def forward(
             return forward(q, k, v, first, last, scale)
     q_at, k_at, v_at, *ends = [x.data_ptr() for x in (q, k, v, first, last)]
     key = (
-        *(q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, device, scale),
+        *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
+        *(q.dtype, k.dtype, v.dtype, device, scale),
         *(first.shape, first.stride(), ends[0] % 16, ends[1] % 16),
     )
     launches = _launches.get(key)

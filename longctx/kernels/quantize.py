@@ -65,10 +65,12 @@ def quantize_kernel(
     Each copy is rounded by itself, with a scale of its own to the compiler. If one rounding served
     both, ptxas before 13 would store bytes before they are computed (triton-lang/triton#11111).
     """
-    r = tl.program_id(1).to(tl.int64) * BR + tl.arange(0, BR)
-    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    # one axis of programs: a grid's second has 65,535 at most, which 2 million rows exceed
+    tile, tiles = tl.program_id(0), tl.cdiv(C, BC)
+    r = (tile // tiles).to(tl.int64) * BR + tl.arange(0, BR)
+    c = (tile % tiles) * BC + tl.arange(0, BC)
     unit = unit_of(amax, scale, LARGEST, SCALED)
-    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+    if tile == 0:
         tl.store(scale, unit)
     inside = (r < R)[:, None] & (c < C)[None, :]
     value = tl.load(x + r[:, None] * C + c[None, :], mask=inside, other=0.0)
@@ -102,8 +104,8 @@ def quantize(
         else:
             programs = triton.cdiv(x.numel(), REDUCED * TILES)
             amax_kernel[(programs,)](x, amax, x.numel(), REDUCED, TILES, num_warps=REDUCING)
-        grid = (triton.cdiv(C, TILE[1]), triton.cdiv(padded(R), TILE[0]))
-        quantize_kernel[grid](
+        programs = triton.cdiv(C, TILE[1]) * triton.cdiv(padded(R), TILE[0])
+        quantize_kernel[(programs,)](
             x,
             amax,
             *outputs,

@@ -123,14 +123,15 @@ class Relaunch:
         )
 
     def _prepare(self) -> None:
-        self.runner = self.compiled[self.grid]
-        self.direct = _c_launcher(self.compiled, len(self.likes))
-        if self.direct is not None:
-            make = self.direct.make
+        direct = _c_launcher(self.compiled, len(self.likes))
+        if direct is not None:
             self.maps = [
-                TensorMaps(like, functools.partial(make, metadata=metadata))
-                for like, metadata in zip(self.likes, self.direct.metadata, strict=True)
+                TensorMaps(like, functools.partial(direct.make, metadata=metadata))
+                for like, metadata in zip(self.likes, direct.metadata, strict=True)
             ]
+        # in this order: another thread may launch meanwhile
+        self.direct = direct
+        self.runner = self.compiled[self.grid]
 
 
 def _c_launcher(compiled: Any, maps: int) -> _Direct | None:

@@ -2,9 +2,8 @@
 
 Candidates must compile, fit, pass the exact self-test, and then win against the config in use by
 GAIN, timed in turn with it. The portable kernels' candidates are tiles, warps and stages; a Hopper
-module's are its CANDIDATES (head size → configs like those of its CONFIGS) or, where it has none,
-its CONFIGS with each switch turned and each ring one stage shorter or longer. Training reads the
-table and never times anything; see launch.py for where it looks.
+module's are its CONFIGS with each switch turned and each ring one stage shorter or longer. Training
+reads the table and never times anything; see launch.py for where it looks.
 """
 
 from __future__ import annotations
@@ -176,7 +175,6 @@ def best_hopper(kernel: str, x: dict[str, Any]) -> Any:
         return None
     launch.configure(module, kernel, x["q"].device)
     now = configs[size]
-    others = getattr(module, "CANDIDATES", {}).get(size) or list(variations(now))
 
     @contextmanager
     def using(config: Any) -> Iterator[None]:
@@ -189,7 +187,7 @@ def best_hopper(kernel: str, x: dict[str, Any]) -> Any:
 
     return race(
         f"{kernel}, head size {x['q'].shape[3]}, {x['q'].shape[1]:,} tokens",
-        others,
+        variations(now),
         now,
         using,
         part,

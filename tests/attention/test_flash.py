@@ -4,6 +4,7 @@ strides, compile, determinism.
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from longctx.attention import Mask, attention, kernels_run, registry
 from longctx.kernels import flash_op, portable, tiled
@@ -258,6 +259,14 @@ def test_operator_is_registered_properly(implementation):
     with torch.no_grad():
         out, lse = attention(q, k, v, mask, return_lse=True, scale=0.25)
         torch.library.opcheck(backward_op, (out, None, q, k, v, out, lse, *intervals))
+
+
+def test_forward_mode_is_refused():
+    q = torch.randn(1, 20, 1, 16, device=DEVICE)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError):
+        attention(forward_ad.make_dual(q, q), q, q)
+    with pytest.raises(NotImplementedError):
+        torch.func.jvp(lambda x: attention(x, q, q), (q,), (q,))
 
 
 def test_one_graph_under_compile(implementation):

@@ -89,6 +89,15 @@ def test_a_sink_of_minus_infinity_is_none(backend):
     )
 
 
+def test_gradients_are_finite_where_a_query_has_neither_keys_nor_a_sink(backend):
+    q, k, v, sinks = tensors(Tq=9, Tk=4)
+    sinks = torch.full_like(sinks, float("-inf")).requires_grad_()
+    out, lse = attention(q, k, v, Mask.causal(), backend, return_lse=True, sinks=sinks)
+    assert (lse[:, :, :5] == float("-inf")).all()
+    gradients = torch.autograd.grad(out.sum() + lse[:, :, 5:].sum(), (q, k, v, sinks))
+    assert all(g.isfinite().all() for g in gradients)
+
+
 def test_a_large_sink_takes_all_weight(backend):
     q, k, v, sinks = (x.detach() for x in tensors())
     assert attention(q, k, v, backend=backend, sinks=sinks + 200).abs().max() < 1e-30

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longctx.kernels.quantize import padded, quantize
+from longctx.kernels.quantize import TILE, padded, quantize
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,3 +61,14 @@ def test_zeros_stay_zeros_and_what_is_not_finite_has_scale_nan() -> None:
     for value in (torch.inf, -torch.inf, torch.nan):
         x[2, 69] = value
         assert quantize(x, None, FORMATS[0], True, False)[2].isnan()
+
+
+@pytest.mark.gpu
+def test_more_rows_than_a_second_axis_of_programs_counts() -> None:
+    R = 65_535 * TILE[0] + 5
+    x = torch.zeros(R, 16, dtype=torch.bfloat16, device="cuda")
+    x[-3:] = 1.0
+    rows, columns, _ = quantize(x, None, FORMATS[0], True, True)
+    assert (rows[-3:].float() == 448).all() and (columns[:, R - 3 : R].float() == 448).all()
+    assert int(rows.view(torch.uint8).count_nonzero()) == 48
+    assert int(columns.view(torch.uint8).count_nonzero()) == 48
