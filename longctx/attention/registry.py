@@ -238,7 +238,8 @@ class Attention:
         elif kind not in self._served:
             self._ask(q, mask)
             self._served.add(kind)
-        bound = _bound(mask, q, k.shape[1])
+        # flex keeps much more with a mask: a part for each pair of tiles
+        bound = _bound(mask, q, k.shape[1], keeps=self.name != "flex")
         scale = self._scale(q.shape[3])
         if torch.is_autocast_enabled(q.device.type):
             with torch.autocast(q.device.type, enabled=False):
@@ -373,13 +374,13 @@ def _caller(backend: str, options: dict[str, Any], scale: float | None) -> Atten
     return caller
 
 
-def _bound(mask: Mask, q: Tensor, keys: int) -> Mask:
-    """`mask` bound to q and so many keys; causal and full ones that are asked for again are kept
-    for the next call.
+def _bound(mask: Mask, q: Tensor, keys: int, keeps: bool) -> Mask:
+    """`mask` bound to q and so many keys; with `keeps`, causal and full ones that are asked for
+    again are kept for the next call.
     """
     B, T, _, _ = q.shape
     pure = mask.qfirst is None and mask.exchange is None and mask.kind in ("causal", "full")
-    if not pure or not unobserved(q):
+    if not pure or not unobserved(q) or not keeps:
         return mask.bind(B, T, keys, q.device)
     stream = 0
     if q.is_cuda:

@@ -182,7 +182,7 @@ def _c_launcher_of_36(compiled: Any, maps: int) -> _Direct:
 
 @functools.cache
 def _say_once(reason: str) -> None:
-    _log.warning("%s: each kernel launch takes about 15 µs more of the CPU", reason)
+    _log.info("%s: each kernel launch takes about 15 µs more of the CPU", reason)
 
 
 def first_launch(
