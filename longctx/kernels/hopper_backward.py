@@ -49,6 +49,7 @@ from longctx.kernels.gluon import reinterpret, shared_layout, tma_add
 from longctx.kernels.hopper_backward_wide import FIRST, N, wide_backward_kernel
 from longctx.kernels.hopper_order import (
     Q_DO_EMPTY,
+    barriers,
     consumer_walk,
     directions,
     key_tile,
@@ -56,7 +57,7 @@ from longctx.kernels.hopper_order import (
     producer,
     query_tile,
     query_tiles,
-    release,
+    release_sent,
 )
 from longctx.kernels.hopper_primitives import (
     ROW_LAYOUT,
@@ -244,7 +245,7 @@ def writer(
             tma.store_wait(0)
             mbarrier.arrive(output_empty, count=1)
             if ORDERED:
-                release(semaphores + at, n0, BN)
+                release_sent(semaphores + at, n0, BN)
 
         # dk and dv, once per walk
         it += n * GROUP
@@ -468,7 +469,6 @@ def backward_kernel(
     """
     # shared memory
     dtype: gl.constexpr = q.dtype
-    one_int: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     D0: gl.constexpr = D - D1
     PARTS: gl.constexpr = 1 if D1 == 0 else 2
     qs = (gl.allocate_shared_memory(dtype, [2, BM, D0], q_shared),)
@@ -503,26 +503,11 @@ def backward_kernel(
         dq_part1 = reinterpret(dq_parts, gl.float32, [4, 8, 256], row_shared).index(2)
         maps = (q, q1), (k, k1), (v, v1), (do, do1), (dk, dk1), (dv, dv1)
         dq_maps = (dq, dq1)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    do_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    # consumers and writers pop the queue
+    q_full, do_full, k_full, k_empty, v_full, v_empty, queue, queue_full, queue_empty = barriers(4)
     output_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    queue = gl.allocate_shared_memory(gl.int32, [2, 1], one_int)
-    queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(k_full, count=1)
-    mbarrier.init(k_empty, count=2)
-    mbarrier.init(v_full, count=1)
-    mbarrier.init(v_empty, count=2)
     for i in gl.static_range(2):
-        mbarrier.init(queue_full.index(i), count=1)
-        mbarrier.init(queue_empty.index(i), count=4)
         mbarrier.init(output_empty.index(i), count=1)
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(do_full.index(i), count=1)
 
     # warps
     # fmt: off
