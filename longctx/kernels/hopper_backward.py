@@ -68,7 +68,6 @@ from longctx.kernels.hopper_primitives import (
     descriptor,
     mask_scores,
     pop,
-    processors,
     start_scores,
     start_sum,
     store_parts,
@@ -76,7 +75,7 @@ from longctx.kernels.hopper_primitives import (
 )
 from longctx.kernels.portable import LOG2E, padded_rows, preprocess_into
 from longctx.kernels.relaunch import Relaunch, first_launch, keep, stream_of, zero
-from longctx.kernels.tile_schedule import batch_stride, heads_in_l2
+from longctx.kernels.tile_schedule import batch_stride, heads_in_l2, multiprocessors
 
 
 class Config(NamedTuple):
@@ -768,7 +767,7 @@ def _first_launch(
         ORDERED=ordered,
         DIRECTIONS=directions(size, group, ordered),
     )
-    programs = min(tiles * B * Hkv, processors(q.device))
+    programs = min(tiles * B * Hkv, multiprocessors(q.device))
     rest = size - (1 << (size.bit_length() - 1))  # channels past a power of two
     if c is None:
         first = FIRST.value

@@ -58,7 +58,6 @@ from longctx.kernels.hopper_primitives import (
     load_parts,
     mask_scores,
     pop,
-    processors,
     push,
     rounding_error,
     start_scores,
@@ -72,6 +71,7 @@ from longctx.kernels.tile_schedule import (
     batch_stride,
     heads_in_l2,
     masked_tile,
+    multiprocessors,
     scheduled_tile,
     visible_tiles,
 )
@@ -761,7 +761,7 @@ def _first_launches(
         MASKED_LOOP=c.masked_loop,
         OUT_IN_Q=c.out_in_q,
     )
-    programs = min(tiles * B * Hq, processors(q.device))
+    programs = min(tiles * B * Hq, multiprocessors(q.device))
     fixed_max = q.dtype == torch.bfloat16
     launches = []
     for retry in (False, True) if fixed_max else (False,):

@@ -6,8 +6,6 @@ after the last; every other warp pops it.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -262,9 +260,3 @@ def addressable(x: Tensor) -> Tensor:
     bytes_ = x.element_size()
     aligned = x.data_ptr() % 16 == 0 and (b | t | h) * bytes_ % 16 == 0 and min(b, t, h) > 0
     return x if aligned and d == 1 else x.clone(memory_format=torch.contiguous_format)
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU: one persistent program runs on each."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
