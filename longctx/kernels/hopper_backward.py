@@ -68,6 +68,7 @@ from longctx.kernels.hopper_primitives import (
     descriptor,
     mask_scores,
     pop,
+    split,
     start_scores,
     start_sum,
     store_parts,
@@ -594,6 +595,44 @@ def unpack_kernel(sums, out, scale, T, H, D: tl.constexpr, PAD: tl.constexpr, BM
             )  # fmt: skip
 
 
+def constants_of(
+    c: Config | None, size: int, group: int, dtype: gl.dtype, ordered: bool
+) -> dict[str, Any]:
+    """The constants of `backward_kernel`, or without a config of `wide_backward_kernel`, for heads
+    of `size` channels, `group` of which share k and v.
+    """
+    common = dict(
+        row_shared=ROW_LAYOUT,
+        GROUP=group,
+        D=size,
+        ORDERED=ordered,
+        DIRECTIONS=directions(size, group, ordered),
+    )
+    if c is None:
+        return dict(
+            **common,
+            shared=shared_layout((N.value, FIRST.value), dtype),
+            shared1=shared_layout((N.value, size - FIRST.value), dtype),
+            ds_shared=shared_layout((N.value, N.value), dtype),
+        )
+    width, rest = split(size)
+    layouts = {
+        f"{x}{part}_shared": shared_layout((n, channels), dtype) if channels else None
+        for x, n in (("q", c.BM), ("k", c.BN), ("v", 64))
+        for part, channels in (("", width), ("1", rest))
+    }
+    return dict(
+        **common,
+        **layouts,
+        ds_shared=shared_layout((c.BN, c.BM), dtype),
+        D1=rest,
+        BM=c.BM,
+        BN=c.BN,
+        FENCE_LAST=c.fence_last,
+        REGISTERS=c.registers,
+    )
+
+
 class Launches(NamedTuple):
     """How to compute a shape again: the kernels, how many 32-bit values they need, of which so many
     are zeroed, and the entry of CONFIGS that they were made with, if there is one.
@@ -760,30 +799,16 @@ def _first_launch(
         heads_in_l2(q, B * Hkv, 1),
         0,
     )
-    constants = dict(
-        row_shared=ROW_LAYOUT,
-        GROUP=group,
-        D=size,
-        ORDERED=ordered,
-        DIRECTIONS=directions(size, group, ordered),
-    )
     programs = min(tiles * B * Hkv, multiprocessors(q.device))
-    rest = size - (1 << (size.bit_length() - 1))  # channels past a power of two
     if c is None:
-        first = FIRST.value
-        for width in (first, size - first):
+        for width in (FIRST.value, size - FIRST.value):
             maps += [descriptor(x, N.value, width, dtype) for x in (q, k, v, do, dk, dv)]
-        constants |= dict(
-            shared=shared_layout((N.value, first), dtype),
-            shared1=shared_layout((N.value, size - first), dtype),
-            ds_shared=shared_layout((N.value, N.value), dtype),
-        )
         kernel: Any = wide_backward_kernel
         pointers = sums, *pointers
     else:
         # v in one box for each consumer
         boxes = (q, c.BM), (k, c.BN), (v, 64), (do, c.BM), (dk, 64), (dv, 64)
-        for width, part in ((size - rest, 16), (rest, 8)):
+        for width, part in zip(split(size), (16, 8), strict=True):
             if width:
                 maps += [descriptor(x, n, width, dtype) for x, n in boxes]
                 maps += [
@@ -791,20 +816,8 @@ def _first_launch(
                 ]
             else:
                 maps += [None] * (len(boxes) + 1)
-            name = "1" if width == rest else ""
-            constants |= {
-                f"{x}{name}_shared": shared_layout((n, width), dtype) if width else None
-                for x, n in (("q", c.BM), ("k", c.BN), ("v", 64))
-            }
-        constants |= dict(
-            ds_shared=shared_layout((c.BN, c.BM), dtype),
-            D1=rest,
-            BM=c.BM,
-            BN=c.BN,
-            FENCE_LAST=c.fence_last,
-            REGISTERS=c.registers,
-        )
         kernel = backward_kernel
+    constants = constants_of(c, size, group, dtype, ordered)
     again = first_launch(kernel, programs, maps, pointers, scalars, constants, num_warps=4)
     assert again is not None, "Gluon has no interpreter"
     return again

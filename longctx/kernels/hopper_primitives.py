@@ -241,6 +241,12 @@ def mask_scores(s, start, first, last, before, after):
     return gl.convert_layout(parts.reshape([s.shape[0], s.shape[1]]), s.type.layout)
 
 
+def split(size: int) -> tuple[int, int]:
+    """Channels of a head's first part, a power of two, and of its second, 0 if there is none."""
+    first = 1 << (size.bit_length() - 1)
+    return first, size - first
+
+
 def descriptor(x: Tensor, rows: int, PAD: int, dtype: gl.dtype) -> TensorDescriptor:
     """x (B, T, H, D) as a tensor map whose boxes are `rows` tokens of one head.
 
