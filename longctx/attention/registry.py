@@ -21,10 +21,9 @@ from torch import Tensor
 
 from longctx.attention.attention_sinks import check_sinks, with_sinks
 from longctx.attention.exchange import WHOLE_ROWS
+from longctx.attention.kept_masks import bound, newly_bound
 from longctx.attention.mask import Mask
 from longctx.config.model_config import check_options
-from longctx.kernels.flash_op import unobserved
-from longctx.kernels.relaunch import stream_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
@@ -95,11 +94,8 @@ class Backend(ABC):
         return type(self).backward is not Backend.backward
 
 
-MOST_KEPT = 16  # of each, for `attention()`
-_callers: dict[tuple[str, float | None], Attention] = {}
-_masks: dict[tuple[Any, ...], Mask] = {}
-_seen: set[tuple[Any, ...]] = set()  # keys of masks that were asked for once
-MOST_SEEN = 1024
+MOST_CALLERS = 16
+_callers: dict[tuple[str, float | None], Attention] = {}  # that `attention()` keeps
 _CAUSAL = Mask.causal()
 _backends: dict[str, Backend] = {}
 _ran: dict[str, str] = {}
@@ -238,14 +234,15 @@ class Attention:
         elif kind not in self._served:
             self._ask(q, mask)
             self._served.add(kind)
-        # flex keeps much more with a mask: a part for each pair of tiles
-        bound = _bound(mask, q, k.shape[1], keeps=self.name != "flex")
+        # flex holds much more with a mask: a part for each pair of tiles
+        bind = newly_bound if self.name == "flex" else bound
+        mask = bind(mask, q, k.shape[1])
         scale = self._scale(q.shape[3])
         if torch.is_autocast_enabled(q.device.type):
             with torch.autocast(q.device.type, enabled=False):
-                out, lse, kernel = self.backend.run(q, k, v, bound, scale, **self.options)
+                out, lse, kernel = self.backend.run(q, k, v, mask, scale, **self.options)
         else:
-            out, lse, kernel = self.backend.run(q, k, v, bound, scale, **self.options)
+            out, lse, kernel = self.backend.run(q, k, v, mask, scale, **self.options)
         _record(self.name, kernel)
         return out, lse
 
@@ -273,12 +270,12 @@ class Attention:
         exchange, scale, heads = mask.exchange or WHOLE_ROWS, self._scale(q.shape[3]), 0
         parts: list[Gradients] = []
         for qs, ks, vs, dos, outs in exchange.parts(q16, k16, v16, do, out):
-            bound = mask.bind(qs.shape[0], qs.shape[1], ks.shape[1], q.device)
+            bound_mask = newly_bound(mask, qs, ks.shape[1])
             lses = lse[:, heads : heads + qs.shape[2]].contiguous()
             heads += qs.shape[2]
             with torch.autocast(q.device.type, enabled=False):
                 gradients = self.backend.backward(
-                    dos, qs, ks, vs, outs, lses, bound, scale, **self.options
+                    dos, qs, ks, vs, outs, lses, bound_mask, scale, **self.options
                 )
             parts.append(exchange.gradients(*gradients, k.shape[2]))
             del qs, ks, vs, dos, outs, gradients
@@ -368,39 +365,10 @@ def _caller(backend: str, options: dict[str, Any], scale: float | None) -> Atten
         return Attention(backend, options, scale)
     caller = _callers.get((backend, scale))
     if caller is None or caller.backend is not _backends[backend]:
-        if len(_callers) >= MOST_KEPT:
+        if len(_callers) >= MOST_CALLERS:
             _callers.clear()
         caller = _callers[backend, scale] = Attention(backend, None, scale)
     return caller
-
-
-def _bound(mask: Mask, q: Tensor, keys: int, keeps: bool) -> Mask:
-    """`mask` bound to q and so many keys; with `keeps`, causal and full ones that are asked for
-    again are kept for the next call.
-    """
-    B, T, _, _ = q.shape
-    pure = mask.qfirst is None and mask.exchange is None and mask.kind in ("causal", "full")
-    if not pure or not unobserved(q) or not keeps:
-        return mask.bind(B, T, keys, q.device)
-    stream = 0
-    if q.is_cuda:
-        if torch.cuda.is_current_stream_capturing():  # a graph would outlive what is kept
-            return mask.bind(B, T, keys, q.device)
-        stream = stream_of(q.get_device())
-    key = mask.kind, mask.window, T, keys, q.device, stream, torch.is_inference_mode_enabled()
-    kept = _masks.get(key)
-    if kept is not None:
-        return kept
-    kept = mask.bind(B, T, keys, q.device)
-    # lengths that come once, as of texts that are scored, would only fill memory
-    if key in _seen:
-        if len(_masks) >= MOST_KEPT:
-            _masks.clear()
-        _masks[key] = kept
-    if len(_seen) >= MOST_SEEN:
-        _seen.clear()
-    _seen.add(key)
-    return kept
 
 
 def _lookup(backend: str, options: Mapping[str, Any]) -> Backend:

@@ -49,6 +49,7 @@ from longctx.kernels.gluon import reinterpret, shared_layout, tma_add
 from longctx.kernels.hopper_backward_wide import FIRST, N, wide_backward_kernel
 from longctx.kernels.hopper_order import (
     Q_DO_EMPTY,
+    barriers,
     consumer_walk,
     directions,
     key_tile,
@@ -56,7 +57,7 @@ from longctx.kernels.hopper_order import (
     producer,
     query_tile,
     query_tiles,
-    release,
+    release_sent,
 )
 from longctx.kernels.hopper_primitives import (
     ROW_LAYOUT,
@@ -67,7 +68,7 @@ from longctx.kernels.hopper_primitives import (
     descriptor,
     mask_scores,
     pop,
-    processors,
+    split,
     start_scores,
     start_sum,
     store_parts,
@@ -75,7 +76,7 @@ from longctx.kernels.hopper_primitives import (
 )
 from longctx.kernels.portable import LOG2E, padded_rows, preprocess_into
 from longctx.kernels.relaunch import Relaunch, first_launch, keep, stream_of, zero
-from longctx.kernels.tile_schedule import batch_stride, heads_in_l2
+from longctx.kernels.tile_schedule import batch_stride, heads_in_l2, multiprocessors
 
 
 class Config(NamedTuple):
@@ -244,7 +245,7 @@ def writer(
             tma.store_wait(0)
             mbarrier.arrive(output_empty, count=1)
             if ORDERED:
-                release(semaphores + at, n0, BN)
+                release_sent(semaphores + at, n0, BN)
 
         # dk and dv, once per walk
         it += n * GROUP
@@ -468,7 +469,6 @@ def backward_kernel(
     """
     # shared memory
     dtype: gl.constexpr = q.dtype
-    one_int: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     D0: gl.constexpr = D - D1
     PARTS: gl.constexpr = 1 if D1 == 0 else 2
     qs = (gl.allocate_shared_memory(dtype, [2, BM, D0], q_shared),)
@@ -503,26 +503,11 @@ def backward_kernel(
         dq_part1 = reinterpret(dq_parts, gl.float32, [4, 8, 256], row_shared).index(2)
         maps = (q, q1), (k, k1), (v, v1), (do, do1), (dk, dk1), (dv, dv1)
         dq_maps = (dq, dq1)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    do_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    # consumers and writers pop the queue
+    q_full, do_full, k_full, k_empty, v_full, v_empty, queue, queue_full, queue_empty = barriers(4)
     output_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    queue = gl.allocate_shared_memory(gl.int32, [2, 1], one_int)
-    queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(k_full, count=1)
-    mbarrier.init(k_empty, count=2)
-    mbarrier.init(v_full, count=1)
-    mbarrier.init(v_empty, count=2)
     for i in gl.static_range(2):
-        mbarrier.init(queue_full.index(i), count=1)
-        mbarrier.init(queue_empty.index(i), count=4)
         mbarrier.init(output_empty.index(i), count=1)
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(do_full.index(i), count=1)
 
     # warps
     # fmt: off
@@ -608,6 +593,44 @@ def unpack_kernel(sums, out, scale, T, H, D: tl.constexpr, PAD: tl.constexpr, BM
                 at + BM * start, out, scale, T, H, m, bh,
                 D, start, 64 if PAD - start >= 64 else PAD - start, BM,
             )  # fmt: skip
+
+
+def constants_of(
+    c: Config | None, size: int, group: int, dtype: gl.dtype, ordered: bool
+) -> dict[str, Any]:
+    """The constants of `backward_kernel`, or without a config of `wide_backward_kernel`, for heads
+    of `size` channels, `group` of which share k and v.
+    """
+    common = dict(
+        row_shared=ROW_LAYOUT,
+        GROUP=group,
+        D=size,
+        ORDERED=ordered,
+        DIRECTIONS=directions(size, group, ordered),
+    )
+    if c is None:
+        return dict(
+            **common,
+            shared=shared_layout((N.value, FIRST.value), dtype),
+            shared1=shared_layout((N.value, size - FIRST.value), dtype),
+            ds_shared=shared_layout((N.value, N.value), dtype),
+        )
+    width, rest = split(size)
+    layouts = {
+        f"{x}{part}_shared": shared_layout((n, channels), dtype) if channels else None
+        for x, n in (("q", c.BM), ("k", c.BN), ("v", 64))
+        for part, channels in (("", width), ("1", rest))
+    }
+    return dict(
+        **common,
+        **layouts,
+        ds_shared=shared_layout((c.BN, c.BM), dtype),
+        D1=rest,
+        BM=c.BM,
+        BN=c.BN,
+        FENCE_LAST=c.fence_last,
+        REGISTERS=c.registers,
+    )
 
 
 class Launches(NamedTuple):
@@ -776,30 +799,16 @@ def _first_launch(
         heads_in_l2(q, B * Hkv, 1),
         0,
     )
-    constants = dict(
-        row_shared=ROW_LAYOUT,
-        GROUP=group,
-        D=size,
-        ORDERED=ordered,
-        DIRECTIONS=directions(size, group, ordered),
-    )
-    programs = min(tiles * B * Hkv, processors(q.device))
-    rest = size - (1 << (size.bit_length() - 1))  # channels past a power of two
+    programs = min(tiles * B * Hkv, multiprocessors(q.device))
     if c is None:
-        first = FIRST.value
-        for width in (first, size - first):
+        for width in (FIRST.value, size - FIRST.value):
             maps += [descriptor(x, N.value, width, dtype) for x in (q, k, v, do, dk, dv)]
-        constants |= dict(
-            shared=shared_layout((N.value, first), dtype),
-            shared1=shared_layout((N.value, size - first), dtype),
-            ds_shared=shared_layout((N.value, N.value), dtype),
-        )
         kernel: Any = wide_backward_kernel
         pointers = sums, *pointers
     else:
         # v in one box for each consumer
         boxes = (q, c.BM), (k, c.BN), (v, 64), (do, c.BM), (dk, 64), (dv, 64)
-        for width, part in ((size - rest, 16), (rest, 8)):
+        for width, part in zip(split(size), (16, 8), strict=True):
             if width:
                 maps += [descriptor(x, n, width, dtype) for x, n in boxes]
                 maps += [
@@ -807,20 +816,8 @@ def _first_launch(
                 ]
             else:
                 maps += [None] * (len(boxes) + 1)
-            name = "1" if width == rest else ""
-            constants |= {
-                f"{x}{name}_shared": shared_layout((n, width), dtype) if width else None
-                for x, n in (("q", c.BM), ("k", c.BN), ("v", 64))
-            }
-        constants |= dict(
-            ds_shared=shared_layout((c.BN, c.BM), dtype),
-            D1=rest,
-            BM=c.BM,
-            BN=c.BN,
-            FENCE_LAST=c.fence_last,
-            REGISTERS=c.registers,
-        )
         kernel = backward_kernel
+    constants = constants_of(c, size, group, dtype, ordered)
     again = first_launch(kernel, programs, maps, pointers, scalars, constants, num_warps=4)
     assert again is not None, "Gluon has no interpreter"
     return again

@@ -37,12 +37,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from longctx.kernels.hopper_order import (
     Q_DO_EMPTY,
+    barriers,
     key_tile,
     predecessor,
     producer,
     query_tile,
     query_tiles,
-    release_sums,
+    release_added,
 )
 from longctx.kernels.hopper_primitives import (
     at_index,
@@ -160,7 +161,7 @@ def scores_step(
     add_tile(dq, sums, semaphore, wait, before, ready, N, ORDERED)
     if ORDERED:  # noqa: SIM102, the first is known when compiling
         if ready:
-            release_sums(semaphore, n0, N, OWN)
+            release_added(semaphore, n0, N, OWN)
 
     # dk += ds·q
     bar_sync(DS_FULL, 256)
@@ -216,7 +217,7 @@ def gradient_step(
         dq = warpgroup_mma_wait(2, deps=(dq_async,))
         add_tile(dq, sums, semaphore, wait, before, True, N, ORDERED)
     if ORDERED:
-        release_sums(semaphore, n0, N, OWN + 1)
+        release_added(semaphore, n0, N, OWN + 1)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     return dp, dk, dv
 
@@ -313,7 +314,7 @@ def consumer(
                 dq = warpgroup_mma_wait(0, deps=(start_dq(ds, k_own, N, zeros),))
                 add_tile(dq, at, semaphore, wait, before, True, N, ORDERED)
                 if ORDERED:
-                    release_sums(semaphore, n0, N, OWN)
+                    release_added(semaphore, n0, N, OWN)
 
         # epilogue: dv and dk leave from the places of v and k, which nobody reads any more
         dv_own, dk_own = vs[C].index(0), ks[C].index(0)
@@ -347,7 +348,6 @@ def wide_backward_kernel(
     """
     # shared memory
     dtype: gl.constexpr = q.dtype
-    one_int: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     D1: gl.constexpr = D - FIRST
     qs = (
         gl.allocate_shared_memory(dtype, [2, N, FIRST], shared),
@@ -369,24 +369,7 @@ def wide_backward_kernel(
     deltas = gl.allocate_shared_memory(gl.float32, [2, 1, N], row_shared)
     pss = gl.allocate_shared_memory(dtype, [2, N, N], ds_shared)
     dss = gl.allocate_shared_memory(dtype, [2, N, N], ds_shared)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    do_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    queue = gl.allocate_shared_memory(gl.int32, [2, 1], one_int)
-    queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(k_full, count=1)
-    mbarrier.init(k_empty, count=2)
-    mbarrier.init(v_full, count=1)
-    mbarrier.init(v_empty, count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(queue_full.index(i), count=1)
-        mbarrier.init(queue_empty.index(i), count=2)
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(do_full.index(i), count=1)
+    q_full, do_full, k_full, k_empty, v_full, v_empty, queue, queue_full, queue_empty = barriers(2)
 
     # warps
     # fmt: off

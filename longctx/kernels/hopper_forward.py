@@ -33,7 +33,7 @@ been read. A tile of keys is step `it` of a program: ring slot it % STAGES, phas
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -58,9 +58,9 @@ from longctx.kernels.hopper_primitives import (
     load_parts,
     mask_scores,
     pop,
-    processors,
     push,
     rounding_error,
+    split,
     start_scores,
     start_sum,
     store_parts,
@@ -72,6 +72,7 @@ from longctx.kernels.tile_schedule import (
     batch_stride,
     heads_in_l2,
     masked_tile,
+    multiprocessors,
     scheduled_tile,
     visible_tiles,
 )
@@ -645,6 +646,32 @@ def forward_kernel(
     # fmt: on
 
 
+def constants_of(c: Config, size: int, group: int, dtype: gl.dtype, retry: bool) -> dict[str, Any]:
+    """The constants of `forward_kernel` for heads of `size` channels, `group` of which share k and
+    v.
+    """
+    width, rest = split(size)
+    return dict(
+        shared=shared_layout((64, width), dtype),
+        shared_kv=shared_layout((c.BN, width), dtype),
+        shared1=shared_layout((64, rest), dtype) if rest else None,
+        shared1_kv=shared_layout((c.BN, rest), dtype) if rest else None,
+        GROUP=group,
+        D=size,
+        D1=rest,
+        BN=c.BN,
+        STAGES=c.stages,
+        CONSUMERS=c.consumers,
+        REGISTERS=c.registers,
+        PINGPONG=c.pingpong,
+        OVERLAP=c.overlap,
+        MASKED_LOOP=c.masked_loop,
+        OUT_IN_Q=c.out_in_q,
+        FIXED_MAX=dtype == gl.bfloat16 and not retry,
+        RETRY=retry,
+    )
+
+
 class Launches(NamedTuple):
     """How to compute a shape again: the kernels, the size of their `flags`, and the entry of
     CONFIGS that they were made with.
@@ -730,9 +757,9 @@ def _first_launches(
     B, Tq, Hq, _D = q.shape
     group = Hq // k.shape[2]
     dtype = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
-    rest = size - (1 << (size.bit_length() - 1))  # channels past a power of two
+    width, rest = split(size)
     boxes = tuple(zip(tensors, (64, c.BN, c.BN, 64), strict=True))
-    maps = [descriptor(x, n, size - rest, dtype) for x, n in boxes]
+    maps = [descriptor(x, n, width, dtype) for x, n in boxes]
     maps += [descriptor(x, n, rest, dtype) if rest else None for x, n in boxes]
     tiles = triton.cdiv(Tq, 64 * c.consumers)
     scalars = (
@@ -744,31 +771,13 @@ def _first_launches(
         B * Hq,
         heads_in_l2(k, B * Hq, group),
     )
-    constants = dict(
-        shared=shared_layout((64, size - rest), dtype),
-        shared_kv=shared_layout((c.BN, size - rest), dtype),
-        shared1=shared_layout((64, rest), dtype) if rest else None,
-        shared1_kv=shared_layout((c.BN, rest), dtype) if rest else None,
-        GROUP=group,
-        D=size,
-        D1=rest,
-        BN=c.BN,
-        STAGES=c.stages,
-        CONSUMERS=c.consumers,
-        REGISTERS=c.registers,
-        PINGPONG=c.pingpong,
-        OVERLAP=c.overlap,
-        MASKED_LOOP=c.masked_loop,
-        OUT_IN_Q=c.out_in_q,
-    )
-    programs = min(tiles * B * Hq, processors(q.device))
-    fixed_max = q.dtype == torch.bfloat16
+    programs = min(tiles * B * Hq, multiprocessors(q.device))
     launches = []
-    for retry in (False, True) if fixed_max else (False,):
+    for retry in (False, True) if dtype == gl.bfloat16 else (False,):
         pointers = lse, flags[retry:], flags[2:], first, last
-        modes = dict(FIXED_MAX=fixed_max and not retry, RETRY=retry)
+        constants = constants_of(c, size, group, dtype, retry)
         again = first_launch(
-            forward_kernel, programs, maps, pointers, scalars, constants | modes, num_warps=4
+            forward_kernel, programs, maps, pointers, scalars, constants, num_warps=4
         )
         assert again is not None, "Gluon has no interpreter"
         launches.append(again)

@@ -1,5 +1,5 @@
-"""The order in which the Hopper backward takes tiles of keys and, for each, tiles of queries; and
-the producer, which loads them in this order.
+"""The order in which the Hopper backward takes tiles of keys and, for each, tiles of queries; the
+producer, which loads them in this order; and the mbarriers by which the consumers follow it.
 
 The walk of a tile of keys is the sequence of tiles of queries that see it. Walks go up, to later
 queries, or down.
@@ -88,16 +88,13 @@ def predecessor(qfirst, qlast, n0, Tk, down, BN: gl.constexpr):
 
 
 @gluon.jit
-def release(semaphore, n0, BN: gl.constexpr):
+def release(semaphore, n0, BN: gl.constexpr, AFTER: gl.constexpr):
     """Say that this tile of keys has added its part of dq.
 
-    It waits until all that was sent is in memory; that its source was read is not enough.
+    AFTER: the PTX that first waits until what was added is in memory.
     """
     gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0;\n\t"
-        "bar.warp.sync -1;\n\t"
-        "st.release.gpu.global.u32 [$1], $2;\n\t"
-        "mov.u32 $0, 0;",
+        f"{AFTER}\n\tst.release.gpu.global.u32 [$1], $2;\n\tmov.u32 $0, 0;",
         "=r,l,r",
         [semaphore.to(gl.int64, bitcast=True), n0 // BN + 1],
         dtype=gl.int32,
@@ -107,19 +104,20 @@ def release(semaphore, n0, BN: gl.constexpr):
 
 
 @gluon.jit
-def release_sums(semaphore, n0, BN: gl.constexpr, BARRIER: gl.constexpr):
+def release_sent(semaphore, n0, BN: gl.constexpr):
+    """As `release`, where a warp has added by TMA.
+
+    It waits until all that was sent is in memory; that its source was read is not enough.
+    """
+    release(semaphore, n0, BN, "cp.async.bulk.wait_group 0;\n\tbar.warp.sync -1;")
+
+
+@gluon.jit
+def release_added(semaphore, n0, BN: gl.constexpr, BARRIER: gl.constexpr):
     """As `release`, where a warpgroup has added from registers: it meets at a named barrier."""
-    gl.inline_asm_elementwise(
-        "fence.acq_rel.gpu;\n\t"
-        f"bar.sync {BARRIER}, 128;\n\t"
-        "st.release.gpu.global.u32 [$1], $2;\n\t"
-        "mov.u32 $0, 0;",
-        "=r,l,r",
-        [semaphore.to(gl.int64, bitcast=True), n0 // BN + 1],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    # a name of its own: Triton 3.6 takes no f-string as an argument
+    AFTER: gl.constexpr = f"fence.acq_rel.gpu;\n\tbar.sync {BARRIER}, 128;"
+    release(semaphore, n0, BN, AFTER)
 
 
 @gluon.jit
@@ -147,6 +145,35 @@ def consumer_walk(
     first_last = gl.load(qlast + start, mask=start + KEYS <= Tk, other=-1)
     m0 = (gl.where(down, lo + n - 1, lo) if DIRECTIONS == 2 else lo) * BM
     return m0, n, down, qfirst_j, qlast_j, last_first, first_last
+
+
+@gluon.jit
+def barriers(READERS: gl.constexpr):
+    """The mbarriers of a backward kernel, initialised, and its tile queue, which READERS warps or
+    warpgroups pop.
+
+    q and do have two slots, k and v one, which is empty once both consumers have said so.
+    """
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    do_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    one_int: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    queue = gl.allocate_shared_memory(gl.int32, [2, 1], one_int)
+    queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(k_full, count=1)
+    mbarrier.init(k_empty, count=2)
+    mbarrier.init(v_full, count=1)
+    mbarrier.init(v_empty, count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(queue_full.index(i), count=1)
+        mbarrier.init(queue_empty.index(i), count=READERS)
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(do_full.index(i), count=1)
+    return q_full, do_full, k_full, k_empty, v_full, v_empty, queue, queue_full, queue_empty
 
 
 @gluon.jit

@@ -6,8 +6,6 @@ after the last; every other warp pops it.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -243,6 +241,12 @@ def mask_scores(s, start, first, last, before, after):
     return gl.convert_layout(parts.reshape([s.shape[0], s.shape[1]]), s.type.layout)
 
 
+def split(size: int) -> tuple[int, int]:
+    """Channels of a head's first part, a power of two, and of its second, 0 if there is none."""
+    first = 1 << (size.bit_length() - 1)
+    return first, size - first
+
+
 def descriptor(x: Tensor, rows: int, PAD: int, dtype: gl.dtype) -> TensorDescriptor:
     """x (B, T, H, D) as a tensor map whose boxes are `rows` tokens of one head.
 
@@ -262,9 +266,3 @@ def addressable(x: Tensor) -> Tensor:
     bytes_ = x.element_size()
     aligned = x.data_ptr() % 16 == 0 and (b | t | h) * bytes_ % 16 == 0 and min(b, t, h) > 0
     return x if aligned and d == 1 else x.clone(memory_format=torch.contiguous_format)
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU: one persistent program runs on each."""
-    return torch.cuda.get_device_properties(device).multi_processor_count

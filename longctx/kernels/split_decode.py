@@ -21,12 +21,12 @@ it, BN keys of a tile. q, out (B, Hq, D); k, v (B, T, Hkv, D); first, last (B,).
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from longctx.kernels.tile_schedule import multiprocessors
 
 LOG2E = tl.constexpr(1.4426950408889634)
 TILE = 1 << 14  # bytes of a tile of keys; with STAGES of keys and values under 99 KiB
@@ -119,14 +119,6 @@ def launch(group: int, head_dim: int, itemsize: int) -> tuple[int, int, int]:
     """ROWS, PAD and BN for heads of `head_dim` channels of `itemsize` bytes."""
     pad = max(16, triton.next_power_of_2(head_dim))
     return max(16, triton.next_power_of_2(group)), pad, min(128, TILE // (pad * itemsize))
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; a CPU, which interprets the kernels, counts as four."""
-    if device.type != "cuda":
-        return 4
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def parts_of(rows: int, length: int, kv_heads: int, tile: int, device: torch.device) -> int:

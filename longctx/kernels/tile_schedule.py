@@ -8,6 +8,9 @@ full_hi .. need it again. Four scalars, from both ends of the tile, say where ea
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -60,3 +63,11 @@ def heads_in_l2(x: Tensor, heads: int, multiple: int) -> int:
     """How many heads, a multiple of `multiple`, have two operands like x that fill L2_BYTES."""
     per_head = 2 * x.shape[1] * x.shape[3] * x.element_size()
     return min(heads, max(1, L2_BYTES // per_head) * multiple)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; a CPU, which interprets the kernels, counts as four."""
+    if device.type != "cuda":
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from longctx.attention import Mask, attention, kernels_run, registry
+from longctx.attention import Mask, attention, kept_masks, kernels_run
 from longctx.kernels import flash_op, portable
 from tests.attention.rule import Case, check, inputs, run
 
@@ -102,11 +102,11 @@ def test_a_thousand_lengths_compile_few_kernels(kernel):
     before = compiled(kernel)
     for _ in range(100):
         step()
-    registry._masks.clear()  # at most MOST_KEPT causal masks, of lengths that came twice
+    kept_masks.forget()  # at most MOST_KEPT causal masks, of lengths that came twice
     held = torch.cuda.memory_allocated()
     for _ in range(900):
         step()
-    registry._masks.clear()
+    kept_masks.forget()
     assert compiled(kernel) - before <= 4
     assert torch.cuda.memory_allocated() <= held
 

@@ -22,16 +22,15 @@ from longctx.kernels import (
     hopper_backward,
     hopper_backward_wide,
     hopper_forward,
-    hopper_order,
     hopper_primitives,
     portable,
 )
+from longctx.kernels.gluon import shared_layout
 from longctx.kernels.launch import table
 
 # a cached kernel comes without what ptxas said of it
 triton.knobs.compilation.always_compile = True
 triton.knobs.nvidia.dump_ptxas_log = True
-layout = gl.NVMMASharedLayout.get_default_for
 SCALARS = {
     "lse": "*fp32",
     "first": "*i32",
@@ -46,8 +45,8 @@ SCALARS = {
 
 
 def box(rows, columns, dtype=gl.bfloat16):
-    shape = [1, rows, 1, columns]
-    return f"tensordesc<{dtype}{shape},{layout(shape, dtype)!r}>"
+    shape = 1, rows, 1, columns
+    return f"tensordesc<{dtype}{list(shape)},{shared_layout(shape, dtype)!r}>"
 
 
 def build(source, capability, **options):
@@ -87,22 +86,10 @@ def ptxas(kernel, constants, descriptors):
 
 def forward(head_dim, retry=False, dtype=gl.bfloat16):
     c = hopper_forward.CONFIGS[head_dim]
-    rest = head_dim - (1 << (head_dim.bit_length() - 1))
-    widths = head_dim - rest, rest
-    constants = dict(
-        **{f"shared{i or ''}": layout([64, n], dtype) if n else None for i, n in enumerate(widths)},
-        **{
-            f"shared{i or ''}_kv": layout([c.BN, n], dtype) if n else None
-            for i, n in enumerate(widths)
-        },
-        **dict(GROUP=1, D=head_dim, D1=rest, BN=c.BN),
-        **dict(STAGES=c.stages, CONSUMERS=c.consumers, REGISTERS=c.registers),
-        **dict(PINGPONG=c.pingpong, OVERLAP=c.overlap, MASKED_LOOP=c.masked_loop),
-        **dict(OUT_IN_Q=c.out_in_q, RETRY=retry),
-        FIXED_MAX=dtype == gl.bfloat16 and not retry,
-    )
+    constants = hopper_forward.constants_of(c, head_dim, 1, dtype, retry)
+    width, rest = hopper_primitives.split(head_dim)
     rows = {"q": 64, "k": c.BN, "v": c.BN, "out": 64}
-    descriptors = {name: box(n, widths[0], dtype) for name, n in rows.items()}
+    descriptors = {name: box(n, width, dtype) for name, n in rows.items()}
     if rest:
         descriptors |= {f"{name}1": box(n, rest, dtype) for name, n in rows.items()}
     else:
@@ -113,29 +100,10 @@ def forward(head_dim, retry=False, dtype=gl.bfloat16):
 def backward(head_dim, ordered=False, group=1, dtype=gl.bfloat16):
     c = hopper_backward.CONFIGS[head_dim]
     row = hopper_primitives.ROW_LAYOUT
-    rest = head_dim - (1 << (head_dim.bit_length() - 1))
-    widths = head_dim - rest, rest
-    constants = dict(
-        **{
-            f"{x}{i or ''}_shared": layout([n, width], dtype) if width else None
-            for x, n in (("q", c.BM), ("k", c.BN), ("v", 64))
-            for i, width in enumerate(widths)
-        },
-        **dict(ds_shared=layout([c.BN, c.BM], dtype), row_shared=row),
-        **dict(
-            GROUP=group,
-            D=head_dim,
-            D1=rest,
-            BM=c.BM,
-            BN=c.BN,
-            FENCE_LAST=c.fence_last,
-            ORDERED=ordered,
-        ),
-        DIRECTIONS=hopper_order.directions(head_dim, group, ordered),
-        REGISTERS=c.registers,
-    )
+    constants = hopper_backward.constants_of(c, head_dim, group, dtype, ordered)
+    width, rest = hopper_primitives.split(head_dim)
     rows = {"q": c.BM, "do": c.BM, "k": c.BN, "v": 64, "dk": 64, "dv": 64}
-    descriptors = {name: box(n, widths[0], dtype) for name, n in rows.items()}
+    descriptors = {name: box(n, width, dtype) for name, n in rows.items()}
     if rest:
         descriptors |= {f"{name}1": box(n, rest, dtype) for name, n in rows.items()}
         descriptors["dq1"] = f"tensordesc<fp32{[8, 256]},{row!r}>"
@@ -148,13 +116,8 @@ def backward(head_dim, ordered=False, group=1, dtype=gl.bfloat16):
 
 def wide_backward(head_dim, ordered=False, group=1, dtype=gl.bfloat16):
     row = hopper_primitives.ROW_LAYOUT
+    constants = hopper_backward.constants_of(None, head_dim, group, dtype, ordered)
     widths = {"": 128, "1": head_dim - 128}
-    constants = dict(
-        **{f"shared{i}": layout([64, width], dtype) for i, width in widths.items()},
-        **dict(ds_shared=layout([64, 64], dtype), row_shared=row),
-        **dict(GROUP=group, D=head_dim, ORDERED=ordered),
-        DIRECTIONS=hopper_order.directions(head_dim, group, ordered),
-    )
     descriptors = {
         f"{name}{i}": box(64, width, dtype)
         for name in ("q", "k", "v", "do", "dk", "dv")

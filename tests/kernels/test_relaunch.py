@@ -4,10 +4,8 @@ tests/attention/test_flash_hopper.py."""
 import gc
 import weakref
 
-import pytest
 import torch
 
-from longctx.attention import attention, registry
 from longctx.kernels import relaunch
 from longctx.kernels.relaunch import MOST_ADDRESSES, TensorMaps
 
@@ -47,19 +45,3 @@ def test_maps_of_one_argument_and_of_all_are_bounded(monkeypatch):
             assert len(maps) <= MOST_ADDRESSES
         most = max(most, sum(map(len, every)))
     assert MOST_ADDRESSES < most <= 3 * MOST_ADDRESSES + 1024
-
-
-@pytest.mark.parametrize("backend", ["naive", "flash"])
-def test_masks_of_lengths_that_come_once_are_not_kept(backend):
-    def call(T):
-        q = torch.ones(1, T, 1, 16)
-        return attention(q, q, q, backend=backend)
-
-    registry._masks.clear()
-    registry._seen.clear()
-    for T in range(1, 40):
-        call(T)
-    assert not registry._masks
-    first = call(7)
-    assert [key[2] for key in registry._masks] == [7]
-    assert torch.equal(call(7), first)
