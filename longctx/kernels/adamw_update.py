@@ -11,6 +11,8 @@ of the launch serves all steps. Arithmetic is fp32, however the averages are sto
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,6 +20,54 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK, WARPS = 1024, 8
+ALIGNED = 16  # bytes, of every tensor's address in one launch for all
+
+
+@triton.jit
+def updated(x, g, m, v, shrink, rate, root, beta1, beta2, eps):
+    """p, m and v after a step; `shrink`, `rate` and `root` as of `rates_of`."""
+    mean, square = m.to(tl.float32), v.to(tl.float32)
+    mean += (1 - beta1) * (g - mean)
+    square = beta2 * square + (1 - beta2) * g * g
+    x = shrink * x - rate * mean / (tl.sqrt(square) * root + eps)
+    return x, mean.to(m.dtype), square.to(v.dtype)
+
+
+@triton.jit
+def update_block(
+    p, grad, m, v, factor, rates,
+    start, N, beta1, beta2, eps,
+    CLIPPED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Update elements start : start + BLOCK of p, m and v (N,). Without a mask, where all are
+    there, 16 bytes are read at once.
+    """
+    at = start + tl.arange(0, BLOCK)
+    shrink, rate, root = tl.load(rates), tl.load(rates + 1), tl.load(rates + 2)
+    if start + BLOCK <= N:
+        g = tl.load(grad + at).to(tl.float32)
+        if CLIPPED:
+            g *= tl.load(factor)
+        x, mean, square = updated(
+            tl.load(p + at), g, tl.load(m + at), tl.load(v + at),
+            shrink, rate, root, beta1, beta2, eps,
+        )  # fmt: skip
+        tl.store(p + at, x)
+        tl.store(m + at, mean)
+        tl.store(v + at, square)
+    else:
+        there = at < N
+        g = tl.load(grad + at, mask=there).to(tl.float32)
+        if CLIPPED:
+            g *= tl.load(factor)
+        x, mean, square = updated(
+            tl.load(p + at, mask=there), g,
+            tl.load(m + at, mask=there), tl.load(v + at, mask=there),
+            shrink, rate, root, beta1, beta2, eps,
+        )  # fmt: skip
+        tl.store(p + at, x, mask=there)
+        tl.store(m + at, mean, mask=there)
+        tl.store(v + at, square, mask=there)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -26,20 +76,28 @@ def adamw_kernel(
     N, beta1, beta2, eps,
     CLIPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update BLOCK elements of p, m and v; `rates` as of `rates_of`."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    shrink, rate, root = tl.load(rates), tl.load(rates + 1), tl.load(rates + 2)
-    x = tl.load(p + at, mask=at < N)
-    g = tl.load(grad + at, mask=at < N).to(tl.float32)
-    if CLIPPED:
-        g *= tl.load(factor)
-    mean = tl.load(m + at, mask=at < N).to(tl.float32)
-    square = tl.load(v + at, mask=at < N).to(tl.float32)
-    mean += (1 - beta1) * (g - mean)
-    square = beta2 * square + (1 - beta2) * g * g
-    tl.store(p + at, shrink * x - rate * mean / (tl.sqrt(square) * root + eps), mask=at < N)
-    tl.store(m + at, mean.to(m.dtype.element_ty), mask=at < N)
-    tl.store(v + at, square.to(v.dtype.element_ty), mask=at < N)
+    """Update BLOCK elements of one tensor."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    update_block(p, grad, m, v, factor, rates, start, N, beta1, beta2, eps, CLIPPED, BLOCK)
+
+
+@triton.jit
+def adamw_of_all_kernel(
+    places, owners, factor,
+    beta1, beta2, eps,
+    COLUMNS: tl.constexpr, AVERAGE: tl.constexpr, CLIPPED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Update BLOCK elements of one of many tensors; `places` and `owners` as in `Places`."""
+    block = tl.program_id(0)
+    place = places + tl.load(owners + block).to(tl.int64) * COLUMNS
+    p = tl.multiple_of(tl.load(place).to(tl.pointer_type(tl.float32)), 16)
+    grad = tl.multiple_of(tl.load(place + 1).to(tl.pointer_type(tl.float32)), 16)
+    m = tl.multiple_of(tl.load(place + 2).to(tl.pointer_type(AVERAGE)), 16)
+    v = tl.multiple_of(tl.load(place + 3).to(tl.pointer_type(AVERAGE)), 16)
+    rates = tl.load(place + 4).to(tl.pointer_type(tl.float32))
+    start = (block - tl.load(place + 6)) * BLOCK
+    N = tl.load(place + 5)
+    update_block(p, grad, m, v, factor, rates, start, N, beta1, beta2, eps, CLIPPED, BLOCK)
 
 
 def rates_of(
@@ -76,6 +134,57 @@ def adamw_(
             p.numel(),
             *betas,
             eps,
+            CLIPPED=factor is not None,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
+
+
+class Places(NamedTuple):
+    """Where the tensors lie that one launch updates."""
+
+    # (n, 7) int64 on the device: addresses of p, grad, m, v and rates, elements, first block.
+    places: Tensor
+    owners: Tensor  # (blocks,) int32 on the device: which tensor a block is of
+    average: torch.dtype  # of m and v
+
+
+def places_of(tensors: Sequence[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]) -> Places | None:
+    """Of p, grad, m, v and rates, each as in `adamw_`; they must stay where they are. None where
+    one launch cannot update them: gradients not fp32 and contiguous, averages of two dtypes, or
+    addresses that are no multiple of ALIGNED.
+    """
+    averages = {x.dtype for _, _, *both, _ in tensors for x in both}
+    if len(averages) != 1 or not all(
+        grad.dtype == torch.float32
+        and all(x.is_contiguous() and x.data_ptr() % ALIGNED == 0 for x in (p, grad, m, v))
+        for p, grad, m, v, _ in tensors
+    ):
+        return None
+    blocks = torch.tensor([triton.cdiv(p.numel(), BLOCK) for p, *_ in tensors])
+    firsts = (blocks.cumsum(0) - blocks).tolist()
+    rows = [
+        [*(x.data_ptr() for x in of_one), of_one[0].numel(), first]
+        for of_one, first in zip(tensors, firsts, strict=True)
+    ]
+    owners = torch.repeat_interleave(torch.arange(len(tensors), dtype=torch.int32), blocks)
+    device = tensors[0][0].device
+    return Places(torch.tensor(rows).to(device), owners.to(device), *averages)
+
+
+def adamw_of_all_(
+    places: Places, factor: Tensor | None, betas: tuple[float, float], eps: float
+) -> None:
+    """Update all tensors of `places` as `adamw_` does one, to the same bits, in one launch."""
+    with torch.cuda.device_of(places.owners):
+        adamw_of_all_kernel[(len(places.owners),)](
+            places.places,
+            places.owners,
+            factor,
+            *betas,
+            eps,
+            COLUMNS=places.places.shape[1],
+            AVERAGE=tl.bfloat16 if places.average == torch.bfloat16 else tl.float32,
             CLIPPED=factor is not None,
             BLOCK=BLOCK,
             num_warps=WARPS,

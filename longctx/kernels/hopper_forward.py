@@ -99,7 +99,7 @@ class Config(NamedTuple):
 
 CONFIGS = {  # by head size
     64: Config(128, 3, 3, 160, True, False, True),
-    96: Config(128, 2, 2, 240, True, False, False),
+    96: Config(128, 3, 2, 240, True, False, False),
     128: Config(128, 2, 2, 240, True, True, False),
     192: Config(64, 3, 2, 240, True, True, False, out_in_q=True),
     256: Config(64, 2, 2, 240, True, False, False, out_in_q=True),

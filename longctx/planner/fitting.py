@@ -28,7 +28,7 @@ LEFT_FREE = 0.05  # of the GPU where nobody probes what is decided
 RATES: dict[str, dict[int, tuple[float, float]]] = {
     "flash": {
         64: (0.61, 0.595),
-        96: (0.58, 0.54),
+        96: (0.63, 0.57),
         128: (0.71, 0.6),
         192: (0.75, 0.44),
         256: (0.78, 0.47),

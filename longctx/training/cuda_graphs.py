@@ -83,6 +83,7 @@ class End:
     norm: Tensor
     factor: Tensor | None
     update: torch.cuda.CUDAGraph | None
+    launch: Callable[[], None] | None  # that was captured: it holds a table that `update` reads
 
 
 class StepGraphs(StepParts):
@@ -160,9 +161,10 @@ class StepGraphs(StepParts):
         clip, _ = self._capture(lambda: self.module.configure_gradient_clipping(optimizer))
         norm = self.module.grad_norm
         if not isinstance(optimizer, AdamW):
-            return End(clip, norm, None, None)
-        update = self._capture(optimizer.launch)[0] if optimizer.captures() else None
-        return End(clip, norm, optimizer.factor, update)
+            return End(clip, norm, None, None, None)
+        launch = optimizer.captured_update()
+        update = None if launch is None else self._capture(launch)[0]
+        return End(clip, norm, optimizer.factor, update, launch)
 
     def _capture(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         return capture(work, self.parallel.device.type, self.pool)

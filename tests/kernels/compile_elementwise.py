@@ -7,6 +7,7 @@ import json
 import re
 import sys
 
+import triton.language as tl
 from compile_report import build
 from triton.compiler import ASTSource
 
@@ -40,6 +41,7 @@ KINDS = {"target": "*i64", **dict.fromkeys(POINTERS, "*fp32")}
 STRIDES = [f"stride_{x}{of}" for x in "kv" for of in "bth"]
 KINDS |= dict.fromkeys(["first", "last"], "*i32") | dict.fromkeys(["part_out", "part_lse"], "*fp32")
 KINDS |= dict.fromkeys(["Hkv", "parts", *STRIDES], "i32") | {"scale_log2": "fp32"}
+KINDS |= {"places": "*i64", "owners": "*i32"}
 KINDS |= dict.fromkeys(["rows", "columns"], "*fp8e4nv") | {"amax": "*fp32"}
 KINDS |= dict.fromkeys(["R", "padded", "numel"], "i32")
 KINDS |= dict.fromkeys(FLOATS, "fp32") | dict.fromkeys(INTS, "i32")
@@ -130,6 +132,16 @@ if __name__ == "__main__":
                 capability,
                 adamw_update.WARPS,
                 dtype,
+                CLIPPED=True,
+                BLOCK=adamw_update.BLOCK,
+            )
+            spilled[f"adamw of all {capability} {dtype}"] = compiled(
+                adamw_update.adamw_of_all_kernel,
+                capability,
+                adamw_update.WARPS,
+                dtype,
+                COLUMNS=7,
+                AVERAGE=getattr(tl, {"bf16": "bfloat16", "fp32": "float32"}[dtype]),
                 CLIPPED=True,
                 BLOCK=adamw_update.BLOCK,
             )

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longctx.kernels.adamw_update import adamw_, rates_of
+from longctx.kernels.adamw_update import adamw_, adamw_of_all_, places_of, rates_of
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -41,6 +41,42 @@ def test_steps_are_those_of_torch(n: int, factor: float | None, average: torch.d
     error = (p.cpu().double() - want.detach()).abs().max()
     assert error < (1e-6 if average == torch.float32 else 5e-3)
     assert m.dtype == v.dtype == average
+
+
+@pytest.mark.parametrize("factor", [None, 0.25])
+@pytest.mark.parametrize("average", [torch.float32, torch.bfloat16])
+def test_one_launch_for_all_gives_the_bits_of_one_each(
+    factor: float | None, average: torch.dtype
+) -> None:
+    sizes = [1, 7, 1023, 1024, 2049, 5000]
+    scalar = None if factor is None else torch.tensor(factor, device=DEVICE)
+    undecayed = rates(3, weight_decay=0.0)
+    for_each = [
+        (
+            draw(n, 0).to(DEVICE),
+            draw(n, 1).to(DEVICE),
+            draw(n, 2).to(DEVICE, average),
+            draw(n, 3).abs().to(DEVICE, average),
+            undecayed if n < 1024 else rates(3),
+        )
+        for n in sizes
+    ]
+    for_all = [(*(x.clone() for x in tensors), rate) for *tensors, rate in for_each]
+    for p, grad, m, v, rate in for_each:
+        adamw_(p, grad, m, v, scalar, rate, BETAS, EPS)
+    places = places_of(for_all)
+    assert places is not None
+    adamw_of_all_(places, scalar, BETAS, EPS)
+    for wanted, got in zip(for_each, for_all, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(wanted, got, strict=True))
+
+
+def test_what_one_launch_cannot_update_is_left_to_others() -> None:
+    p, grad, m, v = (draw(65, seed).to(DEVICE) for seed in range(4))
+    assert places_of([(p[:64], grad[:64], m[:64], v[:64], rates(1))]) is not None
+    assert places_of([(p[:64], grad[1:], m[:64], v[:64], rates(1))]) is None  # not aligned
+    assert places_of([(p[:32], grad[:64:2], m[:32], v[:32], rates(1))]) is None
+    assert places_of([(p[:64], grad[:64], m[:64].half(), v[:64], rates(1))]) is None
 
 
 def test_it_writes_nothing_past_the_end() -> None:

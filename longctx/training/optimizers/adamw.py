@@ -9,6 +9,7 @@ the way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -126,7 +127,10 @@ class AdamW(torch.optim.AdamW):
         lr, eps, weight_decay = group["lr"], group["eps"], group["weight_decay"]
         beta1, beta2 = group["betas"]
         if by_kernel(p):
-            self._launch(p, grad, m, v, self._rates_at(step, group), group)
+            from longctx.kernels.adamw_update import adamw_  # needs Triton
+
+            rates = self._rates_at(step, group)
+            adamw_(p, grad, m, v, self.factor, rates, group["betas"], group["eps"])
             return
         if self.factor is not None:
             grad.mul_(self.factor)
@@ -143,13 +147,6 @@ class AdamW(torch.optim.AdamW):
             maximize=False,
         )
 
-    def _launch(
-        self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, rates: Tensor, group: dict[str, Any]
-    ) -> None:
-        from longctx.kernels.adamw_update import adamw_  # needs Triton
-
-        adamw_(p, grad, m, v, self.factor, rates, group["betas"], group["eps"])
-
     def _rates_at(self, step: int, group: dict[str, Any]) -> Tensor:
         """The (3,) tensor of `group` with the numbers of `step`, always the same tensor."""
         from longctx.kernels.adamw_update import rates_of  # needs Triton
@@ -165,26 +162,38 @@ class AdamW(torch.optim.AdamW):
             self._rates[first] = rates, values
         return rates
 
-    def captures(self) -> bool:
-        """Whether `launch` can be captured in a CUDA graph: kernels alone, all on one step."""
+    def captured_update(self) -> Callable[[], None] | None:
+        """The launch of a step that `count_step` has counted, for a CUDA graph: all tensors at
+        once, where they lie now, and nothing that is read of the host. None where a step is more.
+        """
+        from longctx.kernels.adamw_update import adamw_of_all_, places_of  # needs Triton
+
         trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if type(self) is not AdamW or self.stored == "host" or self.state.keys() != set(trained):
-            return False
+            return None
         steps = {int(state["step"]) for state in self.state.values()}
-        return len(steps) == 1 and all(type(p.data) is Tensor and by_kernel(p) for p in trained)
-
-    @torch.no_grad()
-    def launch(self) -> None:
-        """The kernels of a step that `count_step` has counted; they read nothing of the host."""
-        for group in self.param_groups:
-            rates, _ = self._rates[group["params"][0]]
-            for p in group["params"]:
-                if p.grad is not None and p.numel():
-                    m, v = (self.state[p][name].view(-1) for name in AVERAGES)
-                    self._launch(p.view(-1), p.grad.reshape(-1), m, v, rates, group)
+        is_plain = all(type(p.data) is Tensor and by_kernel(p) for p in trained)
+        if len(steps) != 1 or not is_plain:
+            return None
+        tensors = [
+            (p.data, p.grad, *(self.state[p][name] for name in AVERAGES), rates)
+            for group in self.param_groups
+            for rates, _ in [self._rates[group["params"][0]]]
+            for p in group["params"]
+            if p.grad is not None and p.numel()
+        ]
+        places = places_of(tensors)
+        if places is None:
+            return None
+        betas, eps = (self.param_groups[0][name] for name in ("betas", "eps"))  # those of all
+        update = partial(adamw_of_all_, factor=self.factor, betas=betas, eps=eps)
+        *alike, rates = tensors[0]
+        spare = places_of([(*(x.new_zeros(1) for x in alike), rates)])
+        update(spare)  # compiles the kernel, which cannot be done in a capture
+        return partial(update, places)
 
     def count_step(self) -> None:
-        """Count one more step of all parameters, and put its numbers where `launch` reads them."""
+        """Count one more step of all parameters; put its numbers where the kernel reads them."""
         steps = [state["step"] for state in self.state.values()]
         torch._foreach_add_(steps, 1.0)
         for group in self.param_groups:
