@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PROBE = ".longctx-"  # begins the name of a folder that is made to see whether that is possible
-PARTIAL = re.compile(rf"\..+\.\d+(\.\w+)?|\.step-\d+\.ckpt\.partial|{re.escape(PROBE)}\w+")
+PARTIAL = re.compile(
+    rf"\..+\.\d+(\.\w+)?|\.step-\d+\.ckpt\.(partial|removed)|{re.escape(PROBE)}\w+"
+)
 
 
 @contextmanager
@@ -62,11 +64,20 @@ def remove(path: Path) -> None:
 
 def remove_partial(folder: Path) -> None:
     """Remove what killed processes left half-written in `folder`: the names that `atomic` gives,
-    and those of sharded checkpoints. No other process may be writing there.
+    and those of checkpoints, also half-deleted ones. No other process may be writing there.
     """
     for path in folder.glob(".*"):
         if PARTIAL.fullmatch(path.name):
             remove(path)
+
+
+def to_disk(path: Path) -> None:
+    """Wait until what was written to a file or a folder is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def check_writable(folder: Path) -> None:

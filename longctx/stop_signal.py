@@ -6,6 +6,7 @@ sends before the time limit (`--signal=USR1@60`). The exit code is 128 + the num
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -144,6 +145,7 @@ def exit_with(code: int) -> NoReturn:
     """End this process, whose work is done, with `code`, also where signals come while it ends."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    gc.freeze()  # or the interpreter looks for garbage in all of torch, which takes a second
     sys.exit(code)
 
 

@@ -71,6 +71,7 @@ def test_what_killed_processes_left_goes_and_nothing_else(tmp_path: Path) -> Non
         ".metrics.9.jsonl",
         ".step-00000001.77.ckpt",
         ".step-00000002.ckpt.partial",
+        ".step-00000002.ckpt.removed",
         f"{files.PROBE}ab_c1",
     )
     stays = (".git", ".hidden", ".config.yaml.swp", "a.77.yaml", "step-00000001.ckpt", ".env.local")

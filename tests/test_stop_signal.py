@@ -1,6 +1,7 @@
 """What a signal says and does, before and after a run has something to save."""
 
 import signal
+import subprocess
 import sys
 import weakref
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from longctx import stop_signal
+from tests.processes import ROOT
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -65,3 +67,18 @@ def test_a_signal_that_comes_in_a_callback_still_ends_the_command(
         del x
     assert printed == [ZeroDivisionError]
     stop_signal.check()
+
+
+ENDING = """
+import atexit, gc
+from longctx import stop_signal
+atexit.register(lambda: print("frozen" if gc.get_freeze_count() else "searched"))
+stop_signal.exit_with(7)
+"""
+
+
+def test_a_command_ends_with_its_code_and_without_a_search_for_garbage() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (7, "frozen\n", "")

@@ -35,6 +35,11 @@ class HostBuffers:
         return buffers
 
     @classmethod
+    def free(cls) -> None:
+        """Give back all host memory that no forward pass holds."""
+        cls._pool = {at: buffers for at, buffers in cls._pool.items() if buffers.in_use}
+
+    @classmethod
     def stream(cls, device: torch.device) -> torch.cuda.Stream:
         if device not in cls._streams:
             cls._streams[device] = torch.cuda.Stream(device)

@@ -27,6 +27,7 @@ from torch import Tensor
 from longctx import files
 from longctx.runs.checkpoint_folder import IN_FILES, Sharded
 from longctx.runs.checkpoint_index import AT_ONCE, FORMAT, INDEX
+from longctx.runs.removal import Removal, set_aside
 
 PART = 1 << 30  # bytes of one file, unless a tensor is larger
 CHUNK = 1 << 24  # bytes that are written, and given to the disk, at one time
@@ -108,7 +109,8 @@ class Snapshot:
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
         self.allocate = allocate
         self.memory: list[Tensor] = []
-        self.copied: torch.cuda.Event | None = None
+        self.copied: list[torch.cuda.Event] = []  # when each part is there; from a GPU
+        self.is_last = False  # no copy follows: memory goes as soon as it is written
 
     def reserve(self, sizes: Sequence[int]) -> None:
         """Have memory for parts of these sizes; MemoryError or RuntimeError where there is none."""
@@ -127,16 +129,22 @@ class Snapshot:
         gpus = [device for device in devices if device.type == "cuda"]
         if gpus and len(devices) > 1:  # averages that lie on the host may be on their way there
             torch.cuda.synchronize(gpus[0])
+        self.copied = []
         for part, place in zip(parts, self.memory, strict=True):
             part.copy_to(place, non_blocking=True)
-        if gpus:
-            self.copied = torch.cuda.Event(blocking=True)
-            self.copied.record(torch.cuda.current_stream(gpus[0]))
+            if gpus:
+                self.copied.append(torch.cuda.Event(blocking=True))
+                self.copied[-1].record(torch.cuda.current_stream(gpus[0]))
 
-    def wait(self) -> None:
-        """Wait until the copy is there."""
-        if self.copied is not None:
-            self.copied.synchronize()
+    def wait(self, number: int) -> None:
+        """Wait until the copy of part `number` is there."""
+        if self.copied:
+            self.copied[number].synchronize()
+
+    def written(self, number: int) -> None:
+        """Note that part `number` is on disk."""
+        if self.is_last:
+            self.memory[number] = torch.empty(0, dtype=torch.uint8)
 
 
 class Saving:
@@ -156,7 +164,9 @@ class Saving:
         held = {name: x.part for name, x in tensors.items() if len(x.part)}
         self.parts = parts_of(f"shard-{writers.rank:05d}", held)
         self.snapshot: Snapshot | None = None
-        self.then: Callable[[], None] = lambda: None  # what the first rank does once it is whole
+        # What the first rank does once it is whole, and what that has begun to delete
+        self.then: Callable[[], Removal | None] = lambda: None
+        self.removal: Removal | None = None
         self.bytes = 0  # of all files, once it is whole
         self.started = self.seconds = 0.0  # and the seconds that took
         self.problem: str | None = None
@@ -277,7 +287,10 @@ class Saving:
         def write(number: int) -> dict[str, int]:
             part = self.parts[number]
             if self.snapshot is not None:
-                return self._write_part(part, self.snapshot.memory[number])
+                self.snapshot.wait(number)
+                described = self._write_part(part, self.snapshot.memory[number])
+                self.snapshot.written(number)
+                return described
             memory = free.get()
             if memory is None or len(memory) < part.size:
                 memory = torch.empty(part.size, dtype=torch.uint8)
@@ -289,8 +302,6 @@ class Saving:
 
         device = _gpu_of(self.parts)
         use_device(device)
-        if self.snapshot is not None:
-            self.snapshot.wait()
         with ThreadPoolExecutor(AT_ONCE, initializer=lambda: use_device(device)) as pool:
             written = list(pool.map(write, range(len(self.parts))))
         described = {part.file: one for part, one in zip(self.parts, written, strict=True)}
@@ -324,13 +335,16 @@ class Saving:
         content = {"format": FORMAT, **self.about} | index
         crc32 = zlib.crc32(json.dumps(content).encode())
         write_json(self.partial / INDEX, {"crc32": crc32, "content": content})
-        to_disk(self.partial)
-        files.remove(self.path)  # the one after this step that an earlier process of the run wrote
+        files.to_disk(self.partial)
+        # An earlier process of the run may have written one after this step
+        replaced = set_aside(self.path) if self.path.exists() else None
         os.rename(self.partial, self.path)
-        to_disk(self.path.parent)
+        files.to_disk(self.path.parent)
+        if replaced is not None:
+            files.remove(replaced)
         self.bytes = sum(file["bytes"] for file in index["files"].values())
         self.seconds = time.monotonic() - self.started
-        self.then()
+        self.removal = self.then()
 
     def _written_by_ranks(self) -> list[dict[str, Any]]:
         """What each rank has left word of, once all have."""
@@ -392,13 +406,4 @@ def write_json(path: Path, content: Any) -> None:
     """Write a JSON that is whole, and on disk, when it appears."""
     with files.atomic(path) as partial:
         partial.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
-        to_disk(partial)
-
-
-def to_disk(path: Path) -> None:
-    """Wait until what was written to a file or a folder is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        files.to_disk(partial)

@@ -23,6 +23,7 @@ from longctx.files import by_step
 from longctx.runs import checkpoint_folder, checkpoint_index, run_folder, tensor_checks, torch_file
 from longctx.runs.checkpoint_folder import Sharded
 from longctx.runs.checkpoint_write import ALONE, Saving, Writers
+from longctx.runs.removal import Removal
 
 FORMAT = 2
 
@@ -98,9 +99,9 @@ def describe(
     }
 
 
-def tidy(folder: Path, keep: int, best_step: int = 0) -> None:
+def tidy(folder: Path, keep: int, best_step: int = 0) -> Removal:
     """Point last.ckpt at the newest checkpoint, and best.ckpt at that after `best_step`, if it is
-    there; delete all but these and the newest `keep`, and what a killed process left half-written.
+    there; begin to delete all but these and the newest `keep`, and what killed processes left.
     """
     paths, best = run_folder.checkpoints(folder), path_of(folder, best_step)
     _link("last.ckpt", paths[-1])
@@ -108,9 +109,8 @@ def tidy(folder: Path, keep: int, best_step: int = 0) -> None:
         _link("best.ckpt", best)
     else:
         files.remove(folder / "checkpoints" / "best.ckpt")
-    for path in [*paths[:-keep], *(folder / "checkpoints").glob(".step-*.ckpt*")]:
-        if path != best:
-            files.remove(path)
+    leftovers = list((folder / "checkpoints").glob(".step-*.ckpt*"))
+    return Removal([path for path in paths[:-keep] if path != best], leftovers)
 
 
 def _link(name: str, target: Path) -> None:

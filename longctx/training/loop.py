@@ -25,6 +25,7 @@ from longctx.distributed.devices import is_out_of_memory, this_machine, within_m
 from longctx.distributed.heartbeat import go_on
 from longctx.distributed.parallel import EXIT, Parallel, exit_within, parallel_of
 from longctx.kernels.selftest import SelfTestFailed
+from longctx.model.offload import HostBuffers
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import PARAMETERS, predict
 from longctx.runs import checkpoints, run_folder, tensor_checks
@@ -247,6 +248,15 @@ def freeze_garbage() -> None:
     gc.freeze()
 
 
+def free_memory(device: str) -> None:
+    """Give back what the steps held of a GPU's memory, and of page-locked memory, while the last
+    checkpoint is written: else the exit of the process would take that long.
+    """
+    if device == "cuda":
+        HostBuffers.free()
+        torch.cuda.empty_cache()
+
+
 def without_lost_connections(show: Callable[..., Any]) -> Callable[..., Any]:
     """`show`, an excepthook, but for threads that served a data worker which is gone: the run says
     that in a line of its own.
@@ -291,17 +301,33 @@ class Vote:
 
 
 def train_safely(run: Run, parallel: Parallel, stop: StopSignal) -> int:
+    """Train and report; return the exit code once what the last checkpoint replaces is deleted."""
+    log = RunLog(run, parallel)
+    saver = Saver(run, parallel, log)
+    try:
+        code = train_and_report(run, parallel, log, stop, saver)
+        saver.end_removal()
+    except KeyboardInterrupt:
+        saver.cancel_removal()
+        raise
+    return code
+
+
+def train_and_report(
+    run: Run, parallel: Parallel, log: RunLog, stop: StopSignal, saver: Saver
+) -> int:
     """Run `loop`; print how the run begins and ends; return the exit code of each outcome."""
     work = run.workload
-    log = RunLog(run, parallel)
     state_of_gc = gc.get_freeze_count()
     code: int = 1
     problem: str | None = None
     stopped = False
     untrained = False  # a new run that ends before its first step leaves no folder
     try:
-        with within_memory(work.device), Saver(run, parallel, log) as saver:
+        with within_memory(work.device), saver:
             loop(run, parallel, log, stop, saver)
+            free_memory(work.device)
+            saver.finish()
         parallel.leave()
         stopped = stop.number is not None and log.steps_done < run.max_steps
         code = stop.code if stopped else 0

@@ -87,10 +87,13 @@ class RunLog:
 
     def saved(self, path: Path, step: int, size: int, seconds: float) -> None:
         """Say that the checkpoint after `step` is on disk, and upload it if that is asked for."""
-        shown = f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
-        self.display.say(f"saved      after step {step:,}, {shown} in {seconds:.1f} s")
+        self.display.say(f"saved      after step {step:,}, {size_of(size)} in {seconds:.1f} s")
         if self.tracker is not None:
             self.tracker.checkpoint(path, step)
+
+    def deleting(self, size: int) -> None:
+        """Say that the run ends once `size` bytes of older checkpoints are deleted."""
+        self.display.say(f"deleting   {size_of(size)} of older checkpoints")
 
     def patience_ended(self, why: str | None) -> None:
         """Note that no later validation brought a lower loss; `why` the run ends before its last
@@ -135,6 +138,11 @@ class RunLog:
             self.out_of_patience,
         )
         self.display.print(table)
+
+
+def size_of(count: int) -> str:
+    """A number of bytes, such as 14.8 GB."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
 def facts(run: Run) -> dict[str, Any]:

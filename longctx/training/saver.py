@@ -1,9 +1,10 @@
 """When a run is saved: a checkpoint is copied to host memory and written while the next steps run.
 
 The copy takes as much memory as the checkpoint; beside a GPU that is page-locked, in the background
-after the first step. Where so much is not free, and after the last step, the run waits until the
-checkpoint is written. One checkpoint is written at a time, and what fails is raised at the next
-step.
+after the first step. Where so much is not free the run waits until the checkpoint is written. One
+checkpoint is written at a time, and what fails is raised at the next step.
+
+While the last one is written, and those that it replaces are deleted, the run frees what it held.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB
 from longctx.runs import checkpoints
 from longctx.runs.checkpoint_write import ALONE, Saving, Snapshot, Writers, use_device
+from longctx.runs.removal import Removal
 from longctx.training.best import Best
 from longctx.training.run import Run
 from longctx.training.run_log import RunLog
 from longctx.training.throughput import Meter
 from longctx.training.train_step import TrainState
+
+SAID_AFTER = 1.0  # seconds for which the end of a run deletes checkpoints
 
 
 class Saver:
@@ -52,6 +56,7 @@ class Saver:
         self.is_agreed = True  # all ranks know that it is written
         self.is_said = True
         self.saving: Saving | None = None  # what this rank has of it
+        self.removal_problem: str | None = None  # the one that was said last
 
     def __enter__(self) -> Saver:
         return self
@@ -87,22 +92,29 @@ class Saver:
         self.reserving.start()
 
     def save(self, meter: Meter, best: Best, step: int, last: bool) -> None:
-        """Begin to write the checkpoint after `step`, and where it is the last one wait for it; all
-        ranks call it. Raises OSError where it, or the one before, cannot be written.
+        """Begin to write the checkpoint after `step`; all ranks call it. Raises OSError where it,
+        or the one before, cannot be written. The older ones of the run go, but for the best one
+        where that is kept.
 
-        The older ones of the run go, but for the best one where that is kept.
+        After the `last` one, which `finish` waits for, the state is to change no more.
         """
         self.finish()
+        if self.removal is not None:  # or there would be two on the disk beside those kept
+            self.removal.wait()
+            self._say_removal_problem()
         content = {"steps_done": step, "meter": meter.state(), "best": best.state()}
         content["random"] = checkpoints.random_state()
         best_step = best.step if self.run.config.keep_best else 0
         self.step = step
         saving = self._saving(content, best_step) if self._writes else None
         has_copy = saving is None or self._has_copy(saving, last)
+        self.snapshot.is_last = last
         if saving is not None:
             saving.begin(self.snapshot if has_copy else None)
         self.saving, self.is_agreed, self.is_said = saving, False, False
-        if last or self.parallel.max(int(not has_copy)):
+        if last:
+            del self.state
+        elif self.parallel.max(int(not has_copy)):
             self.finish()
 
     def check(self) -> None:
@@ -110,6 +122,7 @@ class Saver:
         if self.saving is not None and self.saving.is_done and not self.is_agreed:
             self.saving.check()
             self._say()
+        self._say_removal_problem()
 
     def finish(self) -> None:
         """Wait until the checkpoint under way is on disk; all ranks call it. OSError if it cannot
@@ -122,6 +135,27 @@ class Saver:
         self.is_agreed = True
         self._say()
         self.parallel.barrier()
+
+    def end_removal(self) -> None:
+        """Wait until what the last checkpoint has replaced is deleted; that is said where it takes
+        long.
+        """
+        if self.removal is None:
+            return
+        if not self.removal.wait(SAID_AFTER):
+            self.log.deleting(self.removal.bytes)
+            self.removal.wait()
+        self._say_removal_problem()
+
+    def cancel_removal(self) -> None:
+        """Leave what is not deleted yet to the next run in the folder."""
+        if self.removal is not None:
+            self.removal.cancel()
+
+    @property
+    def removal(self) -> Removal | None:
+        """The deletion of what the newest checkpoint has replaced, on the first rank."""
+        return None if self.saving is None else self.saving.removal
 
     @property
     def _writes(self) -> bool:
@@ -187,3 +221,9 @@ class Saver:
         if not self.is_said and self.saving is not None and self.parallel.is_first:
             self.log.saved(self.saving.path, self.step, self.saving.bytes, self.saving.seconds)
         self.is_said = True
+
+    def _say_removal_problem(self) -> None:
+        problem = None if self.removal is None else self.removal.problem
+        if problem is not None and problem != self.removal_problem:
+            self.log.say(f"warning: {problem}")
+            self.removal_problem = problem

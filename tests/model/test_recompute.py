@@ -12,7 +12,7 @@ from longctx.attention import Mask, flash
 from longctx.config.memory_config import POLICIES, MemoryConfig
 from longctx.model import GPT, GPTConfig, recompute
 from longctx.model.layers import Block
-from longctx.model.offload import pinned
+from longctx.model.offload import HostBuffers, pinned
 
 CONFIG = GPTConfig(
     vocab_size=67, layers=3, channels=32, heads=4, kv_heads=2, ffn=48, init_std=0.2, qk_norm=True
@@ -225,3 +225,19 @@ def test_on_a_gpu(way: str, compiled: bool) -> None:
 def test_host_memory_that_is_not_there_is_a_memory_error() -> None:
     with pytest.raises(MemoryError, match="GiB of host memory"):
         pinned(1 << 62, torch.uint8)
+
+
+def test_host_memory_is_given_back_but_for_what_a_forward_pass_holds(
+    saved: dict[str, list[Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostBuffers, "_pool", {})
+    model = make(WAYS["host"])
+    loss = model(*batch())
+    HostBuffers.free()
+    assert HostBuffers._pool
+    loss.backward()
+    for p, expected in zip(model.parameters(), saved["flash"], strict=True):
+        torch.testing.assert_close(p.grad, expected)
+    del loss
+    HostBuffers.free()
+    assert not HostBuffers._pool

@@ -55,7 +55,7 @@ class Held(Snapshot):
         super().__init__(on_host)
         self.released = threading.Event()
 
-    def wait(self) -> None:
+    def wait(self, number: int) -> None:
         assert self.released.wait(20)
 
 
@@ -112,6 +112,22 @@ def test_memory_for_the_copy_is_used_again(tmp_path: Path) -> None:
             assert [one.data_ptr() for one in snapshot.memory] == places
         read = checkpoint_folder.read(tmp_path / str(step))["tensors"]
         assert torch.equal(read["x"][:], tensors["x"])
+
+
+def test_memory_of_the_last_copy_goes_as_soon_as_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_write, "PART", 64)
+    snapshot = Snapshot(on_host)
+    for step in range(2):
+        snapshot.is_last = step == 1
+        saving = Saving(tmp_path / str(step), {}, whole(odd()))
+        saving.begin(snapshot)
+        saving.end()
+        assert checkpoint_index.verify(saving.path) is None
+        assert len(saving.parts) > 1
+        sizes = [0 if snapshot.is_last else part.size for part in saving.parts]
+        assert [one.nbytes for one in snapshot.memory] == sizes
 
 
 @pytest.mark.parametrize("behind", [False, True])
@@ -245,6 +261,14 @@ def test_a_kill_in_the_write_leaves_the_checkpoint_before_it(tmp_path: Path) -> 
     write(Saving(tmp_path / "step-00000002.ckpt", {}, whole(odd())))
     assert checkpoint_index.verify(tmp_path / "step-00000002.ckpt") is None
     assert not partial.exists()
+
+
+def test_one_that_was_there_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "step-00000001.ckpt"
+    for value in (1.0, 2.0):
+        write(Saving(path, {}, {"x": Sharded.whole(torch.full((2,), value))}))
+    assert torch.equal(checkpoint_folder.read(path)["tensors"]["x"][:], torch.full((2,), 2.0))
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_parts_are_as_large_as_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,7 +231,7 @@ def test_what_a_kill_left_of_a_checkpoint_goes_with_the_next(tmp_path: Path) -> 
     (tmp_path / "checkpoints").mkdir()
     for name in ("step-00000001.ckpt", ".step-00000002.77.ckpt"):
         (tmp_path / "checkpoints" / name).touch()
-    checkpoints.tidy(tmp_path, keep=2)
+    checkpoints.tidy(tmp_path, keep=2).wait()
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
         "step-00000001.ckpt",
         "last.ckpt",

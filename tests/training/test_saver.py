@@ -1,10 +1,15 @@
-"""Checkpoints that are written while the next steps run, and what happens meanwhile."""
+"""Checkpoints that are written while the next steps run, and those that they replace."""
 
+import errno
 import json
 import math
 import os
+import re
 import resource
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +22,11 @@ from longctx import stop_signal
 from longctx.cli.entry import FULL_DISK
 from longctx.config.model_config import GPTConfig
 from longctx.planner import hardware
-from longctx.runs import checkpoint_index, checkpoints, run_folder
-from longctx.runs.checkpoint_write import Snapshot
-from longctx.training import loop
+from longctx.runs import checkpoint_index, checkpoints, removal, run_folder
+from longctx.runs.checkpoint_write import Saving, Snapshot
+from longctx.training import loop, saver
+from longctx.training.run_log import RunLog
+from tests.processes import ROOT
 from tests.training.sample_run import Overrides, newest, steps
 
 
@@ -29,7 +36,7 @@ def in_the_write(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]
 
     def arrange(work: Callable[[], Any]) -> None:
         left = [work]
-        monkeypatch.setattr(Snapshot, "wait", lambda snapshot: left and left.pop()())
+        monkeypatch.setattr(Snapshot, "wait", lambda snapshot, number: left and left.pop()())
 
     return arrange
 
@@ -169,3 +176,151 @@ def test_counters_are_those_of_the_step_that_is_saved(
         assert content["meter"]["tokens_seen"] == tokens[step]
         assert content["best"]["step"] <= step
         assert len(content["meter"]["spikes"]["losses"]) == step
+
+
+@pytest.fixture
+def at_each_deletion(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[Callable[[], Any]], None]:
+    """Has a function called before each file of a checkpoint that is replaced is deleted, one after
+    another.
+    """
+
+    def arrange(work: Callable[[], Any]) -> None:
+        def unlink(path: str | Path, **options: Any) -> None:
+            if Path(path).parent.suffix == ".removed":
+                work()
+            os.remove(path, **options)
+
+        monkeypatch.setattr(removal, "AT_ONCE", 1)
+        monkeypatch.setattr(os, "unlink", unlink)
+
+    return arrange
+
+
+def test_the_report_waits_for_no_deletion_and_the_end_does(
+    overrides: Overrides,
+    tmp_path: Path,
+    at_each_deletion: Callable[[Callable[[], Any]], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    is_reported, summary = threading.Event(), RunLog.summary
+
+    def report(*arguments: Any) -> None:
+        summary(*arguments)
+        is_reported.set()
+
+    monkeypatch.setattr(RunLog, "summary", report)
+    monkeypatch.setattr(saver, "SAID_AFTER", 0.0)
+    waited: list[bool] = []
+    at_each_deletion(lambda: time.sleep(0.05) or waited.append(is_reported.wait(20)))
+    changes = {"checkpoint_every": 2, "keep_checkpoints": 1, "max_steps": 4}
+    assert train.main(overrides(name="r", **changes)) == 0
+    assert len(waited) > 1 and all(waited)
+    out = capsys.readouterr().out.splitlines()
+    assert re.match(r"deleting .* MB of older checkpoints", out[-1])
+    assert names(tmp_path / "runs" / "r") == ["last.ckpt", "step-00000004.ckpt"]
+
+
+def test_no_checkpoint_is_begun_while_an_older_one_is_deleted(
+    overrides: Overrides,
+    tmp_path: Path,
+    at_each_deletion: Callable[[Callable[[], Any]], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that a disk needs room for one more than are kept."""
+    seen: list[list[str]] = []
+    begin = Saving.begin
+
+    def begin_and_look(saving: Saving, *arguments: Any) -> None:
+        seen.append(names(tmp_path / "runs" / "r"))
+        begin(saving, *arguments)
+
+    monkeypatch.setattr(Saving, "begin", begin_and_look)
+    at_each_deletion(lambda: time.sleep(0.3))
+    changes = {"checkpoint_every": 1, "keep_checkpoints": 1, "max_steps": 3}
+    assert train.main(overrides(name="r", **changes)) == 0
+    assert seen == [[], ["last.ckpt", "step-00000001.ckpt"], ["last.ckpt", "step-00000002.ckpt"]]
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_said_once_and_costs_nothing(
+    overrides: Overrides,
+    tmp_path: Path,
+    at_each_deletion: Callable[[Callable[[], Any]], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse() -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    at_each_deletion(refuse)
+    changes = {"checkpoint_every": 2, "keep_checkpoints": 1, "max_steps": 4}
+    assert train.main(overrides(name="r", **changes)) == 0
+    printed = capsys.readouterr()
+    (line,) = [x for x in printed.out.splitlines() if x.startswith("warning: ") and "delete" in x]
+    assert "step-00000002.ckpt" in line and "not permitted" in line and not printed.err
+    folder = tmp_path / "runs" / "r"
+    (path,) = run_folder.checkpoints(folder)
+    checkpoints.verify(path)
+    monkeypatch.undo()
+    assert train.main([f"resume={folder}", "max_steps=5"]) == 0
+    assert names(folder) == ["last.ckpt", "step-00000005.ckpt"]
+
+
+def test_a_second_signal_ends_the_deletion_too(
+    overrides: Overrides, tmp_path: Path, at_each_deletion: Callable[[Callable[[], Any]], None]
+) -> None:
+    def terminate_twice() -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1.5 * stop_signal.TOGETHER)
+
+    at_each_deletion(terminate_twice)
+    changes = {"checkpoint_every": 2, "keep_checkpoints": 1, "max_steps": 4}
+    assert train.main(overrides(name="r", **changes)) == 143
+    folder = tmp_path / "runs" / "r"
+    (left,) = (folder / "checkpoints").glob(".step-*")
+    assert len(list(left.iterdir())) == 1
+    (path,) = run_folder.checkpoints(folder)
+    checkpoints.verify(path)
+
+
+KILLED = """
+import os, sys, time
+import train
+from longctx.runs import removal
+def unlink(path, left=[1], **options):
+    if os.path.dirname(path).endswith(".removed"):
+        if not left.pop():
+            os.write(1, b"\\nhalf\\n")
+            time.sleep(60)
+        left.append(0)
+    os.remove(path, **options)
+removal.AT_ONCE, os.unlink = 1, unlink
+train.main(sys.argv[1:])
+"""
+
+
+def test_a_kill_in_the_deletion_leaves_a_run_that_goes_on(
+    overrides: Overrides, tmp_path: Path
+) -> None:
+    changes = {"checkpoint_every": 2, "keep_checkpoints": 1, "max_steps": 4}
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, *overrides(name="r", **changes)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        assert "half\n" in process.stdout
+        process.kill()
+    assert process.wait() == -signal.SIGKILL
+    folder = tmp_path / "runs" / "r"
+    (left,) = (folder / "checkpoints").glob(".step-*")
+    assert len(list(left.iterdir())) == 1
+    assert [path.name for path in run_folder.checkpoints(folder)] == ["step-00000004.ckpt"]
+    assert train.main([f"resume={folder}", "max_steps=5"]) == 0
+    assert [row["step"] for row in steps(folder)] == [1, 2, 3, 4, 5]
+    assert names(folder) == ["last.ckpt", "step-00000005.ckpt"]
