@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longctx.attention import Mask
 from longctx.distributed.devices import is_out_of_memory
@@ -101,6 +101,7 @@ class StepGraphs(StepParts):
         self.is_warm = False
         self.passes: dict[bool, Pass] = {}  # by whether a micro-batch is the first of its step
         self.end: End | None = None
+        self.gradients: list[tuple[nn.Parameter, Tensor]] = []  # where the graphs write them
         self.pool: Any = torch.cuda.graph_pool_handle()
         super().zero_grad()
 
@@ -141,6 +142,8 @@ class StepGraphs(StepParts):
         if self.end is None or self.end.update is None:
             super().update()
             self.is_warm = True
+            for p, grad in self.gradients:  # the optimizer may have set p.grad to None
+                p.grad = grad
             return None
         assert isinstance(self.optimizer, AdamW)
         self.optimizer.count_step()
@@ -154,6 +157,7 @@ class StepGraphs(StepParts):
     def _captured_pass(self, micro: MicroBatch) -> Pass:
         forward, loss = self._capture(lambda: self.prepared.training_step(micro))
         backward, _ = self._capture(lambda: self.parallel.backward(loss))
+        self.gradients = [(p, p.grad) for p in self.module.parameters() if p.grad is not None]
         return Pass(forward, backward, loss.detach())
 
     def _captured_end(self) -> End:

@@ -301,15 +301,22 @@ class Vote:
 
 
 def train_safely(run: Run, parallel: Parallel, stop: StopSignal) -> int:
-    """Train and report; return the exit code once what the last checkpoint replaces is deleted."""
+    """Train and report; return the exit code once what the last checkpoint replaces is deleted. A
+    signal ends the deletion and changes no code: all is saved.
+    """
     log = RunLog(run, parallel)
     saver = Saver(run, parallel, log)
     try:
         code = train_and_report(run, parallel, log, stop, saver)
-        saver.end_removal()
     except KeyboardInterrupt:
         saver.cancel_removal()
         raise
+    stop.waits = False
+    try:
+        saver.end_removal()
+    except KeyboardInterrupt:
+        saver.cancel_removal()
+        log.say("stopped    deleting older checkpoints; the next resume deletes the rest")
     return code
 
 

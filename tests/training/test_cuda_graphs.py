@@ -96,6 +96,29 @@ def test_a_step_without_an_update_is_not_enough_for_a_capture(
         assert weight.tolist() == [left] * 3
 
 
+class Forgetful(torch.optim.SGD):
+    """An optimizer that leaves no gradients behind, as some do."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.zero_grad(set_to_none=True)
+        return loss
+
+
+def test_captured_gradients_stay_where_graphs_write_them_whatever_an_optimizer_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    weight = torch.nn.Parameter(torch.ones(3))
+    graphs = StepGraphs(None, None, Forgetful([weight], lr=0.5), None)
+    captured = weight.grad = torch.ones(3)
+    graphs.gradients = [(weight, captured)]
+    for left in (0.5, 0.0):
+        graphs.update()
+        assert weight.grad is captured
+        assert weight.tolist() == [left] * 3
+
+
 def work(*keys: str, device: str = "cuda") -> Workload:
     config = cli.compose("train", ["model=124m", "memory=fast", *keys]).config
     return with_vocabulary(workload_of(config, device, config.seq_len), 50304)

@@ -268,17 +268,31 @@ def test_a_checkpoint_that_cannot_be_deleted_is_said_once_and_costs_nothing(
     assert names(folder) == ["last.ckpt", "step-00000005.ckpt"]
 
 
-def test_a_second_signal_ends_the_deletion_too(
-    overrides: Overrides, tmp_path: Path, at_each_deletion: Callable[[Callable[[], Any]], None]
+def test_a_signal_ends_the_deletion_and_changes_no_exit_code(
+    overrides: Overrides,
+    tmp_path: Path,
+    at_each_deletion: Callable[[Callable[[], Any]], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def terminate_twice() -> None:
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(1.5 * stop_signal.TOGETHER)
+    is_ending, end_removal = threading.Event(), saver.Saver.end_removal
 
-    at_each_deletion(terminate_twice)
+    def end(self: saver.Saver) -> None:
+        is_ending.set()
+        end_removal(self)
+
+    def terminate() -> None:
+        is_ending.wait(20)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1.5 * stop_signal.TOGETHER)
+
+    monkeypatch.setattr(saver.Saver, "end_removal", end)
+    at_each_deletion(terminate)
     changes = {"checkpoint_every": 2, "keep_checkpoints": 1, "max_steps": 4}
-    assert train.main(overrides(name="r", **changes)) == 143
+    assert train.main(overrides(name="r", **changes)) == 0
+    printed = capsys.readouterr()
+    assert "stopped    deleting older checkpoints" in printed.out
+    assert "finishing this step" not in printed.err
     folder = tmp_path / "runs" / "r"
     (left,) = (folder / "checkpoints").glob(".step-*")
     assert len(list(left.iterdir())) == 1
