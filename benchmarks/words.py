@@ -29,6 +29,7 @@ BENCHMARKS = {
     "context": "the longest context of every backend, with memory and speed up to it",
     "peers": "whole training steps beside nanoGPT, transformers, Liger and peft",
     "decoding": "the first token after a long prompt, and each further one, beside transformers",
+    "waits": "start, save and end of a run, beside what the disk needs",
     "memory": "predicted peak memory beside the measured, over many configurations",
     "picture": "the picture of the README, drawn from results/",
     "devices": "training on 1, 2 and 4 GPUs, beside torch's context_parallel and accelerate",
