@@ -275,18 +275,25 @@ def test_a_signal_ends_the_deletion_and_changes_no_exit_code(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    is_ending, end_removal = threading.Event(), saver.Saver.end_removal
+    is_ending, is_cancelled = threading.Event(), threading.Event()
+    end_removal, cancel = saver.Saver.end_removal, removal.Removal.cancel
 
     def end(self: saver.Saver) -> None:
         is_ending.set()
         end_removal(self)
 
+    def cancelled(self: removal.Removal) -> None:
+        self._is_cancelled.set()
+        is_cancelled.set()
+        cancel(self)
+
     def terminate() -> None:
         is_ending.wait(20)
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(1.5 * stop_signal.TOGETHER)
+        is_cancelled.wait(20)
 
     monkeypatch.setattr(saver.Saver, "end_removal", end)
+    monkeypatch.setattr(removal.Removal, "cancel", cancelled)
     at_each_deletion(terminate)
     changes = {"checkpoint_every": 2, "keep_checkpoints": 1, "max_steps": 4}
     assert train.main(overrides(name="r", **changes)) == 0
