@@ -93,7 +93,9 @@ def stopped(
         base = tmp_path_factory.mktemp("stopped")
         command = overrides_in(base / "runs", name="r", max_steps=100_000, workers=1)
         with open(base / "stderr", "w+") as file:  # more than a pipe holds
+            before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup ignore it
             process = start(command, base, file, PYTHONPROFILEIMPORTTIME="1")
+            signal.signal(signal.SIGHUP, before)
             folder = base / "runs" / "r"
             wait_for_step(folder, 5, process)
             os.killpg(process.pid, number)
