@@ -1,3 +1,3 @@
-"""Benchmarks: every figure beside its peers in the same process, with machine, versions and command
-on record.
+"""Benchmarks: every figure beside its peers in the same run, with machine, versions and command on
+record.
 """

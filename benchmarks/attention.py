@@ -2,11 +2,11 @@
 chip's own matmul rate.
 
 FLOPs are those of the visible pairs, 4·pairs·H·D forward and 2.5 times that backward, whatever a
-kernel recomputes. All get the same random inputs and are timed in turn, round by round, so that all
-see the same clocks; figures are medians of the device's own time. The ceiling, a large bf16 matrix
-product, is timed in the same process. `seconds` bounds the whole: where it grows short there are
-fewer rounds, then fewer cases, and a peer that takes a quarter of it to compile is left out from
-there on.
+kernel recomputes. All backends get the same random inputs and are timed in turn, round by round, so
+that all see the same clocks; figures are medians of the device's own time. The matmul rate is that
+of a large bf16 product in the same process. The whole takes about `seconds`: when they run short
+there are fewer rounds, then fewer cases, and a peer is left out once compiling it has taken a
+quarter of them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The frontier: how long a context each backend trains at on this GPU, and memory and speed at
-every length up to it.
+"""The longest context that each backend trains at on this GPU, and memory and speed at every length
+up to it.
 
-For each backend the longest rows are found as `seq_len=max` finds them; then whole steps are timed
+For each backend the longest rows are found as `seq_len=max` finds them. Then whole steps are timed
 at every length, each in a child process, so that running out of memory is a point of the plot and
-harms nothing. Rows are one document each. The memory policy is the one that a run would choose,
+nothing more. Rows are one document each. The memory policy is the one that a run would choose,
 unless `memory=` is given.
 """
 

@@ -1,12 +1,13 @@
-"""What `ncu` looks at while `benchmarks.traffic` counts: every case between cudaProfilerStart
-and Stop.
+"""The process that `benchmarks.traffic` runs under `ncu`: every case between cudaProfilerStart and
+Stop.
 
     ncu ... python -m benchmarks.counted CASES OUT
 
-Dirty lines stay in the L2 cache when a kernel ends. So each case begins after a write of more than
-the cache holds and ends with another: what it leaves behind is written back while its window is
-open, and the second write's own bytes, those of the first window, are taken off. CASES is JSON; OUT
-gets the windows in order and our kernels' shared memory.
+Dirty lines stay in the L2 cache when a kernel ends. So each case is preceded and followed by a
+write of more than the cache holds: what the case leaves behind is written back while its window is
+open. The bytes of that second write, known from a first window without a case, are subtracted.
+
+CASES is JSON; OUT gets the windows in order and our kernels' shared memory.
 """
 
 from __future__ import annotations

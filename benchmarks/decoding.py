@@ -1,10 +1,11 @@
 """Text after long prompts: the time to the first new token beside a plain forward, and the time of
-each further one beside what the memory allows, ours and transformers' `generate`.
+each further one beside what the memory allows, for longctx and transformers' `generate`.
 
-Random weights of the model that the keys of train.py describe, random tokens, greedy, one process.
-A token has to read every weight once (of the embedding one row) and the keys and values of all
-tokens before it, or of a window: `bytes`; over the bandwidth of the GPU that is the least time that
-it can take. transformers runs with the cache, and the fastest attention that is installed.
+The model is that of train.py's keys, with random weights; prompts are random tokens, decoding is
+greedy, all in one process. Each new token has to read every weight once (one row of the embedding)
+and the keys and values of all tokens before it, or of a window: `bytes`. Divided by the bandwidth
+of the GPU that is the least time a token can take. transformers runs with its cache and the fastest
+attention that is installed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What `python -m benchmarks devices` measures, in order of worth.
+"""The cases of `python -m benchmarks devices`, the most important first.
 
-A case of `train.py` is its overrides. Rows are of one document (`FULL`) or packed with the embedded
-ones (`PACKED`), with which a row of millions of tokens is a step of a minute: memory goes by the
-row, attention's time by the document.
+A case of `train.py` is its overrides. Rows are one document each (`FULL`) or packed with the
+embedded documents (`PACKED`): memory depends on the row's length, attention's time on the
+documents', so that a packed row of millions of tokens is a step of a minute.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""Whole training steps of other trainers on several GPUs, as their users run them on random tokens.
+"""Whole training steps of other trainers on several GPUs, as their users run them, on random
+tokens.
 
-Both train transformers' Llama with Liger's kernels where these are installed: weights, gradients
-and AdamW's averages in fp32 slices of FSDP2, all else in bf16.
+Both train transformers' Llama, with Liger's kernels where these are installed. Weights, gradients
+and AdamW's averages are fp32 slices of FSDP2, all else is bf16.
 
-torch-context-parallel: one row over all GPUs by torch's own context_parallel, the loss of labels
-that were shifted before the row is cut. Its attention is the fastest of those of torch that give
-here, in a small row, what attention of a whole row gives.
+torch-context-parallel: one row over all GPUs by torch's own context_parallel; labels are shifted
+before the row is cut. Its attention is the fastest kernel of torch whose result on a small row
+equals attention on the whole row.
 accelerate-fsdp2: a row for each GPU, by accelerate.
 
     python -m torch.distributed.run --nproc-per-node N -m benchmarks.device_peers REQUEST OUT
 
-Both are files of JSON: a `Job`, and what `measure` returns.
+Both are JSON files: a `Job`, and what `measure` returns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One case of `python -m benchmarks devices`: a run in processes of its own, read from outside, and
+"""One case of `python -m benchmarks devices`: a run in its own processes, observed from outside and
 ended as soon as it has shown what is measured.
 """
 

@@ -1,11 +1,10 @@
 """Training on several GPUs: whole steps on 1, 2 and 4 of them beside what plan predicts and beside
-others, rows that no single GPU holds, runs resumed on other numbers of GPUs and runs that lose a
-process.
+other trainers, rows that no single GPU holds, runs resumed on other numbers of GPUs, and runs that
+lose a process.
 
-Cases begin in their order, each on GPUs of its own as soon as enough are free; those that measure
-no speed run beside one another. Every result is written at once, and every case ends in time.
-Steps are those of `python train.py`, ended when they are logged; the first one, which compiles, is
-not counted.
+Cases begin in their order, each on its own GPUs as soon as enough are free; those that measure no
+speed run beside one another. Each result is written at once, and a case that takes too long is
+ended. Steps are those of `python train.py`; the first one, which compiles, is not counted.
 """
 
 from __future__ import annotations

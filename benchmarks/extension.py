@@ -1,13 +1,12 @@
-"""A context extended, from nothing to proof: pretrain a small GPT at a short length, stretch it
-with YaRN, fine-tune briefly.
+"""A context extended, from start to finish: pretrain a small GPT at a short length, stretch it with
+YaRN, fine-tune briefly.
 
-Everything is made of the project's own commands, which are printed as they run: train.py, `python
--m longctx export`, train.py with init= and rope=yarn, export. Then three models answer the
-same questions: the short one as it is, the short one stretched but not trained on, and the
-fine-tuned one. A model this small learns to look facts up only from text that asks for them: half
-of its training rows are generated documents with facts and questions (data=needles), of other
-numbers than those it is measured with. The long documents of the second half of the story are of
-the same kinds.
+It runs the project's own commands and prints them: train.py, `python -m longctx export`, train.py
+with init= and rope=yarn, export. Then three models answer the same questions: the pretrained one,
+the same stretched but not trained further, and the fine-tuned one. A model this small learns to
+look facts up only from text that asks for them: half of its training rows are generated documents
+with facts and questions (data=needles), with other numbers than those of the test. The long
+documents of the fine-tuning are of the same kinds.
 """
 
 from __future__ import annotations

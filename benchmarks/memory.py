@@ -1,10 +1,10 @@
 """Predicted peak memory beside the measured, over models, lengths, policies, backends: how far the
 plan can be trusted.
 
-Every point is two steps, on packed documents, and a validation batch in a child process
-(`longctx.training.dry_run`), as many at a time as are predicted to fit beside one another: memory,
-unlike time, is the same in company. The models are the presets with fewer layers. Most of a point
-is starting Python and compiling.
+Every point is two steps on packed documents and a validation batch in a child process
+(`longctx.training.dry_run`). As many points run at a time as are predicted to fit together: unlike
+time, memory does not change with company. The models are the presets with fewer layers. Most of a
+point's time is starting Python and compiling.
 """
 
 from __future__ import annotations

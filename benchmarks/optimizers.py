@@ -1,9 +1,10 @@
 """Tokens to the same validation loss with each optimizer, each tuned over the same learning rates.
 
-Every pair of optimizer and rate is a run of train.py of its own: same model, documents, order,
-schedule and steps. An optimizer's best run is the one that ends lowest; the loss to reach is the
-higher of their last ones, so that every optimizer reaches it, and between two validations it is a
-straight line. A finished run in `runs` is read, not run again: other keys need another folder.
+Each pair of optimizer and rate is one run of train.py: same model, documents, order, schedule and
+steps. The best run of an optimizer is the one that ends with the lowest loss. The loss to reach is
+the higher of the best runs' last losses, so that every optimizer reaches it; between validations
+the loss is interpolated linearly. A finished run in `runs` is read, not repeated: other keys need
+another folder.
 """
 
 from __future__ import annotations

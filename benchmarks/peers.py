@@ -1,12 +1,12 @@
 """Whole training steps beside other trainers: same shape, same tokens in a step, random tokens, one
 GPU, one after another.
 
-A step is forward, backward, clipping, AdamW, zero_grad; its time the median of those after warm-up;
-nothing waits for the device between steps, as in a run that seldom logs. longctx's steps are those
-of train.py (fp32 weights, batches from its loader), the others' are in `trainers`. longctx-bare is
-its model without Lightning's loop; longctx-sdpa and longctx-fp8 are the same run by other recipes.
-Every point runs in a child process, so that running out of memory is a row of the table. Rows are
-one document each.
+A step is forward, backward, clipping, AdamW, zero_grad. Its time is the median of the steps after
+warm-up; nothing waits for the device between steps, as in a run that seldom logs. longctx's steps
+are those of train.py (fp32 weights, batches from its loader); those of the others are in
+`trainers`. longctx-bare is its model without Lightning's loop; longctx-sdpa and longctx-fp8 are
+longctx with another attention or precision. Every point runs in a child process, so that running
+out of memory is a row of the table. Rows are one document each.
 """
 
 from __future__ import annotations

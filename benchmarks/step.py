@@ -2,10 +2,10 @@
 each length.
 
 Steps of the configuration run as `python train.py` runs them, on random tokens, each row one
-document. Some are timed without the profiler; the next are profiled, which tells the parts. On a
-GPU a part's share is its kernels' time over the time of an unprofiled step, idle what no kernel and
-no wait for data fills. A model turns from FFN-bound to attention-bound at the length at which
-attention takes as long as projections and MLP.
+document. Some are timed without the profiler; the next are profiled, which gives the parts. On a
+GPU a part's share is its kernels' time over the time of an unprofiled step; idle is the time of
+which neither kernels nor waiting for data account. A model turns from FFN-bound to attention-bound
+at the length at which attention takes as long as projections and MLP.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Where the time of profiled steps went, from torch.profiler's trace.
 
-On a GPU the leaves are its kernels and copies, on a CPU the operators, each with what was running
-on the CPU when it was launched: ranges that `marked` puts around the parts of a model, and
-operators. A backward operator belongs where the forward operator of its sequence number was. Inside
-a compiled block there are no ranges; there the operators say it, and for what the compiler fused,
-the operators' names in the kernel's own.
+On a GPU the leaves are its kernels and copies, on a CPU the operators. Each is attributed to what
+was running on the CPU when it was launched: operators, and the ranges that `marked` puts around the
+parts of a model. A backward operator belongs where the forward operator of its sequence number was.
+Inside a compiled block there are no ranges; there operators tell the part, and for fused ones the
+operators' names in the name of the kernel.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@ the hardware counted.
 
 Per head, N tokens, head size d, 16 bits: standard attention writes and reads the scores S and the
 probabilities P, 4·N² elements, besides Q, K, V and O, 4·N·d; a fused kernel moves only the latter
-(arXiv 2205.14135). So traffic differs by a factor of 1 + N/d and memory by 1 + N/(4d). The counters
-are read by Nsight Compute (`ncu`) from a child process (`benchmarks.counted`), each case from a
-cache that holds nothing of it to the last write-back.
+(arXiv 2205.14135). So traffic differs by a factor of 1 + N/d and memory by 1 + N/(4d). Nsight
+Compute (`ncu`) reads the counters of a child process (`benchmarks.counted`). Each case begins with
+a cache that holds nothing of it, and counts up to the last write-back.
 """
 
 from __future__ import annotations

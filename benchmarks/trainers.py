@@ -1,16 +1,16 @@
-"""Whole training steps in a plain loop on random tokens: other trainers, each as its users run it
-on one GPU, and ours.
+"""Whole training steps in a plain loop on random tokens: longctx and other trainers, as their users
+run them on one GPU.
 
 transformers, with Liger's kernels, with peft's LoRA: weights, gradients and AdamW's averages in
 bf16, SDPA. nanoGPT: fp32 weights under autocast to bf16, torch.compile. longctx-bare is our own
 model and optimizer in this same loop, without Lightning, loader and log. A step is forward,
 backward, clipping of the gradients, AdamW (fused on a GPU), zero_grad; its learning rate is that of
-the same step of train.py, so that all compute with numbers alike. Each runs in a child process, in
-which memory may run out without harm:
+the same step of train.py, so that all weights change alike. Each trainer runs in a child process,
+so that running out of memory ends nothing else:
 
     python -m benchmarks.trainers REQUEST OUT
 
-Both are files of JSON: a `Job`, and what `measure` returns.
+Both are JSON files: a `Job`, and what `measure` returns.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What a run has its user wait for: its start, with empty caches and with full ones; the step
-beside which a save begins; its end, from the last step to the prompt, beside what the disk itself
-needs for the same bytes.
+"""How long a run lets its user wait: for its start, with empty caches and with full ones; for the
+step beside which a save begins; for its end, from the last step to the prompt, beside the time that
+the disk itself needs for the same bytes.
 
-All is seen from outside: when `train.py` prints its lines, when its process is gone, and what it
-logs of its steps. The caches of this measurement are its own, and begin empty.
+All is observed from outside: when `train.py` prints its lines, when its process is gone, and what
+it logs of its steps. The caches are this benchmark's own, and begin empty.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The command line of the benchmarks: `NAME key=value ...`, read as every command of longctx is.
 
-A benchmark is a module with a dataclass `Options`, whose fields carry their meaning as `metadata`,
-and a function `run`. One with TAKES_TRAINING_KEYS is given the overrides of train.py too.
+A benchmark is a module with a function `run` and a dataclass `Options`, whose fields carry their
+meaning as `metadata`. One with TAKES_TRAINING_KEYS takes the overrides of train.py too.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ class StrategyConfig:
 
     name: str = key(
         "auto",
-        "auto: with several devices ddp if that fits, else fsdp | ddp: a copy of the model per "
-        "device | fsdp: the model in slices",
+        "auto: with several devices ddp, or fsdp where ddp does not fit or would train 5% slower "
+        "| ddp: a copy of the model per device | fsdp: the model in slices",
         choices=("auto", "ddp", "fsdp"),
         short=True,
     )

@@ -1,5 +1,5 @@
 """The worked example, tiny and on a CPU: every command of it runs, and its result holds what the
-README's plot shows.
+plot of docs/long-context.md shows.
 """
 
 import json
