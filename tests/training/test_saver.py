@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +299,22 @@ def test_a_signal_ends_the_deletion_and_changes_no_exit_code(
     assert len(list(left.iterdir())) == 1
     (path,) = run_folder.checkpoints(folder)
     checkpoints.verify(path)
+
+
+def test_a_signal_after_all_is_done_takes_nothing_away(
+    overrides: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked = run_folder.locked
+
+    @contextmanager
+    def then_terminated(folder: Path) -> Iterator[None]:
+        with locked(folder):
+            yield
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(run_folder, "locked", then_terminated)
+    assert train.main(overrides(name="r", max_steps=2)) == 0
+    checkpoints.verify(checkpoints.path_of(tmp_path / "runs" / "r", 2))
 
 
 KILLED = """
