@@ -45,7 +45,7 @@ class Options:
     steps: int = key(40, "of the run that ends; it saves after half of them and after the last")
     starts: int = key(3, "starts with full caches, of which the median is told")
     seconds: float = key(300.0, "a run is ended after that")
-    folder: str = key("runs/waits", "of runs and caches; removed before and after")
+    folder: str = key("runs/waits", "of runs and caches, new or empty; removed after")
     out: str = key("results/waits", "writes .json")
 
 
@@ -116,7 +116,8 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     if options.steps < 6 or options.starts < 1:
         raise ValueError(f"steps={options.steps} starts={options.starts}: at least 6, and 1")
     folder = Path(options.folder).resolve()
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"folder={options.folder}: not empty; remove it, or name a new one")
     try:
         cold = started(options, overrides, folder, "cold")
         warm = [started(options, overrides, folder, f"warm-{n}") for n in range(options.starts)]

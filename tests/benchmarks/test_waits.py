@@ -41,6 +41,15 @@ def test_a_run_that_fails_is_told_by_its_own_line(
     assert not (tmp_path / "w.json").exists()
 
 
+def test_a_folder_with_other_things_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").write_text("x")
+    assert main(["waits", *TINY, f"folder={tmp_path}", f"out={tmp_path}/w"]) == 2
+    assert "folder=" in capsys.readouterr().err
+    assert (tmp_path / "mine").read_text() == "x"
+
+
 def test_the_disk_takes_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     unlink = Path.unlink
