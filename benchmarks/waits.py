@@ -159,17 +159,24 @@ def end(options: Options, overrides: list[str], folder: Path) -> dict[str, float
         last = spoken.until(rf"step {steps:,}/", options.seconds)
         saved = spoken.until(rf"saved +after step {steps:,},", options.seconds)
     run_path = folder / "runs" / "end"
-    rows = run_folder.read_metrics(run_path)
-    ms = {row["step"]: row["ms_per_step"] for row in rows if "ms_per_step" in row}
-    usual = median(x for step, x in ms.items() if 1 < step < half)
+    took = step_seconds(run_folder.read_metrics(run_path))
+    usual = median(seconds for step, seconds in took.items() if step < half)
     (checkpoint,) = run_folder.checkpoints(run_path)
     return {
         "checkpoint": saved - last,
         "prompt": prompt - last,
-        "held_up": (max(ms[half], ms[half + 1]) - usual) / 1000,
-        "step": usual / 1000,
+        "held_up": took[half + 1] - usual,
+        "step": usual,
         "bytes": sum(file.stat().st_size for file in checkpoint.iterdir()),
     }
+
+
+def step_seconds(rows: list[Any]) -> dict[int, float]:
+    """Seconds from the row of the step before to that of each step, so with the save between them,
+    which `ms_per_step` leaves out.
+    """
+    at = {row["step"]: row["seconds"] for row in rows if "seconds" in row}
+    return {step: seconds - at[step - 1] for step, seconds in at.items() if step - 1 in at}
 
 
 def disk_seconds(folder: Path, size: int, writers: int) -> float:
