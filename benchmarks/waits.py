@@ -45,7 +45,7 @@ class Options:
     steps: int = key(40, "of the run that ends; it saves after half of them and after the last")
     starts: int = key(3, "starts with full caches, of which the median is told")
     seconds: float = key(300.0, "a run is ended after that")
-    folder: str = key("runs/waits", "of runs and caches; removed before and after")
+    folder: str = key("runs/waits", "of runs and caches, new or empty; removed after")
     out: str = key("results/waits", "writes .json")
 
 
@@ -116,7 +116,8 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     if options.steps < 6 or options.starts < 1:
         raise ValueError(f"steps={options.steps} starts={options.starts}: at least 6, and 1")
     folder = Path(options.folder).resolve()
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"folder={options.folder}: not empty; remove it, or name a new one")
     try:
         cold = started(options, overrides, folder, "cold")
         warm = [started(options, overrides, folder, f"warm-{n}") for n in range(options.starts)]
@@ -158,17 +159,24 @@ def end(options: Options, overrides: list[str], folder: Path) -> dict[str, float
         last = spoken.until(rf"step {steps:,}/", options.seconds)
         saved = spoken.until(rf"saved +after step {steps:,},", options.seconds)
     run_path = folder / "runs" / "end"
-    rows = run_folder.read_metrics(run_path)
-    ms = {row["step"]: row["ms_per_step"] for row in rows if "ms_per_step" in row}
-    usual = median(x for step, x in ms.items() if 1 < step < half)
+    took = step_seconds(run_folder.read_metrics(run_path))
+    usual = median(seconds for step, seconds in took.items() if step < half)
     (checkpoint,) = run_folder.checkpoints(run_path)
     return {
         "checkpoint": saved - last,
         "prompt": prompt - last,
-        "held_up": (max(ms[half], ms[half + 1]) - usual) / 1000,
-        "step": usual / 1000,
+        "held_up": took[half + 1] - usual,
+        "step": usual,
         "bytes": sum(file.stat().st_size for file in checkpoint.iterdir()),
     }
+
+
+def step_seconds(rows: list[Any]) -> dict[int, float]:
+    """Seconds from the row of the step before to that of each step, so with the save between them,
+    which `ms_per_step` leaves out.
+    """
+    at = {row["step"]: row["seconds"] for row in rows if "seconds" in row}
+    return {step: seconds - at[step - 1] for step, seconds in at.items() if step - 1 in at}
 
 
 def disk_seconds(folder: Path, size: int, writers: int) -> float:

@@ -174,6 +174,8 @@ class Saving:
         self.is_told = False  # whether the first rank can read the problem
         self._is_cancelled = threading.Event()
         self._has_written = threading.Event()  # this rank's files, or it cannot
+        # What the thread does; after a signal, a join returns too early (bpo-45274)
+        self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._write, name="checkpoint")
 
     def begin(self, snapshot: Snapshot | None = None) -> None:
@@ -193,7 +195,7 @@ class Saving:
     @property
     def is_done(self) -> bool:
         """Whether this rank has no more to write; the first one is the last to be."""
-        return self._thread.ident is not None and not self._thread.is_alive()
+        return self._has_ended.is_set()
 
     def check(self) -> None:
         """Raise OSError where it has failed meanwhile and no other rank will say so."""
@@ -211,13 +213,13 @@ class Saving:
         problem = self.writers.agree(self.problem)
         if problem is not None:
             self._is_cancelled.set()
-        self._thread.join()
+        self._has_ended.wait()
         self._agreed(problem or self.problem)
 
     def wait(self) -> None:
         """Wait until this rank has written, whatever comes of it."""
         if self._thread.ident is not None:
-            self._thread.join()
+            self._has_ended.wait()
 
     def cancel(self) -> None:
         """Give it up, wherever it is."""
@@ -266,6 +268,12 @@ class Saving:
 
     def _write(self) -> None:
         """What the thread does."""
+        try:
+            self._write_and_complete()
+        finally:
+            self._has_ended.set()
+
+    def _write_and_complete(self) -> None:
         self._attempt(self._write_files)
         self._has_written.set()
         if self.writers.rank == 0:

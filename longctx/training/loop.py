@@ -311,12 +311,15 @@ def train_safely(run: Run, parallel: Parallel, stop: StopSignal) -> int:
     except KeyboardInterrupt:
         saver.cancel_removal()
         raise
-    stop.waits = False
+    has_begun = stop.waits
     try:
+        stop.waits = False
         saver.end_removal()
     except KeyboardInterrupt:
         saver.cancel_removal()
         log.say("stopped    deleting older checkpoints; the next resume deletes the rest")
+    finally:
+        stop.waits = has_begun  # `train` takes away a new run that a signal ends before it begins
     return code
 
 

@@ -49,7 +49,9 @@ class Saver:
         if self.is_sharded:
             self.writers = Writers(parallel.rank, parallel.ranks, parallel.first_problem)
         self.snapshot = Snapshot(self._allocate)
-        self.reserving: threading.Thread | None = None
+        # No thread reserves memory any more; after a signal, its join returns early (bpo-45274)
+        self.is_reserved = threading.Event()
+        self.is_reserved.set()
         self.problem = ""  # why there is no copy
         self.is_over = False
         self.step = 0  # that the newest checkpoint is after
@@ -63,8 +65,7 @@ class Saver:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.is_over = True
-        if self.reserving is not None:
-            self.reserving.join()
+        self.is_reserved.wait()
         if kind is None or self.saving is None or self.is_agreed:
             return
         if issubclass(kind, KeyboardInterrupt):
@@ -88,8 +89,10 @@ class Saver:
         if self.parallel.device.type != "cuda" or not comes:
             return
         sizes = [part.size for part in self._saving({"random": checkpoints.random_state()}).parts]
-        self.reserving = threading.Thread(target=self._reserve, args=[sizes], name="reserve")
-        self.reserving.start()
+        is_reserved = threading.Event()
+        work = self._reserve_beside_steps
+        threading.Thread(target=work, args=[sizes, is_reserved], name="reserve").start()
+        self.is_reserved = is_reserved
 
     def save(self, meter: Meter, best: Best, step: int, last: bool) -> None:
         """Begin to write the checkpoint after `step`; all ranks call it. Raises OSError where it,
@@ -183,9 +186,7 @@ class Saver:
         """Whether this rank has memory for the copy; the last checkpoint is copied only if there
         was one before it. Says once, on the first rank, why there is none.
         """
-        if self.reserving is not None:
-            self.reserving.join()
-            self.reserving = None
+        self.is_reserved.wait()
         sizes = [part.size for part in saving.parts]
         if last or self.problem:
             return self.snapshot.holds(sizes)
@@ -193,6 +194,13 @@ class Saver:
         if self.problem:
             self.log.say(f"saving     holds up the steps: {self.problem}")
         return not self.problem
+
+    def _reserve_beside_steps(self, sizes: Sequence[int], is_reserved: threading.Event) -> None:
+        """What the thread of `prepare` does."""
+        try:
+            self._reserve(sizes)
+        finally:
+            is_reserved.set()
 
     def _reserve(self, sizes: Sequence[int]) -> None:
         """Have memory for a copy in parts of these sizes, or say in `problem` why not."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.waits import disk_seconds
+from benchmarks.waits import disk_seconds, step_seconds
 from benchmarks.words import main
 
 TINY = ["model=tiny", "model.layers=1", "model.channels=32", "model.ffn=48", "model.heads=2"]
@@ -39,6 +39,20 @@ def test_a_run_that_fails_is_told_by_its_own_line(
     assert main(["waits", *TINY, *own]) == 2
     assert "nowhere.txt" in capsys.readouterr().err
     assert not (tmp_path / "w.json").exists()
+
+
+def test_a_folder_with_other_things_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").write_text("x")
+    assert main(["waits", *TINY, f"folder={tmp_path}", f"out={tmp_path}/w"]) == 2
+    assert "folder=" in capsys.readouterr().err
+    assert (tmp_path / "mine").read_text() == "x"
+
+
+def test_a_step_that_follows_a_save_is_timed_with_it() -> None:
+    rows = [{"step": n, "seconds": n + 5.0 * (n > 3), "ms_per_step": 1000.0} for n in range(1, 6)]
+    assert step_seconds([{"step": 0, "val_loss": 2.0}, *rows]) == {2: 1, 3: 1, 4: 6, 5: 1}
 
 
 def test_the_disk_takes_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Checkpoints are written whole or not at all, also while what they were copied from changes."""
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from longctx import files
 from longctx.runs import checkpoint_folder, checkpoint_index, checkpoint_write
 from longctx.runs.checkpoint_folder import Sharded
 from longctx.runs.checkpoint_write import Saving, Snapshot, Writers, parts_of
@@ -224,6 +226,40 @@ def test_one_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
     assert not saving.is_done
     saving.cancel()
     assert saving.is_done and not list(tmp_path.iterdir())
+
+
+def test_one_that_is_given_up_at_its_end_is_whole_or_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal ends a thread's join at once, and later ones; what is completed goes on."""
+    is_whole, may_go_on, to_disk = threading.Event(), threading.Event(), files.to_disk
+
+    def slow(path: Path) -> None:
+        if path.suffix == ".partial":
+            is_whole.set()
+            assert may_go_on.wait(20)
+        to_disk(path)
+
+    def interrupt() -> None:
+        assert is_whole.wait(20)
+        time.sleep(0.2)  # until the main thread waits again
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    monkeypatch.setattr(files, "to_disk", slow)
+    saving = Saving(tmp_path / "x", {}, whole(odd()))
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    try:
+        saving.begin()
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            saving.end()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    threading.Timer(0.3, may_go_on.set).start()
+    saving.cancel()
+    assert may_go_on.is_set() and saving.is_done
+    assert checkpoint_index.verify(tmp_path / "x") is None
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
 def test_a_number_that_json_has_not_is_told_before_anything_is_written(tmp_path: Path) -> None:

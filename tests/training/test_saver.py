@@ -11,11 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import train
 from longctx import stop_signal
@@ -305,6 +308,51 @@ def test_a_signal_ends_the_deletion_and_changes_no_exit_code(
     assert len(list(left.iterdir())) == 1
     (path,) = run_folder.checkpoints(folder)
     checkpoints.verify(path)
+
+
+def test_a_signal_after_all_is_done_takes_nothing_away(
+    overrides: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked = run_folder.locked
+
+    @contextmanager
+    def then_terminated(folder: Path) -> Iterator[None]:
+        with locked(folder):
+            yield
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(run_folder, "locked", then_terminated)
+    assert train.main(overrides(name="r", max_steps=2)) == 0
+    checkpoints.verify(checkpoints.path_of(tmp_path / "runs" / "r", 2))
+
+
+def test_the_end_waits_for_memory_that_is_reserved_whatever_signals_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A signal ends a thread's join at once, and later ones: the process would exit beside it."""
+    may_go_on, parts = threading.Event(), SimpleNamespace(parts=[SimpleNamespace(size=8)])
+    monkeypatch.setattr(saver.Saver, "_saving", lambda *_: parts)
+    monkeypatch.setattr(saver.Saver, "_reserve", lambda *_: may_go_on.wait(20))
+    monkeypatch.setattr(saver.checkpoints, "random_state", dict)
+    on_gpu = {"is_first": True, "device": torch.device("cuda", 0), "strategy": "none"}
+    one = saver.Saver(
+        SimpleNamespace(saves_between=lambda step: True), SimpleNamespace(**on_gpu), None
+    )
+
+    def save_and_be_interrupted() -> None:
+        with one:
+            one.prepare(1)
+            threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGUSR1]).start()
+            threading.Timer(0.6, may_go_on.set).start()
+            one._has_copy(parts, last=False)
+
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            save_and_be_interrupted()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert may_go_on.is_set()
 
 
 KILLED = """

@@ -188,8 +188,8 @@ class AdamW(torch.optim.AdamW):
         betas, eps = (self.param_groups[0][name] for name in ("betas", "eps"))  # those of all
         update = partial(adamw_of_all_, factor=self.factor, betas=betas, eps=eps)
         *alike, rates = tensors[0]
-        spare = places_of([(*(x.new_zeros(1) for x in alike), rates)])
-        update(spare)  # compiles the kernel, which cannot be done in a capture
+        spare = [(*(x.new_zeros(1) for x in alike), rates)]  # named, for a table keeps no tensor
+        update(places_of(spare))  # compiles the kernel, which cannot be done in a capture
         return partial(update, places)
 
     def count_step(self) -> None:
