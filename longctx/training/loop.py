@@ -253,6 +253,7 @@ def free_memory(device: str) -> None:
     checkpoint is written: else the exit of the process would take that long.
     """
     if device == "cuda":
+        torch.cuda.synchronize()  # copies from and to page-locked memory may be under way
         HostBuffers.free()
         torch.cuda.empty_cache()
 
