@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.device_cases import FULL, Case
+from benchmarks.process_group import ROOT, ProcessGroup, group
 from benchmarks.words import training_run
 from longctx import cli, files
 from longctx.config.data_config import DataConfig
@@ -29,7 +29,6 @@ from longctx.planner.peak_memory import predict
 from longctx.planner.workload import Workload
 from longctx.runs import run_folder
 
-ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = 2**22  # tokens of the one document: whole rows of any length that divides them
 TOKENIZER, TEXT = "tokenizer.json", "document.txt"
 CLOSE = 1e-6  # of a loss, relative, in fp32
@@ -58,33 +57,14 @@ class Place:
         }
 
 
-class Started:
-    """A command in a process group of its own, which goes with all its processes at the end."""
+class Started(ProcessGroup):
+    """A command whose output goes to a log."""
 
     def __init__(self, command: list[str], log: Path, place: Place) -> None:
-        self.place, self.log, self.started = place, log, time.monotonic()
+        self.place, self.log = place, log
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as output:
-            self.process = subprocess.Popen(
-                command,
-                env=place.environment(),
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-
-    def __enter__(self) -> Started:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        gone_by = time.monotonic() + 30  # a killed process gives back its memory before it is gone
-        while time.monotonic() < gone_by and group(self.process.pid):
-            time.sleep(0.1)
+            super().__init__(command, place.environment(), output)
 
     def wait(self, until: Callable[[], bool] = lambda: False, end: float | None = None) -> bool:
         """Whether `until` comes true before the process ends or its time is over."""
@@ -101,17 +81,6 @@ class Started:
         if self.process.poll() is None:
             return f"ended after {time.monotonic() - self.started:.0f} s"
         return f"exit code {self.process.returncode}: {last_words(self.log)}"
-
-
-def group(pgid: int) -> list[int]:
-    """The processes of a group, those left out that only wait for their parent to notice."""
-    pids = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, IndexError):
-            state, _, its = path.read_text().rpartition(")")[2].split()[:3]
-            if int(its) == pgid and state not in "ZX":
-                pids.append(int(path.parent.name))
-    return pids
 
 
 def last_words(log: Path) -> str:

@@ -11,18 +11,17 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.process_group import ROOT, ProcessGroup
 from benchmarks.report import grid, machine, write_json
 from benchmarks.words import check_unused
 from longctx.config.fields import key
@@ -32,7 +31,6 @@ TAKES_TRAINING_KEYS = True
 TAKEN = dict.fromkeys(("max_steps", "checkpoint_every"), "use steps=") | dict.fromkeys(
     ("name", "runs", "keep_checkpoints", "log_every"), "it is the benchmark's"
 )
-ROOT = Path(__file__).resolve().parents[1]
 CACHES = ("LONGCTX_CACHE", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 WRITERS = (1, 4)
 CHUNK = 1 << 24  # bytes
@@ -49,33 +47,20 @@ class Options:
     out: str = key("results/waits", "writes .json")
 
 
-class Spoken:
+class Spoken(ProcessGroup):
     """A run of train.py and its lines, each with the seconds since the command was given."""
 
     def __init__(self, words: list[str], caches: Path) -> None:
         self.lines: list[tuple[float, str]] = []
         environment = os.environ | dict.fromkeys(CACHES, str(caches)) | {"PYTHONUNBUFFERED": "1"}
-        self.begun = time.monotonic()
-        self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "train.py"), *words],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
+        super().__init__(
+            [sys.executable, str(ROOT / "train.py"), *words], environment, subprocess.PIPE
         )
         self.reading = threading.Thread(target=self._read)
         self.reading.start()
 
-    def __enter__(self) -> Spoken:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
         self.reading.join()
 
     def at(self, pattern: str) -> float | None:
@@ -85,7 +70,7 @@ class Spoken:
     def until(self, pattern: str, seconds: float) -> float:
         """When a line that begins so is printed; ValueError where none is within `seconds`."""
         while (at := self.at(pattern)) is None:
-            if self.process.poll() is not None or time.monotonic() - self.begun > seconds:
+            if self.process.poll() is not None or time.monotonic() - self.started > seconds:
                 self.reading.join(1)
                 last = self.lines[-1][1] if self.lines else "nothing"
                 raise ValueError(f"train.py did not come to its steps; it said: {last}")
@@ -95,10 +80,10 @@ class Spoken:
     def gone(self, seconds: float) -> float:
         """When the process was gone; ValueError where it failed or is not gone by `seconds`."""
         try:
-            code = self.process.wait(seconds - (time.monotonic() - self.begun))
+            code = self.process.wait(seconds - (time.monotonic() - self.started))
         except subprocess.TimeoutExpired:
             raise ValueError(f"train.py did not end within {seconds:g} s; give seconds=") from None
-        at = time.monotonic() - self.begun
+        at = time.monotonic() - self.started
         self.reading.join()
         if code:
             raise ValueError(f"train.py ended with exit code {code}: {self.lines[-1][1]}")
@@ -107,7 +92,7 @@ class Spoken:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.lines.append((time.monotonic() - self.begun, line.rstrip()))
+            self.lines.append((time.monotonic() - self.started, line.rstrip()))
 
 
 def run(options: Options, command: str, overrides: list[str]) -> None:

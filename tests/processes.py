@@ -1,6 +1,7 @@
 """What tests of several processes share: starting them, alone or by torchrun, and finding them."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -37,6 +38,21 @@ def finished(
         capture_output=True,
         text=True,
     )
+
+
+def killed_at(line: str, code: str, *arguments: object) -> None:
+    """Run Python's `code` with `arguments`, and kill it as soon as it has printed `line`."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        assert f"{line}\n" in process.stdout
+        process.kill()
+    assert process.wait() == -signal.SIGKILL
 
 
 def children(pid: int) -> list[int]:

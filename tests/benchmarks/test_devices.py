@@ -11,8 +11,9 @@ import pytest
 
 from benchmarks import device_runs
 from benchmarks.device_cases import CASES, PACKED, Case
-from benchmarks.device_runs import MEASURES, Place, Started, group
+from benchmarks.device_runs import MEASURES, Place, Started
 from benchmarks.devices import compare, free_for
+from benchmarks.process_group import group
 from benchmarks.words import main
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB

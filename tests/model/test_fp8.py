@@ -39,7 +39,7 @@ def rounded(x: Tensor, dtype: torch.dtype = VALUES) -> Tensor:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our kernels compute, without a GPU in Triton's interpreter."""
     if not HAS_TRITON:
-        pytest.skip("needs Triton")
+        pytest.skip("runs our kernels, which are in Triton: it is for Linux alone")
     if DEVICE == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
 

@@ -4,8 +4,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +20,7 @@ from longctx import files
 from longctx.runs import checkpoint_folder, checkpoint_index, checkpoint_write
 from longctx.runs.checkpoint_folder import Sharded
 from longctx.runs.checkpoint_write import Saving, Snapshot, Writers, parts_of
-from tests.processes import ROOT
+from tests.processes import killed_at
 from tests.runs.ranks import RANKS, Agree, on_all_ranks, rows_of_ranks
 from tests.written import write
 
@@ -282,14 +280,7 @@ print("begun", flush=True)
 
 
 def test_a_kill_in_the_write_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    with process.stdout:
-        assert process.stdout.readline() == "begun\n"
-        process.kill()
-    assert process.wait() == -signal.SIGKILL
+    killed_at("begun", KILLED, tmp_path)
     partial = tmp_path / ".step-00000002.ckpt.partial"
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000001.ckpt", partial.name}
     assert checkpoint_index.verify(tmp_path / "step-00000001.ckpt") is None

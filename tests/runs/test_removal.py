@@ -2,9 +2,6 @@
 
 import errno
 import os
-import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -13,7 +10,7 @@ import pytest
 from longctx import files
 from longctx.runs import removal, run_folder
 from longctx.runs.removal import Removal
-from tests.processes import ROOT
+from tests.processes import killed_at
 
 
 def checkpoint(run: Path, step: int) -> Path:
@@ -133,14 +130,7 @@ removal.Removal([Path(sys.argv[1])])
 
 def test_a_kill_leaves_no_half_checkpoint(tmp_path: Path) -> None:
     first, second = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(first)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    with process.stdout:
-        assert process.stdout.readline() == "half\n"
-        process.kill()
-    assert process.wait() == -signal.SIGKILL
+    killed_at("half", KILLED, first)
     assert run_folder.checkpoints(tmp_path) == [second]
     (left,) = (tmp_path / "checkpoints").glob(".*")
     assert len(list(left.iterdir())) == 4

@@ -7,8 +7,6 @@ import os
 import re
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +27,7 @@ from longctx.runs import checkpoint_index, checkpoints, removal, run_folder
 from longctx.runs.checkpoint_write import Saving, Snapshot
 from longctx.training import loop, saver
 from longctx.training.run_log import RunLog
-from tests.processes import ROOT
+from tests.processes import killed_at
 from tests.training.sample_run import Overrides, newest, steps
 
 
@@ -201,10 +199,27 @@ def at_each_deletion(
     return arrange
 
 
+REPLACES = {"checkpoint_every": 2, "keep_checkpoints": 1, "max_steps": 4}
+
+
+@pytest.fixture
+def replacing(
+    overrides: Overrides, at_each_deletion: Callable[[Callable[[], Any]], None]
+) -> Callable[[Callable[[], Any]], None]:
+    """Has a run replace its first checkpoint by the one that it ends with, and end well; a function
+    is called before each file is deleted.
+    """
+
+    def run(work: Callable[[], Any]) -> None:
+        at_each_deletion(work)
+        assert train.main(overrides(name="r", **REPLACES)) == 0
+
+    return run
+
+
 def test_the_report_waits_for_no_deletion_and_the_end_does(
-    overrides: Overrides,
+    replacing: Callable[[Callable[[], Any]], None],
     tmp_path: Path,
-    at_each_deletion: Callable[[Callable[[], Any]], None],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -217,9 +232,7 @@ def test_the_report_waits_for_no_deletion_and_the_end_does(
     monkeypatch.setattr(RunLog, "summary", report)
     monkeypatch.setattr(saver, "SAID_AFTER", 0.0)
     waited: list[bool] = []
-    at_each_deletion(lambda: time.sleep(0.05) or waited.append(is_reported.wait(20)))
-    changes = {"checkpoint_every": 2, "keep_checkpoints": 1, "max_steps": 4}
-    assert train.main(overrides(name="r", **changes)) == 0
+    replacing(lambda: time.sleep(0.05) or waited.append(is_reported.wait(20)))
     assert len(waited) > 1 and all(waited)
     out = capsys.readouterr().out.splitlines()
     assert re.match(r"deleting .* MB of older checkpoints", out[-1])
@@ -248,18 +261,15 @@ def test_no_checkpoint_is_begun_while_an_older_one_is_deleted(
 
 
 def test_a_checkpoint_that_cannot_be_deleted_is_said_once_and_costs_nothing(
-    overrides: Overrides,
+    replacing: Callable[[Callable[[], Any]], None],
     tmp_path: Path,
-    at_each_deletion: Callable[[Callable[[], Any]], None],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def refuse() -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
-    at_each_deletion(refuse)
-    changes = {"checkpoint_every": 2, "keep_checkpoints": 1, "max_steps": 4}
-    assert train.main(overrides(name="r", **changes)) == 0
+    replacing(refuse)
     printed = capsys.readouterr()
     (line,) = [x for x in printed.out.splitlines() if x.startswith("warning: ") and "delete" in x]
     assert "step-00000002.ckpt" in line and "not permitted" in line and not printed.err
@@ -272,9 +282,8 @@ def test_a_checkpoint_that_cannot_be_deleted_is_said_once_and_costs_nothing(
 
 
 def test_a_signal_ends_the_deletion_and_changes_no_exit_code(
-    overrides: Overrides,
+    replacing: Callable[[Callable[[], Any]], None],
     tmp_path: Path,
-    at_each_deletion: Callable[[Callable[[], Any]], None],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -297,9 +306,7 @@ def test_a_signal_ends_the_deletion_and_changes_no_exit_code(
 
     monkeypatch.setattr(saver.Saver, "end_removal", end)
     monkeypatch.setattr(removal.Removal, "cancel", cancelled)
-    at_each_deletion(terminate)
-    changes = {"checkpoint_every": 2, "keep_checkpoints": 1, "max_steps": 4}
-    assert train.main(overrides(name="r", **changes)) == 0
+    replacing(terminate)
     printed = capsys.readouterr()
     assert "stopped    deleting older checkpoints" in printed.out
     assert "finishing this step" not in printed.err
@@ -374,18 +381,7 @@ train.main(sys.argv[1:])
 def test_a_kill_in_the_deletion_leaves_a_run_that_goes_on(
     overrides: Overrides, tmp_path: Path
 ) -> None:
-    changes = {"checkpoint_every": 2, "keep_checkpoints": 1, "max_steps": 4}
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, *overrides(name="r", **changes)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    with process.stdout:
-        assert "half\n" in process.stdout
-        process.kill()
-    assert process.wait() == -signal.SIGKILL
+    killed_at("half", KILLED, *overrides(name="r", **REPLACES))
     folder = tmp_path / "runs" / "r"
     (left,) = (folder / "checkpoints").glob(".step-*")
     assert len(list(left.iterdir())) == 1

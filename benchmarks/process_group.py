@@ -1,0 +1,58 @@
+"""A command that a benchmark starts, and that leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, Self
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class ProcessGroup:
+    """A command in a process group of its own, which goes with all its processes at the end.
+
+    Its output, stderr with it, goes to `output`, a file or subprocess.PIPE.
+    """
+
+    def __init__(
+        self, command: list[str], environment: Mapping[str, str], output: IO[Any] | int
+    ) -> None:
+        self.started = time.monotonic()
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        gone_by = time.monotonic() + 30  # a killed process gives back its memory before it is gone
+        while time.monotonic() < gone_by and group(self.process.pid):
+            time.sleep(0.1)
+
+
+def group(pgid: int) -> list[int]:
+    """The processes of a group, those left out that only wait for their parent to notice."""
+    pids = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, IndexError):
+            state, _, its = path.read_text().rpartition(")")[2].split()[:3]
+            if int(its) == pgid and state not in "ZX":
+                pids.append(int(path.parent.name))
+    return pids
