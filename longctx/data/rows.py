@@ -14,6 +14,7 @@ from longctx.data.packing import Packing
 from longctx.data.store import Store
 
 IGNORED = -100  # target that is not scored
+PADDING_PIECE = 128  # tokens; as one document, padding would cost attention its square
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
@@ -21,7 +22,7 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 
     `targets[t]` is the document's token after `tokens[t]`, also where a row ends before the
     document does; IGNORED at a document's last token, in the padding, and where a conversation is
-    not the assistant's. `doc_ids` counts the row's pieces from 0; padding is the last of them.
+    not the assistant's. `doc_ids` counts the row's pieces from 0, the pieces of its padding last.
     `padding` tells how many tokens of the row no document fills; there stands token `pad_id`.
     """
 
@@ -55,13 +56,20 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
                 targets[at : at + len(ids) - 1][~torch.from_numpy(scored.copy())] = IGNORED
             doc_ids[at : at + length] = number
             at += length
-        doc_ids[at:] = last - first
+        doc_ids[at:] = last - first + padding_ids(self.seq_len - at)
         return {
             "tokens": tokens,
             "targets": targets,
             "doc_ids": doc_ids,
             "padding": torch.tensor(self.seq_len - at),
         }
+
+
+def padding_ids(padding: int) -> torch.Tensor:
+    """Number of its piece, from 0, for each token of the padding at the end of a row: (padding,)
+    int64.
+    """
+    return torch.arange(padding) // PADDING_PIECE
 
 
 class Joined(Dataset[dict[str, torch.Tensor]]):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longctx.data.rows import IGNORED
+from longctx.data.rows import IGNORED, padding_ids
 from longctx.evaluation.scorer import Scorer
 from longctx.evaluation.windows import Window, batches
 from longctx.model.decoder import reading
@@ -113,7 +113,7 @@ def _launch(scorer: Scorer, batch: list[list[Window]]) -> _Launched:
             targets[b, at + window.seen : end] = window.ids[1 + window.seen :]
             doc_ids[b, at:end] = n
             at = end
-        doc_ids[b, at:] = len(row)
+        doc_ids[b, at:] = len(row) + padding_ids(T - at).numpy()
         count += at
     # Forward. A row with one window needs no document mask: after it there is only padding, which
     # no token of the window sees, unless the length of the row matters.

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from longctx.attention import Mask
 from longctx.attention.mask import causal_pairs
-from longctx.data.rows import IGNORED
+from longctx.data.rows import IGNORED, padding_ids
 from longctx.distributed.heartbeat import state_of
 
 LOOK = 5.0  # seconds between two looks at the data workers
@@ -123,9 +123,10 @@ def micro_batch(
     mask = Mask.documents(doc_ids)
     B, T = tokens.shape
     layers = {None: 1} if windows is None else windows
+    of_padding = torch.cat([padding_ids(n).bincount() for n in padding.flatten().tolist()])
     each = {
         w: (mask if w is None else mask.windowed(w)).pairs(B, T, T)
-        - int(causal_pairs(padding, w).sum())
+        - int(causal_pairs(of_padding, w).sum())
         for w in layers
     }
     pairs = round(sum(each[w] * n for w, n in layers.items()) / sum(layers.values()))

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from longctx.attention import Mask
 from longctx.data import SampleStream
-from longctx.data.rows import IGNORED
+from longctx.data.rows import IGNORED, padding_ids
 from longctx.training.batches import (
     Collate,
     StepBatch,
@@ -24,8 +24,8 @@ def row(*lengths: int, padding: int = 0) -> dict[str, Tensor]:
     """A row of whole documents with these lengths, none of whose last tokens is scored, and
     padding.
     """
-    parts = [*lengths, padding] if padding else list(lengths)
-    doc_ids = torch.cat([torch.full((n,), i) for i, n in enumerate(parts)])
+    ids = [torch.full((n,), i) for i, n in enumerate(lengths)]
+    doc_ids = torch.cat([*ids, len(lengths) + padding_ids(padding)])
     targets = torch.arange(len(doc_ids)) + 1
     for end in torch.tensor(lengths).cumsum(0).tolist():
         targets[end - 1] = -100
@@ -45,6 +45,14 @@ def test_counts_leave_padding_out() -> None:
     assert micro.scored == 4 + 3 + 2 + 8
     assert micro.real == 9 + 3 + 9
     assert micro.pairs == 15 + 10 + 6 + 45
+
+
+def test_attention_of_padding_costs_by_the_token() -> None:
+    """One long document of padding would cost its square."""
+    padding = 1 << 20
+    micro = micro_batch([row(5, padding=padding)])
+    assert micro.pairs == 15
+    assert micro.mask.pairs(1, 5 + padding, 5 + padding) < 15 + 100 * padding
 
 
 def test_pairs_are_the_mean_over_layers_with_and_without_a_window() -> None:
