@@ -10,6 +10,7 @@ unless `memory=` is given.
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -57,7 +58,7 @@ class Options:
     )
     steps: int = key(2, "of a point: the last one counts, the first one compiles")
     minutes: float = key(60.0, "points that would end after that are left out")
-    out: str = key("results/context", "writes .json and .png")
+    out: str = key("results/context", "writes .json and .png; points that it has already stay")
 
 
 def run(options: Options, command: str, overrides: list[str]) -> None:
@@ -78,34 +79,66 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     }
     for one in runs.values():
         check_attention(one.config, one.workload.model, "cuda")
-    longest = {backend: find_longest(one, options, end) for backend, one in runs.items()}
-    rows: list[dict[str, Any]] = []
-    result = {
-        "command": command,
-        **machine(),
-        "options": asdict(options),
+    about = machine() | {
         "parameters": next(iter(runs.values())).workload.model.parameters(),
         "gpu_memory_gib": gpu().memory / GIB,
-        "longest": longest,
+    }
+    earlier = earlier_points(Path(f"{options.out}.json"), about)
+    longest = {backend: find_longest(one, options, end) for backend, one in runs.items()}
+    rows: list[dict[str, Any]] = earlier["rows"]
+    result = {
+        "commands": [*earlier["commands"], command],
+        **about,
+        "options": asdict(options),
+        # a length that is given says nothing about what fits
+        "longest": earlier["longest"]
+        | {k: v for k, v in longest.items() if v["how"] != "given" or k not in earlier["longest"]},
         "rows": rows,
     }
     write_json(Path(f"{options.out}.json"), result)  # an interruption loses no point
     points = [(n, b) for b in runs for n in ladder(options.shortest, longest[b]["tokens"])]
     for tokens, backend in sorted(points):  # the short ones first: they are cheap
         print(f"{backend} {tokens:,} tokens:", end=" ", flush=True)
-        rows.append(measure(with_length(runs[backend], tokens), options.steps, end))
-        print(outcome(rows[-1]), flush=True)
+        row = measure(with_length(runs[backend], tokens), options.steps, end)
+        add(rows, row)
+        print(outcome(row), flush=True)
         write_json(Path(f"{options.out}.json"), result)
-        report(rows[-1], runs[backend])
+        report(row, runs[backend])
     grid(
         "Memory and speed over length",
         SHOWN,
         [row | {"mfu": percent(row.get("mfu"))} for row in rows],
     )
-    for backend, best in longest.items():
+    for backend, best in result["longest"].items():
         print(f"{backend}: {best['tokens']:,} tokens, {best['how']}")
     plot(result, Path(f"{options.out}.png"))
     print(f"wrote {options.out}.json and {options.out}.png")
+
+
+def earlier_points(path: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """What `path` has of a model and machine that are `about`; ValueError if it is of others."""
+    if not path.exists():
+        return {"commands": [], "longest": {}, "rows": []}
+    found: dict[str, Any] = json.loads(path.read_text())
+    for name, here in about.items():
+        if found.get(name) != here:
+            there = found.get(name)
+            raise ValueError(
+                f"out={path.with_suffix('')}: its points are of {name} {there}, not {here}; "
+                "choose another file"
+            )
+    return found
+
+
+def add(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
+    """Put `row` in the place of the one of its backend and length; a point without a speed does
+    not replace one with it.
+    """
+    same = [
+        one for one in rows if (one["backend"], one["tokens"]) == (row["backend"], row["tokens"])
+    ]
+    if "tokens_per_second" in row or not any("tokens_per_second" in one for one in same):
+        rows[:] = [*(one for one in rows if one not in same), row]
 
 
 def find_longest(run: Run, options: Options, end: float) -> dict[str, Any]:

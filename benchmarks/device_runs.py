@@ -208,8 +208,9 @@ def measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def longest(name: str, case: Case, place: Place) -> dict[str, Any]:
     """The longest row that is predicted to fit, tried: every token and layer, short documents."""
-    shares = f"devices={case.gpus} context={case.gpus} context.method=ulysses strategy=fsdp"
-    shares += " batch_size=1 accumulate=1"
+    shares = f"devices={case.gpus} batch_size=1 accumulate=1"
+    if case.gpus > 1:
+        shares += f" context={case.gpus} context.method=ulysses strategy=fsdp"
     base = decided(f"{case.overrides} {shares} memory=long seq_len=4096".split(), place)
     room, host = 0.97 * place.chip.usable, place.host * case.gpus
     most = fitting.longest(lambda tokens: replace(base, seq_len=tokens), room, host, 2048)

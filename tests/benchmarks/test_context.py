@@ -76,6 +76,34 @@ def test_every_point_is_measured_or_says_why_not(card: hardware.Chip, tmp_path, 
     assert "flash 131,072 tokens: memory=balanced, 262,144 tokens/s" in capsys.readouterr().out
 
 
+def test_points_of_several_commands_stand_in_one_file(
+    card: hardware.Chip, tmp_path, capsys, monkeypatch
+) -> None:
+    own = [f"out={tmp_path}/c", "memory=balanced", f"runs={tmp_path}/runs", "wandb.mode=disabled"]
+
+    def points(*words: str) -> tuple[dict, list[tuple[str, int]]]:
+        assert main(["context", "model=124m", *own, *words]) == 0
+        result = json.loads((tmp_path / "c.json").read_text())
+        return result, [(row["backend"], row["tokens"]) for row in result["rows"]]
+
+    points("backends=flash", "shortest=4096", "longest=plan", "minutes=0.01")
+    result, found = points("backends=flash,sdpa", "shortest=8192", "longest=16384")
+    assert found[:2] == [("flash", 4096), ("flash", 32768)]  # left out then, as those that follow
+    assert set(found[-4:]) == {(b, n) for b in ("flash", "sdpa") for n in (8192, 16384)}
+    assert len(set(found)) == len(found)
+    assert len(result["commands"]) == 2
+    assert result["longest"]["flash"]["how"] == "predicted"
+    measured = {row["tokens"] for row in result["rows"] if "tokens_per_second" in row}
+    assert measured == {8192, 16384}
+    points("backends=flash", "shortest=8192", "longest=8192", "minutes=0.01")
+    again = json.loads((tmp_path / "c.json").read_text())["rows"]
+    assert {row["tokens"] for row in again if "tokens_per_second" in row} == measured
+
+    monkeypatch.setattr(context, "machine", lambda: {"gpu": "another"})
+    assert main(["context", "model=124m", *own, "backends=flash", "longest=4096"]) == 2
+    assert "its points are of gpu made up, not another" in capsys.readouterr().err
+
+
 def test_the_longest_is_found_by_probes(card: hardware.Chip) -> None:
     run = training_run(["model=1b", "attention=flash", "memory=balanced", "batch_size=1"], "cuda")
     best = context.find_longest(run, context.Options(), end=1e12)
