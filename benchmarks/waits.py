@@ -1,6 +1,6 @@
 """How long a run lets its user wait: for its start, with empty caches and with full ones; for the
 step beside which a save begins; for its end, from the last step to the prompt, beside the time that
-the disk itself needs for the same bytes.
+the disk itself needs to write the same bytes and to delete those that they replace.
 
 All is observed from outside: when `train.py` prints its lines, when its process is gone, and what
 it logs of its steps. The caches are this benchmark's own, and begin empty.
@@ -107,7 +107,7 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
         cold = started(options, overrides, folder, "cold")
         warm = [started(options, overrides, folder, f"warm-{n}") for n in range(options.starts)]
         ended = end(options, overrides, folder)
-        disk = {n: disk_seconds(folder, int(ended["bytes"]), n) for n in WRITERS}
+        disk = {str(n): disk_seconds(folder, int(ended["bytes"]), n) for n in WRITERS}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     result = {"command": command, **machine(), "options": asdict(options), "cold": cold}
@@ -164,8 +164,8 @@ def step_seconds(rows: list[Any]) -> dict[int, float]:
     return {step: seconds - at[step - 1] for step, seconds in at.items() if step - 1 in at}
 
 
-def disk_seconds(folder: Path, size: int, writers: int) -> float:
-    """Seconds in which so many writers have `size` bytes on the disk."""
+def disk_seconds(folder: Path, size: int, writers: int) -> dict[str, float]:
+    """Seconds in which so many writers have `size` bytes on the disk, and delete them again."""
     block = memoryview(os.urandom(CHUNK))  # no disk can make it smaller
     share = size // writers
 
@@ -175,12 +175,15 @@ def disk_seconds(folder: Path, size: int, writers: int) -> float:
                 file.write(block[: share - start])
             os.fsync(file.fileno())
 
-    begun = time.monotonic()
-    with ThreadPoolExecutor(writers) as pool:
-        list(pool.map(write, range(writers)))
-    seconds = time.monotonic() - begun
-    for number in range(writers):
+    def delete(number: int) -> None:
         (folder / f"disk-{number}").unlink()
+
+    seconds = {}
+    with ThreadPoolExecutor(writers) as pool:
+        for name, work in (("write", write), ("delete", delete)):
+            begun = time.monotonic()
+            list(pool.map(work, range(writers)))
+            seconds[name] = time.monotonic() - begun
     return seconds
 
 
@@ -197,5 +200,7 @@ def table(result: dict[str, Any]) -> list[dict[str, str]]:
         ("last step to the prompt", ended["prompt"]),
     ]
     size = f"{ended['bytes'] / 1e9:.1f} GB"
-    rows += [(f"the disk, {size}, {n} writers", seconds) for n, seconds in disk.items()]
+    for n, seconds in disk.items():
+        by = f"the disk, {size}, {n} thread{'s' if n != '1' else ''}"
+        rows += [(f"{by}: to write", seconds["write"]), (f"{by}: to delete", seconds["delete"])]
     return [{"what": what, "seconds": f"{seconds:.2f}"} for what, seconds in rows]

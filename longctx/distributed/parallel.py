@@ -123,12 +123,6 @@ class Parallel:
         first process has decided what is to be run.
         """
         os.environ[RUN_VARIABLE] = folder
-        if self.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
-            torch.backends.cudnn.benchmark = False
-            # A debugging aid, of which every allocation pays: our kernels write what they allocate.
-            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         if self.launched.by == OWN and self.ranks > 1:
             os.environ[OWN_VARIABLE] = str(self.ranks)
             if self.launched.rank == 0:
@@ -390,6 +384,17 @@ def parallel_of(config: TrainConfig | EvalConfig, machine: Machine) -> Parallel:
     except ValueError as error:
         rendezvous.refuse(launched(config), str(error))
         raise
+    if parallel.deterministic:  # before anything runs: the kernels that a run notes are its own
+        use_deterministic_algorithms()
     if parallel.launched.by != OWN:
         parallel.meet()
     return parallel
+
+
+def use_deterministic_algorithms() -> None:
+    """Have torch compute the same bits in every run."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    # A debugging aid, of which every allocation pays: our kernels write what they allocate.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

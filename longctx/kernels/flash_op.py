@@ -144,19 +144,13 @@ def _forward(
     scale: float,
     implementation: str,
 ) -> tuple[Tensor, Tensor]:
-    forward = kernels(implementation, q.device).forward
-    if _needs_trust(q, implementation):
-        trust("forward", implementation, q, k, forward)
-    return forward(q, k, v, first, last, scale)
+    return trusted("forward", implementation, q, k)(q, k, v, first, last, scale)
 
 
 def _backward(
     implementation: str, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    backward = kernels(implementation, q.device).backward
-    if _needs_trust(q, implementation):
-        trust("backward", implementation, q, k, backward)
-    return backward(do, dlse, q, k, *others)
+    return trusted("backward", implementation, q, k)(do, dlse, q, k, *others)
 
 
 def _refuse_tangents(*tensors: Tensor) -> None:
@@ -165,6 +159,16 @@ def _refuse_tangents(*tensors: Tensor) -> None:
         raise NotImplementedError(
             "attention=flash has no forward-mode derivative; use attention=naive"
         )
+
+
+def trusted(part: str, implementation: str, q: Tensor, k: Tensor) -> Callable[..., Any]:
+    """The kernels of a pass, "forward" or "backward", for tensors like q and k, after their
+    self-test.
+    """
+    run: Callable[..., Any] = getattr(kernels(implementation, q.device), part)
+    if _needs_trust(q, implementation):
+        trust(part, implementation, q, k, run)
+    return run
 
 
 def _needs_trust(q: Tensor, implementation: str) -> bool:

@@ -67,7 +67,14 @@ from longctx.kernels.hopper_primitives import (
     zero_parts,
 )
 from longctx.kernels.portable import LN2, LOG2E
-from longctx.kernels.relaunch import Relaunch, first_launch, keep, stream_of, zero
+from longctx.kernels.relaunch import (
+    Relaunch,
+    compile_side_by_side,
+    first_launch,
+    keep,
+    stream_of,
+    zero,
+)
 from longctx.kernels.tile_schedule import (
     batch_stride,
     heads_in_l2,
@@ -685,6 +692,7 @@ class Launches(NamedTuple):
 
 
 _launches: dict[Hashable, Launches] = {}
+_compiled: set[Hashable] = set()  # by config, head size, group, type and device
 
 
 def forward(
@@ -772,10 +780,16 @@ def _first_launches(
         heads_in_l2(k, B * Hq, group),
     )
     programs = min(tiles * B * Hq, multiprocessors(q.device))
+    calls = [
+        ((lse, flags[retry:], flags[2:], first, last), constants_of(c, size, group, dtype, retry))
+        for retry in ((False, True) if dtype == gl.bfloat16 else (False,))
+    ]
+    if (key := (c, size, group, dtype, q.device)) not in _compiled:
+        arguments = [((*maps, *pointers, *scalars), constants) for pointers, constants in calls]
+        compile_side_by_side(forward_kernel, programs, arguments, num_warps=4)
+        _compiled.add(key)
     launches = []
-    for retry in (False, True) if dtype == gl.bfloat16 else (False,):
-        pointers = lse, flags[retry:], flags[2:], first, last
-        constants = constants_of(c, size, group, dtype, retry)
+    for pointers, constants in calls:
         again = first_launch(
             forward_kernel, programs, maps, pointers, scalars, constants, num_warps=4
         )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -62,13 +63,14 @@ class Problem(NamedTuple):
 
 
 _trusted: set[tuple[Any, ...]] = set()
+_testing = {"forward": threading.Lock(), "backward": threading.Lock()}
 
 
 def trust(part: str, implementation: str, q: Tensor, k: Tensor, run: Callable[..., Any]) -> None:
     """Test `run`, the "forward" or "backward" of `implementation`, for tensors like q and k.
 
-    Once per process; inside a CUDA graph capture nothing is tested. Raises SelfTestFailed, which
-    names the kernel, the machine and the remedy.
+    Once per process, whatever thread asks; inside a CUDA graph capture nothing is tested. Raises
+    SelfTestFailed, which names the kernel, the machine and the remedy.
     """
     bucket, group = 0, q.shape[2] // k.shape[2]
     # its configs, and so its compiled kernels, depend on the length
@@ -77,12 +79,14 @@ def trust(part: str, implementation: str, q: Tensor, k: Tensor, run: Callable[..
     key = (part, implementation, q.device, q.dtype, q.shape[3], group, bucket)
     if key in _trusted or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
-    with torch.no_grad():
+    with _testing[part], torch.no_grad():
+        if key in _trusted:  # since another thread's test has ended
+            return
         copies = max(2, max(COPIES // group, 20) * QUERIES // (bucket + QUERIES))
         error = check(part, run, q.device, q.dtype, q.shape[3], group, bucket, copies)
-    if error:
-        raise SelfTestFailed(_message(part, implementation, q, error))
-    _trusted.add(key)
+        if error:
+            raise SelfTestFailed(_message(part, implementation, q, error))
+        _trusted.add(key)
 
 
 def check(

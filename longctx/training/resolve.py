@@ -32,7 +32,7 @@ from longctx.planner import fitting, hardware, layouts
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import Workload, precision_of, with_vocabulary, workload_of
 from longctx.runs import checkpoints, run_folder
-from longctx.training import initial, kernel_lock, longest, saved_state
+from longctx.training import compile_ahead, initial, kernel_lock, longest, saved_state
 from longctx.training.child import DryRun
 from longctx.training.out_of_memory import check_fits
 from longctx.training.run import Run
@@ -85,9 +85,10 @@ def resolve(request: Request, machine: Machine, say: Say = print) -> Run:
         model, rope = extended(model, config.rope, seq_len)
         source += f", rope {rope}" if rope else ""
     is_probed = config.seq_len == "max"
+    least = [step_of(one, device, seq_len, model, tokens=1) for one in open_layouts]
     if not is_probed:  # before the data is opened, with the smallest vocabulary
-        least = [step_of(one, device, seq_len, model, tokens=1) for one in open_layouts]
         check_fits(least, machine)
+    wait_for_compilers = compile_ahead.begin(least[0])
     data = load(data_config(config), seq_len)
     tokens = data.tokenizer.vocab_size
     check_vocabulary(model, tokens)
@@ -116,6 +117,7 @@ def resolve(request: Request, machine: Machine, say: Say = print) -> Run:
     check_validation(data, config, request.overrides)
 
     # Kernel lock and folder: the first thing that is written
+    wait_for_compilers()
     run = replace(run, model_source=source, data=data)
     if resumed:
         return continued(run)

@@ -2,6 +2,7 @@
 and it runs once.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -120,6 +121,14 @@ def test_once_per_process_type_and_head_size(compiled):
         attention(x, x, x, mask=Mask.causal())
     attention(q, q[:, :, :1], q[:, :, :1])
     assert compiled.tests == 4
+
+
+def test_threads_that_ask_at_once_test_once(compiled):
+    q = torch.randn(1, 40, 2, 16)
+    with ThreadPoolExecutor(4) as pool:
+        for asked in [pool.submit(attention, q, q, q) for _ in range(4)]:
+            asked.result()
+    assert compiled.tests == 1
 
 
 def test_failure_names_kernel_machine_and_remedy_every_time(compiled):
