@@ -33,6 +33,7 @@ TAKEN = {"seq_len": "use shortest= and longest=", "attention": "use backends="} 
     ("batch_size", "accumulate"), "it is one row"
 )
 START = 45.0  # seconds that a child takes before its first step: libraries, compilation
+CAPTURED_STEPS = 6  # the second one captures CUDA graphs, where a step runs as such
 SHOWN = (
     "backend",
     "tokens",
@@ -56,7 +57,7 @@ class Options:
         "auto",
         "tokens of the longest rows; auto: what fits, by probes; plan: what is predicted to fit",
     )
-    steps: int = key(2, "of a point: the last one counts, the first one compiles")
+    steps: int = key(2, "of a point, more with CUDA graphs: the last counts, the first compiles")
     minutes: float = key(60.0, "points that would end after that are left out")
     out: str = key("results/context", "writes .json and .png; points that it has already stay")
 
@@ -196,6 +197,7 @@ def measure(run: Run, steps: int, end: float) -> dict[str, Any]:
 
     run = decided(run)
     work = run.workload
+    steps = max(steps, CAPTURED_STEPS) if work.captured else steps
     expected = fitting.seconds(work, gpu())
     row: dict[str, Any] = {
         "backend": work.attention.backend,

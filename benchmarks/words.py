@@ -23,6 +23,7 @@ __all__ = ["check_backends", "check_unused", "decided", "main", "request", "trai
 
 BENCHMARKS = {
     "attention": "forward and backward of every backend, in TFLOP/s and as ratios",
+    "outgrown": "how often a trained model's scores outgrow the maximum that flash keeps on Hopper",
     "traffic": "bytes that attention moves through HBM, in closed form and as counted",
     "step": "where a training step's time goes, and what flash can gain at each length",
     "extension": "a small GPT extended with YaRN, and what it finds before and after",
