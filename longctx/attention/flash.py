@@ -28,8 +28,8 @@ class Flash(Backend):
     `HOPPER_HEAD_SIZES`; it adds dq up in any order unless torch uses deterministic algorithms. auto
     is hopper where that runs, and portable elsewhere.
 
-    NaN and inf reach only the rows that see them in portable. In hopper those of a key or query
-    also reach rows that share a tile of 64 to 192 with it, seen or not.
+    NaN and inf reach only the rows that see them in portable. Elsewhere they also reach rows that
+    share a tile with them, seen or not.
     """
 
     differentiable_lse = True

@@ -3,6 +3,9 @@
 That the exchanges send what they should is shown by tests/training/test_layouts.py.
 """
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +13,7 @@ from torch import Tensor
 from longctx.attention import Mask
 from longctx.attention.context_parallel import Context, dealt
 from longctx.attention.exchange import AllGather, Neighbour, Ranks, Ulysses
+from tests.processes import run_on
 
 
 def context_of(rank: int, ranks: int, method: str, fetches_windows: bool = True) -> Context:
@@ -107,3 +111,14 @@ def test_ranks_see_about_as_many_pairs(ranks: int, share: float) -> None:
     mask = packed(4, length, share).bind(4, length, length, "cpu")
     work = work_of_ranks(mask, length // 256, ranks).float()
     assert (work.max(1).values / work.mean(1)).max() < 1.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_ulysses_gives_the_bits_of_one_device(device: str, tmp_path: Path) -> None:
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs that NCCL connects")
+    run_on(2, Path(__file__).with_name("shared_rows.py"), device, tmp_path / "out.json")
+    differ = json.loads((tmp_path / "out.json").read_text())
+    assert len(differ) == (18 if device == "cuda" else 6)
+    assert not any(differ.values()), differ
