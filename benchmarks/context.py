@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from longctx.training.run import Run
 
 TAKES_TRAINING_KEYS = True
+FREE = ("runs", "memory", "wandb.mode", "wandb.project")  # points with others stand in one file
 TAKEN = {"seq_len": "use shortest= and longest=", "attention": "use backends="} | dict.fromkeys(
     ("batch_size", "accumulate"), "it is one row"
 )
@@ -81,6 +82,7 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     for one in runs.values():
         check_attention(one.config, one.workload.model, "cuda")
     about = machine() | {
+        "overrides": [one for one in overrides if one.partition("=")[0] not in FREE],
         "parameters": next(iter(runs.values())).workload.model.parameters(),
         "gpu_memory_gib": gpu().memory / GIB,
     }
@@ -91,9 +93,7 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
         "commands": [*earlier["commands"], command],
         **about,
         "options": asdict(options),
-        # a length that is given says nothing about what fits
-        "longest": earlier["longest"]
-        | {k: v for k, v in longest.items() if v["how"] != "given" or k not in earlier["longest"]},
+        "longest": merged(earlier["longest"], longest),
         "rows": rows,
     }
     write_json(Path(f"{options.out}.json"), result)  # an interruption loses no point
@@ -117,23 +117,30 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
 
 
 def earlier_points(path: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """What `path` has of a model and machine that are `about`; ValueError if it is of others."""
-    if not path.exists():
-        return {"commands": [], "longest": {}, "rows": []}
-    found: dict[str, Any] = json.loads(path.read_text())
-    for name, here in about.items():
-        if found.get(name) != here:
-            there = found.get(name)
-            raise ValueError(
-                f"out={path.with_suffix('')}: its points are of {name} {there}, not {here}; "
-                "choose another file"
-            )
-    return found
+    """What `path` has, where that is of the model and machine that are `about`; else a line says
+    that the file begins anew.
+    """
+    if path.exists():
+        found: dict[str, Any] = json.loads(path.read_text())
+        differs = [name for name, here in about.items() if found.get(name) != here]
+        if not differs:
+            return found
+        print(f"{path} begins anew: its points are of another {', '.join(differs)}")
+    return {"commands": [], "longest": {}, "rows": []}
+
+
+def merged(earlier: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The longest rows of each backend. A length that is given says nothing about what fits, so it
+    replaces no other.
+    """
+    given = {name for name, one in now.items() if one["how"] == "given"}
+    kept = {name for name, one in earlier.items() if one["how"] != "given"}
+    return earlier | {name: one for name, one in now.items() if name not in given & kept}
 
 
 def add(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
-    """Put `row` in the place of the one of its backend and length; a point without a speed does
-    not replace one with it.
+    """Put `row` in the place of the one of its backend and length, unless that one alone has a
+    speed.
     """
     same = [
         one for one in rows if (one["backend"], one["tokens"]) == (row["backend"], row["tokens"])

@@ -102,8 +102,8 @@ CASES: dict[str, Case] = {
         2, 85, "model=8b seq_len=65536 batch_size=1 strategy=fsdp memory=long", steps=3
     ),
     # The longest rows that fit
-    "1b-longest-4": Case(4, 280, "longest", "model=1b", PACKED, steps=1, one="1b-longest-1"),
-    "1b-longest-2": Case(2, 190, "longest", "model=1b", PACKED, steps=2, one="1b-longest-1"),
+    "1b-longest-4": Case(4, 280, "longest", "model=1b", PACKED, steps=1),
+    "1b-longest-2": Case(2, 190, "longest", "model=1b", PACKED, steps=2),
     "1b-longest-1": Case(1, 190, "longest", "model=1b", PACKED, steps=2),
     "8b-longest-4": Case(4, 300, "longest", "model=8b", PACKED, steps=1),
     # Others

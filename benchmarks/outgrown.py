@@ -2,8 +2,8 @@
 
 In bf16 that kernel keeps the softmax maximum of the tiles that need the mask, those of the diagonal
 and of a document's first tokens (`longctx/kernels/hopper_forward.py`). A tile of queries is
-computed twice if a row's sum over e^(score - maximum) leaves 2^-32 .. 2^32, 22 nats. Here both are
-computed in fp32 from the queries and keys of a run's own model on its own documents, on any device.
+computed twice if a row's sum over e^(score - maximum) leaves 2^-32 .. 2^32, 22 nats. Here maximum
+and sum are computed in fp32 from the queries and keys of a run's model on the run's documents.
 """
 
 from __future__ import annotations
@@ -103,18 +103,23 @@ def run(options: Options, command: str) -> None:
 def rows_of(
     checkpoint: str, config: dict[str, Any], seq_len: int, most: int
 ) -> list[tuple[Tensor, Mask]]:
-    """Tokens (1, seq_len) and mask of the first rows that the run validates on; of those that it
-    trained on, where there are no others.
+    """Tokens (1, at most seq_len) and mask of the first rows that the run validates on, without
+    their padding; of those that it trained on, where there are no others.
     """
     from longctx.attention import Mask
     from longctx.data import DataConfig, load
     from longctx.evaluation.subject import open_run
+    from longctx.runs import checkpoints
 
-    _, folder, _ = open_run(Path(checkpoint))
+    file, folder, _ = open_run(Path(checkpoint))
     data = load(DataConfig(**config["data"] | {"tokenizer": str(folder)}), seq_len)
-    rows = data.val if len(data.val) else data.train
-    found = [rows[n] for n in range(min(most, len(rows)))]
-    return [(row["tokens"][None], Mask.documents(row["doc_ids"][None])) for row in found]
+    data = data.as_begun(checkpoints.read(file)["longctx"]["data"]) or data
+    rows, found = data.val if len(data.val) else data.train, []
+    for number in range(min(most, len(rows))):
+        row = rows[number]
+        real = slice(seq_len - int(row["padding"]))
+        found.append((row["tokens"][None, real], Mask.documents(row["doc_ids"][None, real])))
+    return found
 
 
 def tile_of(head_size: int) -> tuple[int, int]:
@@ -139,9 +144,11 @@ def growth(
     scale, group, (BM, BN) = q.shape[3] ** -0.5, q.shape[2] // k.shape[2], tile
     queries = q[0].transpose(0, 1).float()  # (H, T, D)
     keys = k[0].transpose(0, 1).float().repeat_interleave(group, dim=0)
-    found = []
-    for end in range(q.shape[1], 0, -BM):  # tiles are counted from the last query
-        at = slice(max(0, end - BM), end)
+    found, T = [], q.shape[1]
+    # tiles of queries as `first_query` of the kernel has them
+    ends = -(-T // 64) * 64 if BM > BN else -(-T // BM) * BM
+    for end in range(ends, 0, -BM):
+        at = slice(max(0, end - BM), min(end, T))
         low, high = int(first[at][0]) // BN, int(last[at][-1]) // BN + 1
         full_low, full_high = -(-int(first[at][-1]) // BN), (int(last[at][0]) + 1) // BN
         if full_high <= full_low:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
+UNNEEDED = "unneeded at the end"  # a thread that is named so
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 IGNORABLE = (signal.SIGHUP, signal.SIGUSR1)  # by who starts a command, as nohup does
 EXIT_CODES = tuple(128 + number for number in SIGNALS)
@@ -142,9 +143,16 @@ def catch_first() -> None:
 
 
 def exit_with(code: int) -> NoReturn:
-    """End this process, whose work is done, with `code`, also where signals come while it ends."""
+    """End this process, whose work is done, with `code`, also where signals come while it ends.
+
+    Threads whose names begin with UNNEEDED are not waited for.
+    """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    if any(thread.name.startswith(UNNEEDED) for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # else a compiler in such a thread crashes as the interpreter ends
     gc.freeze()  # or the interpreter looks for garbage in all of torch, which takes a second
     sys.exit(code)
 

@@ -14,7 +14,7 @@ from longctx.data.packing import Packing
 from longctx.data.store import Store
 
 IGNORED = -100  # target that is not scored
-PADDING_PIECE = 128  # tokens; as one document, padding would cost attention its square
+PADDING_PIECE = 128  # tokens; attention's time grows with the square of a document
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
@@ -22,7 +22,7 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 
     `targets[t]` is the document's token after `tokens[t]`, also where a row ends before the
     document does; IGNORED at a document's last token, in the padding, and where a conversation is
-    not the assistant's. `doc_ids` counts the row's pieces from 0, the pieces of its padding last.
+    not the assistant's. `doc_ids` numbers the row's pieces from 0, then those of its padding.
     `padding` tells how many tokens of the row no document fills; there stands token `pad_id`.
     """
 

@@ -81,6 +81,8 @@ class Parallel:
         self.strategy = "none"
         # Evaluation computes no gradients, whose order of sums is all that is not deterministic.
         self.deterministic = isinstance(config, TrainConfig) and config.deterministic
+        if self.deterministic:  # before anything runs, so that kernel.lock names the run's kernels
+            use_deterministic_algorithms()
         precision = precision_of(config.precision, device)
         self.dtype = dtype_of(precision)
         several = self.ranks > 1 or config.strategy.name != "auto"
@@ -384,8 +386,6 @@ def parallel_of(config: TrainConfig | EvalConfig, machine: Machine) -> Parallel:
     except ValueError as error:
         rendezvous.refuse(launched(config), str(error))
         raise
-    if parallel.deterministic:  # before anything runs: the kernels that a run notes are its own
-        use_deterministic_algorithms()
     if parallel.launched.by != OWN:
         parallel.meet()
     return parallel

@@ -215,7 +215,7 @@ def compile_side_by_side(
     num_warps: int,
 ) -> None:
     """Compile `kernel` for each of the `calls`, its arguments and constants, in threads: Triton
-    holds the interpreter for a part of the time alone.
+    holds the interpreter's lock only part of the time.
     """
     device = torch.cuda.current_device()
 

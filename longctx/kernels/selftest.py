@@ -64,6 +64,7 @@ class Problem(NamedTuple):
 
 _trusted: set[tuple[Any, ...]] = set()
 _testing = {"forward": threading.Lock(), "backward": threading.Lock()}
+_making = threading.Lock()  # of a problem, for which the number of threads changes
 
 
 def trust(part: str, implementation: str, q: Tensor, k: Tensor, run: Callable[..., Any]) -> None:
@@ -100,7 +101,7 @@ def check(
     copies: int = 1,
 ) -> str | None:
     """What is wrong with `run`, the `part` of some `Kernels` (see flash_op.py), or None."""
-    with torch.device("cpu"), one_thread():  # whatever the default device is
+    with _making, torch.device("cpu"), one_thread():  # whatever the default device is
         x = problem(head_dim, group, bucket)
     inputs = (x.q, x.k, x.v, x.do, x.given_out)
     q, k, v, do, out = (t.to(device, dtype).repeat(copies, 1, 1, 1) for t in inputs)

@@ -20,6 +20,14 @@ FOLDERS = ("attention", "kernels", "model")
 AUTOCAST = ("torch.amp.autocast_mode._enter_autocast", "torch.amp.autocast_mode._exit_autocast")
 
 
+def preload() -> None:
+    """Import torch's compiler, which takes 1.4 s; without settings, which are a thread's own."""
+    with garbage.paused():  # or it takes 1.7 s
+        import torch._functorch.config
+        import torch._inductor.compile_fx
+        import torch.compiler.config  # noqa: F401
+
+
 @functools.cache
 def use() -> None:
     """Keep what is compiled in this process, and take what others have kept.
@@ -27,10 +35,11 @@ def use() -> None:
     Shapes, backwards and other rules of our operators are no part of torch's key (pytorch#144344),
     so a hash of our sources is.
     """
-    with garbage.paused():  # 1.4 s rather than 1.7, which the first call would take
-        import torch._functorch.config
-        import torch._inductor.compile_fx
-        import torch.compiler.config
+    preload()
+    import torch._functorch.config
+    import torch._inductor.config
+    import torch.compiler.config
+
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     known = torch._inductor.config.unsafe_marked_cacheable_functions
     torch._inductor.config.unsafe_marked_cacheable_functions = known | dict.fromkeys(AUTOCAST, "1")

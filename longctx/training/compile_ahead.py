@@ -1,7 +1,8 @@
-"""What a run compiles in any case, begun while it reads its data: the flash kernels, tested side by
-side, those of a block and of the loss, and the modules of torch.compile.
+"""Compile, while a run reads its data, what it needs in any case: the flash kernels, by their
+self-tests, and those of a block and of the loss, by a step of one block. torch.compile's modules
+are imported meanwhile.
 
-Nothing fails here. What goes wrong is found by the run, which needs the same in its own turn.
+Nothing fails here: the run compiles the same again and reports the error.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,23 +18,29 @@ from longctx.distributed.devices import dtype_of
 from longctx.kernels import flash_op
 from longctx.model import GPT, compile_cache
 from longctx.planner.workload import Workload
+from longctx.stop_signal import UNNEEDED
+from longctx.training.small_run import with_few_layers
 
 Task = Callable[[], object]
 TOKENS = 128  # of the step that compiles: a multiple of 16, which Triton makes code for
-VOCABULARY = 16384  # where the tokenizer's is not known yet
 
 
 def begin(work: Workload) -> Callable[[], object]:
-    """Begin what a run of `work` needs, in threads; returns what waits for the end of it."""
+    """Begin to compile for a run of `work`, in threads; returns what waits for them."""
     if work.device != "cuda" or not torch.cuda.is_available():
         return lambda: None
-    device = torch.device("cuda", torch.cuda.current_device())
-    tasks: list[Task] = [compile_cache.use] if work.compile else []
+    device = torch.cuda.current_device()
+    tasks: list[Task] = [compile_cache.preload] if work.compile else []
     if work.attention.backend == "flash":
-        tasks += [partial(test_flash, work, device, part) for part in ("forward", "backward")]
-    if work.precision != "fp32":  # which has no kernels of ours outside of attention
-        tasks.append(partial(step_of_one_block, work, device))
-    return side_by_side([partial(on, device, task) for task in tasks])
+        tasks += [partial(test_flash, work, part) for part in ("forward", "backward")]
+    tasks.append(partial(step_of_one_block, work))
+    wait_for_all = side_by_side([partial(on, device, task) for task in tasks])
+
+    def end() -> None:
+        wait_for_all()
+        torch.cuda.reset_peak_memory_stats(device)
+
+    return end
 
 
 def side_by_side(tasks: Sequence[Task]) -> Callable[[], object]:
@@ -44,22 +50,22 @@ def side_by_side(tasks: Sequence[Task]) -> Callable[[], object]:
         with suppress(Exception):
             task()
 
-    # No daemons: a process that ends meanwhile waits, since compilers do not survive its exit
-    with_threads = ThreadPoolExecutor(max(1, len(tasks)), thread_name_prefix="compile ahead")
-    begun: list[Future[None]] = [with_threads.submit(attempted, task) for task in tasks]
-    with_threads.shutdown(wait=False)
+    pool = ThreadPoolExecutor(max(1, len(tasks)), thread_name_prefix=UNNEEDED)
+    begun: list[Future[None]] = [pool.submit(attempted, task) for task in tasks]
+    pool.shutdown(wait=False)
     return lambda: wait(begun)
 
 
-def on(device: torch.device, task: Task) -> None:
+def on(device: int, task: Task) -> None:
     """`task` with `device` as the current one, which in a new thread is the first."""
     with torch.cuda.device(device):
         task()
 
 
-def test_flash(work: Workload, device: torch.device, part: str) -> None:
+def test_flash(work: Workload, part: str) -> None:
     """The self-test of a pass, which compiles it, for the heads and rows of `work`."""
     model, dtype = work.model, dtype_of(work.precision)
+    device = torch.device("cuda", torch.cuda.current_device())
     kernel = work.attention.options.get("kernel", "auto")
     chosen = flash_op.implementation(device, dtype, model.head_size, kernel)
     one = torch.empty(1, 1, 1, 1, dtype=dtype, device=device)
@@ -67,20 +73,23 @@ def test_flash(work: Workload, device: torch.device, part: str) -> None:
     flash_op.trusted(part, chosen, q, q[:, :, :1])
 
 
-def step_of_one_block(work: Workload, device: torch.device) -> None:
-    """Forward and backward of a model of one block on few tokens.
+def step_of_one_block(work: Workload) -> None:
+    """Forward and backward of the model with one block of each kind, on few tokens.
 
     Its weights are zeros: drawing others would change those that the run draws.
     """
-    config = replace(work.model, layers=1, vocab_size=work.model.vocab_size or VOCABULARY)
     with torch.device("meta"):
-        model = GPT(config, "naive")
-    model.to_empty(device=device)
-    for weight in model.parameters():
-        weight.data.zero_()
-    tokens = torch.zeros(1, TOKENS, dtype=torch.int64, device=device)
-    with torch.autocast("cuda", dtype_of(work.precision)):
-        loss = model(tokens, tokens, reduction="sum", scale=torch.ones((), device=device))
-    loss.backward()
-    del model, loss
-    torch.cuda.empty_cache()
+        model = GPT(with_few_layers(work.model, keep_every=0), "naive")
+    try:
+        model.to_empty(device=work.device)
+        for weight in model.parameters():
+            weight.data.zero_()
+        tokens = torch.zeros(1, TOKENS, dtype=torch.int64, device=work.device)
+        scale = torch.ones((), device=work.device)
+        with torch.autocast(work.device, torch.bfloat16, work.precision != "fp32"):
+            loss = model(tokens, tokens, reduction="sum", scale=scale)
+        loss.backward()
+    finally:
+        del model
+        if work.device == "cuda":
+            torch.cuda.empty_cache()

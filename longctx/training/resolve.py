@@ -85,10 +85,12 @@ def resolve(request: Request, machine: Machine, say: Say = print) -> Run:
         model, rope = extended(model, config.rope, seq_len)
         source += f", rope {rope}" if rope else ""
     is_probed = config.seq_len == "max"
-    least = [step_of(one, device, seq_len, model, tokens=1) for one in open_layouts]
     if not is_probed:  # before the data is opened, with the smallest vocabulary
+        least = [step_of(one, device, seq_len, model, tokens=1) for one in open_layouts]
         check_fits(least, machine)
-    wait_for_compilers = compile_ahead.begin(least[0])
+    of_trained = config.data.vocab_size  # words of a tokenizer that is trained here
+    work = step_of(open_layouts[0], device, seq_len, model, of_trained)
+    wait_for_compilers = compile_ahead.begin(work)
     data = load(data_config(config), seq_len)
     tokens = data.tokenizer.vocab_size
     check_vocabulary(model, tokens)

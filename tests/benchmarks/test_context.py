@@ -18,6 +18,8 @@ from longctx.planner.peak_memory import predict
 from longctx.training import child, resolve
 from longctx.training.child import OUT_OF_MEMORY, DryRun
 
+FOUND = (9, "predicted"), (1, "given"), (2, "given")
+
 
 def test_lengths_double_up_to_the_longest() -> None:
     assert context.ladder(4096, 20000) == [4096, 8192, 16384, 20000]
@@ -100,8 +102,18 @@ def test_points_of_several_commands_stand_in_one_file(
     assert {row["tokens"] for row in again if "tokens_per_second" in row} == measured
 
     monkeypatch.setattr(context, "machine", lambda: {"gpu": "another"})
-    assert main(["context", "model=124m", *own, "backends=flash", "longest=4096"]) == 2
-    assert "its points are of gpu made up, not another" in capsys.readouterr().err
+    anew, found = points("backends=flash", "longest=4096")
+    assert (found, len(anew["commands"])) == ([("flash", 4096)], 1)
+    assert "begins anew: its points are of another gpu" in capsys.readouterr().out
+
+
+def test_a_length_that_is_given_replaces_none_that_fits() -> None:
+    fits, first, second = ({"tokens": n, "how": how} for n, how in FOUND)
+    assert context.merged({"a": fits, "b": first}, {"a": second, "b": second}) == {
+        "a": fits,
+        "b": second,
+    }
+    assert context.merged({"b": first}, {"b": fits}) == {"b": fits}
 
 
 def test_the_longest_is_found_by_probes(card: hardware.Chip) -> None:

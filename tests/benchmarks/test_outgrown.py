@@ -20,11 +20,14 @@ from longctx.attention import Mask
 BM, BN = 32, 16
 
 
-def by_hand(q: torch.Tensor, k: torch.Tensor, mask: Mask, h: int, i: int) -> float:
+def by_hand(
+    q: torch.Tensor, k: torch.Tensor, mask: Mask, h: int, i: int, tile: tuple[int, int]
+) -> float:
     """log of the row's sum less its maximum over the tiles of keys that need the mask."""
-    T = q.shape[1]
-    end = T - (T - 1 - i) // BM * BM
-    queries = range(max(0, end - BM), end)
+    T, (BM, BN) = q.shape[1], tile
+    ends = 128 if BM > BN else -(-T // BM) * BM  # of 100 queries
+    end = next(end for end in range(ends, 0, -BM)[::-1] if i < end)
+    queries = range(max(0, end - BM), min(end, T))
     first, last = mask.first[0].tolist(), mask.last[0].tolist()
     kh = h * k.shape[2] // q.shape[2]
     scores = (q[0, i, h] @ k[0, :, kh].T * q.shape[3] ** -0.5).tolist()
@@ -38,18 +41,19 @@ def by_hand(q: torch.Tensor, k: torch.Tensor, mask: Mask, h: int, i: int) -> flo
     return math.log(sum(math.exp(scores[j]) for j in seen)) - max(kept, default=0.0)
 
 
-@pytest.mark.parametrize("documents", [[100], [7, 50, 43], [64, 36]])
-def test_growth_is_that_of_the_formula(documents: list[int]) -> None:
+@pytest.mark.parametrize("tile", [(BM, BN), (BN, BM)], ids=str)
+@pytest.mark.parametrize("documents", [[100], [7, 50, 43], [64, 36]], ids=str)
+def test_growth_is_that_of_the_formula(documents: list[int], tile: tuple[int, int]) -> None:
     torch.manual_seed(1)
     q, k = torch.randn(1, 100, 4, 8), 3 * torch.randn(1, 100, 2, 8)
     ids = torch.repeat_interleave(torch.arange(len(documents)), torch.tensor(documents))[None]
     mask = Mask.documents(ids).bind(1, 100, 100, "cpu")
-    tiles = growth(q, k, mask, 0, (BM, BN))
+    tiles = growth(q, k, mask, 0, tile)
     nats = torch.cat([nats for nats, _ in reversed(tiles)], dim=1)
     assert nats.shape == (4, 100)
     for h in range(4):
         for i in range(100):
-            assert float(nats[h, i]) == pytest.approx(by_hand(q, k, mask, h, i), abs=1e-4)
+            assert float(nats[h, i]) == pytest.approx(by_hand(q, k, mask, h, i, tile), abs=1e-4)
 
 
 def test_tiles_that_the_mask_covers_whole_are_not_checked() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from benchmarks.words import training_run
 from longctx.model import GPT
 from longctx.training import compile_ahead
+from tests.processes import ROOT
 
 
 def test_tasks_run_beside_one_another_and_what_fails_is_left_to_the_run() -> None:
@@ -40,6 +43,48 @@ def test_a_cpu_compiles_nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_ahead.begin(training_run(["model=tiny"], "cpu").workload)()
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [[], ["model.nope_layers=[1,3]"], ["model.window=64", "model.window_layers=[0,2]"]],
+    ids=["plain", "nope", "windows"],
+)
+def test_a_step_of_one_block_works_for_every_kind_of_layer(keys: list[str]) -> None:
+    work = training_run(["model=tiny", "model.layers=4", "model.vocab_size=512", *keys], "cpu")
+    state = torch.get_rng_state()
+    compile_ahead.step_of_one_block(work.workload)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_settings_of_the_compiler_are_those_of_the_thread_that_compiles() -> None:
+    code = """if True:
+        from concurrent.futures import ThreadPoolExecutor
+        from longctx.model import compile_cache
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(compile_cache.preload).result()
+        compile_cache.use()
+        import torch._functorch.config, torch._inductor.config, torch.compiler.config
+        assert torch._functorch.config.autograd_cache_allow_custom_autograd_functions
+        assert torch._inductor.config.unsafe_marked_cacheable_functions
+        assert "longctx" in torch.compiler.config.cache_key_tag
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_nobody_waits_for_compilers_at_the_end() -> None:
+    code = """if True:
+        import time
+        from longctx.stop_signal import exit_with
+        from longctx.training.compile_ahead import side_by_side
+        side_by_side([lambda: time.sleep(60)])
+        print("said", flush=False)
+        exit_with(2)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=40
+    )
+    assert (done.returncode, done.stdout) == (2, "said\n")
+
+
 @pytest.mark.gpu
 def test_a_gpu_has_the_kernels_of_a_run_tested_before_it_asks(
     monkeypatch: pytest.MonkeyPatch,
@@ -66,7 +111,7 @@ def test_a_step_of_one_block_compiles_what_a_step_of_the_model_needs(
         compiled.append(fn.name)
 
     work = training_run(["model=124m", "model.vocab_size=16384"], "cuda").workload
-    compile_ahead.step_of_one_block(work, torch.device("cuda", 0))
+    compile_ahead.step_of_one_block(work)
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
     model = GPT(replace(work.model, layers=2), "naive").cuda()
     tokens = torch.zeros(2, 1024, dtype=torch.int64, device="cuda")
