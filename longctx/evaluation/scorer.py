@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from longctx.attention import Mask
+from longctx.data.rows import PADDING_PIECE
 from longctx.distributed import sharding
 from longctx.distributed.parallel import Parallel
 from longctx.model import GPT
@@ -67,7 +68,7 @@ class Scorer:
         self.device = next(model.parameters()).device
         self.data_ranks = 1 if parallel is None else parallel.data_ranks
         self.ranks = 1 if parallel is None else parallel.ranks
-        # Whether what a row computes depends on its length: padding is then a document of its own.
+        # Whether what a row computes depends on its length: padding then has documents of its own.
         self.follows_length = isinstance(model, GPT) and model.rope.follows_length
         self.decoder: Decoder | None = None  # of the batch before
         self.graphs = self.device.type == "cuda" and self.ranks == 1
@@ -96,7 +97,8 @@ class Scorer:
         """
         doc_ids = None
         if self.follows_length and lengths is not None:
-            doc_ids = (torch.arange(tokens.shape[1]) >= lengths[:, None]).long()
+            beyond = torch.arange(tokens.shape[1]) - lengths[:, None]
+            doc_ids = (beyond // PADDING_PIECE + 1).clamp(min=0)
         rows = Rows(tokens, doc_ids=doc_ids, at=at, wanted=wanted)
         logp, likeliest = self._led(rows).cpu().unbind(-1)
         return logp, likeliest.long()
