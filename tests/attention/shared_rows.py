@@ -59,6 +59,7 @@ def main(device: str, path: Path) -> None:
         differ[case] = [name for name, (one, two) in names if not torch.equal(one, two)]
     if dist.get_rank() == 0:
         path.write_text(json.dumps(differ))
+    dist.barrier()  # or one process ends while the other still reads from it
     dist.destroy_process_group()
 
 
