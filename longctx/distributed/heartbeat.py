@@ -35,7 +35,7 @@ class Heartbeat:
     """Beats for process `rank` of `processes` in `store` and listens to the others, until `stop`.
 
     `give_up` ends this process; it gets the line that names the one at fault, whether this one is
-    to say it, and the exit code.
+    to say it, and the exit code. `how_ended` says what became of a process, where this one knows.
     """
 
     def __init__(
@@ -44,8 +44,9 @@ class Heartbeat:
         rank: int,
         processes: Sequence[Arrival],
         give_up: Callable[[str, bool, int], None],
+        how_ended: Callable[[int], str | None],
     ) -> None:
-        self.store, self.rank, self.give_up = store, rank, give_up
+        self.store, self.rank, self.give_up, self.how_ended = store, rank, give_up, how_ended
         self.processes, self.ranks = processes, len(processes)
         host = socket.gethostname()
         self.here = [one for one in processes if one.host == host and is_alive(one.pid)]
@@ -110,7 +111,7 @@ class Heartbeat:
                     return self._follow()
                 for one in self.here:
                     if not is_alive(one.pid) and not self.store.check([FAILED]):
-                        return self._end_without(one.rank, GONE)
+                        return self._end_without(one.rank, self.how_ended(one.rank) or GONE)
                 now = time.monotonic()
                 for other in range(self.ranks):
                     number = self.store.add(f"beat {other}", 0)

@@ -118,7 +118,10 @@ class Parallel:
         here = rendezvous.arrival(self.launched, self.device.type, self.machine.gpus)
         place = replace(self.launched, port=self.environment.main_port)
         meeting = rendezvous.meet(self.asked, place, here, self.ended)
-        self.heartbeat = Heartbeat(meeting.store, self.rank, meeting.processes(), self.give_up)
+        processes = meeting.processes()
+        self.heartbeat = Heartbeat(
+            meeting.store, self.rank, processes, self.give_up, self.how_ended
+        )
 
     def launch(self, folder: str) -> None:
         """Start the other processes of the run in `folder`, or join those of a launcher, once the
@@ -137,11 +140,18 @@ class Parallel:
 
     def ended(self) -> str | None:
         """What became of a process that this one has started and that has ended."""
-        for number, process in enumerate(self.started, start=1):
-            if (code := process.poll()) is not None:
-                how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-                return f"process {number} of {self.ranks} (PID {process.pid}) has ended with {how}"
+        for rank, process in enumerate(self.started, start=1):
+            if how := self.how_ended(rank):
+                return f"process {rank} of {self.ranks} (PID {process.pid}) {how}"
         return None
+
+    def how_ended(self, rank: int) -> str | None:
+        """How process `rank` has ended, where this one has started it and it runs no more."""
+        started = [None, *self.started]  # nobody of a launcher's, and never the first
+        process = started[rank] if rank < len(started) else None
+        if process is None or (code := process.poll()) is None:
+            return None
+        return f"has ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
 
     def give_up(self, problem: str, says: bool, code: int = 1) -> None:
         """End this process at once, whatever it waits for, and those that it has started."""

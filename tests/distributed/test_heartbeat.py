@@ -54,6 +54,7 @@ def ended(process: subprocess.Popen[str], pids: list[int]) -> str:
     _, err = process.communicate(timeout=LIMIT)
     assert process.returncode not in (0, None)
     [error] = [line for line in err.splitlines() if line.startswith("error: ")]
+    print(err)  # seen where what the test expects of the one line fails
     deadline = time.monotonic() + 10
     while alive := [pid for pid in pids if is_alive(pid)]:
         assert time.monotonic() < deadline, [(pid, state_of(pid)) for pid in alive]
@@ -80,11 +81,12 @@ class Loss(NamedTuple):
     others: list[int]
     folder: Path
 
-    def check(self) -> None:
-        """Wait until the run has ended with the one line that it should."""
+    def check(self) -> str:
+        """Wait until the run has ended with the one line that it should, and return it."""
         error = ended(self.process, self.others)
         assert f"{self.pid}" in error, error
         assert f"resume={self.folder} goes on" in error
+        return error
 
 
 @contextmanager
@@ -123,7 +125,8 @@ def test_a_killed_process_ends_the_run_with_one_line(
     victim: str, overrides_in: OverridesIn, tmp_path: Path
 ) -> None:
     with lost(victim, signal.SIGKILL, long_run(overrides_in, tmp_path), tmp_path) as loss:
-        loss.check()
+        error = loss.check()
+    assert ("has ended with SIGKILL" in error) == (victim == "second process")
 
 
 @pytest.mark.slow
