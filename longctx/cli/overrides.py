@@ -104,7 +104,7 @@ def check_override(
     if is_open(schema, name):
         return f"++{name}={value}"
     if name not in known:
-        raise ValueError(f"{name} is not a key{_closest(name, known)}; all keys: --help")
+        raise ValueError(f"{name} is not a key; all keys: --help{_closest(name, known)}")
     if name in choices:
         for preset in value.split(","):
             if preset.strip() not in choices[name]:

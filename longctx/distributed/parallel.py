@@ -90,6 +90,7 @@ class Parallel:
         self.mesh: DeviceMesh | None = None
         self.context = Context()
         self.heartbeat: Heartbeat | None = None
+        self.has_failed = False
         self.clock: Clock | None = None  # of the time in collectives
 
     @property
@@ -161,10 +162,14 @@ class Parallel:
         os._exit(code)
 
     def fail(self, problem: str, code: int = 1) -> None:
-        """Make the other processes end too: this one does, because of `problem`.
+        """Make the other processes end too: this one does, because of `problem`, the first of which
+        counts.
 
         The first process has said it; for another one it does, if it can.
         """
+        if self.has_failed:
+            return
+        self.has_failed = True
         if self.heartbeat is not None:
             if not self.heartbeat.fail(problem, code) and not self.is_first:
                 print(f"error: {problem}", file=sys.stderr, flush=True)

@@ -66,13 +66,9 @@ def train(request: Request) -> int:
     with stop_signal.caught() as stop:
         stop.speaks = parallel.is_first
         try:
-            try:
-                request = request._replace(config=replace(request.config, devices=parallel.ranks))
-                run = resolve(request, machine) if parallel.is_first else None
-                parallel.launch("" if run is None else str(run.folder))
-            except (ValueError, OSError) as error:
-                parallel.fail(str(error), code=2)
-                raise
+            request = request._replace(config=replace(request.config, devices=parallel.ranks))
+            run = resolve(request, machine) if parallel.is_first else None
+            parallel.launch("" if run is None else str(run.folder))
             shared = parallel.share({} if run is None else run.shared())
             if run is None:
                 run = of_shared(shared)
@@ -90,6 +86,9 @@ def train(request: Request) -> int:
                 shutil.rmtree(run.folder, ignore_errors=True)
             if parallel.ranks > 1:
                 exit_within(EXIT, stop.code)
+            raise
+        except BaseException as error:  # outside the steps, which tell the others themselves
+            parallel.fail(str(error), code=2 if isinstance(error, ValueError | OSError) else 1)
             raise
 
 

@@ -27,6 +27,7 @@ _SKIPPED_FOLDERS = {
     *("encodings", "pydoc_data", "generated", "serialized_patterns"),  # tables
 }
 _SKIPPED_PATHS = {
+    "torch/include",  # C++: most of the package's files, and none in Python
     "torch/testing/_internal",
     "torch/sparse/_triton_ops_meta.py",
     "torch/utils/hipify/cuda_to_hip_mappings.py",
