@@ -98,6 +98,7 @@ tracker = Tracker(pathlib.Path(tempfile.mkdtemp()), WandbConfig(mode='disabled')
 tracker.log({'step': 1, 'tokens_seen': 5})
 tracker.start_wandb({})
 tracker.finish(0)""": LARGE,
+    "import longctx.attention": {"torch._dynamo", "lightning"},
     "import longctx.training.loop": {"transformers", "matplotlib", "datasets", "wandb"},
 }
 

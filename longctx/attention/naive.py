@@ -37,7 +37,7 @@ class Naive(Backend):
 
 
 def visible(mask: Mask, Tk: int) -> Tensor:
-    """(B or 1, 1, Tq, Tk) bool of a bound mask: the one place where intervals become a matrix."""
+    """(B or 1, 1, Tq, Tk) bool of a bound mask."""
     assert mask.first is not None and mask.last is not None
     j = torch.arange(Tk, device=mask.first.device)
     return ((j >= mask.first[..., None]) & (j <= mask.last[..., None]))[:, None]

@@ -386,9 +386,13 @@ def _refuse(name: str, backend: Backend, request: Request) -> None:
         raise ValueError(f"attention={name} cannot run here: {reason}")
 
 
-@torch.compiler.assume_constant_result
 def _record(backend: str, kernel: str) -> None:
     _ran[backend] = kernel
+
+
+# What torch.compiler.assume_constant_result does, which would import torch's compiler: as long
+# again as torch itself takes, at every start.
+_record._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:

@@ -2,23 +2,17 @@
 
 On a GPU: FlashAttention-2 (`aten::_flash_attention_forward`, the kernel under torch's varlen
 attention, which packed documents use), or cuDNN for whole causal or full rows where it is right and
-faster. On a CPU: torch's fused CPU kernel, document by document, and for windows and Tq ≠ Tk query
-tile by query tile. No N×N mask is ever built.
+faster. On a CPU: torch's fused CPU kernel (kernels/sdpa_cpu.py). No N×N mask is ever built.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from longctx.attention.mask import Mask
-from longctx.attention.naive import visible
 from longctx.attention.registry import Backend, Request, register
 from longctx.config.model_config import BACKEND_OPTIONS, NEEDS_GPU
-from longctx.kernels.tiled import fused_documents
-
-TILE = 512  # queries of a tile on a CPU
 
 
 class Sdpa(Backend):
@@ -53,7 +47,10 @@ class Sdpa(Backend):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, kernel: str = "auto"
     ) -> tuple[Tensor, Tensor, str]:
         if not q.is_cuda:
-            return *_cpu(q, k, v, mask, scale), "torch CPU flash"
+            from longctx.kernels import sdpa_cpu
+
+            assert mask.first is not None and mask.last is not None
+            return *sdpa_cpu.attend(q, k, v, mask.first, mask.last, scale), "torch CPU flash"
         request = Request(q.device, q.dtype, q.shape[3], mask)
         Tq, Tk = q.shape[1], k.shape[1]
         lengths_fit = Tq == Tk and Tq % 128 == 0  # cuDNN is wrong for others: pytorch#196678
@@ -122,59 +119,6 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[T
     lse = lse.detach()
     # It gives rows that see nothing an lse of +inf.
     return out, lse.masked_fill(lse == float("inf"), float("-inf"))
-
-
-@torch.compiler.disable
-def _cpu(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
-    assert mask.first is not None and mask.last is not None
-    outs, lses = [], []
-    for b in range(q.shape[0]):
-        qb, kb, vb = (x[b : b + 1] for x in (q, k, v))
-        first, last = mask.first[b % mask.first.shape[0]], mask.last[b % mask.last.shape[0]]
-        documents = fused_documents(first, last, k.shape[1])
-        parts = []
-        if documents is None:
-            for i in range(0, len(first), TILE):
-                parts.append(_cpu_tile(qb, kb, vb, first, last, i, scale))
-        else:
-            for start, end, causal in documents:
-                keys = slice(start, end) if causal else slice(None)
-                parts.append(
-                    _cpu_fused(qb[:, start:end], kb[:, keys], vb[:, keys], causal, None, scale)
-                )
-        outs.append(torch.cat([out for out, _ in parts], 1))
-        lses.append(torch.cat([lse for _, lse in parts], 2))
-    return torch.cat(outs), torch.cat(lses)
-
-
-def _cpu_fused(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Torch's fused CPU kernel on (1, T, H, D), heads of k and v repeated for their group."""
-    G = q.shape[2] // k.shape[2]
-    heads = (x.transpose(1, 2) for x in (q, k.repeat_interleave(G, 2), v.repeat_interleave(G, 2)))
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *heads, is_causal=causal, attn_mask=bias, scale=scale
-    )
-    return out.transpose(1, 2), lse.detach().float()
-
-
-def _cpu_tile(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, i: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """TILE queries against the keys that any of them sees, masked by a (TILE, keys) bias."""
-    rows = slice(i, i + TILE)
-    lo, hi = int(first[rows][0]), int(last[rows][-1]) + 1
-    if hi <= lo:
-        lse_shape = 1, q.shape[2], q[:, rows].shape[1]
-        lse = q.new_full(lse_shape, float("-inf"), dtype=torch.float32)
-        return F.pad(q[:, rows] * 0, (0, 0)), lse
-    tile = Mask("intervals", first=first[None, rows] - lo, last=last[None, rows] - lo)
-    visible_keys = visible(tile, hi - lo)[0, 0]
-    bias = torch.zeros(visible_keys.shape, dtype=q.dtype).masked_fill(~visible_keys, float("-inf"))
-    out, lse = _cpu_fused(q[:, rows], k[:, lo:hi], v[:, lo:hi], False, bias, scale)
-    sees = visible_keys.any(-1)
-    return torch.where(sees[:, None, None], out, 0), lse.masked_fill(~sees, float("-inf"))
 
 
 register("sdpa", Sdpa())
