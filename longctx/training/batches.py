@@ -199,17 +199,34 @@ def lost_worker(error: BaseException, workers: Sequence[Any] = ()) -> str:
     """What has become of a data worker: one of the processes `workers`, where `error` names none,
     as that of a connection does not.
     """
+    ended = _ended(workers) if workers else []
     if _stopped:
         return f"data worker {_stopped[0]} was stopped by a signal for {LOOK * LOOKS:.0f} s"
     text = (str(error).splitlines() or [""])[0].rstrip(". ")
     if isinstance(error, RuntimeError):
         return text
-    ended = connection.wait([worker.sentinel for worker in workers], timeout=ENDS)
-    for worker in workers:
-        if worker.sentinel in ended:
-            worker.join(ENDS)  # its files close a moment before its exit code is there
-            return f"data worker {worker.pid} is gone (exit code {worker.exitcode})"
+    if ended:
+        return f"data worker {ended[0].pid} is gone (exit code {ended[0].exitcode})"
     return f"a data worker is gone ({text})"
+
+
+def _ended(workers: Sequence[Any]) -> list[Any]:
+    """Those of `workers` that have ended, or do within ENDS.
+
+    A worker's connections close a moment before the signal comes that it has ended, for which torch
+    raises an error wherever the main thread is, as where that of a connection is dealt with. Of the
+    workers returned here it raises none any more.
+    """
+    while True:
+        try:
+            ready = connection.wait([worker.sentinel for worker in workers], timeout=ENDS)
+            ended = [worker for worker in workers if worker.sentinel in ready]
+            for worker in ended:
+                worker.join(ENDS)
+            return ended
+        except RuntimeError as error:
+            if not is_lost_worker(error):
+                raise
 
 
 def _end_stopped(pids: list[int]) -> None:

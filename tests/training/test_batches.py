@@ -1,7 +1,11 @@
 """What a step's batch holds and counts."""
 
 import multiprocessing
+import os
+import signal
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +17,12 @@ from longctx.data import SampleStream
 from longctx.data.rows import IGNORED, padding_ids
 from longctx.training.batches import (
     Collate,
+    LostWorker,
     StepBatch,
+    _batches,
     lost_worker,
     micro_batch,
+    train_loader,
     validation_batches,
 )
 
@@ -135,3 +142,25 @@ def test_a_worker_whose_connection_is_reset_is_named() -> None:
     text = lost_worker(reset, [there, lost])
     there.kill()
     assert text == f"data worker {lost.pid} is gone (exit code -9)"
+
+
+def test_a_lost_worker_is_one_error_though_torch_raises_its_own_later() -> None:
+    """The connection to a worker closes before the signal comes that it has ended: here the signal
+    is held back until then.
+    """
+    loader = train_loader([row(3, 2)] * 8, range(8), 1, 1, workers=1, pin=False)  # type: ignore[arg-type]
+    iterator: Any = iter(loader)
+    next(iterator)
+
+    def batches() -> Iterator[Any]:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        os.kill(iterator._workers[0].pid, signal.SIGKILL)
+        raise EOFError
+        yield
+
+    try:
+        with pytest.raises(LostWorker, match=r"gone .exit code -9"):
+            next(_batches(batches(), iterator._workers))
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    time.sleep(0.1)  # torch's error would come here
