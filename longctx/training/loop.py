@@ -185,18 +185,8 @@ def data_of(run: Run, seq_len: int) -> Data | Mixture:
 
 def step_batches(run: Run, schedule: Schedule, parallel: Parallel) -> Iterator[StepBatch]:
     """The batches of this rank, from the next step on, read ahead by worker processes."""
-    work = run.workload
-    loader = train_loader(
-        schedule.rows,
-        schedule.order(parallel.data_rank, run.steps_done),
-        work.batch_size,
-        work.accumulate,
-        run.config.workers,
-        pin=work.device == "cuda",
-        windows=work.model.windows(),
-        tokens=work.batch_size * work.seq_len,
-    )
-    return read_ahead(loader)
+    order = schedule.order(parallel.data_rank, run.steps_done)
+    return read_ahead(train_loader(run.workload, schedule.rows, order, run.config.workers))
 
 
 def require_finite_state(state: TrainState, step: int, run: Run, parallel: Parallel) -> None:

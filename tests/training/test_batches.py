@@ -2,6 +2,7 @@
 
 import multiprocessing
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from longctx.attention import Mask
 from longctx.data import SampleStream
 from longctx.data.rows import IGNORED, padding_ids
 from longctx.training.batches import (
-    Collate,
     StepBatch,
+    collate,
     lost_worker,
     micro_batch,
     validation_batches,
@@ -81,7 +82,7 @@ def test_micro_batches_keep_the_order_of_rows() -> None:
     rows = [row(3, 2) for _ in range(6)]
     for number, r in enumerate(rows):
         r["tokens"] += 100 * number
-    batch = Collate(2)(rows)
+    batch = collate(rows, tokens=2 * 5)
     assert [micro.tokens[:, 0].tolist() for micro in batch.micro] == [
         [0, 100],
         [200, 300],
@@ -92,7 +93,8 @@ def test_micro_batches_keep_the_order_of_rows() -> None:
 def test_a_batch_survives_workers_and_moves_whole() -> None:
     rows = [row(3, 2, padding=1) for _ in range(8)]
     order = SampleStream(8, seed=0)
-    loader = DataLoader(rows, batch_size=4, sampler=order, collate_fn=Collate(2), num_workers=1)  # type: ignore[arg-type,var-annotated]
+    two_rows = partial(collate, tokens=2 * 6)
+    loader = DataLoader(rows, batch_size=4, sampler=order, collate_fn=two_rows, num_workers=1)  # type: ignore[arg-type,var-annotated]
     batch: StepBatch = next(iter(loader))
     moved = batch.to(torch.device("cpu"))
     assert [micro.scored for micro in moved.micro] == [micro.scored for micro in batch.micro]
