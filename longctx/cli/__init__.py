@@ -13,7 +13,6 @@ from longctx.cli.commands import (
     split_own,
 )
 from longctx.cli.composition import (
-    Composed,
     compose,
     from_file,
     jobs,
@@ -29,7 +28,6 @@ __all__ = [
     "COMMANDS",
     "CONFIGS",
     "Arguments",
-    "Composed",
     "answer",
     "check_backends",
     "check_unused",

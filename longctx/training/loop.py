@@ -20,6 +20,7 @@ import torch
 from longctx import stop_signal
 from longctx.attention import kernels_run
 from longctx.config.request import Request
+from longctx.config.train_config import TrainConfig
 from longctx.data import Data, Mixture, load
 from longctx.distributed.devices import is_out_of_memory, this_machine, within_memory
 from longctx.distributed.heartbeat import go_on
@@ -54,7 +55,7 @@ from longctx.training.train_step import TrainState, optimizer_step
 from longctx.training.validation import facts_found, validate
 
 
-def train(request: Request) -> int:
+def train(request: Request[TrainConfig]) -> int:
     """Train as `request` says and return the exit code.
 
     Raises ValueError or OSError, one line, for whatever is wrong with the request.

@@ -46,7 +46,7 @@ TOKENS_PER_VALIDATION = {"cuda": 262144, "cpu": 32768}
 Say = Callable[[str], None]
 
 
-def resolve(request: Request, machine: Machine, say: Say = print) -> Run:
+def resolve(request: Request[TrainConfig], machine: Machine, say: Say = print) -> Run:
     """Decide everything about the run that `request` asks for on `machine`, and make its folder.
 
     A resumed run keeps what its config.yaml says. Raises ValueError or OSError, one line that says
@@ -144,7 +144,7 @@ def resolve(request: Request, machine: Machine, say: Say = print) -> Run:
     return run
 
 
-def choose_model(request: Request, device: str) -> tuple[TrainConfig, GPTConfig, str]:
+def choose_model(request: Request[TrainConfig], device: str) -> tuple[TrainConfig, GPTConfig, str]:
     """The configuration with what the model decides, the model, and where that is from."""
     config, preset = request.config, request.choices.get("model", "")
     if config.lora.rank is not None and config.init is None:
@@ -162,7 +162,7 @@ def choose_model(request: Request, device: str) -> tuple[TrainConfig, GPTConfig,
     return config, model, f"{presets.AUTO_MODEL[device]} (model=auto)"
 
 
-def choices_of(request: Request, device: str) -> dict[str, str]:
+def choices_of(request: Request[TrainConfig], device: str) -> dict[str, str]:
     """The preset of each group, for the folder's name; weights of a folder go by its name."""
     choices = dict(request.choices)
     if request.config.init is not None:
