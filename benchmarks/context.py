@@ -71,7 +71,7 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     check_unused(overrides, TAKEN)
     if not torch.cuda.is_available():
         raise ValueError("context: measures what fits a GPU, and there is no CUDA GPU here")
-    from longctx.training.resolve import check_attention
+    from longctx.distributed.devices import check_attention
 
     end = time.monotonic() + 60 * options.minutes
     one_row = ["batch_size=1", "accumulate=1"]

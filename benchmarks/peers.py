@@ -247,8 +247,8 @@ def of_longctx(
     peer: str, run: Run, options: Options, overrides: list[str], limit: float
 ) -> dict[str, Any]:
     """Measure steps of longctx, its memory policy the one that a run would choose."""
+    from longctx.distributed.devices import check_attention
     from longctx.training.child import dry_run_in_child
-    from longctx.training.resolve import check_attention
 
     if peer in OTHERWISE:
         name, pinned = OTHERWISE[peer]

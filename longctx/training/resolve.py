@@ -17,20 +17,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from longctx import attention, files, hub_snapshot
-from longctx.attention import Mask
+from longctx import files, hub_snapshot
 from longctx.config import presets
 from longctx.config.data_config import DataConfig
 from longctx.config.model_config import GPTConfig
 from longctx.config.request import Request
 from longctx.config.train_config import TrainConfig, check_warmup
 from longctx.data import load, sources
-from longctx.distributed.devices import choose_device, dtype_of
+from longctx.distributed.devices import check_attention, choose_device
 from longctx.distributed.launched import launched
 from longctx.model.context_extension import extended
 from longctx.planner import fitting, hardware, layouts
 from longctx.planner.hardware import Machine
-from longctx.planner.workload import Workload, precision_of, with_vocabulary, workload_of
+from longctx.planner.workload import Workload, with_vocabulary, workload_of
 from longctx.runs import checkpoints, run_folder
 from longctx.training import compile_ahead, initial, kernel_lock, longest, saved_state
 from longctx.training.child import DryRun
@@ -173,22 +172,6 @@ def choices_of(request: Request[TrainConfig], device: str) -> dict[str, str]:
     elif choices["model"] == "auto":
         choices["model"] = presets.AUTO_MODEL[device]
     return choices
-
-
-def check_attention(config: TrainConfig, model: GPTConfig, device: str) -> None:
-    """Raise ValueError, saying what to use instead, where the backend cannot run as asked."""
-    shard, sharing = None, config.context
-    if sharing.degree not in (1, "auto") and sharing.method_for(model.heads) == "allgather":
-        shard = Mask("intervals")  # the queries of a rank see any of them
-    attention.check(
-        config.attention.backend,
-        device=device,
-        dtype=dtype_of(precision_of(config.precision, device)),
-        head_dim=model.head_size,
-        mask=shard,
-        options=config.attention.options,
-        deterministic=config.deterministic,
-    )
 
 
 def data_config(config: TrainConfig) -> DataConfig:
