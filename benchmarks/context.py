@@ -16,13 +16,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.report import grid, machine, save_figure, short, write_json
-from benchmarks.words import check_backends, check_unused, decided, training_run
+from benchmarks.report import machine, save_figure, short, write_json
+from benchmarks.words import decided, training_run
+from longctx.cli import check_backends, check_unused
 from longctx.config.fields import key
 from longctx.planner import fitting
 from longctx.planner.hardware import GIB, Chip
 from longctx.planner.peak_memory import predict
 from longctx.planner.workload import Workload
+from longctx.tables import grid
 
 if TYPE_CHECKING:
     from longctx.training.child import DryRun

@@ -18,10 +18,12 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.report import grid, machine, save_figure, short, write_json
-from benchmarks.words import check_unused, decided, training_run
+from benchmarks.report import machine, save_figure, short, write_json
+from benchmarks.words import decided, training_run
+from longctx.cli import check_unused
 from longctx.config.fields import key
 from longctx.planner import fitting
+from longctx.tables import grid
 
 if TYPE_CHECKING:
     from longctx.planner.hardware import Chip

@@ -11,14 +11,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from longctx import cli
-from longctx.cli import check_backends, check_unused
 from longctx.planner import fitting
 from longctx.planner.overview import without_data
 
 if TYPE_CHECKING:
     from longctx.training.run import Run
-
-__all__ = ["check_backends", "check_unused", "decided", "main", "training_run"]
 
 BENCHMARKS = {
     "attention": "forward and backward of every backend, in TFLOP/s and as ratios",
