@@ -20,14 +20,13 @@ from longctx.cli.composition import (
     with_model,
 )
 from longctx.cli.entry import answer, libraries
-from longctx.cli.overrides import Arguments, groups, read, unquoted
+from longctx.cli.overrides import groups, read
 from longctx.cli.usage import key_lines
 from longctx.config.presets import CONFIGS, names
 
 __all__ = [
     "COMMANDS",
     "CONFIGS",
-    "Arguments",
     "answer",
     "check_backends",
     "check_unused",
@@ -43,6 +42,5 @@ __all__ = [
     "options",
     "read",
     "split_own",
-    "unquoted",
     "with_model",
 ]
