@@ -9,7 +9,6 @@ tile by query tile. No N×N mask is ever built.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from longctx.attention.mask import Mask
@@ -168,7 +167,7 @@ def _cpu_tile(
     if hi <= lo:
         lse_shape = 1, q.shape[2], q[:, rows].shape[1]
         lse = q.new_full(lse_shape, float("-inf"), dtype=torch.float32)
-        return F.pad(q[:, rows] * 0, (0, 0)), lse
+        return q[:, rows] * 0, lse
     tile = Mask("intervals", first=first[None, rows] - lo, last=last[None, rows] - lo)
     visible_keys = visible(tile, hi - lo)[0, 0]
     bias = torch.zeros(visible_keys.shape, dtype=q.dtype).masked_fill(~visible_keys, float("-inf"))
