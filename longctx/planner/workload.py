@@ -10,6 +10,7 @@ from longctx.config.optimizer_config import OptimizerConfig
 from longctx.config.train_config import TrainConfig
 
 # Defaults by device, in tokens: a GPU is kept busy by 16,384 tokens at a time.
+FP32 = 4  # bytes of a number
 TOKENS_PER_MICRO_BATCH = {"cuda": 16384, "cpu": 4096}
 TOKENS_PER_STEP = {"cuda": 65536, "cpu": 4096}
 PRECISION = {"cuda": "bf16", "cpu": "fp32"}
