@@ -88,7 +88,8 @@ def run(options: Options, command: str) -> None:
     check(options)
     if not torch.cuda.is_available():
         raise ValueError("attention: measures GPU kernels, and there is no CUDA GPU here")
-    from benchmarks.report import grid, machine, write_json
+    from benchmarks.report import machine, write_json
+    from longctx.tables import grid
 
     functorch_config.donated_buffer = False  # lets a compiled backward be timed again and again
     clock = Clock(options.seconds)

@@ -16,13 +16,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.report import grid, machine, save_figure, short, write_json
-from benchmarks.words import check_backends, check_unused, decided, training_run
+from benchmarks.report import machine, save_figure, short, write_json
+from benchmarks.words import decided, training_run
+from longctx.cli import check_backends, check_unused
 from longctx.config.fields import key
 from longctx.planner import fitting
 from longctx.planner.hardware import GIB, Chip
 from longctx.planner.peak_memory import predict
 from longctx.planner.workload import Workload
+from longctx.tables import grid
 
 if TYPE_CHECKING:
     from longctx.training.child import DryRun
@@ -71,7 +73,7 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     check_unused(overrides, TAKEN)
     if not torch.cuda.is_available():
         raise ValueError("context: measures what fits a GPU, and there is no CUDA GPU here")
-    from longctx.training.resolve import check_attention
+    from longctx.distributed.devices import check_attention
 
     end = time.monotonic() + 60 * options.minutes
     one_row = ["batch_size=1", "accumulate=1"]

@@ -18,10 +18,12 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.report import grid, machine, write_json
-from benchmarks.words import check_unused, training_run
+from benchmarks.report import machine, write_json
+from benchmarks.words import training_run
+from longctx.cli import check_unused
 from longctx.config.fields import key
 from longctx.config.model_config import AttentionConfig, GPTConfig
+from longctx.tables import grid
 
 if TYPE_CHECKING:
     import torch

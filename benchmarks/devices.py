@@ -21,11 +21,12 @@ from typing import Any
 
 from benchmarks.device_cases import CASES, Case
 from benchmarks.device_runs import MEASURES, Place, make_corpus
-from benchmarks.report import grid, machine, write_json
-from benchmarks.words import check_unused
+from benchmarks.report import machine, write_json
+from longctx.cli import check_unused
 from longctx.config.fields import key
 from longctx.planner import hardware
 from longctx.planner.hardware import GIB
+from longctx.tables import grid
 
 TAKES_TRAINING_KEYS = True
 TAKEN = {name: "it is the case's" for name in ("devices", "context", "strategy", "name", "runs")}

@@ -12,7 +12,6 @@ documents of the fine-tuning are of the same kinds.
 from __future__ import annotations
 
 import math
-import os
 import subprocess
 import sys
 import time
@@ -22,11 +21,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import machine, save_figure, show, write_json
-from longctx import cli
+from benchmarks.process_group import ROOT
+from benchmarks.report import machine, save_figure, write_json
+from longctx import cli, python_child
 from longctx.config.fields import key
-
-ROOT = Path(__file__).resolve().parents[1]
+from longctx.tables import show
 
 
 @dataclass
@@ -67,7 +66,9 @@ def run(options: Options, command: str) -> dict[str, Any]:
     for what, arguments in commands(options, out):
         began = time.perf_counter()
         print(f"\n$ python {' '.join(arguments)}", flush=True)
-        if subprocess.run([sys.executable, *arguments], cwd=ROOT, env=_environment()).returncode:
+        if subprocess.run(
+            [sys.executable, *arguments], cwd=ROOT, env=python_child.environment()
+        ).returncode:
             raise ValueError(f"{what} failed: see above")
         seconds[what] = seconds.get(what, 0.0) + time.perf_counter() - began
     began = time.perf_counter()
@@ -280,8 +281,3 @@ def _print(result: dict[str, Any]) -> None:
         ]
         view.add_row(name, *cells)
     show(view)
-
-
-def _environment() -> dict[str, str]:
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}

@@ -20,11 +20,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.report import grid, machine, write_json
-from benchmarks.words import check_unused, training_run
+from benchmarks.report import machine, write_json
+from benchmarks.words import training_run
+from longctx.cli import check_unused
 from longctx.config.fields import key
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import predict
+from longctx.tables import grid
 
 if TYPE_CHECKING:
     from longctx.training.run import Run

@@ -16,14 +16,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import grid, machine, save_figure, write_json
-from benchmarks.words import check_unused
+from benchmarks.process_group import ROOT
+from benchmarks.report import machine, save_figure, write_json
 from longctx import cli
+from longctx.cli import check_unused
 from longctx.config.fields import key
 from longctx.runs import run_folder
+from longctx.tables import grid
 
 TAKES_TRAINING_KEYS = True
-ROOT = Path(__file__).resolve().parents[1]
 TAKEN = {"optimizer": "use optimizers=", "lr": "use rates=", "max_steps": "use steps="} | {
     name: "it is one of the benchmark's own" for name in ("max_tokens", "name", "resume")
 }

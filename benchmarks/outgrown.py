@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.report import grid, machine, write_json
+from benchmarks.report import machine, write_json
 from longctx.config.fields import key
+from longctx.tables import grid
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,10 +18,12 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.report import grid, machine, save_figure, short, write_json
-from benchmarks.words import check_unused, decided, training_run
+from benchmarks.report import machine, save_figure, short, write_json
+from benchmarks.words import decided, training_run
+from longctx.cli import check_unused
 from longctx.config.fields import key
 from longctx.planner import fitting
+from longctx.tables import grid
 
 if TYPE_CHECKING:
     from longctx.planner.hardware import Chip
@@ -247,8 +249,8 @@ def of_longctx(
     peer: str, run: Run, options: Options, overrides: list[str], limit: float
 ) -> dict[str, Any]:
     """Measure steps of longctx, its memory policy the one that a run would choose."""
+    from longctx.distributed.devices import check_attention
     from longctx.training.child import dry_run_in_child
-    from longctx.training.resolve import check_attention
 
     if peer in OTHERWISE:
         name, pinned = OTHERWISE[peer]

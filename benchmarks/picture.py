@@ -9,10 +9,11 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from benchmarks.process_group import ROOT
 from benchmarks.report import save_figure, short
 from longctx.config.fields import key
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
+RESULTS = ROOT / "results"
 PANELS = {
     "1b": ("peers-1b.json", "transformers-liger", "transformers + Liger"),
     "124m": ("peers-124m.json", "nanogpt", "nanoGPT"),

@@ -1,4 +1,4 @@
-"""What every benchmark writes down: the machine and its versions, a table, a JSON file."""
+"""What every benchmark writes down: the machine and its versions, a JSON file, a picture."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 
 import longctx
 from longctx import files
-from longctx.tables import grid as grid
-from longctx.tables import show as show
 
 
 def machine() -> dict[str, str]:

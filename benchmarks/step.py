@@ -19,10 +19,12 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.report import grid, machine, save_figure, short, write_json
+from benchmarks.report import machine, save_figure, short, write_json
 from benchmarks.trace import ATTENTION, IDLE, MATRICES, PARTS, marked, time_by_part
-from benchmarks.words import check_backends, check_unused, decided, training_run
+from benchmarks.words import decided, training_run
+from longctx.cli import check_backends, check_unused
 from longctx.config.fields import key
+from longctx.tables import grid
 
 if TYPE_CHECKING:
     from longctx.training.run import Run

@@ -21,8 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import grid, machine, write_json
+from benchmarks.report import machine, write_json
 from longctx.config.fields import key
+from longctx.tables import grid
 
 BYTES = 2  # of a 16-bit element
 TILE = 128  # queries, and keys, of the literature's tile

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -124,11 +125,6 @@ def with_peft(model: Any, lora: LoraConfig) -> nn.Module:
     return adapted
 
 
-def transformers_liger(job: Job) -> Built:
-    """`transformers` with Liger's kernels."""
-    return transformers(job, liger=True)
-
-
 def nanogpt(job: Job) -> Built:
     """GPT and its optimizer from the model.py in `job.folder`, set up as its train.py does it."""
     spec = importlib.util.spec_from_file_location("nanogpt_model", Path(job.folder, "model.py"))
@@ -186,7 +182,7 @@ TRAINERS: dict[str, Callable[[Job], Built]] = {
     "longctx-bare": longctx_bare,
     "nanogpt": nanogpt,
     "transformers": transformers,
-    "transformers-liger": transformers_liger,
+    "transformers-liger": partial(transformers, liger=True),
 }
 PACKAGES = {
     "transformers": ("transformers",),

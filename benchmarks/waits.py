@@ -22,10 +22,11 @@ from statistics import median
 from typing import Any
 
 from benchmarks.process_group import ROOT, ProcessGroup
-from benchmarks.report import grid, machine, write_json
-from benchmarks.words import check_unused
+from benchmarks.report import machine, write_json
+from longctx.cli import check_unused
 from longctx.config.fields import key
 from longctx.runs import run_folder
+from longctx.tables import grid
 
 TAKES_TRAINING_KEYS = True
 TAKEN = dict.fromkeys(("max_steps", "checkpoint_every"), "use steps=") | dict.fromkeys(

@@ -11,15 +11,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from longctx import cli
-from longctx.cli import check_backends, check_unused
-from longctx.config.train_config import TrainConfig
 from longctx.planner import fitting
 from longctx.planner.overview import without_data
 
 if TYPE_CHECKING:
     from longctx.training.run import Run
-
-__all__ = ["check_backends", "check_unused", "decided", "main", "request", "training_run"]
 
 BENCHMARKS = {
     "attention": "forward and backward of every backend, in TFLOP/s and as ratios",
@@ -74,13 +70,6 @@ def help_text(argv: list[str]) -> str:
 MORE = "Each takes key=value and --help. What fits, predicted without a GPU: longctx plan."
 
 
-def request(overrides: list[str], device: str) -> TrainConfig:
-    """Compose what the `overrides` of train.py ask for on "cuda" or "cpu"."""
-    composed = cli.with_model(cli.compose("train", overrides), gpu=device == "cuda")
-    config: TrainConfig = composed.config
-    return config
-
-
 def training_run(overrides: list[str], device: str) -> Run:
     """The run that the `overrides` of train.py ask for on "cuda" or "cpu", without data or folder.
 
@@ -88,7 +77,7 @@ def training_run(overrides: list[str], device: str) -> Run:
     """
     from longctx.training.resolve import scheduled
 
-    config = request(overrides, device)
+    config = cli.with_model(cli.compose("train", overrides), gpu=device == "cuda").config
     return scheduled(config, without_data(config, device))
 
 

@@ -13,7 +13,6 @@ from longctx.cli.commands import (
     split_own,
 )
 from longctx.cli.composition import (
-    Composed,
     compose,
     from_file,
     jobs,
@@ -21,15 +20,13 @@ from longctx.cli.composition import (
     with_model,
 )
 from longctx.cli.entry import answer, libraries
-from longctx.cli.overrides import Arguments, groups, read, unquoted
+from longctx.cli.overrides import groups, read
 from longctx.cli.usage import key_lines
 from longctx.config.presets import CONFIGS, names
 
 __all__ = [
     "COMMANDS",
     "CONFIGS",
-    "Arguments",
-    "Composed",
     "answer",
     "check_backends",
     "check_unused",
@@ -45,6 +42,5 @@ __all__ = [
     "options",
     "read",
     "split_own",
-    "unquoted",
     "with_model",
 ]

@@ -12,10 +12,10 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from longctx.cli import early_checks
-from longctx.cli.composition import Composed, compose, from_file, jobs, options, with_model
+from longctx.cli.composition import compose, from_file, jobs, options, with_model
 from longctx.cli.entry import answer, libraries
 from longctx.cli.overrides import SCHEMAS, key_and_value, keys, read, unquoted
 from longctx.cli.own_file import with_file
@@ -102,13 +102,12 @@ def check_backends(names: Iterable[str]) -> None:
             raise ValueError(f"backends={name}: choose from {known}")
 
 
-def with_backend(composed: Composed, backend: str) -> TrainConfig:
-    """The request with another attention backend; overrides of attention.options stay."""
+def with_backend(request: Request[TrainConfig], backend: str) -> TrainConfig:
+    """Its configuration with another attention backend; overrides of attention.options stay."""
     prefix, attention = "attention.options.", AttentionConfig(**presets.read("attention", backend))
-    overridden = [key.removeprefix(prefix) for key in composed.changed if key.startswith(prefix)]
-    attention.options |= {key: composed.config.attention.options[key] for key in overridden}
-    request: TrainConfig = dataclasses.replace(composed.config, attention=attention)
-    return request
+    overridden = [key.removeprefix(prefix) for key in request.overrides if key.startswith(prefix)]
+    attention.options |= {key: request.config.attention.options[key] for key in overridden}
+    return dataclasses.replace(request.config, attention=attention)
 
 
 def _split(argv: list[str]) -> tuple[str, list[str]]:
@@ -134,22 +133,22 @@ def _train(argv: list[str]) -> int:
     if arguments.sweep:
         return _sweep(arguments.overrides)
     try:
-        composed = _resumed(arguments.overrides) or compose("train", arguments.overrides)
-        processes = launched(composed.config)
-        early_checks.check_training(composed.config)
+        request = _resumed(arguments.overrides) or compose("train", arguments.overrides)
+        processes = launched(request.config)
+        early_checks.check_training(request.config)
         if processes.ranks > 1:  # warnings about a process that is gone bury the line that names it
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        if composed.config.device != "cpu" and composed.config.seq_len != "max":
+        if request.config.device != "cpu" and request.config.seq_len != "max":
             hardware.start_gpu(processes.local_rank)  # "max" is found by processes of their own
         with libraries():
             from longctx.training.loop import train
-        return train(Request(*composed))
+        return train(request)
     except (ValueError, OSError):
         leave_to_first()
         raise
 
 
-def _resumed(overrides: list[str]) -> Composed | None:
+def _resumed(overrides: list[str]) -> Request[Any] | None:
     """The configuration of the run that resume= names, with the other overrides; None for a new
     run.
     """
@@ -163,10 +162,10 @@ def _resumed(overrides: list[str]) -> Composed | None:
     others = [override for override in overrides if not override.startswith("resume=")]
     folder = run_folder.find(paths[-1])
     run_folder.check_resumable(folder, others)
-    composed = from_file("train", folder / "config.yaml", others)
-    composed.config.resume = str(folder)
-    run_folder.check_unfinished(folder, composed.config.max_steps)
-    return composed
+    request = from_file("train", folder / "config.yaml", others)
+    request.config.resume = str(folder)
+    run_folder.check_unfinished(folder, request.config.max_steps)
+    return request
 
 
 def _sweep(overrides: list[str]) -> int:
@@ -201,8 +200,8 @@ def checked_jobs(overrides: list[str]) -> list[list[str]]:
 
 def _evaluate(argv: list[str]) -> int:
     """Run one evaluation, print its tables and write its files."""
-    composed = compose("eval", read("eval", argv).overrides)
-    request = EvalRequest.of(composed.config, composed.changed)
+    config, _, overrides = compose("eval", read("eval", argv).overrides)
+    request = EvalRequest.of(config, overrides)
     try:
         processes = launched(request.config)
         early_checks.check_evaluation(request)
@@ -231,10 +230,10 @@ def _plan(argv: list[str]) -> None:
     chosen = options(command_config.PlanOptions, own)
     check_backends(chosen.backends)
     check_unused(training, {"device": "it is a GPU"})
-    composed = with_model(compose("train", training), gpu=True)
-    if "context.degree" not in composed.changed:
-        composed.config.context.degree = "auto"  # all are shown
-    backends, attention = chosen.backends, composed.changed.get("attention")
+    request = with_model(compose("train", training), gpu=True)
+    if "context.degree" not in request.overrides:
+        request.config.context.degree = "auto"  # all are shown
+    backends, attention = chosen.backends, request.overrides.get("attention")
     if attention is not None:
         if backends != command_config.PlanOptions.backends:
             raise ValueError(
@@ -244,7 +243,7 @@ def _plan(argv: list[str]) -> None:
         backends = (attention,)
     from longctx.planner.overview import run
 
-    run(chosen, {backend: with_backend(composed, backend) for backend in backends})
+    run(chosen, {backend: with_backend(request, backend) for backend in backends})
 
 
 def _describe(argv: list[str]) -> int:

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from longctx import untrusted
 from longctx.cli.overrides import (
@@ -28,25 +28,14 @@ from longctx.cli.overrides import (
 )
 from longctx.config.fields import check
 from longctx.config.presets import AUTO_MODEL, CONFIGS, auto_model
+from longctx.config.request import Request
 from longctx.config.train_config import TrainConfig
 from longctx.data.sources import check_overrides
 
 Options = TypeVar("Options")
 
 
-class Composed(NamedTuple):
-    """A checked configuration.
-
-    choices: the preset of each group; "auto" for model= where the device will decide.
-    changed: key → value of the overrides, as they were written.
-    """
-
-    config: Any
-    choices: dict[str, str]
-    changed: dict[str, str]
-
-
-def compose(command: str, overrides: list[str]) -> Composed:
+def compose(command: str, overrides: list[str]) -> Request[Any]:
     """Compose configs/<command>.yaml with `overrides`, as `read` returns them.
 
     With model=auto, `config.model` has the values of tiny; `with_model` replaces them. ValueError,
@@ -74,10 +63,10 @@ def compose(command: str, overrides: list[str]) -> Composed:
     config.validate()
     _check_switches(config, changed)
     check_overrides(config.data, changed)
-    return Composed(config, choices, changed)
+    return Request(config, choices, changed)
 
 
-def from_file(command: str, path: Path, overrides: list[str]) -> Composed:
+def from_file(command: str, path: Path, overrides: list[str]) -> Request[Any]:
     """Read the configuration saved at `path` and apply `overrides`; ValueError where it is none."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -113,7 +102,7 @@ def from_file(command: str, path: Path, overrides: list[str]) -> Composed:
         by_override = any(str(error).startswith(name) for name in changed)
         raise (error if by_override else ValueError(f"{path}: {error}")) from None
     _check_switches(config, changed)
-    return Composed(config, {}, changed)
+    return Request(config, {}, changed)
 
 
 def options(schema: type[Options], argv: list[str]) -> Options:
@@ -139,16 +128,16 @@ def options(schema: type[Options], argv: list[str]) -> Options:
     return typing.cast(Options, filled)
 
 
-def with_model(composed: Composed, gpu: bool) -> Composed:
+def with_model(request: Request[TrainConfig], gpu: bool) -> Request[TrainConfig]:
     """Replace model=auto, where it is still open, by the preset for a machine with a `gpu` or
     without one.
     """
-    if composed.choices.get("model") != "auto":
-        return composed
-    device, config = "cuda" if gpu else "cpu", composed.config
-    model = auto_model(config.model, composed.changed, device)
-    choices = composed.choices | {"model": AUTO_MODEL[device]}
-    return composed._replace(config=dataclasses.replace(config, model=model), choices=choices)
+    if request.choices.get("model") != "auto":
+        return request
+    device, config = "cuda" if gpu else "cpu", request.config
+    model = auto_model(config.model, request.overrides, device)
+    choices = request.choices | {"model": AUTO_MODEL[device]}
+    return request._replace(config=dataclasses.replace(config, model=model), choices=choices)
 
 
 def jobs(command: str, overrides: list[str]) -> list[list[str]]:

@@ -278,23 +278,23 @@ class EvalRequest(NamedTuple):
     """An evaluation that the command line asks for, as far as it can be checked without torch."""
 
     config: EvalConfig
-    changed: dict[str, str]  # key → value of the overrides
+    overrides: dict[str, str]  # key → value as typed
     other_data: bool  # whether data= names the documents; otherwise they are the run's own
 
     @classmethod
-    def of(cls, config: EvalConfig, changed: dict[str, str]) -> EvalRequest:
+    def of(cls, config: EvalConfig, overrides: dict[str, str]) -> EvalRequest:
         """The request of a checked `config`; ValueError for overrides that contradict it."""
-        other_data = names_data(changed)
+        other_data = names_data(overrides)
         for key_name in ("data", "split"):
-            if config.tasks and key_name in changed:
+            if config.tasks and key_name in overrides:
                 raise ValueError(
-                    f"{key_name}={changed[key_name]}: tasks bring their own documents; "
+                    f"{key_name}={overrides[key_name]}: tasks bring their own documents; "
                     f"leave {key_name} out"
                 )
-        return cls(config, changed, other_data)
+        return cls(config, overrides, other_data)
 
 
-def names_data(changed: dict[str, str]) -> bool:
+def names_data(overrides: dict[str, str]) -> bool:
     """Whether the overrides, key → value, name other documents than the run's own.
 
     ValueError where they only half do, or set what an evaluation ignores.
@@ -304,19 +304,20 @@ def names_data(changed: dict[str, str]) -> bool:
         ("data.vocab_size", "the checkpoint brings its tokenizer"),
         ("data.cache", "an evaluation stores nothing of data="),
     ):
-        if name in changed:
-            raise ValueError(f"{name}={changed[name]}: {reason}; leave {name} out")
-    keys = [name for name in changed if name == "data" or name.startswith("data.")]
-    if keys and "data" not in changed:
-        raise ValueError(f"{keys[0]}={changed[keys[0]]}: say which source too, such as data=text")
-    if "data.val_fraction" in changed:
+        if name in overrides:
+            raise ValueError(f"{name}={overrides[name]}: {reason}; leave {name} out")
+    keys = [name for name in overrides if name == "data" or name.startswith("data.")]
+    if keys and "data" not in overrides:
+        raise ValueError(f"{keys[0]}={overrides[keys[0]]}: say which source too, such as data=text")
+    if "data.val_fraction" in overrides:
         raise ValueError(
-            f"data.val_fraction={changed['data.val_fraction']}: all documents of data= are scored; "
-            "leave data.val_fraction out"
+            f"data.val_fraction={overrides['data.val_fraction']}: all documents of data= are "
+            "scored; leave data.val_fraction out"
         )
-    if keys and "split" in changed:
+    if keys and "split" in overrides:
         raise ValueError(
-            f"split={changed['split']}: only the run's own data is split; leave out split, or data"
+            f"split={overrides['split']}: only the run's own data is split; leave out split, or "
+            "data"
         )
     return bool(keys)
 

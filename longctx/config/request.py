@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
-from longctx.config.train_config import TrainConfig
+Config = TypeVar("Config")
 
 
-class Request(NamedTuple):
+class Request(NamedTuple, Generic[Config]):
     """A checked configuration, the preset chosen in each group, and the keys that were overridden.
 
-    choices: group → name of its preset, {} for a resumed run. overrides: key → value as typed.
+    choices: group → name of its preset, "auto" for model= where the device will decide; {} for a
+    resumed run. overrides: key → value as typed.
     """
 
-    config: TrainConfig
+    config: Config
     choices: dict[str, str]
     overrides: dict[str, str]

@@ -1,5 +1,5 @@
-"""What this machine has to compute with, which kind of it a command takes, and memory that runs
-out.
+"""What this machine has to compute with, which kind of it a command takes, whether the attention
+that is asked for runs there, and memory that runs out.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ from contextlib import contextmanager
 
 import torch
 
+from longctx import attention
+from longctx.attention import Mask
 from longctx.config.eval_config import EvalConfig
 from longctx.config.generate_config import GenerateConfig
+from longctx.config.model_config import GPTConfig
 from longctx.config.train_config import TrainConfig
 from longctx.planner import hardware
 from longctx.planner.hardware import Machine
+from longctx.planner.workload import precision_of
 
 
 def this_machine() -> Machine:
@@ -49,6 +53,22 @@ def choose_device(config: TrainConfig | EvalConfig | GenerateConfig, machine: Ma
     if config.precision == "fp8" and not machine.fp8:
         raise ValueError(hardware.without_fp8(machine.gpu.name if machine.gpu else "this GPU"))
     return "cuda"
+
+
+def check_attention(config: TrainConfig | EvalConfig, model: GPTConfig, device: str) -> None:
+    """Raise ValueError, saying what to use instead, where the backend cannot run as asked."""
+    shard, sharing = None, config.context
+    if sharing.degree not in (1, "auto") and sharing.method_for(model.heads) == "allgather":
+        shard = Mask("intervals")  # the queries of a rank see any of them
+    attention.check(
+        config.attention.backend,
+        device=device,
+        dtype=dtype_of(precision_of(config.precision, device)),
+        head_dim=model.head_size,
+        mask=shard,
+        options=config.attention.options,
+        deterministic=isinstance(config, TrainConfig) and config.deterministic,
+    )
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from longctx.distributed.devices import choose_device, dtype_of
 from longctx.distributed.fabric import Met, Processes, make_fabric
 from longctx.distributed.heartbeat import RUN_VARIABLE, SILENCE, Heartbeat
 from longctx.distributed.launched import FIRST_VARIABLE, OWN, OWN_VARIABLE, launched
-from longctx.distributed.lightning_parts import DDPStrategy, Fabric, SingleDeviceStrategy
+from longctx.distributed.lightning_parts import DDPStrategy, SingleDeviceStrategy
 from longctx.model import GPT
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import precision_of
@@ -74,7 +74,6 @@ class Parallel:
         self.environment = Processes(self.launched)
         self.asked, self.machine = config, machine
         self.ranks, self.rank = self.launched.ranks, self.launched.rank
-        self.config = replace(config, devices=self.ranks)
         if device == "cuda" and self.launched.local_ranks > machine.gpus:
             raise ValueError(rendezvous.too_few_gpus(config, self.launched, machine))
         self.data_ranks = self.ranks
@@ -85,8 +84,13 @@ class Parallel:
             use_deterministic_algorithms()
         precision = precision_of(config.precision, device)
         self.dtype = dtype_of(precision)
-        several = self.ranks > 1 or config.strategy.name != "auto"
-        self.fabric = self._fabric(self._lightning_strategy(several, device), device, precision)
+        # Lightning's: it starts the processes of the run, and wraps its model under ddp
+        strategy: Any
+        if self.ranks > 1 or config.strategy.name != "auto":
+            strategy = Met(self._ready, broadcast_buffers=False, gradient_as_bucket_view=True)
+        else:
+            strategy = SingleDeviceStrategy(device="cuda:0" if device == "cuda" else "cpu")
+        self.fabric = make_fabric(self.environment, strategy, device, precision)
         self.mesh: DeviceMesh | None = None
         self.context = Context()
         self.heartbeat: Heartbeat | None = None
@@ -199,9 +203,8 @@ class Parallel:
         other = copy(self)
         other.dtype = torch.float32
         other.environment = Processes(replace(self.launched, by="the run"))  # starts no others
-        device = self.device.type
         strategy = DDPStrategy(broadcast_buffers=False, gradient_as_bucket_view=True)
-        other.fabric = other._fabric(strategy, device, "fp32")
+        other.fabric = make_fabric(other.environment, strategy, self.device.type, "fp32")
         other.fabric.launch()
         return other
 
@@ -214,7 +217,7 @@ class Parallel:
         other.mesh, other.context, other.heartbeat, other.clock = None, Context(), None, None
         precision = "bf16" if self.dtype == torch.bfloat16 else "fp32"
         single = SingleDeviceStrategy(device=self.device)
-        other.fabric = other._fabric(single, self.device.type, precision)
+        other.fabric = make_fabric(other.environment, single, self.device.type, precision)
         return other
 
     def share(self, plain: T) -> T:
@@ -372,17 +375,6 @@ class Parallel:
         for process in self.started:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
-
-    def _fabric(self, strategy: Any, device: str, precision: str) -> Fabric:
-        return make_fabric(self.environment, strategy, device, precision)
-
-    def _lightning_strategy(self, several: bool, device: str) -> Any:
-        """Lightning's strategy: it starts the processes of the run, and wraps its model under
-        ddp.
-        """
-        if several:
-            return Met(self._ready, broadcast_buffers=False, gradient_as_bucket_view=True)
-        return SingleDeviceStrategy(device="cuda:0" if device == "cuda" else "cpu")
 
     def _ready(self) -> None:
         """All processes are here, and the first one has decided what is to be run."""

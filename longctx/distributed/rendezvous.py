@@ -117,8 +117,7 @@ class Meeting:
         for rank in range(self.launched.ranks):
             if self.store.add(f"arrived {rank}", 0) > 1:
                 raise NotAll(f"two processes say that they are number {rank}; give each its own")
-        texts = (self.store.get(f"process {rank}") for rank in range(self.launched.ranks))
-        return [Arrival(**json.loads(text)) for text in texts]
+        return self.processes()
 
     def tell(self, problem: str) -> None:
         """Tell the others whether the run begins; where it does not, wait until they know."""
@@ -141,7 +140,7 @@ class Meeting:
         return not problem
 
     def processes(self) -> list[Arrival]:
-        """All processes, once the run begins."""
+        """All processes, once they have arrived."""
         texts = (self.store.get(f"process {rank}") for rank in range(self.launched.ranks))
         return [Arrival(**json.loads(text)) for text in texts]
 
@@ -242,7 +241,7 @@ def arrival(launched: Launched, device: str, gpus: int, problem: str = "") -> Ar
         local_rank=launched.local_rank,
         device=device,
         gpus=gpus,
-        cores=cores(),
+        cores=hardware.cores(),
         torch=str(torch.__version__),
         problem=problem,
     )
@@ -321,13 +320,6 @@ def check_free(port: int) -> None:
                 f"MASTER_PORT={port}: cannot be opened on {socket.gethostname()} "
                 f"({error.strerror}); give another, or leave it out"
             ) from None
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def first_line(error: BaseException) -> str:

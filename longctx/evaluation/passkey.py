@@ -19,6 +19,7 @@ import torch
 
 from longctx.config.eval_config import KINDS
 from longctx.data import Tokenizer
+from longctx.data.dataset import EncodedDocument
 from longctx.data.facts import Task, task
 from longctx.evaluation.scorer import Scorer, in_eval_mode
 from longctx.evaluation.windows import Document
@@ -96,7 +97,9 @@ def check_texts(
         pass
 
 
-def filler_of(documents: Iterable[Document], tokenizer: Tokenizer, tokens: int) -> np.ndarray:
+def filler_of(
+    documents: Iterable[Document | EncodedDocument], tokenizer: Tokenizer, tokens: int
+) -> np.ndarray:
     """At least `tokens` tokens of `documents`, one after the other, if there are so many.
 
     Without the tokens that begin and end a text.

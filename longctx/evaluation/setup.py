@@ -7,12 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
-from longctx.attention import Mask, check
 from longctx.config.eval_config import TOKENS_PER_BATCH, EvalConfig, EvalRequest
-from longctx.config.model_config import AttentionConfig, GPTConfig
-from longctx.distributed.devices import dtype_of
+from longctx.config.model_config import AttentionConfig
+from longctx.distributed.devices import check_attention, dtype_of
 from longctx.evaluation.forward_memory import (
     check_fits,
     choose_strategy,
@@ -74,7 +71,7 @@ def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
     precision = precision_of(config.precision, device)
     dtype = dtype_of(precision)
     subject = open_subject(request)
-    check_attention(config, subject.model, device, dtype)
+    check_attention(config, subject.model, device)
     seq_len = config.seq_len or subject.seq_len
     sharing = config.context.degree
     assert isinstance(sharing, int)
@@ -115,21 +112,6 @@ def layout_of(config: EvalConfig, strategy: str, heads: int) -> Layout:
         degree,
         context.method_for(heads),
         config.attention,
-    )
-
-
-def check_attention(config: EvalConfig, model: GPTConfig, device: str, dtype: torch.dtype) -> None:
-    """Raise ValueError, saying what to use instead, where the backend cannot run as asked."""
-    shard = None
-    if config.context.degree != 1 and config.context.method_for(model.heads) == "allgather":
-        shard = Mask("intervals")  # the queries of a rank see any of them
-    check(
-        config.attention.backend,
-        device=device,
-        dtype=dtype,
-        head_dim=model.head_size,
-        mask=shard,
-        options=config.attention.options,
     )
 
 

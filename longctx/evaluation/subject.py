@@ -77,7 +77,7 @@ def open_subject(request: EvalRequest) -> Subject:
             f"checkpoint={path}: a Hugging Face folder has no documents of its own; "
             "add data=text data.path=..."
         )
-    if is_hugging_face and "split" in request.changed:
+    if is_hugging_face and "split" in request.overrides:
         raise ValueError(
             f"split={config.split}: a Hugging Face folder has no documents of its own to split; "
             "leave it out"

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from longctx.config.model_config import AttentionConfig, GPTConfig, LoraConfig
+from longctx.config.model_config import AttentionConfig, GPTConfig
 from longctx.distributed import sharding
 from longctx.model import GPT, huggingface
 from longctx.model.restore import copy_weights
@@ -55,10 +55,9 @@ def build_model(
         huggingface.load_weights(model, file, sharding.write)
         return model
     checkpoint = checkpoints.read(file)
-    config = checkpoint["longctx"]["config"]
-    model = skeleton(GPTConfig.of_saved(config["model"]), attention, dtype)
+    config = GPTConfig.of_saved(checkpoint["longctx"]["config"]["model"])
+    model = skeleton(config, attention, dtype)
     shard(model)
     model.to_empty(device=device)
-    added = LoraConfig(**config.get("lora", {}))
-    copy_weights(model, file, checkpoint, added, sharding.write_rows_of)
+    copy_weights(model, file, checkpoint, sharding.write_rows_of)
     return model

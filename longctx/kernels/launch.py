@@ -56,7 +56,7 @@ def bucket(kernel: str, q: Tensor, length: int) -> int:
 
 def rows_of(kernel: str, q: Tensor) -> dict[str, list[Any]]:
     """The configs of `kernel` for the type, head size and device of q, by shortest length."""
-    size = _padded(q.shape[3])
+    size = padded(q.shape[3])
     if q.element_size() == 2 and q.is_cuda:
         rows: dict[str, list[Any]] | None = measured(_name(q.device)).get(kernel, {}).get(size)
         if rows is not None:
@@ -72,12 +72,6 @@ def architecture(device: torch.device, itemsize: int) -> str:
     nvidia = device.type == "cuda" and torch.version.hip is None
     hopper = nvidia and torch.cuda.get_device_capability(device)[0] == 9
     return "sm90" if hopper else "any"
-
-
-def table_entry(arch: str, kernel: str, head_dim: int, length: int) -> Launch:
-    """The shipped table's row for a head size from 1 to 256 and a length from 1 up."""
-    rows = table()[arch][kernel][_padded(head_dim)]
-    return Launch(*rows[str(_start(rows, length))])
 
 
 @functools.cache
@@ -143,7 +137,8 @@ def _is_config(kernel: str, row: list[Any]) -> bool:
     return tile and BM <= MOST_QUERIES and warps in (1, 2, 4, 8, 16) and stages in range(1, 9)
 
 
-def _padded(head_dim: int) -> str:
+def padded(head_dim: int) -> str:
+    """The key of a table that serves heads of `head_dim` channels."""
     return str(max(16, 1 << (head_dim - 1).bit_length()))
 
 

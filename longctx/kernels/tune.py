@@ -52,7 +52,7 @@ def run(options: TuneOptions, command: str) -> None:
     if wrong := [d for d in options.head_sizes if d not in flash_op.HEAD_SIZES]:
         sizes = f"{flash_op.HEAD_SIZES[0]} to {flash_op.HEAD_SIZES[-1]}"
         raise ValueError(f"head_sizes={wrong[0]}: from {sizes}")
-    if len({_padded(d) for d in options.head_sizes}) < len(options.head_sizes):
+    if len({launch.padded(d) for d in options.head_sizes}) < len(options.head_sizes):
         sizes = ",".join(map(str, options.head_sizes))
         raise ValueError(
             f"head_sizes={sizes}: sizes up to one power of two share an entry of the table; "
@@ -292,15 +292,11 @@ def add(
     config: list[int],
 ) -> None:
     """Enter a config: it serves from halfway to the length below, that of the shortest from 0."""
-    rows = table.setdefault(kernel, {}).setdefault(_padded(head_dim), {})
+    rows = table.setdefault(kernel, {}).setdefault(launch.padded(head_dim), {})
     below = lengths.index(length)
     start = 0 if not rows else round(math.sqrt(lengths[below - 1] * length))
     if not rows or list(rows.values())[-1] != config:
         rows[str(start)] = config
-
-
-def _padded(head_dim: int) -> str:
-    return str(max(16, 1 << (head_dim - 1).bit_length()))
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -7,11 +7,11 @@ from typing import Any
 
 from longctx import hub_snapshot
 from longctx.config.command_config import ExportOptions
-from longctx.config.model_config import GPTConfig, LoraConfig
+from longctx.config.model_config import GPTConfig
 from longctx.model import lora
 from longctx.model.export import SHORT_NAMES, architecture, check_out, export
 from longctx.model.huggingface import read_config
-from longctx.model.restore import mapped_model
+from longctx.model.restore import lora_of, mapped_model
 from longctx.runs import run_folder
 from longctx.runs.checkpoints import opened, verify
 
@@ -71,8 +71,7 @@ def build(file: Path, checkpoint: dict[str, Any]) -> tuple[Any, int, Any]:
     """
     try:
         config = checkpoint["longctx"]["config"]
-        added = LoraConfig(**config.get("lora", {}))
-        model = mapped_model(file, checkpoint, GPTConfig.of_saved(config["model"]), "naive", added)
-        return model, int(config["seq_len"]), added
+        model = mapped_model(file, checkpoint, GPTConfig.of_saved(config["model"]))
+        return model, int(config["seq_len"]), lora_of(checkpoint)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file}: its weights are not those of its model: {error}") from error

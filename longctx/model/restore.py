@@ -47,18 +47,18 @@ def check_weights(path: Path, checkpoint: dict[str, Any], model: GPT) -> None:
             raise ValueError(f"{path}: its weights are not those of its model: {name} is {wrong}")
 
 
-def mapped_model(
-    path: Path,
-    checkpoint: dict[str, Any],
-    config: GPTConfig,
-    backend: AttentionConfig | str,
-    lora: LoraConfig,
-) -> GPT:
-    """The model of `config` with the weights of a checkpoint, mapped from disk.
+def lora_of(checkpoint: dict[str, Any]) -> LoraConfig:
+    """What LoRA trained beside the weights of a checkpoint; older ones do not say, and had none."""
+    return LoraConfig(**checkpoint["longctx"]["config"].get("lora", {}))
+
+
+def mapped_model(path: Path, checkpoint: dict[str, Any], config: GPTConfig) -> GPT:
+    """The model of `config` with the weights of a checkpoint, mapped from disk, and what LoRA added
+    to them.
 
     Raises ValueError if they are not those of this model.
     """
-    model = skeleton(config, backend, lora)
+    model = skeleton(config, "naive", lora_of(checkpoint))
     check_weights(path, checkpoint, model)
     model.load_state_dict(
         {
@@ -74,7 +74,6 @@ def copy_weights(
     model: GPT,
     path: Path,
     checkpoint: dict[str, Any],
-    lora: LoraConfig,
     copy: Callable[[Any, Tensor], None],
 ) -> None:
     """Copy the weights of a checkpoint into `model`, one after the other, with what LoRA trained
@@ -83,6 +82,7 @@ def copy_weights(
     `copy` is given what has the rows of a weight, and the weight. Raises ValueError if they are not
     those of this model.
     """
+    lora = lora_of(checkpoint)
     check_weights(path, checkpoint, skeleton(model.config, "naive", lora))
     weights = {name.removeprefix("model."): x for name, x in checkpoint["state_dict"].items()}
     if lora.rank is not None:

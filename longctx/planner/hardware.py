@@ -12,35 +12,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 GIB = 2**30
-# What torch calls the device, the most specific name first: dense bf16 FLOP/s and bytes per second
-# of HBM, from NVIDIA's data sheets.
+# What torch calls the device, the most specific name first: dense bf16 FLOP/s, bytes per second of
+# HBM, and what it sends to the others of its machine, bytes per second in one direction, by NVLink
+# or, where there is none, PCI Express; from NVIDIA's data sheets.
 CHIPS = {
-    "H200 NVL": (835e12, 4.8e12),
-    "H200": (989e12, 4.8e12),
-    "GH200": (989e12, 4.0e12),
-    "H100 NVL": (835e12, 3.9e12),
-    "H100 PCIe": (756e12, 2.0e12),
-    "H100": (989e12, 3.35e12),
-    "B200": (2250e12, 8.0e12),
-    "A100": (312e12, 2.0e12),
-    "L40S": (362e12, 0.864e12),
-    "L4": (121e12, 0.3e12),
+    "H200 NVL": (835e12, 4.8e12, 450e9),
+    "H200": (989e12, 4.8e12, 450e9),
+    "GH200": (989e12, 4.0e12, 450e9),
+    "H100 NVL": (835e12, 3.9e12, 300e9),
+    "H100 PCIe": (756e12, 2.0e12, 64e9),
+    "H100": (989e12, 3.35e12, 450e9),
+    "B200": (2250e12, 8.0e12, 900e9),
+    "A100": (312e12, 2.0e12, 300e9),
+    "L40S": (362e12, 0.864e12, 32e9),
+    "L4": (121e12, 0.3e12, 32e9),
 }
-# What a GPU sends to the others of its machine, bytes per second in one direction, from the same
-# sheets: NVLink, or PCI Express where there is none.
-LINKS = {
-    "H200 NVL": 450e9,
-    "H200": 450e9,
-    "GH200": 450e9,
-    "H100 NVL": 300e9,
-    "H100 PCIe": 64e9,
-    "H100": 450e9,
-    "B200": 900e9,
-    "A100": 300e9,
-    "L40S": 32e9,
-    "L4": 32e9,
-}
-REACHED = 3.5 / 4.5  # of that; measured on two H200
+SLOWEST = min(link for _, _, link in CHIPS.values())
+REACHED = 3.5 / 4.5  # of the link; measured on two H200
 NETWORK = 5e10  # what a GPU sends to other machines: 400 Gbit/s for each, assumed
 HOPPERS = {"H100", "H200", "GH200", "H800", "H20"}
 NO_GPU = "device=cuda: torch finds no GPU here; use device=cpu, or device=auto for what there is"
@@ -63,7 +51,7 @@ class Chip:
     memory: float  # bytes
     flops: float | None
     bandwidth: float | None
-    link: float = REACHED * LINKS["H200"]  # bytes per second to GPUs of the same machine
+    link: float  # bytes per second to GPUs of the same machine
     network: float = NETWORK  # and to those of others
 
     @property
@@ -105,29 +93,16 @@ def without_fp8(device: str) -> str:
 
 def chip(name: str, memory: float) -> Chip:
     """The chip that torch calls `name`, with so many bytes of memory."""
-    flops, bandwidth = known(name) or (None, None)
-    link = next((LINKS[of] for of in CHIPS if _is_named(name, of)), min(LINKS.values()))
-    return Chip(name, memory, flops, bandwidth, REACHED * link)
-
-
-def known(name: str) -> tuple[float, float] | None:
-    """Dense bf16 FLOP/s and bytes per second of the GPU that torch calls `name`; None where it is
-    not in the table.
-    """
+    figures = (CHIPS[of] for of in CHIPS if _is_named(name, of))
+    flops, bandwidth, link = next(figures, (None, None, SLOWEST))
     if _is_named(name, "MIG"):  # a part of the chip
-        return None
-    return next((figures for of, figures in CHIPS.items() if _is_named(name, of)), None)
+        flops = bandwidth = None
+    return Chip(name, memory, flops, bandwidth, REACHED * link)
 
 
 def _is_named(name: str, of: str) -> bool:
     """Whether every word of `of` is one of `name`."""
     return set(of.upper().split()) <= set(name.upper().replace("-", " ").split())
-
-
-def peak_flops(name: str) -> float | None:
-    """Dense bf16 FLOP/s of the GPU that torch calls `name`; None where it is not known."""
-    match = known(name)
-    return match[0] if match else None
 
 
 def here() -> Chip | None:

@@ -18,9 +18,8 @@ from math import ceil
 
 from longctx.config.parallel_config import FREE_INTERVALS, allgather_group, kv_copies
 from longctx.planner.hardware import Chip
-from longctx.planner.workload import Workload
+from longctx.planner.workload import FP32, Workload
 
-FP32 = 4
 # Seconds from one rank of a ring to the next, inside a machine and to another: what NCCL's choice
 # of an algorithm assumes (its tuning.cc, ring, simple protocol).
 HOP, HOP_OUTSIDE = 3.4e-6, 14e-6

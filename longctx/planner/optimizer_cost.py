@@ -6,9 +6,8 @@ from __future__ import annotations
 
 from longctx.config.model_config import GPTConfig
 from longctx.config.optimizer_config import SLICE, STACK
-from longctx.planner.workload import Workload
+from longctx.planner.workload import FP32, Workload
 
-FP32 = 4
 KEPT_SHARE = {"fp32": 1.0, "bf16": 0.5, "host": 0.0}  # of the fp32 state that lies on the GPU
 
 

@@ -199,7 +199,7 @@ def machine(options: PlanOptions) -> tuple[Chip, float]:
     """The GPU and the bytes of host memory to plan for."""
     there = hardware.here()
     if options.gpu != "auto":
-        if hardware.known(options.gpu) is None:
+        if hardware.chip(options.gpu, 0).flops is None:
             raise ValueError(
                 f"gpu={options.gpu}: not a known GPU; one of {', '.join(hardware.CHIPS)}"
             )

@@ -18,7 +18,7 @@ from itertools import accumulate
 from longctx.config.model_config import HOPPER_HEAD_SIZES, hopper_size
 from longctx.config.parallel_config import allgather_group, kv_copies, ulysses_parts
 from longctx.planner import links, optimizer_cost
-from longctx.planner.workload import Workload
+from longctx.planner.workload import FP32, Workload
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 KEPT, ATTENTION, MLP, LOSS, BATCH = (
@@ -32,7 +32,6 @@ TERMS = (PARAMETERS, GRADIENTS, OPTIMIZER, KEPT, ATTENTION, MLP, LOSS, BATCH)
 Terms = dict[str, float]
 # Its workspaces on Hopper, of forward's thread and of backward's, allocated through torch
 CUBLAS = 65 * 2**20
-FP32 = 4
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from longctx.config.model_config import AttentionConfig, GPTConfig, LoraConfig
 from longctx.config.optimizer_config import OptimizerConfig
 from longctx.config.train_config import TrainConfig
 
+FP32 = 4  # bytes of a number
 # Defaults by device, in tokens: a GPU is kept busy by 16,384 tokens at a time.
 TOKENS_PER_MICRO_BATCH = {"cuda": 16384, "cpu": 4096}
 TOKENS_PER_STEP = {"cuda": 65536, "cpu": 4096}

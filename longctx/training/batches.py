@@ -14,26 +14,29 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from multiprocessing import connection
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from longctx.attention import Mask
 from longctx.attention.mask import causal_pairs
 from longctx.data.rows import IGNORED, padding_ids
 from longctx.distributed.heartbeat import state_of
+from longctx.planner.workload import Workload
 
 LOOK = 5.0  # seconds between two looks at the data workers
 LOOKS = 6  # in a row that find one stopped by a signal, which is ended then
 LONGEST = 600.0  # seconds that a batch may take
 ENDS = 2.0  # seconds within which a process has ended whose connection is closed
+NO_WINDOW: Mapping[int | None, int] = {None: 1}  # layers by window, as `GPTConfig.windows` has them
 _stopped: list[int] = []  # PIDs of data workers that were ended so
 
 
@@ -94,26 +97,17 @@ class StepBatch:
         return StepBatch([micro.to(device) for micro in self.micro])
 
 
-@dataclass
-class Collate:
-    """Rows of a data set → StepBatch of micro-batches with `batch_size` rows each, or with `tokens`
-    tokens where rows of other steps are of other lengths; `windows` is the model's, to count pairs.
-    """
-
-    batch_size: int
-    windows: Mapping[int | None, int] = field(default_factory=lambda: {None: 1})
-    tokens: int | None = None
-
-    def __call__(self, rows: list[dict[str, Tensor]]) -> StepBatch:
-        size = self.batch_size if self.tokens is None else self.tokens // len(rows[0]["tokens"])
-        groups = (rows[i : i + size] for i in range(0, len(rows), size))
-        step = StepBatch([micro_batch(group, self.windows) for group in groups])
-        step.weigh(1.0 / torch.tensor(float(max(step.scored, 1))))
-        return step
+def collate(
+    rows: list[dict[str, Tensor]], tokens: int, windows: Mapping[int | None, int] = NO_WINDOW
+) -> StepBatch:
+    """The rows of a step, all of one length, in micro-batches of `tokens` tokens each."""
+    size = tokens // len(rows[0]["tokens"])
+    groups = (rows[i : i + size] for i in range(0, len(rows), size))
+    return StepBatch([micro_batch(group, windows) for group in groups])
 
 
 def micro_batch(
-    rows: list[dict[str, Tensor]], windows: Mapping[int | None, int] | None = None
+    rows: list[dict[str, Tensor]], windows: Mapping[int | None, int] = NO_WINDOW
 ) -> MicroBatch:
     """Stack rows (see `longctx.data.rows`) and count what they hold, for layers with these
     `windows`.
@@ -122,41 +116,29 @@ def micro_batch(
     tokens, targets, doc_ids, padding = (torch.stack([row[key] for row in rows]) for key in keys)
     mask = Mask.documents(doc_ids)
     B, T = tokens.shape
-    layers = {None: 1} if windows is None else windows
     of_padding = torch.cat([padding_ids(n).bincount() for n in padding.flatten().tolist()])
     each = {
         w: (mask if w is None else mask.windowed(w)).pairs(B, T, T)
         - int(causal_pairs(of_padding, w).sum())
-        for w in layers
+        for w in windows
     }
-    pairs = round(sum(each[w] * n for w, n in layers.items()) / sum(layers.values()))
+    pairs = round(sum(each[w] * n for w, n in windows.items()) / sum(windows.values()))
     real = tokens.numel() - int(padding.sum())
     return MicroBatch(tokens, targets, mask, int((targets != IGNORED).sum()), real, pairs)
 
 
 def train_loader(
-    rows: Dataset[dict[str, Tensor]],
-    order: Sampler[Any],
-    batch_size: int,
-    accumulate: int,
-    workers: int,
-    pin: bool,
-    windows: Mapping[int | None, int] | None = None,
-    tokens: int | None = None,
+    work: Workload, rows: Dataset[dict[str, Tensor]], order: Iterable[list[int]], workers: int
 ) -> DataLoader[Any]:
-    """An endless loader of StepBatch, read ahead by `workers` processes.
-
-    `order` gives row numbers, or with `tokens`, those of a micro-batch, the row numbers of each
-    step as a list.
-    """
+    """The StepBatch of each list of row numbers in `order`, read ahead by `workers` processes."""
     ahead: dict[str, Any] = {"persistent_workers": True, "prefetch_factor": 2} if workers else {}
-    by_row: dict[str, Any] = {"batch_size": batch_size * accumulate, "sampler": order}
+    tokens = work.batch_size * work.seq_len  # of a micro-batch, also where a step has shorter rows
     return DataLoader(
         rows,
-        **(by_row if tokens is None else {"batch_sampler": order}),
-        collate_fn=Collate(batch_size, windows or {None: 1}, tokens),
+        batch_sampler=order,
+        collate_fn=partial(collate, tokens=tokens, windows=work.model.windows()),
         num_workers=workers,
-        pin_memory=pin,
+        pin_memory=work.device == "cuda",
         worker_init_fn=_begin_worker,
         timeout=LONGEST if workers else 0,
         **ahead,

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from longctx import stop_signal, tables
+from longctx import tables
 from longctx.runs import metrics
 from longctx.runs.metrics import Metric, Row, Shown, figures, is_step
 from longctx.runs.run_folder import checkpoints, read_metrics
@@ -17,18 +15,12 @@ from longctx.runs.run_folder import checkpoints, read_metrics
 UNSCORED = "nothing scored"  # such as pieces of conversations without an answer
 
 
-def console(silent: bool = False) -> Console:
-    """A console on stdout, wide where that is no terminal, so that nothing is cut."""
-    output = tables.console()
-    output.quiet = silent
-    return output
-
-
 class Display:
     """Shows the rows of a run as they come; says nothing on ranks other than the first."""
 
     def __init__(self, steps: int, first_step: int, silent: bool = False) -> None:
-        self.console = console(silent)
+        self.console = tables.console()
+        self.console.quiet = silent
         self.steps = steps
         self._is_estimated = False
         self._bar: Progress | None = None
@@ -143,43 +135,3 @@ def summary(metric: Metric, rows: list[Row], numbers: Row) -> str:
     if metric.of_run == "last" and metric.better is not None and len(column) > 1:
         return f"{metric.text(column[0])} → {text}"
     return text
-
-
-class Job(NamedTuple):
-    """One job of a sweep: its overrides, how its process ended, its folder (if it came so far)."""
-
-    overrides: list[str]
-    code: int
-    folder: Path | None
-
-
-ENDINGS = {
-    0: "well",
-    2: "mistake",
-    **dict.fromkeys(stop_signal.EXIT_CODES, "stopped"),
-    -9: "killed: out of memory?",
-}
-
-
-def sweep_table(jobs: list[Job]) -> Table:
-    """One line per job: the overrides in which the jobs differ, what came out, how it ended."""
-    of_jobs = [figures(read_metrics(job.folder)) if job.folder else {} for job in jobs]
-    columns = [
-        metric
-        for metric in metrics.shown(Shown.CLOSING)
-        if any(metric.key in numbers for numbers in of_jobs)
-    ]
-    table = Table("job", *(metric.label for metric in columns), "ended", "run", box=None)
-    for job, numbers in zip(jobs, of_jobs, strict=True):
-        shared = set.intersection(*(set(other.overrides) for other in jobs))
-        differing = [override for override in job.overrides if override not in shared]
-        table.add_row(
-            " ".join(differing or job.overrides),
-            *(
-                metric.text(numbers[metric.key]) if metric.key in numbers else ""
-                for metric in columns
-            ),
-            ENDINGS.get(job.code, f"failed ({job.code})"),
-            str(job.folder or ""),
-        )
-    return table

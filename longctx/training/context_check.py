@@ -23,10 +23,10 @@ from torch import Tensor
 from longctx.config.model_config import AttentionConfig
 from longctx.data import Data, Mixture
 from longctx.distributed import sharding
+from longctx.distributed.devices import check_attention
 from longctx.distributed.parallel import Parallel
 from longctx.model import lora
 from longctx.training.batches import StepBatch, micro_batch
-from longctx.training.resolve import check_attention
 from longctx.training.run import Run
 from longctx.training.small_run import (
     Row,

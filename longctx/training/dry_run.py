@@ -13,12 +13,13 @@ import gc
 import json
 import sys
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 from longctx import attention
 from longctx.distributed.devices import is_out_of_memory, this_machine, within_memory
@@ -52,16 +53,6 @@ class RandomRows(Dataset[dict[str, Tensor]]):
             "doc_ids": doc_ids,
             "padding": padding,
         }
-
-
-class Endless(Sampler[int]):
-    """0, 1, 2, ..."""
-
-    def __iter__(self) -> Iterator[int]:
-        row = 0
-        while True:
-            yield row
-            row += 1
 
 
 def dry_run(
@@ -119,16 +110,9 @@ def random_batches(run: Run, document: int | None) -> Iterator[StepBatch]:
     work = run.workload
     assert work.model.vocab_size is not None
     rows = RandomRows(work.model.vocab_size, work.seq_len, document or work.seq_len)
-    loader = train_loader(
-        rows,
-        Endless(),
-        work.batch_size,
-        work.accumulate,
-        min(run.config.workers, 1),
-        pin=work.device == "cuda",
-        windows=work.model.windows(),
-    )
-    return read_ahead(loader)
+    size = work.batch_size * work.accumulate
+    order = (list(range(first, first + size)) for first in count(0, size))
+    return read_ahead(train_loader(work, rows, order, min(run.config.workers, 1)))
 
 
 def main(argv: list[str]) -> None:

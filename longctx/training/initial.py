@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from longctx import files, hub_snapshot, untrusted
-from longctx.config.model_config import GPTConfig, LoraConfig
+from longctx.config.model_config import GPTConfig
 from longctx.config.train_config import TrainConfig
 from longctx.data import chat
 from longctx.distributed import sharding
@@ -96,9 +96,7 @@ def load(model: GPT, name: str) -> None:
     if not run_folder.is_run(init):
         huggingface.load_weights(model, init, sharding.write)
         return
-    checkpoint = checkpoints.read(init)
-    added = LoraConfig(**checkpoint["longctx"]["config"].get("lora", {}))
-    restore.copy_weights(model, init, checkpoint, added, sharding.write_rows_of)
+    restore.copy_weights(model, init, checkpoints.read(init), sharding.write_rows_of)
 
 
 def keep_for_export(config: TrainConfig, folder: Path) -> None:

@@ -20,6 +20,7 @@ import torch
 from longctx import stop_signal
 from longctx.attention import kernels_run
 from longctx.config.request import Request
+from longctx.config.train_config import TrainConfig
 from longctx.data import Data, Mixture, load
 from longctx.distributed.devices import is_out_of_memory, this_machine, within_memory
 from longctx.distributed.heartbeat import go_on
@@ -54,7 +55,7 @@ from longctx.training.train_step import TrainState, optimizer_step
 from longctx.training.validation import facts_found, validate
 
 
-def train(request: Request) -> int:
+def train(request: Request[TrainConfig]) -> int:
     """Train as `request` says and return the exit code.
 
     Raises ValueError or OSError, one line, for whatever is wrong with the request.
@@ -184,18 +185,8 @@ def data_of(run: Run, seq_len: int) -> Data | Mixture:
 
 def step_batches(run: Run, schedule: Schedule, parallel: Parallel) -> Iterator[StepBatch]:
     """The batches of this rank, from the next step on, read ahead by worker processes."""
-    work = run.workload
-    loader = train_loader(
-        schedule.rows,
-        schedule.order(parallel.data_rank, run.steps_done),
-        work.batch_size,
-        work.accumulate,
-        run.config.workers,
-        pin=work.device == "cuda",
-        windows=work.model.windows(),
-        tokens=work.batch_size * work.seq_len,
-    )
-    return read_ahead(loader)
+    order = schedule.order(parallel.data_rank, run.steps_done)
+    return read_ahead(train_loader(run.workload, schedule.rows, order, run.config.workers))
 
 
 def require_finite_state(state: TrainState, step: int, run: Run, parallel: Parallel) -> None:

@@ -17,20 +17,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from longctx import attention, files, hub_snapshot
-from longctx.attention import Mask
+from longctx import files, hub_snapshot
 from longctx.config import presets
 from longctx.config.data_config import DataConfig
 from longctx.config.model_config import GPTConfig
 from longctx.config.request import Request
 from longctx.config.train_config import TrainConfig, check_warmup
 from longctx.data import load, sources
-from longctx.distributed.devices import choose_device, dtype_of
+from longctx.distributed.devices import check_attention, choose_device
 from longctx.distributed.launched import launched
 from longctx.model.context_extension import extended
 from longctx.planner import fitting, hardware, layouts
 from longctx.planner.hardware import Machine
-from longctx.planner.workload import Workload, precision_of, with_vocabulary, workload_of
+from longctx.planner.workload import Workload, with_vocabulary, workload_of
 from longctx.runs import checkpoints, run_folder
 from longctx.training import compile_ahead, initial, kernel_lock, longest, saved_state
 from longctx.training.child import DryRun
@@ -46,7 +45,7 @@ TOKENS_PER_VALIDATION = {"cuda": 262144, "cpu": 32768}
 Say = Callable[[str], None]
 
 
-def resolve(request: Request, machine: Machine, say: Say = print) -> Run:
+def resolve(request: Request[TrainConfig], machine: Machine, say: Say = print) -> Run:
     """Decide everything about the run that `request` asks for on `machine`, and make its folder.
 
     A resumed run keeps what its config.yaml says. Raises ValueError or OSError, one line that says
@@ -144,7 +143,7 @@ def resolve(request: Request, machine: Machine, say: Say = print) -> Run:
     return run
 
 
-def choose_model(request: Request, device: str) -> tuple[TrainConfig, GPTConfig, str]:
+def choose_model(request: Request[TrainConfig], device: str) -> tuple[TrainConfig, GPTConfig, str]:
     """The configuration with what the model decides, the model, and where that is from."""
     config, preset = request.config, request.choices.get("model", "")
     if config.lora.rank is not None and config.init is None:
@@ -162,7 +161,7 @@ def choose_model(request: Request, device: str) -> tuple[TrainConfig, GPTConfig,
     return config, model, f"{presets.AUTO_MODEL[device]} (model=auto)"
 
 
-def choices_of(request: Request, device: str) -> dict[str, str]:
+def choices_of(request: Request[TrainConfig], device: str) -> dict[str, str]:
     """The preset of each group, for the folder's name; weights of a folder go by its name."""
     choices = dict(request.choices)
     if request.config.init is not None:
@@ -173,22 +172,6 @@ def choices_of(request: Request, device: str) -> dict[str, str]:
     elif choices["model"] == "auto":
         choices["model"] = presets.AUTO_MODEL[device]
     return choices
-
-
-def check_attention(config: TrainConfig, model: GPTConfig, device: str) -> None:
-    """Raise ValueError, saying what to use instead, where the backend cannot run as asked."""
-    shard, sharing = None, config.context
-    if sharing.degree not in (1, "auto") and sharing.method_for(model.heads) == "allgather":
-        shard = Mask("intervals")  # the queries of a rank see any of them
-    attention.check(
-        config.attention.backend,
-        device=device,
-        dtype=dtype_of(precision_of(config.precision, device)),
-        head_dim=model.head_size,
-        mask=shard,
-        options=config.attention.options,
-        deterministic=config.deterministic,
-    )
 
 
 def data_config(config: TrainConfig) -> DataConfig:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from typing import NamedTuple
 
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 from longctx.data import Data, Mixture
 from longctx.data.rows import Joined
@@ -49,9 +49,21 @@ class Schedule:
             data[0].train if len(data) == 1 else Joined([part.train for part in data])
         )
 
-    def order(self, rank: int, steps_done: int) -> Sampler[list[int]]:
-        """The row numbers of each step from step `steps_done` on."""
-        return _Steps(self, rank, steps_done)
+    def order(self, rank: int, steps_done: int) -> Iterator[list[int]]:
+        """The row numbers of each step from step `steps_done` on, on data rank `rank`, without
+        end.
+        """
+        work, offset = self.run.workload, 0
+        for stage, data in zip(self.stages, self.data, strict=True):
+            last = stage is self.stages[-1]
+            if last or steps_done < stage.last:
+                consumed = max(0, steps_done - stage.first) * self.rows_per_step(stage)
+                stream = iter(data.order(self.run.config.seed, rank, work.data_ranks, consumed))
+                size = stage.batch_size * work.accumulate
+                rows = (list(islice(stream, size)) for _ in count())
+                steps = None if last else stage.last - max(steps_done, stage.first)
+                yield from ([offset + row for row in step] for step in islice(rows, steps))
+            offset += len(data.train)
 
     def epoch(self, step: int) -> float:
         """How often the data has been seen after `step` steps."""
@@ -67,23 +79,3 @@ class Schedule:
     def rows_per_step(self, stage: Stage) -> int:
         """Rows of a step over all micro-batches and devices."""
         return stage.batch_size * self.run.workload.accumulate * self.run.workload.data_ranks
-
-
-class _Steps(Sampler[list[int]]):
-    def __init__(self, schedule: Schedule, rank: int, steps_done: int) -> None:
-        self.schedule, self.rank, self.steps_done = schedule, rank, steps_done
-
-    def __iter__(self) -> Iterator[list[int]]:
-        run, work, offset = self.schedule.run, self.schedule.run.workload, 0
-        for stage, data in zip(self.schedule.stages, self.schedule.data, strict=True):
-            last = stage is self.schedule.stages[-1]
-            if last or self.steps_done < stage.last:
-                steps = max(0, self.steps_done - stage.first)
-                consumed = steps * self.schedule.rows_per_step(stage)
-                stream = iter(data.order(run.config.seed, self.rank, work.data_ranks, consumed))
-                size = stage.batch_size * work.accumulate
-                rows = (list(islice(stream, size)) for _ in count())
-                # The last stage goes on as long as it is asked.
-                steps_left = None if last else stage.last - max(self.steps_done, stage.first)
-                yield from ([offset + row for row in step] for step in islice(rows, steps_left))
-            offset += len(data.train)

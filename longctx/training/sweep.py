@@ -8,14 +8,33 @@ import signal
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from longctx import python_child, stop_signal
-from longctx.tables import show
-from longctx.training.console import Job, console, sweep_table
+from rich.table import Table
+
+from longctx import python_child, stop_signal, tables
+from longctx.runs import metrics
+from longctx.runs.metrics import Shown, figures
+from longctx.runs.run_folder import read_metrics
 
 VARIED_VARIABLE = "LONGCTX_VARIED"  # the keys in which jobs differ, joined by commas
 RESULT_VARIABLE = "LONGCTX_RESULT"  # the file in which a job leaves the name of its folder
+
+
+class Job(NamedTuple):
+    """One job of a sweep: its overrides, how its process ended, its folder (if it came so far)."""
+
+    overrides: list[str]
+    code: int
+    folder: Path | None
+
+
+ENDINGS = {
+    0: "well",
+    2: "mistake",
+    **dict.fromkeys(stop_signal.EXIT_CODES, "stopped"),
+    -9: "killed: out of memory?",
+}
 
 
 def sweep(overrides_of_jobs: list[list[str]]) -> int:
@@ -23,7 +42,7 @@ def sweep(overrides_of_jobs: list[list[str]]) -> int:
 
     Returns 0 if every job ended well, else 1, or the code of a job that was stopped.
     """
-    out = console()
+    out = tables.console()
     jobs: list[Job] = []
     shared = set.intersection(*map(set, overrides_of_jobs))
     varied = {one.partition("=")[0] for each in overrides_of_jobs for one in {*each} - shared}
@@ -34,7 +53,7 @@ def sweep(overrides_of_jobs: list[list[str]]) -> int:
         if jobs[-1].code in stop_signal.EXIT_CODES:
             break
     out.print()
-    show(sweep_table(jobs), output=out)
+    tables.show(sweep_table(jobs), output=out)
     stopped = jobs[-1].code in stop_signal.EXIT_CODES
     return jobs[-1].code if stopped else int(any(job.code for job in jobs))
 
@@ -61,3 +80,27 @@ def _run(overrides: list[str], varied: set[str]) -> Job:
             for number, handler in before.items():
                 signal.signal(number, handler)
         return Job(overrides, code, Path(result.read_text()) if result.exists() else None)
+
+
+def sweep_table(jobs: list[Job]) -> Table:
+    """One line per job: the overrides in which the jobs differ, what came out, how it ended."""
+    of_jobs = [figures(read_metrics(job.folder)) if job.folder else {} for job in jobs]
+    columns = [
+        metric
+        for metric in metrics.shown(Shown.CLOSING)
+        if any(metric.key in numbers for numbers in of_jobs)
+    ]
+    table = Table("job", *(metric.label for metric in columns), "ended", "run", box=None)
+    for job, numbers in zip(jobs, of_jobs, strict=True):
+        shared = set.intersection(*(set(other.overrides) for other in jobs))
+        differing = [override for override in job.overrides if override not in shared]
+        table.add_row(
+            " ".join(differing or job.overrides),
+            *(
+                metric.text(numbers[metric.key]) if metric.key in numbers else ""
+                for metric in columns
+            ),
+            ENDINGS.get(job.code, f"failed ({job.code})"),
+            str(job.folder or ""),
+        )
+    return table

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from longctx.distributed.parallel import Parallel
-from longctx.planner.hardware import peak_flops
+from longctx.planner import hardware
 from longctx.planner.workload import Workload
 from longctx.runs.metrics import BUSY_OF_RANK
 from longctx.training.batches import StepBatch
@@ -50,7 +50,7 @@ class Meter:
         self.spikes = spikes or Spikes("flag", 1)
         self.peak = None  # FLOP/s of one device
         if self.device.type == "cuda":
-            self.peak = peak_flops(torch.cuda.get_device_name(self.device))
+            self.peak = hardware.chip(torch.cuda.get_device_name(self.device), 0).flops
         self.begin()
 
     def begin(self) -> None:

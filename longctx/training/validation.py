@@ -25,7 +25,6 @@ from longctx.distributed.parallel import Parallel
 from longctx.evaluation.passkey import check_texts, filler_of, recall
 from longctx.evaluation.positions import Filled, mean_losses, packed_buckets
 from longctx.evaluation.scorer import Scorer
-from longctx.evaluation.windows import Document
 from longctx.runs.metrics import BY_POSITION, FACTS_FOUND
 from longctx.training.batches import MicroBatch, validation_batches
 from longctx.training.cuda_graphs import ForwardGraph
@@ -152,10 +151,7 @@ def check_validation(
 
 
 def _filler(data: Data | Mixture, lengths: list[int]) -> np.ndarray:
-    unseen = (
-        Document(*document)
-        for document in data.documents("val" if len(data.split["val"]) else "train")
-    )
+    unseen = data.documents("val" if len(data.split["val"]) else "train")
     return filler_of(unseen, data.tokenizer, 4 * max(lengths))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import train
 from benchmarks.outgrown import Watched, growth
 from benchmarks.process_group import ROOT
 from benchmarks.words import main
@@ -70,15 +71,18 @@ def test_the_rows_of_a_run_are_counted(tmp_path: Path) -> None:
     model += ["model.kv_heads=1", "model.ffn=64", "device=cpu", "compile=false", "max_steps=2"]
     data = ["data=text", f"data.path={text}", "data.vocab_size=300", "data.val_fraction=0"]
     own = [f"runs={tmp_path}", "name=r", "seq_len=512", "batch_size=1", "wandb.mode=disabled"]
-    train = [str(ROOT / "train.py"), *model, *data, *own]
+    assert train.main([*model, *data, *own]) == 0
     count = ["-m", "benchmarks", "outgrown", f"checkpoint={tmp_path}/r", "rows=3"]
     # the Hopper kernel is read for its tiles, and has no interpreter
     env = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    for words in (train, [*count, f"out={tmp_path}/o"]):
-        done = subprocess.run(
-            [sys.executable, *words], capture_output=True, text=True, env=env, cwd=ROOT
-        )
-        assert done.returncode == 0, done.stderr
+    done = subprocess.run(
+        [sys.executable, *count, f"out={tmp_path}/o"],
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "o.json").read_text())
     assert [layer["rows"] for layer in result["layers"]] == [3 * 512 * 2] * 2
     assert result["tiles"] == 2 * 3 * 2 * math.ceil(512 / 192)

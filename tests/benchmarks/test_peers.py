@@ -18,7 +18,7 @@ from benchmarks.words import main, training_run
 from longctx.distributed import devices
 from longctx.planner import hardware
 from longctx.planner.hardware import GIB
-from longctx.training import child, resolve
+from longctx.training import child
 from longctx.training.child import OUT_OF_MEMORY, DryRun
 from longctx.training.learning_rate import learning_rate
 from longctx.training.run import Run
@@ -273,7 +273,7 @@ def test_longctx_row_runs_the_requested_and_the_pinned_recipe(
             [9e3] * 3 + [500.0] * (steps - 3), memory={"memory_peak_gib": 7.0}, kernels=kernels
         )
 
-    monkeypatch.setattr(resolve, "check_attention", lambda config, model, device: None)
+    monkeypatch.setattr(devices, "check_attention", lambda config, model, device: None)
     monkeypatch.setattr(child, "dry_run_in_child", dry_run_in_child)
     overrides = ["model=124m", "attention.options.kernel=hopper", "accumulate=2"]
     chosen = peers.Options()

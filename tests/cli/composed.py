@@ -3,11 +3,13 @@
 from typing import Any
 
 from longctx import cli
+from longctx.config.request import Request
+from longctx.config.train_config import TrainConfig
 from longctx.planner.workload import workload_of
 from longctx.training.resolve import scheduled
 
 
-def compose(*arguments: str, gpu: bool = False) -> cli.Composed:
+def compose(*arguments: str, gpu: bool = False) -> Request[TrainConfig]:
     return cli.with_model(
         cli.compose("train", cli.read("train", list(arguments)).overrides), gpu=gpu
     )

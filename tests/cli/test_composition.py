@@ -333,7 +333,7 @@ def test_a_name_says_what_differs() -> None:
         "data.documents=9",
         "workers=0",
     )
-    assert run_folder.stem(composed.choices, 16384, composed.changed) == "tiny-flash-16k-lr0.003"
+    assert run_folder.stem(composed.choices, 16384, composed.overrides) == "tiny-flash-16k-lr0.003"
     dull = {"batch_size": "4", "accumulate": "1", "memory.recompute": "mlp", "seed": "7"}
     assert run_folder.stem(composed.choices, 64, dull).endswith("-flash-64-seed7")
     assert run_folder.stem(composed.choices, 64, dull, {"batch_size"}).endswith("batchsize4-seed7")

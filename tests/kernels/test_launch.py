@@ -1,18 +1,21 @@
 """The table of launch configs: an entry for everything that can be asked, and tiles that tile."""
 
 import pytest
+import torch
 
+from longctx.kernels import launch as configs
 from longctx.kernels.flash_op import HEAD_SIZES
-from longctx.kernels.launch import table, table_entry
+from longctx.kernels.launch import launch_config, table
 from longctx.kernels.portable import ROW
 
 
 @pytest.mark.parametrize("arch", list(table()))
 @pytest.mark.parametrize("kernel", ["forward", "dkv", "dq"])
-def test_every_request_has_an_entry(arch, kernel):
+def test_every_request_has_an_entry(arch, kernel, monkeypatch):
+    monkeypatch.setattr(configs, "architecture", lambda device, itemsize: arch)
     for head_dim in HEAD_SIZES:
         for length in (1, 100, 4096, 8191, 8192, 1 << 20):
-            launch = table_entry(arch, kernel, head_dim, length)
+            launch = launch_config(kernel, torch.empty(1, 1, 1, head_dim), length)
             assert launch.BM >= 16
             assert launch.BN >= 16
             assert launch.BM & (launch.BM - 1) == launch.BN & (launch.BN - 1) == 0, "powers of two"
@@ -23,9 +26,11 @@ def test_every_request_has_an_entry(arch, kernel):
             assert 1 <= launch.stages <= 5
 
 
-def test_bucket_is_the_longest_reached():
+def test_bucket_is_the_longest_reached(monkeypatch):
+    monkeypatch.setattr(configs, "architecture", lambda device, itemsize: "sm90")
+    q = torch.empty(1, 1, 1, 128)
     start = max(int(s) for s in table()["sm90"]["forward"]["128"])
     assert start > 0
-    below, at = (table_entry("sm90", "forward", 128, n) for n in (start - 1, start))
+    below, at = (launch_config("forward", q, n) for n in (start - 1, start))
     assert below != at
-    assert at == table_entry("sm90", "forward", 128, 2 * start)
+    assert at == launch_config("forward", q, 2 * start)

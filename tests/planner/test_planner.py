@@ -188,10 +188,7 @@ def test_the_portable_kernel_and_other_gpus_are_slower() -> None:
         for kernel in ((), ("++attention.options.kernel=portable",))
     )
     assert ours < 0.7 * theirs
-    assert (
-        fitting.attention_seconds(config, hardware.Chip("B200", GIB, H200.flops, H200.bandwidth))
-        == slow
-    )
+    assert fitting.attention_seconds(config, replace(H200, name="B200")) == slow
     assert all(
         hardware.chip(f"NVIDIA {name}", GIB).hopper == ("H100" in name or "H200" in name)
         for name in hardware.CHIPS
@@ -269,10 +266,30 @@ def test_seconds_add_up_and_follow_the_work() -> None:
     assert fitting.seconds(config, hardware.chip("Unknown", 8 * GIB)) is None
 
 
-def test_a_gpu_is_known_by_its_name() -> None:
-    assert hardware.known("NVIDIA H200 NVL") == (835e12, 4.8e12)
-    assert hardware.known("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
-    assert hardware.chip("Toaster", GIB).flops is None
+@pytest.mark.parametrize(
+    ("name", "flops", "bandwidth"),
+    [
+        ("NVIDIA H200 NVL", 835e12, 4.8e12),
+        ("NVIDIA H200", 989e12, 4.8e12),
+        ("NVIDIA H100 80GB HBM3", 989e12, 3.35e12),
+        ("NVIDIA H100 PCIe", 756e12, 2e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12, 2e12),
+        ("NVIDIA L4", 121e12, 0.3e12),
+        ("NVIDIA L40S", 362e12, 0.864e12),
+        ("NVIDIA H200 MIG 1g.18gb", None, None),
+        ("Toaster", None, None),
+        ("NVIDIA GeForce RTX 9999", None, None),
+        ("NVIDIA A1000 Laptop GPU", None, None),
+    ],
+)
+def test_a_gpu_is_known_by_its_name(
+    name: str, flops: float | None, bandwidth: float | None
+) -> None:
+    chip = hardware.chip(name, GIB)
+    assert (chip.flops, chip.bandwidth) == (flops, bandwidth)
+
+
+def test_this_machine_has_memory() -> None:
     assert hardware.host_memory() > GIB
 
 

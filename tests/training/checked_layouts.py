@@ -174,7 +174,7 @@ def answer_of(keys: list[str], fault: str | None) -> str:
     """What context.check says of the run with these `keys`."""
     composed = compose("train", read("train", keys).overrides)
     parallel = Parallel(composed.config, "cpu", Machine(0, None, False, 2.0**40))
-    config = parallel.config
+    config = replace(composed.config, devices=parallel.ranks)
     assert isinstance(config.seq_len, int)
     parallel.launch("")
     data = load(config.data, config.seq_len)

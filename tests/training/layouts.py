@@ -192,7 +192,7 @@ def spread(config: TrainConfig, draw: random.Random) -> Case:
     machine = Machine(0, None, False, 2.0**40)
     parallel = Parallel(config, "cpu", machine)
     parallel.launch("")
-    run = run_of(parallel.config)
+    run = run_of(replace(config, devices=parallel.ranks))
     parallel.form(run.workload, "")
     work = run.workload
     rows = rows_of(config, draw, work.batch_size * work.accumulate * work.data_ranks)
@@ -204,7 +204,7 @@ def spread(config: TrainConfig, draw: random.Random) -> Case:
 
 def compared(case: Case) -> dict[str, float]:
     """The differences from the same step on one device, this one."""
-    config, work, ours = case.parallel.config, case.run.workload, case.step
+    config, work, ours = case.run.config, case.run.workload, case.step
     single = replace(
         config,
         devices=1,
@@ -240,7 +240,7 @@ def main(cases: int, seed: int, out: Path) -> None:
             if number - first == rank:
                 mine = case
         if rank < len(numbers):
-            config = mine.parallel.config
+            config = mine.run.config
             with named(first + rank, config):
                 result = compared(mine)
             in_bf16 = config.precision == "fp8" and config.strategy.name == "fsdp"

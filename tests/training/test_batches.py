@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,13 +17,12 @@ from longctx.attention import Mask
 from longctx.data import SampleStream
 from longctx.data.rows import IGNORED, padding_ids
 from longctx.training.batches import (
-    Collate,
     LostWorker,
     StepBatch,
     _batches,
+    collate,
     lost_worker,
     micro_batch,
-    train_loader,
     validation_batches,
 )
 
@@ -88,7 +88,7 @@ def test_micro_batches_keep_the_order_of_rows() -> None:
     rows = [row(3, 2) for _ in range(6)]
     for number, r in enumerate(rows):
         r["tokens"] += 100 * number
-    batch = Collate(2)(rows)
+    batch = collate(rows, tokens=2 * 5)
     assert [micro.tokens[:, 0].tolist() for micro in batch.micro] == [
         [0, 100],
         [200, 300],
@@ -99,7 +99,8 @@ def test_micro_batches_keep_the_order_of_rows() -> None:
 def test_a_batch_survives_workers_and_moves_whole() -> None:
     rows = [row(3, 2, padding=1) for _ in range(8)]
     order = SampleStream(8, seed=0)
-    loader = DataLoader(rows, batch_size=4, sampler=order, collate_fn=Collate(2), num_workers=1)  # type: ignore[arg-type,var-annotated]
+    two_rows = partial(collate, tokens=2 * 6)
+    loader = DataLoader(rows, batch_size=4, sampler=order, collate_fn=two_rows, num_workers=1)  # type: ignore[arg-type,var-annotated]
     batch: StepBatch = next(iter(loader))
     moved = batch.to(torch.device("cpu"))
     assert [micro.scored for micro in moved.micro] == [micro.scored for micro in batch.micro]
@@ -148,8 +149,7 @@ def test_a_lost_worker_is_one_error_though_torch_raises_its_own_later() -> None:
     """The connection to a worker closes before the signal comes that it has ended: here the signal
     is held back until then.
     """
-    loader = train_loader([row(3, 2)] * 8, range(8), 1, 1, workers=1, pin=False)  # type: ignore[arg-type]
-    iterator: Any = iter(loader)
+    iterator: Any = iter(DataLoader([row(3, 2)] * 8, num_workers=1))  # type: ignore[arg-type]
     next(iterator)
 
     def batches() -> Iterator[Any]:

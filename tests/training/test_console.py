@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from longctx.runs.metrics import Row, duration, figures
-from longctx.training.console import Display, Job, brief, closing_table, sweep_table
+from longctx.training.console import Display, brief, closing_table
 from longctx.training.loss_curve import loss_curve
 from longctx.training.run_log import validates
+from longctx.training.sweep import Job, sweep_table
 
 ROWS: list[dict[str, Any]] = [
     {"step": 0, "tokens_seen": 0, "val_loss": 9.0, "val_perplexity": 8000.0},

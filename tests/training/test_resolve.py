@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from longctx import cli
-from longctx.config.request import Request
 from longctx.planner import fitting, hardware, layouts
 from longctx.planner.hardware import GIB, Machine
 from longctx.planner.peak_memory import predict
@@ -105,7 +104,7 @@ def test_eight_bits_are_refused_where_the_model_has_none(
 
 
 def test_model_auto_is_the_preset_of_the_device_with_what_is_overridden() -> None:
-    request = Request(*cli.compose("train", ["model=auto", "model.layers=3"]))
+    request = cli.compose("train", ["model=auto", "model.layers=3"])
     for device, channels in (("cpu", 128), ("cuda", 768)):
         _, model, source = resolve.choose_model(request, device)
         assert (model.layers, model.channels) == (3, channels)
@@ -120,7 +119,7 @@ def decided_on_eight(runs: Path, corpus: Path, *overrides: str) -> Run:
     """The run of a command line on eight GPUs, its folder made."""
     words = ["device=cuda", "devices=8", "data=text", f"data.path={corpus}", f"runs={runs}"]
     words += ["kernel.lock=off", "model=1b", "model.vocab_size=128256", *overrides]
-    return resolve.resolve(Request(*cli.compose("train", words)), EIGHT, say=lambda line: None)
+    return resolve.resolve(cli.compose("train", words), EIGHT, say=lambda line: None)
 
 
 def test_context_auto_is_decided_once_and_written_down(tmp_path: Path, corpus: Path) -> None:
@@ -196,7 +195,7 @@ def test_what_is_predicted_to_take_clearly_too_much_is_refused_with_what_fits(
     tmp_path: Path, overrides: list[str], machine: Machine, remedy: str
 ) -> None:
     words = [*overrides, f"runs={tmp_path}", "data.path=/nowhere", "data=text"]
-    request = Request(*cli.compose("train", words))
+    request = cli.compose("train", words)
     with pytest.raises(ValueError, match=rf"^seq_len=.* GiB of .*; try .*{remedy}") as error:
         resolve.resolve(request, machine)  # before it opens the data
     assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""The arithmetic of a logged row, the table of peaks, and the parts of a step."""
+"""The arithmetic of a logged row, and the parts of a step."""
 
 import time
 from pathlib import Path
@@ -13,7 +13,7 @@ from longctx.model import GPTConfig
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import workload_of
 from longctx.training.batches import MicroBatch, StepBatch
-from longctx.training.throughput import Meter, StepSplit, peak_flops
+from longctx.training.throughput import Meter, StepSplit
 from tests.training.sample_run import Overrides, steps
 
 
@@ -21,24 +21,6 @@ def meter_of(model: GPTConfig | None = None) -> Meter:
     config = TrainConfig(model=model or GPTConfig(vocab_size=10))
     parallel = Parallel(config, "cpu", Machine(0, None, False, 0.0))
     return Meter(workload_of(config, "cpu", 128), parallel)
-
-
-@pytest.mark.parametrize(
-    ("device", "peak"),
-    [
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA L4", 121e12),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA H200 MIG 1g.18gb", None),
-        ("NVIDIA GeForce RTX 9999", None),
-        ("NVIDIA A1000 Laptop GPU", None),
-    ],
-)
-def test_peaks_are_known_or_absent(device: str, peak: float | None) -> None:
-    assert peak_flops(device) == peak
 
 
 def batch(scored: int, real: int, tokens: int, pairs: int) -> StepBatch:
