@@ -404,6 +404,8 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
             "attention takes q (B, Tq, Hq, D) and k, v (B, Tk, Hkv, D), "
             f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )
+    if q.is_meta:
+        raise ValueError("q is on the meta device, where nothing is computed; use FakeTensorMode")
     if min(qs) < 1 or min(ks) < 1:
         raise ValueError(
             f"attention needs sizes of at least 1, got q {tuple(q.shape)} and k {tuple(k.shape)}"
