@@ -18,7 +18,7 @@ from torch import Tensor
 
 from longctx.attention.exchange import Exchange
 
-LARGEST = 2**31 - 1  # intervals are int32, and no row is longer
+INT32_MAX = 2**31 - 1  # of an interval; no row is longer
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +111,7 @@ class Mask:
                 raise ValueError(f"{name} must be integers, got {x.dtype}")
             if bool((x[:, 1:] < x[:, :-1]).any()):
                 raise ValueError(f"{name} must not decrease along a row")
-        first, last = (x.long().clamp(-1, LARGEST).int().contiguous() for x in (first, last))
+        first, last = (x.long().clamp(-1, INT32_MAX).int().contiguous() for x in (first, last))
         return Mask("intervals", first=first, last=last)
 
     @staticmethod
@@ -258,7 +258,7 @@ def _checked(window: int | None) -> int | None:
             f"window={window} must be at least 1 key, the query's own, and a whole number; "
             "leave it out for no window"
         )
-    return min(window, LARGEST)
+    return min(window, INT32_MAX)
 
 
 def _transposed(first: Tensor, last: Tensor, Tk: int) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,6 @@ tile by query tile. No N×N mask is ever built.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from longctx.attention.mask import Mask
@@ -164,16 +163,14 @@ def _cpu_tile(
 ) -> tuple[Tensor, Tensor]:
     """TILE queries against the keys that any of them sees, masked by a (TILE, keys) bias."""
     rows = slice(i, i + TILE)
-    lo, hi = int(first[rows][0]), int(last[rows][-1]) + 1
-    if hi <= lo:
-        lse_shape = 1, q.shape[2], q[:, rows].shape[1]
-        lse = q.new_full(lse_shape, float("-inf"), dtype=torch.float32)
-        return F.pad(q[:, rows] * 0, (0, 0)), lse
+    lo = min(int(first[rows][0]), k.shape[1] - 1)
+    hi = max(int(last[rows][-1]), lo) + 1
     tile = Mask("intervals", first=first[None, rows] - lo, last=last[None, rows] - lo)
     visible_keys = visible(tile, hi - lo)[0, 0]
     bias = torch.zeros(visible_keys.shape, dtype=q.dtype).masked_fill(~visible_keys, float("-inf"))
-    out, lse = _cpu_fused(q[:, rows], k[:, lo:hi], v[:, lo:hi], False, bias, scale)
     sees = visible_keys.any(-1)
+    queries = torch.where(sees[:, None, None], q[:, rows], 0)  # 0 · NaN would reach dk and dv
+    out, lse = _cpu_fused(queries, k[:, lo:hi], v[:, lo:hi], False, bias, scale)
     return torch.where(sees[:, None, None], out, 0), lse.masked_fill(~sees, float("-inf"))
 
 
