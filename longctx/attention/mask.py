@@ -10,12 +10,15 @@ backward of a tiled kernel walks over (compare FlashMask, arXiv 2410.01359).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from longctx.attention.exchange import Exchange
+
+INT32_MAX = 2**31 - 1  # of an interval; no row is longer
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,13 +82,13 @@ class Mask:
         changes[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
         starts = changes.flatten().nonzero().flatten()
         offsets = torch.cat([starts, starts.new_tensor([B * T])]).to(torch.int32)
-        lengths = offsets.diff().long()
+        lengths, window = offsets.diff().long(), _checked(window)
         pairs = causal_pairs(lengths, window)
         visible = int(pairs.sum()) if pairs.numel() else 0
         longest = 1 << (int(lengths.max()) - 1).bit_length() if lengths.numel() else 0
         return Mask(
             "documents",
-            _checked(window),
+            window,
             doc_ids=doc_ids,
             offsets=offsets,
             lengths=tuple(lengths.tolist()),
@@ -104,9 +107,12 @@ class Mask:
                 f"and {tuple(last.shape)}"
             )
         for name, x in (("first", first), ("last", last)):
+            if x.is_floating_point():
+                raise ValueError(f"{name} must be integers, got {x.dtype}")
             if bool((x[:, 1:] < x[:, :-1]).any()):
                 raise ValueError(f"{name} must not decrease along a row")
-        return Mask("intervals", first=first.int().contiguous(), last=last.int().contiguous())
+        first, last = (x.long().clamp(-1, INT32_MAX).int().contiguous() for x in (first, last))
+        return Mask("intervals", first=first, last=last)
 
     @staticmethod
     def bound(first: Tensor, last: Tensor, keys: int) -> Mask:
@@ -244,11 +250,15 @@ class Mask:
 
 
 def _checked(window: int | None) -> int | None:
-    if window is not None and window < 1:
+    """The window, no longer than any row; ValueError for what is no number of keys."""
+    if window is None:
+        return None
+    if not isinstance(window, Integral) or window < 1:
         raise ValueError(
-            f"window={window} must be at least 1 key, the query's own; leave it out for no window"
+            f"window={window} must be at least 1 key, the query's own, and a whole number; "
+            "leave it out for no window"
         )
-    return window
+    return min(window, INT32_MAX)
 
 
 def _transposed(first: Tensor, last: Tensor, Tk: int) -> tuple[Tensor, Tensor]:

@@ -343,6 +343,11 @@ def attention(
     _check_inputs(q, k, v, scale)
     if mask is None:
         mask = Mask.causal() if torch.compiler.is_compiling() else _CAUSAL
+    elif not isinstance(mask, Mask):
+        raise ValueError(
+            f"mask is a {type(mask).__name__}; give a longctx.attention.Mask, such as "
+            "Mask.causal(), Mask.documents(doc_ids) or Mask.intervals(first, last)"
+        )
     caller = _caller(backend, options, scale)
     if sinks is None:
         return caller(q, k, v, mask, return_lse)
@@ -403,6 +408,8 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
             "attention takes q (B, Tq, Hq, D) and k, v (B, Tk, Hkv, D), "
             f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )
+    if q.is_meta:
+        raise ValueError("q is on the meta device, where nothing is computed; use FakeTensorMode")
     if min(qs) < 1 or min(ks) < 1:
         raise ValueError(
             f"attention needs sizes of at least 1, got q {tuple(q.shape)} and k {tuple(k.shape)}"
@@ -419,5 +426,5 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
         raise ValueError(
             f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}"
         )
-    if scale is not None and not scale > 0:
-        raise ValueError(f"scale={scale} must be above 0")
+    if scale is not None and not 0 < scale < float("inf"):
+        raise ValueError(f"scale={scale} must be above 0, and finite")

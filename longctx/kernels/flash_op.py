@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 from torch.autograd import forward_ad
 
 from longctx.config.model_config import HOPPER_HEAD_SIZES
@@ -161,6 +162,20 @@ def _refuse_tangents(*tensors: Tensor) -> None:
         )
 
 
+def _refuse_transforms(*tensors: Tensor) -> None:
+    """Raise NotImplementedError for tensors that torch.func differentiates: torch derives no
+    operator there, and its own error names no remedy.
+    """
+    for x in tensors if torch.is_grad_enabled() else ():
+        while _functorch.is_functorch_wrapped_tensor(x):
+            if _functorch.is_gradtrackingtensor(x):
+                raise NotImplementedError(
+                    "attention=flash has no derivative in torch.func; "
+                    "use torch.autograd, or attention=naive"
+                )
+            x = _functorch.get_unwrapped(x)
+
+
 def trusted(part: str, implementation: str, q: Tensor, k: Tensor) -> Callable[..., Any]:
     """The kernels of a pass, "forward" or "backward", for tensors like q and k, after their
     self-test.
@@ -234,6 +249,8 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor
     if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
         _refuse_tangents(q, k, v)
     if not unobserved(q, k, v):
+        if not torch.compiler.is_compiling():
+            _refuse_transforms(q, k, v)
         output = forward_op(q, k, v, *others)
     elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         output = _Flash.apply(q, k, v, others)

@@ -7,13 +7,24 @@ launched from here; those of 96 have two parts, 64 + 32, as in hopper_forward.py
 A program owns BN keys of one key-value head, its two consumer warpgroups 64 each. Its walk (see
 hopper_order.py) goes over the queries that see them, for all query heads of the group, so that dk
 and dv need no atomics. Scores are computed transposed, which makes p and ds register operands of dv
-and dk. ds also goes through shared memory, where both consumers meet: each forms half of the tile's
-dq, half of its columns or of its queries, one tile later, so that no consumer waits for the other's
-ds. Each consumer has a writer warp that adds its part of dq, in fp32, to sums in global memory by
-TMA, once more a tile later, when nobody has to wait for the part's way to shared memory. The sums
-lie in the order in which products leave them in registers; the last kernel sorts and scales them.
-The writer also stores dk and dv. One more warp, the producer, loads. The next tile's scores are in
-flight meanwhile; consumers take turns, so that one has products while the other has exponentials.
+and dk. ds also goes through shared memory, where both consumers meet: each forms half of a tile's
+dq, half of its columns or of its queries, one step later, so that no consumer waits for the other's
+ds. Step x of a consumer, whose s is there; a product runs while what stands beside and below it is
+computed:
+
+    dp = v·doᵀ                     p = exp(s - lse); tell the writer of dq of step x-2
+    dv += p·do                     ds = p (dp - delta), once dp is there
+    dk += ds·q                     ds to shared memory; wait for the turn
+    dq of step x-1 = dsᵀ·k         release q and do, once dv and dk are there
+    s of step x+1 = k·qᵀ           dq to shared memory; once s is there the other has its turn
+
+Each consumer has a writer warp that adds its part of dq, in fp32, to sums in global memory by TMA.
+The sums lie in the order in which products leave them in registers; the last kernel sorts and
+scales them. The writer also stores dk and dv. One more warp, the producer, loads.
+
+At 128 channels dk and dv take 128 registers of a thread, and with 64 queries s, dp and a part of dq
+32 each. At 64 channels dk and dv take half of that, and 128 queries fit. Shared memory is 192 KiB
+at both, and 160 at 96 channels: two slots of q, do and ds, one of k, v and the parts of dq.
 
 The sum over key tiles arrives in any order, so dq may differ in its last bits from run to run.
 Ordered, it does not: hopper_order.py.

@@ -11,7 +11,8 @@ memory can feed; were the tile of queries split instead, they would be of 32, wh
 of p as bf16 or fp16 holds it. dq goes from registers to sums in global memory, 64 channels at a
 time, four numbers by one instruction; the last kernel sorts and scales them.
 
-At 256 channels every step loads 64 KiB and adds 64 KiB, for 64 keys: L2 is the limit.
+At 256 channels every step loads 64 KiB and adds 64 KiB, for 64 keys: L2 is the limit. Shared memory
+is 224 KiB there, and 176 at 192 channels.
 
 Ordered, each consumer waits for its part of dq to come from the tile of keys before, see
 hopper_order.py.

@@ -6,9 +6,23 @@ of portable.py.
 One warp, the producer, loads q, k and v by TMA. Each consumer warpgroup owns 64 queries and keeps
 two products in flight: while the tensor cores multiply p(j-1)·v(j-1) it has s(j) = q·k(j) and takes
 its softmax. Named barriers let the consumers issue their products in turn (ping-pong), so that one
-multiplies while another exponentiates. Programs are persistent: each takes every n-th tile of
-queries, longest first, and the producer runs ahead into the next tile. Tiles are counted from the
-last query, so that the one that is not full, and begins before query 0, is a short one.
+multiplies while another exponentiates:
+
+    producer     k(j+1), v(j)          | k(j+2), v(j+1)        | ...
+    consumer 0   q·k(j), p·v(j-1)      | softmax(j)            | q·k(j+1), p·v(j) | ...
+    consumer 1   softmax(j-1)          | q·k(j), p·v(j-1)      | softmax(j)       | ...
+
+A score costs 4 D FLOPs, of which a multiprocessor does 4,096 per clock, and one exponential, of
+which it does 16. So exponentials take as long as products at 64 channels and half as long at 128.
+
+Registers set the number of consumers: of 65,536, two take 128 · (2 · 240 + 24) and three 128 ·
+(3 · 160 + 24), where 24 are the producer's, which counts as a warpgroup. At 128 channels a thread
+holds 64 numbers of s, 64 of o and 32 registers of p, at 64 channels half of that o. Shared memory
+sets keys and stages: q, out and the rings of k and v take 192 KiB, 144 at 64 channels.
+
+Programs are persistent: each takes the next tile of queries from a counter, the longest first, and
+its producer runs ahead into that tile. Where a tile has more queries than one of keys has keys,
+tiles are counted from the last query: the one that is not full begins before query 0, and is short.
 
 Softmax subtracts a maximum only so that nothing leaves the range of numbers. In bf16 a row keeps
 the maximum that it has after the tiles that need the mask (`FIXED_MAX`): the tiles after those need
@@ -201,7 +215,7 @@ def producer(
         t = next_tile(gl.atomic_add(counter, 1) + gl.num_programs(0), end, counter, retry, RETRY)
         count += 1
     push(queue, queue_full, queue_empty, count, -1)
-    # leave no arrival behind at a named barrier
+    # meet the last arrivals, for which no load waits
     for x in range(gl.maximum(it - STAGES, 0), it):
         bar_sync(K_EMPTY + x % STAGES, 128 * CONSUMERS + 32)
         bar_sync(V_EMPTY + x % STAGES, 128 * CONSUMERS + 32)
@@ -381,7 +395,7 @@ def consumer(
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     zeros = gl.zeros([ROWS, BN], gl.float32, layout=s_layout)
     if PINGPONG and C == CONSUMERS - 1:
-        bar_arrive(TURN, 256)
+        bar_arrive(TURN, 256)  # the first turn is consumer 0's
     it = 0
     count = 0
     q_own = at_index(qs, C, PARTS)

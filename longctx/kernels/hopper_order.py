@@ -236,6 +236,6 @@ def producer(
             t += gl.num_programs(0)
         count += 1
     push(queue, queue_full, queue_empty, count, -1)
-    # leave no arrival behind at a named barrier
+    # meet the last arrivals, for which no load waits
     for x in range(gl.maximum(it - 2, 0), it):
         bar_sync(Q_DO_EMPTY + (x & 1), 288)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -33,6 +34,7 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, narrow, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, narrow = ctx.saved_tensors
         dx = dy @ narrow if ctx.needs_input_grad[0] else None

@@ -59,14 +59,12 @@ def _tile(
 ) -> tuple[Tensor, Tensor]:
     """TILE queries against the keys that any of them sees, masked by a (TILE, keys) bias."""
     rows = slice(i, i + TILE)
-    lo, hi = int(first[rows][0]), int(last[rows][-1]) + 1
-    if hi <= lo:
-        lse_shape = 1, q.shape[2], q[:, rows].shape[1]
-        lse = q.new_full(lse_shape, float("-inf"), dtype=torch.float32)
-        return q[:, rows] * 0, lse
+    lo = min(int(first[rows][0]), k.shape[1] - 1)
+    hi = max(int(last[rows][-1]), lo) + 1
     key = torch.arange(lo, hi)
     visible = (key >= first[rows, None]) & (key <= last[rows, None])
     bias = torch.zeros(visible.shape, dtype=q.dtype).masked_fill(~visible, float("-inf"))
-    out, lse = _fused(q[:, rows], k[:, lo:hi], v[:, lo:hi], False, bias, scale)
     sees = visible.any(-1)
+    queries = torch.where(sees[:, None, None], q[:, rows], 0)  # 0 · NaN would reach dk and dv
+    out, lse = _fused(queries, k[:, lo:hi], v[:, lo:hi], False, bias, scale)
     return torch.where(sees[:, None, None], out, 0), lse.masked_fill(~sees, float("-inf"))

@@ -269,6 +269,26 @@ def test_forward_mode_is_refused():
         torch.func.jvp(lambda x: attention(x, q, q), (q,), (q,))
 
 
+def test_gradients_of_torch_func_are_refused():
+    q = torch.randn(1, 20, 1, 16, device=DEVICE)
+
+    def total(x):
+        return attention(x, q, q).sum()
+
+    def total_of_rows(x):
+        return torch.vmap(total)(x).sum()
+
+    for transformed, x in (
+        (torch.func.grad(total), q),
+        (torch.vmap(torch.func.grad(total)), q[None]),
+        (torch.func.grad(total_of_rows), q[None]),
+    ):
+        with pytest.raises(NotImplementedError, match=r"use torch\.autograd, or attention=naive"):
+            transformed(x)
+    scaled = torch.func.grad(lambda x: (attention(q, q, q) * x).sum())
+    assert torch.equal(scaled(q), attention(q, q, q)), "a constant"
+
+
 def test_one_graph_under_compile(implementation):
     q, k, v, do = inputs(Case(1, 64, 64), torch.float32)
     mask = Mask.documents(torch.arange(64)[None] // 20).bind(1, 64, 64, DEVICE)

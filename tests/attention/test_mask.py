@@ -58,6 +58,7 @@ def test_binding_is_idempotent_and_guards_its_shape():
     ("build", "message"),
     [
         (lambda: Mask.causal(0), "window=0"),
+        (lambda: Mask.causal(2.5), "window=2.5"),
         (lambda: Mask.documents(torch.tensor([[1, 0]])), "must not decrease"),
         (lambda: Mask.documents(torch.tensor([0, 1])), "shape"),
         (lambda: Mask.documents(torch.tensor([[0.0]])), "integers"),
@@ -65,11 +66,34 @@ def test_binding_is_idempotent_and_guards_its_shape():
             lambda: Mask.intervals(torch.tensor([[1, 0]]), torch.tensor([[1, 1]])),
             "first must not decrease",
         ),
+        (
+            lambda: Mask.intervals(torch.tensor([[0]]), torch.tensor([[1.0]])),
+            "last must be integers",
+        ),
     ],
 )
 def test_bad_masks_are_refused(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+@pytest.mark.parametrize("much", [2**31 - 1, 2**31 + 5, 2**40, 2**63 - 1])
+def test_numbers_beyond_int32_mean_what_they_say(much: int) -> None:
+    """A window or a last key past the end of every row is no limit."""
+    ids = torch.zeros(1, 9, dtype=torch.long)
+    everything = Mask.intervals(ids, torch.full_like(ids, much))
+    for mask, expected in (
+        (Mask.causal(much), Mask.causal()),
+        (Mask.causal().bind(1, 9, 9, "cpu").windowed(much), Mask.causal()),
+        (Mask.documents(ids, much), Mask.documents(ids)),
+        (everything, Mask.full()),
+        (Mask.intervals(ids - much, everything.last), Mask.full()),
+    ):
+        a, b = mask.bind(1, 9, 9, "cpu"), expected.bind(1, 9, 9, "cpu")
+        assert torch.equal(a.first, b.first)
+        assert torch.equal(a.last, b.last)
+        assert torch.equal(a.qfirst, b.qfirst)
+        assert torch.equal(a.qlast, b.qlast)
 
 
 def test_the_bound_on_documents_takes_few_values():

@@ -67,6 +67,9 @@ def test_backends_says_what_is_missing():
         (lambda: attention(q, q.half(), q.half()), "one dtype"),
         (lambda: attention(q.long(), q.long(), q.long()), "fp32, bf16 or fp16"),
         (lambda: attention(q, q, q, scale=-1.0), "scale=-1.0 must be above 0"),
+        (lambda: attention(q, q, q, scale=float("inf")), "scale=inf must be"),
+        (lambda: attention(q, q, q, torch.ones(5, 5).bool()), "mask is a Tensor; give a longctx"),
+        (lambda: attention(q.to("meta"), q.to("meta"), q.to("meta")), "use FakeTensorMode"),
         (lambda: attention(q[0], q, q), "takes q"),
         (
             lambda: check("flash_attn", device="cpu", dtype=torch.bfloat16, head_dim=64),

@@ -22,6 +22,22 @@ def test_rule_on_free_intervals(case):
     check(case, "sdpa")
 
 
+@pytest.mark.skipif(ON_GPU, reason="free intervals are refused on a GPU")
+@pytest.mark.parametrize("blind", [70, 130])
+def test_queries_that_see_nothing_on_a_cpu(blind):
+    """Zero gradients also where no query of a tile sees a key, and no NaN from such a query."""
+    q, k, v = (torch.randn(1, 130, 2, 8) for _ in range(3))
+    q[:, :blind] = float("nan")
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    last = torch.arange(130)[None].masked_fill(torch.arange(130) < blind, -1)
+    out, lse = attention(*leaves, Mask.intervals(last * 0, last), "sdpa", return_lse=True)
+    gradients = torch.autograd.grad(out.sum(), leaves)
+    assert not any(x.isnan().any() for x in (out, *gradients))
+    assert not out[:, :blind].any()
+    assert not gradients[0][:, :blind].any()
+    assert torch.equal(lse[0, 0] == float("-inf"), torch.arange(130) < blind)
+
+
 def test_no_square_matrix_on_a_cpu():
     """The largest tensor of a windowed row grows with its length, not with its square."""
     sizes = []

@@ -43,6 +43,14 @@ def test_linear_is_the_formula(dtype: torch.dtype, bias: bool) -> None:
         torch.testing.assert_close(a.double(), b, **close)
 
 
+def test_second_derivatives_are_refused() -> None:
+    x, weight = inputs(4, 5).bfloat16().requires_grad_(), inputs(3, 5, seed=1).requires_grad_()
+    squares = linear(x, weight, None).square().sum()
+    (dx,) = torch.autograd.grad(squares, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
 def test_frozen_weight_has_no_gradient() -> None:
     layer = Linear(5, 3).to(DEVICE)
     layer.weight.requires_grad_(False)
