@@ -128,7 +128,7 @@ class EvalConfig:
 
     checkpoint: str | None = key(
         None,
-        "runs/NAME (its newest checkpoint), a file in its checkpoints, a Hugging Face folder, or a "
+        "runs/NAME (its newest checkpoint), one of its checkpoints, a Hugging Face folder, or a "
         "model of the Hub: OWNER/NAME, OWNER/NAME@REVISION",
     )
     seq_len: int | None = key(
