@@ -223,9 +223,13 @@ def test_a_resumed_run_is_a_new_leg_of_its_group_offline(tmp_path: Path) -> None
         if metric.summary is not None:
             assert defined[metric.key]["summary"] == {"last": True, metric.summary: True}
     assert defined["*"]["step_metric"] == defined["loss"]["step_metric"] == "tokens_seen"
-    summary = {key for r in records[0] if r["type"] == "summary" for key in r["summary"]["update"]}
-    shown = {dashboard.over(metric) for metric in metrics.shown(Shown.CONTEXT)}
-    assert shown <= summary, "the workspace shows what the summary of a run has"
+    summary: dict[str, Any] = {}
+    for record in records[0]:
+        if record["type"] == "summary":
+            summary |= record["summary"]["update"]
+    for metric in metrics.shown(Shown.CONTEXT):
+        key, _, part = dashboard.over(metric).partition(".")
+        assert part in summary[key], "the workspace shows what the summary of a run has"
     tables = sorted(
         folder.glob("wandb/offline-run-*/files/media/table/loss_by_position_*.json"),
         key=lambda p: p.stat().st_mtime,
