@@ -4,6 +4,7 @@ Torch-free.
 
 from __future__ import annotations
 
+import shlex
 import signal
 import subprocess
 import tempfile
@@ -35,6 +36,10 @@ def sweep(overrides_of_jobs: list[list[str]]) -> int:
             break
     out.print()
     show(sweep_table(jobs), output=out)
+    folders = [shlex.quote(str(job.folder)) for job in jobs if job.folder]
+    if len(folders) > 1:
+        text = f"compare    longctx compare {' '.join(folders)}"
+        out.print(text, markup=False, soft_wrap=True)
     stopped = jobs[-1].code in stop_signal.EXIT_CODES
     return jobs[-1].code if stopped else int(any(job.code for job in jobs))
 
