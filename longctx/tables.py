@@ -21,8 +21,10 @@ WIDEST = 10_000  # columns, at which nothing is wrapped
 
 
 def console() -> Console:
-    """A console on stdout that wraps nothing where that is no terminal."""
-    output = Console(highlight=False, emoji=False)
+    """A console on stdout that wraps nothing where that is no terminal, and takes no [name] in a
+    path for markup.
+    """
+    output = Console(highlight=False, emoji=False, markup=False)
     if not output.is_terminal:
         output.width = WIDEST
     return output

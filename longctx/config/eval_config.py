@@ -31,7 +31,8 @@ class PasskeyConfig:
     enabled: bool = key(False, "set by passkey=true", short=True)
     lengths: list[int] | None = key(
         None,
-        "tokens of a text; null: 1,024, 2,048 … seq_len; in training seq_len alone",
+        "tokens of a text; null: 1,024, 2,048 … seq_len, below 8,192 from an eighth of it; in "
+        "training seq_len alone",
     )
     depths: list[float] | None = key(
         None,
@@ -128,7 +129,7 @@ class EvalConfig:
 
     checkpoint: str | None = key(
         None,
-        "runs/NAME (its newest checkpoint), a file in its checkpoints, a Hugging Face folder, or a "
+        "runs/NAME (its newest checkpoint), one of its checkpoints, a Hugging Face folder, or a "
         "model of the Hub: OWNER/NAME, OWNER/NAME@REVISION",
     )
     seq_len: int | None = key(
@@ -147,7 +148,8 @@ class EvalConfig:
     documents: int | None = key(None, "score at most so many documents", between=(1, 10**12))
     contexts: list[int] | None = key(
         None,
-        "score the same tokens at each; null: 1024, 2048 … seq_len; []: none",
+        "context lengths to score the same tokens at; null: 1024, 2048 … seq_len, below 8192 from "
+        "an eighth of it; []: none",
     )
     batch_size: int | None = key(
         None,

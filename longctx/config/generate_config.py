@@ -17,7 +17,7 @@ class GenerateConfig:
 
     checkpoint: str = key(
         "",
-        "a run (its newest checkpoint), a file in its checkpoints, a Hugging Face folder, or a "
+        "a run (its newest checkpoint), one of its checkpoints, a Hugging Face folder, or a "
         "model of the Hub: OWNER/NAME, OWNER/NAME@REVISION",
         positional=True,
     )

@@ -179,7 +179,7 @@ class Heartbeat:
 
 def go_on() -> str:
     """How the run that this process belongs to goes on."""
-    return f"python train.py resume={os.environ.get(RUN_VARIABLE) or 'runs/NAME'} goes on"
+    return f"longctx train resume={os.environ.get(RUN_VARIABLE) or 'runs/NAME'} goes on"
 
 
 def is_alive(pid: int) -> bool:

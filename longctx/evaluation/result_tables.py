@@ -48,7 +48,7 @@ def table(result: Perplexity, most: int = 3) -> Table:
         }
     for heading, scores in groups.items():
         if heading:
-            view.add_row(f"[dim]{heading}[/dim]")
+            view.add_row(Text(heading, "dim"))
         for score in scores:
             view.add_row(*_cells(score))
         view.add_section()
@@ -67,9 +67,8 @@ def by_position(result: Perplexity) -> Table:
         f"loss by position, {documents:,} documents", "tokens before", "tokens", "loss"
     )
     for row in rows:
-        view.add_row(
-            f"{row['first']:,} – {row['last']:,}", f"{row['tokens']:,}", f"{row['loss']:.4f}"
-        )
+        span = f"{row['first']:,} – {row['last']:,}" if row["last"] > 1 else "1"
+        view.add_row(span, f"{row['tokens']:,}", f"{row['loss']:.4f}")
     return view
 
 
@@ -143,5 +142,5 @@ def _plain_table(title: str, *headings: str) -> Table:
 def _cells(score: Score) -> tuple[str, ...]:
     bits = "" if math.isnan(score.bits_per_byte) else f"{score.bits_per_byte:.4f}"
     words = "" if math.isnan(score.word_perplexity) else f"{score.word_perplexity:,.4g}"
-    name = score.name.replace("[", r"\[")
-    return name, f"{score.tokens:,}", f"{score.n_bytes:,}", f"{score.perplexity:,.3f}", words, bits
+    counts = f"{score.tokens:,}", f"{score.n_bytes:,}"
+    return score.name, *counts, f"{score.perplexity:,.3f}", words, bits

@@ -50,6 +50,11 @@ def run_adapter(
     stretched = config.get("rope", {}).get("type", "keep") != "keep"
     if (from_hub := hub_snapshot.model_name(base)) is not None:
         base, revision = from_hub
+    elif Path(base).exists() and not (Path(base) / "config.json").is_file():
+        raise ValueError(
+            f"adapter=true: init={base} is of a run, and peft opens Hugging Face folders only; "
+            "leave adapter out, which writes the merged model"
+        )
     elif Path(base).is_dir():
         base = str(Path(base).resolve())
         positions = ("rope_theta", "rope_scaling", "context")

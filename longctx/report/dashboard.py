@@ -87,8 +87,12 @@ def sections() -> dict[str, list[Chart]]:
 
 
 def over(metric: metrics.Metric) -> str:
-    """The key of the value that stands for a run in its summary at wandb: the least or the last."""
-    return f"{metric.key}.min" if metric.summary == "min" else metric.key
+    """The key of the value that stands for a run in its summary at wandb: the least or the last.
+
+    The summary has `key.last` beside the extreme that it keeps, and then no `key` alone.
+    """
+    ending = {"min": ".min", "max": ".last", None: ""}[metric.summary]
+    return f"{metric.key}{ending}"
 
 
 def columns() -> list[str]:

@@ -66,9 +66,14 @@ def differences(runs: list[Run]) -> Table:
 
 
 def documents_of(run: Run) -> dict[str, str]:
-    """The keys that decide which documents a run has, and its tokens."""
+    """The keys that decide which documents a run has, and its tokens; the hash of its tokenizer,
+    where it has one, for those that say where that came from.
+    """
     keys = [key for key in run.config if key.startswith("data.") and key != "data.cache"]
-    return {key: configured(run, key) for key in (*keys, "model.vocab_size")}
+    values = {key: configured(run, key) for key in (*keys, "model.vocab_size")}
+    if not run.tokenizer:
+        return values
+    return values | {"data.tokenizer": run.tokenizer, "data.vocab_size": ""}
 
 
 def not_ranked(runs: list[Run]) -> list[str]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from longctx import untrusted
 from longctx.files import printable
 from longctx.report.locks import kernel_lock
 from longctx.runs.evaluations import Evaluations, Line, read_evaluations
@@ -45,6 +48,7 @@ class Run:
     ended: str
     notes: list[str] = field(default_factory=list)
     lock: dict[str, str] = field(default_factory=dict)
+    tokenizer: str = ""  # a hash of its tokenizer.json; empty where that cannot be read
     positions: Line = field(default_factory=dict)  # loss over tokens before
     facts: dict[str, dict[int, float]] = field(default_factory=dict)  # kind → length → share
 
@@ -89,6 +93,11 @@ def read(folder: Path, points: int) -> Run:
         run.notes.append(f"{name}: left out as incomplete: {cut} of metrics.jsonl")
     for path in run.evaluations.unreadable:
         run.notes.append(f"{printable(str(path))}: not an evaluation's JSON, left out")
+    with (
+        suppress(OSError, ValueError),
+        untrusted.open_file(folder / "tokenizer.json", untrusted.TOKENIZER_SIZE) as file,
+    ):
+        run.tokenizer = hashlib.sha256(file.read()).hexdigest()
     try:
         run.lock = kernel_lock(folder)
     except (OSError, ValueError):

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from longctx import tables
 from longctx.files import printable
 from longctx.report.run_view import ending
 from longctx.runs.metrics import Row, Shown, duration, finite, line, present
@@ -86,7 +86,7 @@ def watch(folder: Path) -> None:
 
     Raises ValueError or OSError where there is none.
     """
-    latest, tail, console = Latest(folder), Tail(folder), Console(highlight=False)
+    latest, tail, console = Latest(folder), Tail(folder), tables.console()
     training, rows = is_training(folder), tail.rows()
     if not rows and not training:
         raise NotARun(

@@ -120,9 +120,9 @@ def closing_table(
     if checkpoints(folder):
         more = f" max_steps={2 * numbers['step']}" if finished else ""
         more += " patience=null" if out_of_patience else ""
-        table.add_row("evaluate", f"python eval.py checkpoint={folder}")
+        table.add_row("evaluate", f"longctx eval checkpoint={folder}")
         table.add_row("write text", f"longctx generate {folder} prompt='Once upon a time'")
-        table.add_row("train on", f"python train.py resume={folder}{more}")
+        table.add_row("train on", f"longctx train resume={folder}{more}")
     return table
 
 

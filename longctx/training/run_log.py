@@ -65,8 +65,8 @@ class RunLog:
         if spikes > self.spikes:
             skipped = row.get("steps_skipped", 0)
             self.display.say(
-                f"warning: the loss leapt out of those before at step {row['step']:,} or since the "
-                f"row before it ({spikes:,} times in all, {skipped:,} steps skipped)"
+                f"warning: loss spike at step {row['step']:,} or since the row before it "
+                f"({count_of(spikes, 'spike')} in all, {count_of(skipped, 'step')} skipped)"
             )
         self.spikes = max(spikes, self.spikes)
         self.figures = {}
@@ -204,7 +204,7 @@ def opening(run: Run) -> list[str]:
     """The lines that a run begins with."""
     work, config, data = run.workload, run.config, run.data
     assert data is not None
-    device = f"CPU, {torch.get_num_threads()} threads"
+    device = f"CPU, {count_of(torch.get_num_threads(), 'thread')}"
     if work.device == "cuda":
         device = torch.cuda.get_device_name()
     several = f"{work.devices} × " if work.devices > 1 else ""
@@ -232,11 +232,10 @@ def opening(run: Run) -> list[str]:
         f"attention  {work.attention.backend}{options}",
         f"memory     {work.memory}",
         f"data       {config.data.source}, {documents}, {counts['tokens']:,} tokens, "
-        f"{len(data.train):,} rows of {work.seq_len:,}",
+        f"{count_of(len(data.train), 'row')} of {work.seq_len:,}",
         *validates(counts),
-        f"step       {work.tokens_per_step:,} tokens = {work.batch_size} rows × {work.accumulate} "
-        + pieces
-        + spread_of(work),
+        f"step       {work.tokens_per_step:,} tokens = {count_of(work.batch_size, 'row')} × "
+        f"{work.accumulate} {pieces}{spread_of(work)}",
         f"length     {run.max_steps:,} steps, {run.max_steps * work.tokens_per_step:,} tokens"
         + (f", {shorter} first" if shorter else "")
         + short_on_cpu(run),

@@ -4,6 +4,7 @@ Torch-free.
 
 from __future__ import annotations
 
+import shlex
 import signal
 import subprocess
 import tempfile
@@ -48,12 +49,16 @@ def sweep(overrides_of_jobs: list[list[str]]) -> int:
     varied = {one.partition("=")[0] for each in overrides_of_jobs for one in {*each} - shared}
     for number, overrides in enumerate(overrides_of_jobs, start=1):
         title = f"\n[{number}/{len(overrides_of_jobs)}] {' '.join(overrides)}"
-        out.print(title, markup=False, style="bold")
+        out.print(title, style="bold")
         jobs.append(_run(overrides, varied - {"attention", "model", "data", "seq_len"}))
         if jobs[-1].code in stop_signal.EXIT_CODES:
             break
     out.print()
     tables.show(sweep_table(jobs), output=out)
+    folders = [shlex.quote(str(job.folder)) for job in jobs if job.folder]
+    if len(folders) > 1:
+        text = f"compare    longctx compare {' '.join(folders)}"
+        out.print(text, soft_wrap=True)
     stopped = jobs[-1].code in stop_signal.EXIT_CODES
     return jobs[-1].code if stopped else int(any(job.code for job in jobs))
 

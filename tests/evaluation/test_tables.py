@@ -16,6 +16,7 @@ from longctx.evaluation.positions import Positions
 from longctx.evaluation.result_tables import table, tables
 from longctx.evaluation.results import decisive, perplexity_content
 from longctx.runs.evaluations import write
+from longctx.tables import show
 
 
 def result(documents: int) -> Perplexity:
@@ -28,7 +29,7 @@ def result(documents: int) -> Perplexity:
 
 def printed(result: Perplexity) -> str:
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(table(result))
+    show(table(result), output=console)
     return console.export_text()
 
 
@@ -44,6 +45,7 @@ def test_table_shows_the_longest_best_and_worst_of_many_documents() -> None:
     assert "docs/[39].md" in text
     assert "docs/[0].md" in text
     assert "docs/[20].md" not in text
+    assert {"longest", "best", "worst"} <= {line.strip() for line in text.splitlines()}
 
 
 def test_json_has_every_document_and_null_for_what_is_no_number(tmp_path: Path) -> None:

@@ -234,12 +234,20 @@ def test_losses_are_ranked_where_documents_and_tokens_are_the_same(tmp_path, cap
             for number, (each, config) in enumerate(zip(rows, configs, strict=True))
         ]
 
+    by_tokenizer = ("data: {tokenizer: null, vocab_size: 9}", "data: {tokenizer: runs/a}")
     for name, configs, is_ranked in (
         ("same", ("data: {path: a, cache: x}", "data: {path: a, cache: y}"), True),
         ("path", ("data: {path: a}", "data: {path: b}"), False),
         ("words", ("model: {vocab_size: 300}", "model: {vocab_size: 400}"), False),
+        ("tokens alike", by_tokenizer, True),
+        ("tokens differ", by_tokenizer, False),
     ):
-        compare(pair(name, *configs), tmp_path / "x.html")
+        folders = pair(name, *configs)
+        if name.startswith("tokens"):
+            for number, folder in enumerate(folders):
+                text = str(number) if name == "tokens differ" else "{}"
+                (folder / "tokenizer.json").write_text(text)
+        compare(folders, tmp_path / "x.html")
         data = page_data(tmp_path / "x.html")
         table = next(table for table in data["tables"] if table["title"] == "what came out")
         assert ([0, table["headings"].index("loss")] in table["best"]) == is_ranked

@@ -103,10 +103,11 @@ def test_a_new_metric_is_defined_at_wandb(run: Path) -> None:
 def test_a_new_metric_has_its_panels_in_the_workspace(run: Path) -> None:
     charts = dashboard.sections()
     lines = dashboard.Chart("lines", "Pages per hour", ("pages_per_hour",))
-    points = dashboard.Chart("points", "Pages per hour over context", lines.y, "seq_len")
+    last = ("pages_per_hour.last",)  # in a summary with a largest value
+    points = dashboard.Chart("points", "Pages per hour over context", last, "seq_len")
     assert lines in charts["Throughput"] and points in charts["Throughput"]
     assert charts["Gates"] == [dashboard.Chart("lines", "Each gate", ("gates/.*",))]
-    assert "summary:pages_per_hour" in dashboard.columns()
+    assert "summary:pages_per_hour.last" in dashboard.columns()
 
 
 def test_a_key_stands_once_in_the_table() -> None:
@@ -131,3 +132,9 @@ def test_a_figure_is_the_last_the_median_or_the_largest_of_the_rows() -> None:
 def test_the_loss_of_a_run_that_diverged_is_nan(loss: float | None) -> None:
     rows = [{"step": 1, "tokens_seen": 1, "loss": 2.0}, {"step": 2, "tokens_seen": 2, "loss": loss}]
     assert math.isnan(figures(rows)["loss"])
+
+
+def test_the_page_of_metrics_has_every_key() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    for metric in metrics.METRICS:
+        assert f"`{metric.key.removesuffix('*')}" in page, metric.key

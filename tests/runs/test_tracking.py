@@ -18,8 +18,9 @@ import yaml
 
 from longctx import cli
 from longctx.config.train_config import WandbConfig
+from longctx.report import dashboard
 from longctx.runs import metrics, run_folder
-from longctx.runs.metrics import BY_POSITION
+from longctx.runs.metrics import BY_POSITION, Shown
 from longctx.runs.tracking import (
     Copy,
     Tracker,
@@ -186,8 +187,9 @@ def validation(step: int) -> dict[str, float]:
 def test_a_resumed_run_is_a_new_leg_of_its_group_offline(tmp_path: Path) -> None:
     folder = tmp_path / "run-001"
     folder.mkdir()
+    numbers = {"tokens_per_second": 9.0, "memory_peak_gib": 2.0, "process_peak_gib": 3.0}
     legs = [
-        [{"step": n, "tokens_seen": 10 * n, "loss": 1.0 / n} for n in steps]
+        [{"step": n, "tokens_seen": 10 * n, "loss": 1.0 / n, **numbers} for n in steps]
         + [validation(steps[1])]
         for steps in ((1, 2), (3, 4))
     ]
@@ -221,6 +223,13 @@ def test_a_resumed_run_is_a_new_leg_of_its_group_offline(tmp_path: Path) -> None
         if metric.summary is not None:
             assert defined[metric.key]["summary"] == {"last": True, metric.summary: True}
     assert defined["*"]["step_metric"] == defined["loss"]["step_metric"] == "tokens_seen"
+    summary: dict[str, Any] = {}
+    for record in records[0]:
+        if record["type"] == "summary":
+            summary |= record["summary"]["update"]
+    for metric in metrics.shown(Shown.CONTEXT):
+        key, _, part = dashboard.over(metric).partition(".")
+        assert part in summary[key], "the workspace shows what the summary of a run has"
     tables = sorted(
         folder.glob("wandb/offline-run-*/files/media/table/loss_by_position_*.json"),
         key=lambda p: p.stat().st_mtime,

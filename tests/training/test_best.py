@@ -56,13 +56,13 @@ def test_patience_ends_a_run_and_a_resume_needs_more_of_it(
     assert train.main(overrides(name="r", **still, **EVERY)) == 0
     printed = capsys.readouterr().out
     assert "ended after step 4: 3 validations without a lower loss" in printed
-    assert printed.rstrip().endswith(f"python train.py resume={folder} patience=null")
+    assert printed.rstrip().endswith(f"longctx train resume={folder} patience=null")
     assert names(folder) == ["step-00000004"]
     assert train.main([f"resume={folder}"]) == 2
     assert "give a larger patience=" in capsys.readouterr().err
     assert train.main([f"resume={folder}", "patience=5", "max_steps=6"]) == 0
     assert names(folder) == ["step-00000006"]
-    both = f"python train.py resume={folder} max_steps=12 patience=null"
+    both = f"longctx train resume={folder} max_steps=12 patience=null"
     assert capsys.readouterr().out.rstrip().endswith(both)
 
 

@@ -1,14 +1,13 @@
 """What a run and a sweep print in the end."""
 
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from rich.table import Table
 
+from longctx import tables
 from longctx.runs.metrics import Row, duration, figures
 from longctx.training.console import Display, brief, closing_table
 from longctx.training.loss_curve import loss_curve
@@ -49,9 +48,11 @@ for row in ROWS:
 
 
 def printed(table: Table) -> str:
-    console = Console(width=200, record=True, quiet=False, file=io.StringIO())
-    console.print(table)
-    return console.export_text()
+    console = tables.console()
+    console.width = 200
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get()
 
 
 def run(folder: Path) -> Path:
@@ -76,26 +77,25 @@ def test_a_run_that_moved_to_a_gpu_has_the_mfu_of_its_rows_there() -> None:
 
 
 def test_the_closing_table_says_what_to_type_next(tmp_path: Path) -> None:
-    text = printed(
-        closing_table(run(tmp_path / "r"), {"flash": "triton-portable"}, finished=True, steps=9)
-    )
+    folder = run(tmp_path / "r[b]")
+    text = printed(closing_table(folder, {"flash": "triton-portable"}, finished=True, steps=9))
     for part in (
         "8,000.00 → 150.00",
         "9.0000 → 6.0000",
         "40.0%",
         "4.50 GiB",
         "flash: triton-portable",
-        f"train.py resume={tmp_path / 'r'} max_steps=18",
-        f"eval.py checkpoint={tmp_path / 'r'}",
+        f"longctx train resume={folder} max_steps=18",
+        f"longctx eval checkpoint={folder}",
     ):
         assert part in text
-    assert "max_steps" not in printed(closing_table(tmp_path / "r", {}, finished=False, steps=9))
+    assert "max_steps" not in printed(closing_table(folder, {}, finished=False, steps=9))
 
 
 def test_a_run_without_a_checkpoint_offers_none(tmp_path: Path) -> None:
     text = printed(closing_table(tmp_path, {}, finished=False, steps=0))
     assert "resume" not in text
-    assert "eval.py" not in text
+    assert "longctx eval" not in text
 
 
 def test_a_sweep_shows_the_overrides_that_differ(tmp_path: Path) -> None:

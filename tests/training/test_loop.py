@@ -73,7 +73,7 @@ def test_a_run_leaves_what_others_read(
 
     printed = capsys.readouterr()
     assert "\x1b" not in printed.out
-    assert f"python eval.py checkpoint={folder}" in printed.out
+    assert f"longctx eval checkpoint={folder}" in printed.out
     assert "flash: " in printed.out
     assert "Tip" not in printed.err + printed.out
 

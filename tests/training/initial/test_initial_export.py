@@ -140,3 +140,7 @@ def test_an_adapter_of_weights_that_kept_their_positions_is_all_that_is_written(
         "adapter_config.json",
         "adapter_model.safetensors",
     }
+    again = start(name="again", init=str(tmp_path / "runs" / "r"), lora__rank=2, max_steps=1)
+    assert train.main(again) == 0
+    assert export(["export", f"{tmp_path}/runs/again", f"{tmp_path}/no", "adapter=true"]) == 2
+    assert "leave adapter out" in capsys.readouterr().err
