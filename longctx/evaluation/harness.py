@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,6 +61,7 @@ class Harness(TemplateLM):
         context: int,
         stride: int,
         rows: int,
+        ends: Collection[int] = (),
     ) -> None:
         super().__init__()
         self.scorer = scorer
@@ -68,6 +69,7 @@ class Harness(TemplateLM):
         self.context = context
         self.stride = stride
         self.rows = rows  # of `context` tokens, at a time on each data rank
+        self.ends = [tokenizer.eos_id, *sorted({*ends} - {tokenizer.eos_id})]  # of an answer
 
     @property
     def eot_token_id(self) -> int:
@@ -166,7 +168,7 @@ class Harness(TemplateLM):
         tokens = self.scorer.answers(
             [question.prompt for question in questions],
             max(question.most for question in questions),
-            [self.eot_token_id],
+            self.ends,
             self.context,
             lambda n, tokens: self._text(questions[n], tokens)[1],
         )
@@ -174,7 +176,7 @@ class Harness(TemplateLM):
 
     def _text(self, question: Question, tokens: Sequence[int]) -> tuple[str, bool]:
         """The text of an answer, up to its end, and whether `tokens` reach that."""
-        text = self.vocabulary.decode(list(tokens[: question.most]))
+        text = self.vocabulary.decode(tokens[: question.most], special=False)  # as HFLM
         ends = [place for stop in question.until if stop and (place := text.find(stop)) >= 0]
         return (text[: min(ends)], True) if ends else (text, len(tokens) >= question.most)
 
@@ -226,7 +228,9 @@ def measure_tasks(setup: Setup, scorer: Scorer) -> Result:
     """Run the tasks that are asked for; ValueError for one that does not exist or has no data."""
     config, subject = setup.config, setup.subject
     stride = stride_of(config.stride or setup.context, setup.context)
-    lm = Harness(scorer, subject.tokenizer, setup.context, stride, setup.batch_size)
+    lm = Harness(
+        scorer, subject.tokenizer, setup.context, stride, setup.batch_size, subject.end_tokens
+    )
     folder = None if config.tasks_path is None else Path(config.tasks_path)
     results = evaluate_tasks(
         lm, config.tasks, subject.folder, folder, config.documents, config.fewshot

@@ -19,8 +19,9 @@ from lm_eval.models.huggingface import HFLM
 
 from longctx.data import Tokenizer
 from longctx.data.tokenizer import train
-from longctx.evaluation.harness import Harness, evaluate_tasks
+from longctx.evaluation.harness import Harness, Question, evaluate_tasks
 from longctx.evaluation.scorer import Scorer
+from longctx.evaluation.subject import open_model
 from longctx.model import GPT, GPTConfig
 from longctx.model.export import export
 from longctx.runs.evaluations import task_scores
@@ -162,7 +163,21 @@ def test_log_likelihoods_are_those_of_hflm_with_begin_of_text(tmp_path: Path) ->
     settings = {"until": ["\n"], "max_gen_toks": 9, "do_sample": False}
     requests = [Instance("generate_until", {}, arguments=("a rose is", settings), idx=0)]
     requests += [Instance("generate_until", {}, arguments=(TEXT * 9, settings), idx=1)]  # too long
-    assert ours.generate_until(requests) == theirs.generate_until(requests)
+    answers = ours.generate_until(requests)
+    assert answers == theirs.generate_until(requests)
+
+    # A second end token, whose text HFLM leaves in unless it is special; a special token.
+    end = ours.vocabulary.encode(answers[0])[3]
+    settings_file = tmp_path / "hf" / "generation_config.json"
+    saved = json.loads(settings_file.read_text())
+    settings_file.write_text(json.dumps(saved | {"eos_token_id": [plain.eos_id, end]}))
+    theirs = HFLM(pretrained=str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=1)
+    subject = open_model(str(tmp_path / "hf"), tmp_path / "hf")
+    ours = Harness(Scorer(model), subject.tokenizer, 64, 32, 3, subject.end_tokens)
+    (shorter,) = ours.generate_until(requests[:1])
+    assert len(shorter) < len(answers[0])
+    assert [shorter + plain.decode([end])] == theirs.generate_until(requests[:1])
+    assert ours._text(Question(0, [], [], 9), [65, begin, 66])[0] == plain.decode([65, 66])
 
 
 def test_texts_are_scored_in_the_windows_of_hflm(
