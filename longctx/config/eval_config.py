@@ -139,7 +139,7 @@ class EvalConfig:
     )
     stride: int | None = key(
         None,
-        "tokens that each window scores beyond the one before; null: half of seq_len",
+        "tokens that each window scores beyond the one before; null: half of seq_len, in tasks all",
         between=(1, 10**12),
     )
     split: str = key(

@@ -69,9 +69,9 @@ class Tokenizer:
         """
         return [*self.begin, *self.encode(text)] or [self.eos_id]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of token ids, special tokens included."""
-        return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
+    def decode(self, ids: Iterable[int], special: bool = True) -> str:
+        """Text of token ids; `special`: that of special tokens too."""
+        return self._tokenizer.decode([int(x) for x in ids], skip_special_tokens=not special)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of uncut documents, (tokens,) int32 each: begin-of-text if the tokenizer has

@@ -1,15 +1,15 @@
 """Tasks of lm-evaluation-harness on a GPT. Imported only for tasks=, because lm-eval is an extra.
 
-A request is scored with the last `context` tokens before it, long texts in rolling windows (see
-`windows`). Generation is greedy, from a cache of keys and values; as in lm-eval's own HFLM prompt
-and answer share the context.
+A request is scored with the last `context` tokens before it, a long text in lm-eval's rolling
+windows. Generation is greedy, from a cache of keys and values; as in lm-eval's own HFLM prompt and
+answer share the context. Text never turns into special tokens, which it does there.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from longctx.evaluation.results import Result
 from longctx.evaluation.scorer import Scorer
 from longctx.evaluation.scoring import losses
 from longctx.evaluation.setup import Setup
-from longctx.evaluation.windows import sliding, stride_of
+from longctx.evaluation.windows import Window, spans, stride_of
 from longctx.runs import evaluations
 
 PLACES = 4096  # places of which logits exist at one time on a device
@@ -61,6 +61,7 @@ class Harness(TemplateLM):
         context: int,
         stride: int,
         rows: int,
+        ends: Collection[int] = (),
     ) -> None:
         super().__init__()
         self.scorer = scorer
@@ -68,6 +69,7 @@ class Harness(TemplateLM):
         self.context = context
         self.stride = stride
         self.rows = rows  # of `context` tokens, at a time on each data rank
+        self.ends = [tokenizer.eos_id, *sorted({*ends} - {tokenizer.eos_id})]  # of an answer
 
     @property
     def eot_token_id(self) -> int:
@@ -123,17 +125,13 @@ class Harness(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """ln p of texts, every token scored once."""
+        """ln p of texts, every token scored once, in windows as of HFLM."""
         texts = [
             np.array([self.prefix_token_id, *self.vocabulary.encode(r.args[0])], dtype=np.int64)
             for r in requests
         ]
         sums = [0.0] * len(texts)
-        windows = (
-            window
-            for n, ids in enumerate(texts)
-            for window in sliding(n, ids, self.context, self.stride)
-        )
+        windows = (window for n, ids in enumerate(texts) for window in self._rolling(n, ids))
         for window, nats in losses(self.scorer, windows, self.context, self.rows):
             sums[window.owner] -= float(nats.sum())
         return sums
@@ -170,7 +168,7 @@ class Harness(TemplateLM):
         tokens = self.scorer.answers(
             [question.prompt for question in questions],
             max(question.most for question in questions),
-            [self.eot_token_id],
+            self.ends,
             self.context,
             lambda n, tokens: self._text(questions[n], tokens)[1],
         )
@@ -178,9 +176,15 @@ class Harness(TemplateLM):
 
     def _text(self, question: Question, tokens: Sequence[int]) -> tuple[str, bool]:
         """The text of an answer, up to its end, and whether `tokens` reach that."""
-        text = self.vocabulary.decode(list(tokens[: question.most]))
+        text = self.vocabulary.decode(tokens[: question.most], special=False)  # as HFLM
         ends = [place for stop in question.until if stop and (place := text.find(stop)) >= 0]
         return (text[: min(ends)], True) if ends else (text, len(tokens) >= question.most)
+
+    def _rolling(self, owner: int, ids: np.ndarray) -> Iterator[Window]:
+        """Windows that advance by `stride` tokens; the last one too shows all of the context."""
+        for _, end, first in spans(len(ids), self.context, self.stride):
+            begin = max(0, end - self.context)
+            yield Window(owner, begin, ids[begin : end + 1], first - begin - 1)
 
     def _pieces(self, owner: int, before: list[int], after: list[int]) -> Iterator[Piece]:
         """A continuation in one piece, or where it is longer than the context in pieces of `stride`
@@ -223,8 +227,10 @@ def _padded(texts: Sequence[np.ndarray]) -> Tensor:
 def measure_tasks(setup: Setup, scorer: Scorer) -> Result:
     """Run the tasks that are asked for; ValueError for one that does not exist or has no data."""
     config, subject = setup.config, setup.subject
-    stride = stride_of(config.stride, setup.context)
-    lm = Harness(scorer, subject.tokenizer, setup.context, stride, setup.batch_size)
+    stride = stride_of(config.stride or setup.context, setup.context)
+    lm = Harness(
+        scorer, subject.tokenizer, setup.context, stride, setup.batch_size, subject.end_tokens
+    )
     folder = None if config.tasks_path is None else Path(config.tasks_path)
     results = evaluate_tasks(
         lm, config.tasks, subject.folder, folder, config.documents, config.fewshot

@@ -137,7 +137,7 @@ def measure_ruler(setup: Setup, scorer: Scorer) -> Result:
     texts = ruler.Texts.of(config.ruler, subject.tokenizer, text or "")
     results = list(
         track(
-            ruler.measured(scorer, texts, lengths),
+            ruler.measured(scorer, texts, lengths, subject.end_tokens),
             "RULER",
             total=len(lengths) * len(config.ruler.chosen) * config.ruler.samples,
             console=Console(stderr=True),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -132,8 +132,10 @@ def fitting(tokens: Callable[[int], int], room: int, least: int, most: int) -> t
     return low, per_unit
 
 
-def measured(scorer: Scorer, texts: Texts, lengths: Sequence[int]) -> Iterator[Scored]:
-    """Every sample of every length and task, answered and scored."""
+def measured(
+    scorer: Scorer, texts: Texts, lengths: Sequence[int], ends: Collection[int]
+) -> Iterator[Scored]:
+    """Every sample of every length and task, answered up to one of `ends` and scored."""
     for length in lengths:
         for task in texts.config.chosen:
             texts.check(task, length)
@@ -141,16 +143,18 @@ def measured(scorer: Scorer, texts: Texts, lengths: Sequence[int]) -> Iterator[S
         for length in lengths:
             rows = scorer.rows_together(TOKENS_TOGETHER[scorer.device.type], length)
             for task in texts.config.chosen:
-                yield from _answered(scorer, texts, task, length, rows)
+                yield from _answered(scorer, texts, task, length, rows, sorted(ends))
 
 
-def _answered(scorer: Scorer, texts: Texts, task: str, length: int, rows: int) -> Iterator[Scored]:
+def _answered(
+    scorer: Scorer, texts: Texts, task: str, length: int, rows: int, ends: Sequence[int]
+) -> Iterator[Scored]:
     match = match_part if task in QUESTIONS else match_all
     most = texts.sized(task, length).answer
     samples = texts.samples(task, length)
     while batch := list(islice(samples, rows)):
         prompts = [ids for _, ids in batch]
-        tokens = scorer.answers(prompts, most, [texts.tokenizer.eos_id], length)
+        tokens = scorer.answers(prompts, most, ends, length)
         for (sample, ids), of_this in zip(batch, tokens, strict=True):
             answer = texts.tokenizer.decode(of_this)
             score = match(answer, sample.outputs)

@@ -22,6 +22,7 @@ from longctx import hub_snapshot
 from longctx.config.eval_config import EvalRequest
 from longctx.config.model_config import AttentionConfig, GPTConfig
 from longctx.data import DataConfig, Tokenizer, load, read_documents
+from longctx.data.tokenizer import read_json
 from longctx.evaluation.weights import build_model
 from longctx.evaluation.windows import Document
 from longctx.model import GPT, huggingface
@@ -48,6 +49,18 @@ class Subject(NamedTuple):
         if self.run:
             return self.file.stem
         return self.file.name if self.hub is None else self.hub.name
+
+    @property
+    def end_tokens(self) -> set[int]:
+        """The tokens that end a text: the tokenizer's own, and those of generation_config.json,
+        which chat models have, or where it names none of config.json, as in transformers.
+        """
+        files = (self.folder / name for name in ("generation_config.json", "config.json"))
+        stated = next(
+            (x for file in files if (x := read_json(file).get("eos_token_id")) is not None), None
+        )
+        named = stated if isinstance(stated, list) else [stated]
+        return {self.tokenizer.eos_id, *(x for x in named if type(x) is int)}
 
     @property
     def home(self) -> Path:

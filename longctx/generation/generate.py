@@ -18,7 +18,6 @@ from longctx import attention, files
 from longctx.config import presets
 from longctx.config.generate_config import GenerateConfig
 from longctx.config.model_config import AttentionConfig
-from longctx.data.tokenizer import read_json
 from longctx.distributed.devices import (
     choose_device,
     dtype_of,
@@ -140,17 +139,6 @@ def too_little_memory(source: ModelSource, rows: int, most: int, device: str) ->
     )
 
 
-def end_tokens(source: ModelSource) -> set[int]:
-    """The tokens that end a text: the tokenizer's own, and those of generation_config.json, which
-    chat models have.
-    """
-    ends = {source.subject.tokenizer.eos_id}
-    for name in ("generation_config.json", "config.json"):
-        stated = read_json(source.subject.folder / name).get("eos_token_id")
-        ends |= {x for x in (stated if isinstance(stated, list) else [stated]) if type(x) is int}
-    return ends
-
-
 def write_batch(
     config: GenerateConfig,
     model: GPT,
@@ -163,7 +151,7 @@ def write_batch(
     """Continue the prompts with these `numbers` together; print each text as soon as those before
     it are, and write it to `answers` when it is done. Returns `speed` with theirs.
     """
-    texts, ends = [prompts[number] for number in numbers], end_tokens(source)
+    texts, ends = [prompts[number] for number in numbers], source.subject.end_tokens
     longest = max(len(text.ids) for text in texts)
     decoder = Decoder(model, len(texts), longest + config.max_new_tokens, config.decode)
     sampler = Sampler(numbers, config.temperature, config.top_k, config.top_p, config.seed)

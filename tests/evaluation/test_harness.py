@@ -19,10 +19,9 @@ from lm_eval.models.huggingface import HFLM
 
 from longctx.data import Tokenizer
 from longctx.data.tokenizer import train
-from longctx.evaluation.harness import Harness, evaluate_tasks
-from longctx.evaluation.perplexity import perplexity
+from longctx.evaluation.harness import Harness, Question, evaluate_tasks
 from longctx.evaluation.scorer import Scorer
-from longctx.evaluation.windows import Document
+from longctx.evaluation.subject import open_model
 from longctx.model import GPT, GPTConfig
 from longctx.model.export import export
 from longctx.runs.evaluations import task_scores
@@ -92,17 +91,6 @@ def test_a_continuation_longer_than_the_context_is_scored_in_pieces(
         shown = ids[max(0, first + len(piece) - 1 - 32) : first]
         expected += one_by_one(model, shown, piece, 10**6)[0]
     assert total == pytest.approx(expected, rel=1e-4)
-
-
-def test_rolling_text_is_the_perplexity_of_the_document(model: GPT, tokenizer: Tokenizer) -> None:
-    texts = [TEXT * 3, "a", "", "a rose"]
-    requests = [SimpleNamespace(args=(text,)) for text in texts]
-    sums = harness(model, tokenizer).loglikelihood_rolling(requests)
-    documents = [
-        Document("x", np.array([tokenizer.eos_id, *tokenizer.encode(text)]), 0) for text in texts
-    ]
-    ours = perplexity(Scorer(model), documents, context=32, stride=16)
-    assert sums == pytest.approx([-score.nats for score in ours.documents], rel=1e-6)
 
 
 def test_generation_is_greedy_and_ends_at_stop_words(model: GPT, tokenizer: Tokenizer) -> None:
@@ -175,7 +163,38 @@ def test_log_likelihoods_are_those_of_hflm_with_begin_of_text(tmp_path: Path) ->
     settings = {"until": ["\n"], "max_gen_toks": 9, "do_sample": False}
     requests = [Instance("generate_until", {}, arguments=("a rose is", settings), idx=0)]
     requests += [Instance("generate_until", {}, arguments=(TEXT * 9, settings), idx=1)]  # too long
-    assert ours.generate_until(requests) == theirs.generate_until(requests)
+    answers = ours.generate_until(requests)
+    assert answers == theirs.generate_until(requests)
+
+    # A second end token, whose text HFLM leaves in unless it is special; a special token.
+    end = ours.vocabulary.encode(answers[0])[3]
+    settings_file = tmp_path / "hf" / "generation_config.json"
+    saved = json.loads(settings_file.read_text())
+    settings_file.write_text(json.dumps(saved | {"eos_token_id": [plain.eos_id, end]}))
+    theirs = HFLM(pretrained=str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=1)
+    subject = open_model(str(tmp_path / "hf"), tmp_path / "hf")
+    ours = Harness(Scorer(model), subject.tokenizer, 64, 32, 3, subject.end_tokens)
+    (shorter,) = ours.generate_until(requests[:1])
+    assert len(shorter) < len(answers[0])
+    assert [shorter + plain.decode([end])] == theirs.generate_until(requests[:1])
+    assert ours._text(Question(0, [], [], 9), [65, begin, 66])[0] == plain.decode([65, 66])
+
+
+def test_texts_are_scored_in_the_windows_of_hflm(
+    model: GPT, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Texts of less than a window, of several, and of one token more than two."""
+    tokenizer.save(tmp_path / "tokenizer.json")
+    export(model, tmp_path, tmp_path / "hf", context=32)
+    theirs = HFLM(pretrained=str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=1)
+    ours = Harness(Scorer(model), tokenizer, 32, 32, rows=3)
+    texts = ["", "a rose", TEXT * 9, tokenizer.decode(tokenizer.encode(TEXT * 9)[: 2 * 32 + 1])]
+    requests = [
+        Instance("loglikelihood_rolling", {}, arguments=(text,), idx=n)
+        for n, text in enumerate(texts)
+    ]
+    want = theirs.loglikelihood_rolling(requests)
+    assert ours.loglikelihood_rolling(requests) == pytest.approx(want, rel=1e-4)
 
 
 def test_padding_does_not_stretch_a_model_that_follows_the_length(tokenizer: Tokenizer) -> None:

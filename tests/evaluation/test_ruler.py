@@ -109,14 +109,14 @@ def test_each_task_asks_for_what_it_says(tokenizer: Tokenizer) -> None:
 
 def test_who_finds_everything_scores_1(tokenizer: Tokenizer) -> None:
     texts = texts_of(tokenizer)
-    scored = list(measured(Reader(tokenizer), texts, [2500, LENGTH]))
+    scored = list(measured(Reader(tokenizer), texts, [2500, LENGTH], {tokenizer.eos_id}))
     assert len(scored) == 2 * len(RULER_TASKS) * 2
     assert {one.score for one in scored} == {1.0}
 
 
 def test_too_short_lengths_are_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match=r"ruler\.lengths=\[500\]: vt needs [\d,]+ tokens"):
-        list(measured(Reader(tokenizer), texts_of(tokenizer, tasks=["vt"]), [500]))
+        list(measured(Reader(tokenizer), texts_of(tokenizer, tasks=["vt"]), [500], {0}))
 
 
 @pytest.mark.parametrize(

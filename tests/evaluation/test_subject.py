@@ -7,7 +7,8 @@ import tokenizers
 
 from longctx.data import DataConfig, Tokenizer, load
 from longctx.data.tokenizer import train
-from longctx.evaluation.subject import of_run, of_source
+from longctx.evaluation.subject import Subject, of_run, of_source
+from longctx.model import GPTConfig
 
 TEXTS = {
     f"{n:02d}.txt": f"# file {n}\n" + "a rose is a rose – naïve 𝄞\n" * (n + 1) for n in range(30)
@@ -38,6 +39,18 @@ def test_documents_of_files_are_uncut_and_count_bytes_after_the_first_token(
         assert tokenizer.decode(ids[:-1]) == text
         assert ids[-1] == tokenizer.eos_id
         assert n_bytes == len(tokenizer.decode(ids[1:-1]).encode())
+
+
+def test_texts_end_at_the_tokens_that_transformers_ends_them_at(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    subject = Subject(GPTConfig(300), tokenizer, tmp_path, tmp_path, 8, None)
+    assert subject.end_tokens == {tokenizer.eos_id}
+    (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
+    (tmp_path / "generation_config.json").write_text('{"do_sample": false}')
+    assert subject.end_tokens == {tokenizer.eos_id, 5}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [6, 7]}')
+    assert subject.end_tokens == {tokenizer.eos_id, 6, 7}
 
 
 @pytest.mark.parametrize("learnt", [["abc"], ["😀 😁 😂 😃"] * 9])
