@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+FULL_DISK = 74  # EX_IOERR of sysexits.h: nothing about the request is wrong
 PROBE = ".longctx-"  # begins the name of a folder that is made to see whether that is possible
 PARTIAL = re.compile(
     rf"\..+\.\d+(\.\w+)?|\.step-\d+\.ckpt\.(partial|removed)|{re.escape(PROBE)}\w+"
@@ -99,6 +100,15 @@ def is_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code of a command that ends with `error`: FULL_DISK, 2 for a mistake, which is a
+    ValueError or another OSError, and 1 for everything else.
+    """
+    if not isinstance(error, ValueError | OSError):
+        return 1
+    return FULL_DISK if is_full(error) else 2
 
 
 def by_step(path: Path) -> tuple[int, str]:

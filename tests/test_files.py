@@ -94,3 +94,5 @@ def test_a_full_disk_is_known_through_whatever_it_was_raised_again_as() -> None:
     last.__cause__ = last.__context__ = last  # a circle ends too
     assert not files.is_full(last)
     assert not files.is_full(OSError(errno.EACCES, "Permission denied"))
+    codes = [files.exit_code(one) for one in (full, OSError("x"), ValueError(), RuntimeError())]
+    assert codes == [files.FULL_DISK, 2, 2, 1]

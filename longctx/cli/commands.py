@@ -26,7 +26,7 @@ from longctx.config.generate_config import GenerateConfig
 from longctx.config.model_config import AttentionConfig
 from longctx.config.request import Request
 from longctx.config.train_config import TrainConfig
-from longctx.distributed.launched import launched, leave_to_first
+from longctx.distributed.launched import Launched, launched, leave_to_first
 from longctx.planner import hardware
 from longctx.runs import run_folder
 
@@ -110,6 +110,14 @@ def with_backend(request: Request[TrainConfig], backend: str) -> TrainConfig:
     return dataclasses.replace(request.config, attention=attention)
 
 
+def quiet_torch(processes: Launched) -> None:
+    """Silence, before torch is imported, its warnings about a process of several that is gone: they
+    bury the line that names it.
+    """
+    if processes.ranks > 1:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
 def _split(argv: list[str]) -> tuple[str, list[str]]:
     """The name of a command, of two words where there is one such, and what follows it."""
     two = " ".join(argv[:2])
@@ -136,8 +144,7 @@ def _train(argv: list[str]) -> int:
         request = _resumed(arguments.overrides) or compose("train", arguments.overrides)
         processes = launched(request.config)
         early_checks.check_training(request.config)
-        if processes.ranks > 1:  # warnings about a process that is gone bury the line that names it
-            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        quiet_torch(processes)
         if request.config.device != "cpu" and request.config.seq_len != "max":
             hardware.start_gpu(processes.local_rank)  # "max" is found by processes of their own
         with libraries():
@@ -205,6 +212,7 @@ def _evaluate(argv: list[str]) -> int:
     try:
         processes = launched(request.config)
         early_checks.check_evaluation(request)
+        quiet_torch(processes)
     except (ValueError, OSError):
         leave_to_first()
         raise

@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from longctx import files, garbage, stop_signal
 from longctx.distributed.launched import number_here
 
-FULL_DISK = 74  # EX_IOERR of sysexits.h: nothing about the request is wrong
-
 
 @contextmanager
 def libraries() -> Iterator[None]:
@@ -32,8 +30,8 @@ def answer(
     argv: list[str], help_text: Callable[[], str], do: Callable[[list[str]], int | None]
 ) -> int:
     """Call `do(argv)` and return the exit code: its own (None: 0), 0 for help, 2 for a mistake,
-    which is one line on stderr, FULL_DISK where a disk is full, 128 + its number for a signal, as
-    130 for Ctrl-C.
+    which is one line on stderr, files.FULL_DISK where a disk is full, 128 + its number for a
+    signal, as 130 for Ctrl-C.
 
     A mistake is a ValueError or an OSError; LONGCTX_TRACEBACK=1 shows where it was raised. A signal
     is one also where a compiled module raises another error for it, as numpy's import does.
@@ -61,7 +59,7 @@ def answer(
             if os.environ.get("LONGCTX_TRACEBACK"):
                 traceback.print_exception(error)
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-            return FULL_DISK if files.is_full(error) else 2
+            return files.exit_code(error)
 
 
 def asks_help(argv: list[str]) -> bool:

@@ -104,7 +104,8 @@ def check_override(
     if is_open(schema, name):
         return f"++{name}={value}"
     if name not in known:
-        raise ValueError(f"{name} is not a key; all keys: --help{_closest(name, known)}")
+        close = _closest(name, known)
+        raise ValueError(f"{name} is not a key{f'{close} All' if close else '; all'} keys: --help")
     if name in choices:
         for preset in value.split(","):
             if preset.strip() not in choices[name]:

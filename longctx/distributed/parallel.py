@@ -33,7 +33,7 @@ from longctx.config.train_config import TrainConfig
 from longctx.distributed import rendezvous, sharding
 from longctx.distributed.devices import choose_device, dtype_of
 from longctx.distributed.fabric import Met, Processes, make_fabric
-from longctx.distributed.heartbeat import RUN_VARIABLE, SILENCE, Heartbeat
+from longctx.distributed.heartbeat import EVERY, RUN_VARIABLE, SILENCE, Heartbeat
 from longctx.distributed.launched import FIRST_VARIABLE, OWN, OWN_VARIABLE, launched
 from longctx.distributed.lightning_parts import DDPStrategy, SingleDeviceStrategy
 from longctx.model import GPT
@@ -162,6 +162,7 @@ class Parallel:
         """End this process at once, whatever it waits for, and those that it has started."""
         if says:
             print(f"error: {problem}", file=sys.stderr, flush=True)
+            time.sleep(0.5)  # for the one that failed to hear so: the store goes with the first
         self.kill_others()
         os._exit(code)
 
@@ -169,12 +170,15 @@ class Parallel:
         """Make the other processes end too: this one does, because of `problem`, the first of which
         counts.
 
-        The first process has said it; for another one it does, if it can.
+        The first process has said it; for another one it does, if it can. What all of them have at
+        the same time, such as a loss that is no number, is the first one's to say.
         """
         if self.has_failed:
             return
         self.has_failed = True
         if self.heartbeat is not None:
+            if not self.is_first:
+                time.sleep(2 * EVERY)  # where the first one has failed too, its word ends this one
             if not self.heartbeat.fail(problem, code) and not self.is_first:
                 print(f"error: {problem}", file=sys.stderr, flush=True)
             exit_within(EXIT, code)
@@ -355,7 +359,7 @@ class Parallel:
         lost = self.ranks > 1 and (
             isinstance(error, dist.DistError) or "gloo/transport" in str(error)
         )
-        if lost and self.heartbeat is not None:
+        if lost and self.heartbeat is not None and not self.heartbeat.stopped.is_set():
             time.sleep(SILENCE + 5)
         return lost
 

@@ -42,9 +42,9 @@ def evaluate(request: EvalRequest) -> int:
             scorer.serve()
         else:
             result = measure(setup, scorer)
-            scorer.end()
             result.show(result.content)
             print(save(result, setup))
+            scorer.end()  # once nothing can fail any more: then the others leave
         parallel.leave()
     except Exception as error:
         problem = why(error, request, parallel)

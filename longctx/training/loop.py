@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from longctx import stop_signal
+from longctx import files, stop_signal
 from longctx.attention import kernels_run
 from longctx.config.request import Request
 from longctx.config.train_config import TrainConfig
@@ -88,8 +88,8 @@ def train(request: Request[TrainConfig]) -> int:
             if parallel.ranks > 1:
                 exit_within(EXIT, stop.code)
             raise
-        except BaseException as error:  # outside the steps, which tell the others themselves
-            parallel.fail(str(error), code=2 if isinstance(error, ValueError | OSError) else 1)
+        except BaseException as error:
+            parallel.fail(str(error), files.exit_code(error))
             raise
 
 
@@ -352,11 +352,7 @@ def train_and_report(
         elif is_lost_worker(error):
             problem = f"{lost_worker(error)}; {go_on()}"
         else:
-            parallel.fail(str(error))
             raise
-    except BaseException as error:
-        parallel.fail(repr(error))
-        raise
     finally:
         if gc.get_freeze_count() > state_of_gc:
             gc.unfreeze()

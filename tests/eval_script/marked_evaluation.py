@@ -1,13 +1,15 @@
 """eval.py on several processes, each of which leaves a file named after its number in the folder
-MARKS when it begins to score.
+MARKS when it begins to score. Where FULL is set, the disk is full when the result is written.
 """
 
+import errno
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from longctx import cli
+from longctx.evaluation import evaluate
 from longctx.evaluation.scorer import Scorer
 
 forward = Scorer._forward
@@ -18,6 +20,12 @@ def marked(scorer: Scorer, *arguments: Any) -> Any:
     return forward(scorer, *arguments)
 
 
+def full(*arguments: Any) -> Path:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 if __name__ == "__main__":
     Scorer._forward = marked
+    if "FULL" in os.environ:
+        evaluate.save = full
     sys.exit(cli.main(["eval", *sys.argv[1:]]))

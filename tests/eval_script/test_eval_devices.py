@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from longctx.files import FULL_DISK
 from tests.eval_script.sample import SCRIPT, Evaluate, write_task
 from tests.processes import ROOT, children, finished, with_local_rank
 
@@ -86,6 +87,14 @@ def test_a_mistake_found_by_several_processes_is_one_line(run: Path, tmp_path: P
     overrides = ["data=text", f"data.path={tmp_path / 'empty.jsonl'}", "devices=2"]
     process = on_devices(run, *overrides)
     assert process.returncode == 2, process.stderr
+    assert process.stderr.startswith("error: ") and process.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_full_disk_at_the_end_is_one_line_and_ends_all(run: Path, tmp_path: Path) -> None:
+    words = [f"checkpoint={run}", "device=cpu", "devices=2", "documents=2"]
+    process = finished(MARKED, words, tmp_path, MARKS=tmp_path, FULL=1)
+    assert process.returncode == FULL_DISK
     assert process.stderr.startswith("error: ") and process.stderr.count("\n") == 1
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import train
-from longctx.cli.entry import FULL_DISK
+from longctx.files import FULL_DISK
 from longctx.runs import run_folder
 from tests.training.sample_run import Overrides, steps
 

@@ -12,7 +12,10 @@ import torch
 
 import train
 from longctx.runs import run_folder
+from tests.processes import finished
 from tests.training.sample_run import Overrides
+
+SCRIPT = Path(train.__file__)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +79,14 @@ def test_a_loss_that_is_no_number_ends_the_run_with_advice(
         assert advice in capsys.readouterr().err
         lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
         assert json.loads(lines[-1], parse_constant=refuse)[name] is None
+
+
+def test_what_all_processes_find_is_said_once(overrides: Overrides, tmp_path: Path) -> None:
+    wild = {"max_steps": 30, "lr": 10.0, "warmup_steps": 0, "clip": None, "model__init_std": 1e30}
+    process = finished(SCRIPT, overrides(name="r", devices=2, **wild), tmp_path)
+    assert process.returncode == 1
+    [line] = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
+    assert "the loss is" in line and "process 1" not in line
 
 
 def test_weights_that_are_no_numbers_are_not_saved(

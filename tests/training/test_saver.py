@@ -20,8 +20,8 @@ import torch
 
 import train
 from longctx import stop_signal
-from longctx.cli.entry import FULL_DISK
 from longctx.config.model_config import GPTConfig
+from longctx.files import FULL_DISK
 from longctx.planner import hardware
 from longctx.runs import checkpoint_index, checkpoints, removal, run_folder
 from longctx.runs.checkpoint_write import Saving, Snapshot
