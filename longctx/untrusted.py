@@ -90,18 +90,27 @@ def read_json(path: Path, most: int = SETTINGS_SIZE, within: Path | None = None)
 
 def read_yaml(path: Path) -> str:
     """The text of a YAML file that has been found harmless to load: bounded in size, depth and
-    aliases, which may stand for one another until they fill the memory. Raises as `open_file`.
+    aliases, which may stand for one another until they fill the memory, and with no key given
+    twice, of which a loader drops the first. Raises as `open_file`.
     """
     import yaml
 
     text = read_text(path, YAML_SIZE)
-    depth = aliases = 0
+    opened: list[list[str | None] | None] = []  # keys and values of a mapping; None: a list
+    aliases = 0
     try:
         for event in yaml.parse(text, getattr(yaml, "CLoader", yaml.Loader)):
-            depth += isinstance(event, yaml.CollectionStartEvent)
-            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if isinstance(event, yaml.NodeEvent) and opened and opened[-1] is not None:
+                name = event.value if isinstance(event, yaml.ScalarEvent) else None
+                if name is not None and len(opened[-1]) % 2 == 0 and name in opened[-1][::2]:
+                    raise ValueError(f"{path}: {name} is given twice; leave one of them out")
+                opened[-1].append(name)
+            if isinstance(event, yaml.CollectionStartEvent):
+                opened.append([] if isinstance(event, yaml.MappingStartEvent) else None)
+            elif isinstance(event, yaml.CollectionEndEvent):
+                opened.pop()
             aliases += isinstance(event, yaml.AliasEvent)
-            if depth > YAML_DEPTH or aliases > YAML_ALIASES:
+            if len(opened) > YAML_DEPTH or aliases > YAML_ALIASES:
                 raise ValueError(
                     f"{path}: nested more than {YAML_DEPTH} deep, or with more than "
                     f"{YAML_ALIASES} aliases; write the values out"
