@@ -11,7 +11,8 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -90,18 +91,32 @@ def read_json(path: Path, most: int = SETTINGS_SIZE, within: Path | None = None)
 
 def read_yaml(path: Path) -> str:
     """The text of a YAML file that has been found harmless to load: bounded in size, depth and
-    aliases, which may stand for one another until they fill the memory. Raises as `open_file`.
+    aliases, which may stand for one another until they fill the memory, and with no key given
+    twice, of which a loader drops the first. Raises as `open_file`.
     """
     import yaml
 
     text = read_text(path, YAML_SIZE)
-    depth = aliases = 0
+    # The keys of each mapping that is open, and whether the next node in it is one; None: a list.
+    opened: list[tuple[set[str], Iterator[bool]] | None] = []
+    aliases = 0
     try:
         for event in yaml.parse(text, getattr(yaml, "CLoader", yaml.Loader)):
-            depth += isinstance(event, yaml.CollectionStartEvent)
-            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if isinstance(event, yaml.NodeEvent) and opened and opened[-1] is not None:
+                names, is_key = opened[-1]
+                if next(is_key) and isinstance(event, yaml.ScalarEvent):
+                    if event.value in names:
+                        raise ValueError(
+                            f"{path}: {event.value} is given twice; leave one of them out"
+                        )
+                    names.add(event.value)
+            if isinstance(event, yaml.CollectionStartEvent):
+                is_mapping = isinstance(event, yaml.MappingStartEvent)
+                opened.append((set(), cycle([True, False])) if is_mapping else None)
+            elif isinstance(event, yaml.CollectionEndEvent):
+                opened.pop()
             aliases += isinstance(event, yaml.AliasEvent)
-            if depth > YAML_DEPTH or aliases > YAML_ALIASES:
+            if len(opened) > YAML_DEPTH or aliases > YAML_ALIASES:
                 raise ValueError(
                     f"{path}: nested more than {YAML_DEPTH} deep, or with more than "
                     f"{YAML_ALIASES} aliases; write the values out"

@@ -41,6 +41,7 @@ def answer(
             if asks_help(argv):
                 print(help_text(), flush=True)
                 return 0
+            check_characters(argv)
             check_given_once(argv)
             code = do(argv) or 0
             sys.stdout.flush()
@@ -65,6 +66,18 @@ def answer(
 def asks_help(argv: list[str]) -> bool:
     """Tell whether an argument asks for help."""
     return any(argument in ("-h", "--help", "help") for argument in argv)
+
+
+def check_characters(argv: list[str]) -> None:
+    """Raise ValueError for an argument whose bytes are no text: no file here could hold it."""
+    for argument in argv:
+        try:
+            argument.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{ascii(argument)[1:-1]}: not text in UTF-8; give other characters, or rename "
+                "the file or folder"
+            ) from error
 
 
 def check_given_once(argv: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -82,7 +83,7 @@ def check_scaling(
 ) -> None:
     """Raise ValueError naming the first key of rope_parameters, in `place`, that is not right."""
     kind = scaling.get("rope_type", "default")
-    if kind not in KEYS:
+    if not isinstance(kind, str) or kind not in KEYS:
         raise ValueError(f"{place}.rope_type={kind} is not covered; there are {', '.join(KEYS)}")
     needed, more = KEYS[kind]
     for name, value in scaling.items():
@@ -100,16 +101,17 @@ def check_scaling(
         "high_freq_factor",
     ):
         value = scaling.get(name)
-        if value is not None and not (_is_number(value) and value > 0):
+        if value is not None and not (is_number(value) and value > 0):
             raise ValueError(f"{place}.{name}={value!r} must be a number above 0")
     for name in ("mscale", "mscale_all_dim"):
-        if scaling.get(name) is not None and not _is_number(scaling[name]):
+        if scaling.get(name) is not None and not is_number(scaling[name]):
             raise ValueError(f"{place}.{name}={scaling[name]!r} must be a number")
     if not isinstance(scaling.get("truncate", True), bool):
         raise ValueError(f"{place}.truncate={scaling['truncate']!r} must be true or false")
     original = scaling.get(ORIGINAL, 2)
-    if not isinstance(original, int) or isinstance(original, bool) or original < 2:
-        raise ValueError(f"{place}.{ORIGINAL}={original!r} must be a whole number from 2 up")
+    is_whole = isinstance(original, int) and not isinstance(original, bool)
+    if not is_whole or not 2 <= original < 2**31:
+        raise ValueError(f"{place}.{ORIGINAL}={original!r} must be a whole number from 2 to 2**31")
     _check_type(place, kind, scaling, head_dim, context)
 
 
@@ -121,7 +123,7 @@ def _check_type(
         if (
             not isinstance(factors, list | tuple)
             or len(factors) != head_dim // 2
-            or not all(_is_number(x) for x in factors)
+            or not all(is_number(x) for x in factors)
         ):
             raise ValueError(
                 f"{place}.{name} must be a list of {head_dim // 2} numbers, half the head size"
@@ -140,7 +142,7 @@ def _check_type(
         raise ValueError(f"{place}.rope_type=dynamic: needs heads of more than 2 channels")
 
 
-def _is_number(value: Any) -> bool:
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
-    )
+def is_number(value: Any) -> bool:
+    """Whether `value` is a number that a float can hold: JSON's may have hundreds of digits."""
+    has_type = isinstance(value, int | float) and not isinstance(value, bool)
+    return has_type and abs(value) <= sys.float_info.max

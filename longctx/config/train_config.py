@@ -210,7 +210,7 @@ class TrainConfig:
             raise ValueError(
                 f"betas={list(self.betas)}: two numbers from 0 to below 1, such as [0.9,0.95]"
             )
-        if self.clip is not None and not self.clip > 0:
+        if self.clip is not None and not 0 < self.clip < float("inf"):
             raise ValueError(f"clip={self.clip}: a norm above 0, or null for no clipping")
         for name in ("compile", "graphs"):
             value = getattr(self, name)

@@ -104,6 +104,8 @@ def _decode(column: str, most: int, limit: python_child.TimeLimit) -> None:
     names = table.schema_arrow.names
     if column not in names:
         return _answer(_NO_COLUMN, json.dumps(names[:8]).encode())
+    if names.count(column) > 1:
+        return _answer(_BROKEN, f"several columns are named '{column}'".encode())
     groups = [table.metadata.row_group(n) for n in range(table.metadata.num_row_groups)]
     if any(group.total_byte_size > most for group in groups):
         return _answer(_TOO_LARGE)

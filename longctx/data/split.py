@@ -66,6 +66,8 @@ def by_bytes(
                 trained[np.split(group, bounds)[n] == smallest] = 0
             elif (sizes[:, n] > 0).sum() == 1:  # else it validates nothing, which the run says
                 raise _cannot_split(place, fractions[place], len(store))
+        if not trained.any():  # a single byte of text
+            raise _cannot_split(place, fractions[place], len(store))
         splits.append(trained)
     return splits
 

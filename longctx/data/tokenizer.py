@@ -168,11 +168,21 @@ class Tokenizer:
             raise ValueError(
                 f"tokenizer {file}: does not describe a tokenizer ({error})"
             ) from error
-        return cls(tokenizer, _find_eos(tokenizer, file))
+        if dropout := getattr(tokenizer.model, "dropout", None):
+            raise ValueError(
+                f"tokenizer {file}: dropout={dropout} makes other tokens of the same text each "
+                "time; set it to null"
+            )
+        eos = _find_eos(tokenizer, file)
+        try:
+            return cls(tokenizer, eos)
+        except ValueError as error:
+            raise ValueError(f"tokenizer {file}: {error}") from error
 
     def _find_bos(self) -> int | None:
-        plain = self._tokenizer.encode("a", add_special_tokens=False).ids
-        full = self._tokenizer.encode("a", add_special_tokens=True).ids
+        with _failures_named():
+            plain = self._tokenizer.encode("a", add_special_tokens=False).ids
+            full = self._tokenizer.encode("a", add_special_tokens=True).ids
         return full[0] if full != plain and full[1 : 1 + len(plain)] == plain else None
 
     def _encode_parts(self, parts: Sequence[str]) -> list[list[int]]:
@@ -188,13 +198,14 @@ class Tokenizer:
 
 @contextmanager
 def _failures_named() -> Iterator[None]:
-    """Raise ValueError where the library gives up on a text: a regular expression that would take
-    for ever, for example. It panics then, which is no Exception.
+    """Raise ValueError where the library gives up on a text. It raises a plain Exception where a
+    word is unknown and no token stands for such, and panics, which is no Exception, where a regular
+    expression would take for ever.
     """
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
         reason = " ".join(str(error).split())[:200]
         raise ValueError(

@@ -30,11 +30,12 @@ def test_the_collector_pauses_while_libraries_are_imported() -> None:
     [
         (["seq_len=64", "model=tiny", "seq_len=128"], "seq_len=128: seq_len=64 is given too"),
         (["++model.layers=2", "model.layers=3"], "model.layers=3: model.layers=2 is given too"),
+        (["sample_prompt=x\udcff"], r"sample_prompt=x\udcff: not text"),
         (["seq_len=64", "seq_len=64"], ""),
         (["compare", "runs/lr=1", "runs/lr=2"], ""),
     ],
 )
-def test_a_key_with_two_values_is_a_mistake(
+def test_a_key_with_two_values_or_bytes_that_are_no_text_is_a_mistake(
     overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls: list[list[str]] = []

@@ -78,6 +78,8 @@ def test_a_text_is_the_same_from_a_file_as_from_the_configuration_of_a_run(
         ("seq_len: abc", "seq_len=abc: must be a whole number"),
         ("- a\n- b", "no configuration; it should hold key: value lines"),
         ("a: [", "cannot be read as YAML"),
+        ("lr: 0.1\nmodel:\n  lr: 1\nlr: 0.2", "my.yaml: lr is given twice"),
+        ("model: {layers: 1, heads: 2, layers: 3}", "my.yaml: layers is given twice"),
         (None, "no such file"),
         ("lr: ${oc.env:HOME}", "is not filled in here"),
     ],

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 import os
@@ -22,6 +23,12 @@ import pytest
 from longctx.data import DataConfig, read_documents
 
 TEXTS = ["first document\nof two lines", "zweites — mit Ümläuten", "第三个文件 😀"]
+
+
+TWO_COLUMNS = io.BytesIO()
+pyarrow.parquet.write_table(
+    pyarrow.table([pyarrow.array(TEXTS)] * 2, names=["text", "text"]), TWO_COLUMNS
+)
 
 
 def read(path, **options):
@@ -163,6 +170,7 @@ def test_blank_lines_of_jsonl_are_nothing(tmp_path) -> None:
         ("a.txt.bz2", b"never compressed", "complete .bz2"),
         ("a.txt.zst", b"never compressed", "complete .zst"),
         ("a.parquet", b"PAR1 but not really PAR1", ".parquet"),
+        ("a.parquet", TWO_COLUMNS.getvalue(), "columns .*'text'"),
     ],
     ids=lambda value: None if isinstance(value, bytes) else value,
 )
@@ -172,6 +180,12 @@ def test_a_broken_file_is_named_in_one_line(tmp_path, name, content, message) ->
         read(str(tmp_path))
     assert str(tmp_path / name) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_name_that_is_not_utf8_is_told(tmp_path: Path) -> None:
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/a\xff.txt")).write_text("x")
+    with pytest.raises(ValueError, match=r"a\\udcff\.txt: .*not UTF-8; rename it"):
+        read(str(tmp_path))
 
 
 def test_parquet_without_the_column_or_with_a_hole(tmp_path) -> None:

@@ -187,6 +187,16 @@ def test_one_file_trains_on_its_beginning_and_validates_on_its_end(
         assert sorted(targets.tolist()) == sorted(ids[1:].tolist())
 
 
+@pytest.mark.parametrize("text", ["x", "xy"])
+def test_text_too_short_for_both_sides_is_refused(
+    text_config: Make, tmp_path: Path, text: str
+) -> None:
+    file = tmp_path / "short.txt"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"data\.val_fraction=null: .*val_fraction=0 "):
+        load(text_config(path=str(file), val_fraction=None), 16)
+
+
 def test_ends_change_the_fingerprint(text_config: Make, one_file: Path) -> None:
     one, two = (
         load(text_config(path=str(one_file), val_fraction=share), 32) for share in (0.1, 0.2)

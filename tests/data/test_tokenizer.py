@@ -230,12 +230,16 @@ def test_vocabulary_size_covers_ids_with_gaps(tmp_path) -> None:
         ("{}", "tokenizer.json: "),
         ("not json", "tokenizer.json: "),
         ("words", "tokenizer.json: .*eos_token"),
+        (models.Unigram([("a", -1.0), (EOS, -2.0)]), "tokenizer.json: .*unknown token"),
+        (models.BPE({"a": 0, EOS: 1}, [], dropout=0.5), "tokenizer.json: dropout=0.5"),
     ],
 )
 def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path, content, message) -> None:
     file = tmp_path / "tokenizer.json"
     if content == "words":
         word_level().save(str(file))
+    elif isinstance(content, models.Model):
+        tokenizers.Tokenizer(content).save(str(file))
     elif content is not None:
         file.write_text(content)
     with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:

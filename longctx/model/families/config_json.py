@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx import untrusted
-from longctx.config.rope_config import ORIGINAL
+from longctx.config.rope_config import ORIGINAL, is_number
 
 # Keys that transformers and tools around it write and that do not change what a model computes.
 _HARMLESS = """
@@ -186,8 +186,7 @@ class ConfigJson:
 
     def _number(self, key: str, value: Any, default: float) -> float:
         value = default if value is None else value
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 < value < float("inf"):
+        if not is_number(value) or value <= 0:
             raise self.error(f"{key}={value!r} must be a number above 0")
         return float(value)
 
