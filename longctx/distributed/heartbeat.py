@@ -21,6 +21,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from longctx.distributed.rendezvous import Arrival
+from longctx.runs.run_folder import checkpoints
 
 EVERY = 2.0  # seconds between beats
 SILENCE = 40.0  # seconds without a beat after which a process is given up
@@ -178,8 +179,11 @@ class Heartbeat:
 
 
 def go_on() -> str:
-    """How the run that this process belongs to goes on."""
-    return f"longctx train resume={os.environ.get(RUN_VARIABLE) or 'runs/NAME'} goes on"
+    """How the run that this process belongs to goes on: from its newest checkpoint."""
+    folder = Path(os.environ.get(RUN_VARIABLE) or "runs/NAME")
+    if folder.is_dir() and not checkpoints(folder):  # another machine may not have the folder
+        return "it has no checkpoint yet; start it anew"
+    return f"longctx train resume={folder} goes on"
 
 
 def is_alive(pid: int) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from longctx.distributed.heartbeat import is_alive, state_of
+from longctx.distributed.heartbeat import RUN_VARIABLE, go_on, is_alive, state_of
 from longctx.runs import run_folder
 from tests.processes import children, descendants, with_local_rank
 from tests.training.test_processes import SCRIPT, start, wait_for_step
@@ -69,6 +69,15 @@ def ranks(process: subprocess.Popen[str]) -> list[int]:
     return [firsts[0] if firsts else process.pid, seconds[0]]
 
 
+def test_a_run_goes_on_from_its_checkpoint_or_is_started_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUN_VARIABLE, str(tmp_path))
+    assert go_on() == "it has no checkpoint yet; start it anew"
+    (tmp_path / "checkpoints" / "step-00000005.ckpt").mkdir(parents=True)
+    assert go_on() == f"longctx train resume={tmp_path} goes on"
+
+
 PROCESSES = ["second process", "first process", "data worker"]
 SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
 
@@ -85,7 +94,8 @@ class Loss(NamedTuple):
         """Wait until the run has ended with the one line that it should, and return it."""
         error = ended(self.process, self.others)
         assert f"{self.pid}" in error, error
-        assert f"resume={self.folder} goes on" in error
+        saved = run_folder.checkpoints(self.folder)
+        assert (f"resume={self.folder} goes on" if saved else "start it anew") in error
         return error
 
 
