@@ -58,4 +58,4 @@ class Progress:
             print(f"data: {self._task_name}: {count}{seconds:.1f} s", file=sys.stderr)
 
     def _state(self) -> str:
-        return f"{self._documents:,} documents, {self._tokens / 1e6:,.1f} M tokens"
+        return f"{self._documents:,} documents, {self._tokens:,} tokens"

@@ -207,7 +207,7 @@ class Copy:
             (self.scratch / file).unlink(missing_ok=True)
         self.mode = "offline"
         uploads = f"wandb sync {self.folder / 'wandb'}/offline-run-*"
-        self._news = f"wandb  {problem}; all is copied offline; upload: {uploads}"
+        self._news = f"wandb      {problem}; all is copied offline; upload: {uploads}"
         try:
             self._start()
         except OSError as error:
@@ -216,8 +216,8 @@ class Copy:
     def _leave(self) -> None:
         """Wait no longer for a process that still sends: it ends by itself."""
         self._news = self._news or (
-            f"wandb  not all is sent after {PATIENCE:.0f} s; if it is not there later: wandb sync "
-            f"{self.folder / 'wandb' / (self.begun() or 'offline-run-*')}"
+            f"wandb      not all is sent after {PATIENCE:.0f} s; if it is not there later: "
+            f"wandb sync {self.folder / 'wandb' / (self.begun() or 'offline-run-*')}"
         )
 
     def _end(self, problem: str) -> None:
