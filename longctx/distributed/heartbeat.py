@@ -58,6 +58,11 @@ class Heartbeat:
         for thread in self.threads:
             thread.start()
 
+    @property
+    def is_watching(self) -> bool:
+        """Whether it listens to the others, or ends this process just now."""
+        return any(thread.is_alive() for thread in self.threads)
+
     def decided(self, first: bool) -> None:
         """Wait, where not `first`, until the first process has decided what is to be run, however
         long that takes.

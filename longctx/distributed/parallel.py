@@ -359,7 +359,7 @@ class Parallel:
         lost = self.ranks > 1 and (
             isinstance(error, dist.DistError) or "gloo/transport" in str(error)
         )
-        if lost and self.heartbeat is not None and not self.heartbeat.stopped.is_set():
+        if lost and self.heartbeat is not None and self.heartbeat.is_watching:
             time.sleep(SILENCE + 5)
         return lost
 

@@ -53,8 +53,8 @@ def ended(process: subprocess.Popen[str], pids: list[int]) -> str:
     """The one error of a run that ends by itself and leaves none of `pids` behind."""
     _, err = process.communicate(timeout=LIMIT)
     assert process.returncode not in (0, None)
+    print(err)  # seen where it is not what the test expects
     [error] = [line for line in err.splitlines() if line.startswith("error: ")]
-    print(err)  # seen where what the test expects of the one line fails
     deadline = time.monotonic() + 10
     while alive := [pid for pid in pids if is_alive(pid)]:
         assert time.monotonic() < deadline, [(pid, state_of(pid)) for pid in alive]

@@ -15,7 +15,8 @@ from longctx.report.run_view import read
 from longctx.runs import metrics
 from longctx.runs.metrics import LIVE, TABLES, Metric, Panel, Shown, figures
 from longctx.runs.wandb_process import define_metrics
-from longctx.training.console import Job, brief, closing_table, sweep_table
+from longctx.training.console import brief, closing_table
+from longctx.training.sweep import Job, sweep_table
 
 MOST = LIVE | TABLES | Shown.CURVE | Shown.CONTEXT
 SPEED = Metric(
