@@ -118,6 +118,14 @@ def by_step(path: Path) -> tuple[int, str]:
     return len(path.name), path.name
 
 
+def check_utf8(text: str, problem: str) -> None:
+    """Raise ValueError, which says `problem`, for a name or an argument whose bytes are no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{ascii(text)[1:-1]}: {problem}") from error
+
+
 def printable(text: str) -> str:
     """Text that moves no cursor and breaks no encoding: names of folders are anybody's."""
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from longctx import files, garbage, stop_signal
 from longctx.distributed.launched import number_here
 
+NOT_UTF8 = "not text in UTF-8; give other characters, or rename the file or folder"
+
 
 @contextmanager
 def libraries() -> Iterator[None]:
@@ -41,7 +43,8 @@ def answer(
             if asks_help(argv):
                 print(help_text(), flush=True)
                 return 0
-            check_characters(argv)
+            for argument in argv:
+                files.check_utf8(argument, NOT_UTF8)
             check_given_once(argv)
             code = do(argv) or 0
             sys.stdout.flush()
@@ -66,18 +69,6 @@ def answer(
 def asks_help(argv: list[str]) -> bool:
     """Tell whether an argument asks for help."""
     return any(argument in ("-h", "--help", "help") for argument in argv)
-
-
-def check_characters(argv: list[str]) -> None:
-    """Raise ValueError for an argument whose bytes are no text: no file here could hold it."""
-    for argument in argv:
-        try:
-            argument.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"{ascii(argument)[1:-1]}: not text in UTF-8; give other characters, or rename "
-                "the file or folder"
-            ) from error
 
 
 def check_given_once(argv: list[str]) -> None:

@@ -111,7 +111,9 @@ def check_scaling(
     original = scaling.get(ORIGINAL, 2)
     is_whole = isinstance(original, int) and not isinstance(original, bool)
     if not is_whole or not 2 <= original < 2**31:
-        raise ValueError(f"{place}.{ORIGINAL}={original!r} must be a whole number from 2 to 2**31")
+        raise ValueError(
+            f"{place}.{ORIGINAL}={original!r} must be a whole number from 2 to 2**31 - 1"
+        )
     _check_type(place, kind, scaling, head_dim, context)
 
 

@@ -29,6 +29,7 @@ from longctx import untrusted
 from longctx.config.data_config import DataConfig
 from longctx.data import parquet_rows
 from longctx.data.corpus import Corpus, Document, Shard, Source, register
+from longctx.files import check_utf8
 
 if TYPE_CHECKING:
     from longctx.data.chat import Template
@@ -146,7 +147,7 @@ class Text(Source):
                     f"{file}: a link to {os.readlink(file)}, which is not there; "
                     "mend it, or take it out"
                 )
-            _check_name(file)
+            check_utf8(os.fspath(file), "the name of this file is not UTF-8; rename it")
             status = file.stat()
             # The last time is of the file on this disk: a copy, or one unpacked with the time of
             # another, has its own.
@@ -236,15 +237,6 @@ def _walk(root: Path) -> list[tuple[str, Path]]:
 
 def _is_dead_link(file: Path) -> bool:
     return file.is_symlink() and not file.exists()
-
-
-def _check_name(file: Path) -> None:
-    """Raise ValueError where the name's bytes are no text, which a document's name has to be."""
-    try:
-        os.fspath(file).encode()
-    except UnicodeEncodeError as error:
-        shown = ascii(os.fspath(file))[1:-1]
-        raise ValueError(f"{shown}: the name of this file is not UTF-8; rename it") from error
 
 
 def _format(file: Path) -> tuple[str, str]:
