@@ -60,7 +60,7 @@ class Options:
         "auto",
         "tokens of the longest rows; auto: what fits, by probes; plan: what is predicted to fit",
     )
-    steps: int = key(2, "of a point, more with CUDA graphs: the last counts, the first compiles")
+    steps: int = key(2, "of a point, more where fewer do not show its memory; the last counts")
     minutes: float = key(60.0, "points that would end after that are left out")
     out: str = key("results/context", "writes .json and .png; points that it has already stay")
 
@@ -206,7 +206,7 @@ def measure(run: Run, steps: int, end: float) -> dict[str, Any]:
 
     run = decided(run)
     work = run.workload
-    steps = max(steps, CAPTURED_STEPS) if work.captured else steps
+    steps = max(steps, least_steps(work))
     expected = fitting.seconds(work, gpu())
     row: dict[str, Any] = {
         "backend": work.attention.backend,
@@ -230,6 +230,15 @@ def measure(run: Run, steps: int, end: float) -> dict[str, Any]:
         flops = measured.tokens * work.model.flops_per_token(measured.pairs / measured.tokens)
         row["mfu"] = flops / seconds / peak
     return row
+
+
+def least_steps(work: Workload) -> int:
+    """Steps that show speed and memory: a graph is captured in the second one, and what the
+    optimizer keeps on the GPU is there from the second one on.
+    """
+    if work.captured:
+        return CAPTURED_STEPS
+    return 1 if work.memory.optimizer_state == "host" else 2
 
 
 def report(row: dict[str, Any], run: Run) -> None:
@@ -281,8 +290,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     """Memory and tokens/s over length, a line per backend, the card's limit drawn in; hollow and
     dashed where predicted.
 
-    Where a backend changes its memory policy its line is broken, and the policy stands beside the
-    first point.
+    Under the line of flash stands the memory policy, where it begins.
     """
     from matplotlib.figure import Figure
 
@@ -301,35 +309,20 @@ def plot(result: dict[str, Any], path: Path) -> None:
             else backend
         )
         memory.plot([], [], color=color, linewidth=width, marker="o", label=label)
-        for policy in dict.fromkeys(row["memory"] for row in rows):
-            points = [point for row in rows if row["memory"] == policy and (point := drawn(row))]
-            measured, hollow = [p for p in points if p[3]], [p for p in points if not p[3]]
-            for axis, column in ((memory, 1), (speed, 2)):
-                for p, after in itertools.pairwise(points):
-                    style = ("-", width) if p[3] and after[3] else ("--", 1)
-                    axis.plot(
-                        (p[0], after[0]),
-                        (p[column], after[column]),
-                        style[0],
-                        color=color,
-                        linewidth=style[1],
-                    )
-                axis.plot([p[0] for p in measured], [p[column] for p in measured], "o", color=color)
-                axis.plot(
-                    [p[0] for p in hollow],
-                    [p[column] for p in hollow],
-                    "o",
-                    color=color,
-                    fillstyle="none",
-                )
-            if points and backend == "flash":
+        points = [(*point, row["memory"]) for row in rows if (point := drawn(row))]
+        for axis, column in ((memory, 1), (speed, 2)):
+            for p, after in itertools.pairwise(points):
+                xy = (p[0], after[0]), (p[column], after[column])
+                style, thick = ("-", width) if p[3] and after[3] else ("--", 1)
+                axis.plot(*xy, style, color=color, linewidth=thick)
+            for p in points:
+                fill = "full" if p[3] else "none"
+                axis.plot(p[0], p[column], "o", color=color, fillstyle=fill)
+        if backend == "flash":
+            for policy, of_it in itertools.groupby(points, lambda p: p[4]):
+                at = next(of_it)[:2]
                 memory.annotate(
-                    policy,
-                    points[0][:2],
-                    (-4, 7),
-                    textcoords="offset points",
-                    fontsize=8,
-                    ha="right",
+                    policy, at, (0, -13), textcoords="offset points", fontsize=8, ha="center"
                 )
     memory.axhline(
         result["gpu_memory_gib"],

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import context
-from benchmarks.words import main, training_run
+from benchmarks.words import decided, main, training_run
 from longctx.distributed import devices
 from longctx.planner import hardware
 from longctx.planner.hardware import GIB
@@ -133,6 +133,17 @@ def test_a_point_that_takes_too_long_is_left_out(card: hardware.Chip) -> None:
     )
     row = context.measure(run, 2, end=time.monotonic() + 60)
     assert row["note"].startswith("left out: steps=2 of about")
+
+
+def test_as_many_steps_as_show_the_memory(card: hardware.Chip) -> None:
+    one_row = ["model=1b", "batch_size=1", "accumulate=1"]
+    for keys, least in (
+        (["memory.optimizer_state=host", "seq_len=262144"], 1),  # averages stay on the host
+        (["memory=balanced", "seq_len=262144"], 2),  # they come to the GPU in step 1
+        (["memory=fast", "seq_len=4096", "graphs=true"], context.CAPTURED_STEPS),
+    ):
+        run = decided(training_run([*one_row, *keys], "cuda"))
+        assert context.least_steps(run.workload) == least
 
 
 @pytest.mark.no_gpu
