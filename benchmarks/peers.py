@@ -225,7 +225,7 @@ def missing(peer: str, run: Run, options: Options) -> str | None:
                 "ffn = 8/3 channels"
             )
     if peer == "longctx-fp8" and not this_machine().fp8:
-        return "products in eight bits need a GPU of compute capability 8.9 or above"
+        return "products in FP8 need a GPU of compute capability 8.9 or above"
     needed = []
     if peer.startswith("transformers"):
         needed = ["transformers"] + (["peft"] if lora else [])

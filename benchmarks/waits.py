@@ -1,6 +1,6 @@
 """How long a run lets its user wait: for its start, with empty caches and with full ones; for the
 step beside which a save begins; for its end, from the last step to the prompt, beside the time that
-the disk itself needs to write as many bytes and to delete as many.
+the disk itself needs to write and to delete the same number of bytes.
 
 All is observed from outside: when `train.py` prints its lines, when its process is gone, and what
 it logs of its steps. The caches are this benchmark's own, and begin empty.

@@ -4,9 +4,9 @@ Everything but attention is token by token, so a rank computes it for its own n 
 attention sees the others is the business of an `Exchange`.
 
 With Ulysses and in layers with a window, rank r holds n consecutive tokens. For all-gather the row
-is cut into chunks, which are dealt so that every rank has as many visible pairs: the chunks with
-the most first, in turns of 0 1 .. P-1 and P-1 .. 1 0. A rank holds its chunks in the order of the
-row, and so the intervals of its queries do not decrease.
+is cut into chunks, which are dealt so that every rank has about the same number of visible pairs:
+the chunks with the most first, in turns of 0 1 .. P-1 and P-1 .. 1 0. A rank holds its chunks in
+the order of the row, and so the intervals of its queries do not decrease.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Shards:
 
 def dealt(mask: Mask, chunks: int, ranks: int) -> Tensor:
     """(B or 1, chunks) int64: which `chunks` of a row each rank holds, rank by rank, each rank's in
-    ascending order, so that every rank has about as many visible pairs; waits for nothing.
+    ascending order, so that the ranks are balanced; waits for nothing.
     """
     assert mask.first is not None and mask.last is not None
     pairs = (mask.last - mask.first + 1).clamp(min=0).unflatten(1, (chunks, -1)).sum(2)

@@ -89,7 +89,8 @@ class ExportOptions:
         5.0, "largest size of one file of weights, in 10^9 bytes", between=(1e-9, 1e9)
     )
     adapter: bool = key(
-        False, "of a run with LoRA only what was trained, as an adapter for peft; else it is merged"
+        False,
+        "of a run with LoRA: write its adapter alone, for peft; false: merge it into the weights",
     )
 
 
@@ -123,10 +124,12 @@ class TuneOptions:
     )
     lengths: tuple[int, ...] = key(
         (4096, 16384),
-        "tokens in a row; a configuration serves from halfway (geometrically) to the length before",
+        "tokens in a row; each also serves shorter rows, down to its geometric mean with the next",
         between=SIZES,
     )
     dtype: str = key("bf16", "bf16 | fp16; the table serves both", choices=("bf16", "fp16"))
     channels: int = key(2048, "query heads × head size", between=SIZES)
-    row_tokens: int = key(16384, "batch × length, up to that length", between=SIZES)
-    out: str = key("", "the table; empty: where training looks, see launch.py")
+    row_tokens: int = key(
+        16384, "tokens of a measured call; one row where that is longer", between=SIZES
+    )
+    out: str = key("", "the table; empty: ~/.config/longctx/launch.json, where training looks")

@@ -31,12 +31,12 @@ class PasskeyConfig:
     enabled: bool = key(False, "set by passkey=true", short=True)
     lengths: list[int] | None = key(
         None,
-        "tokens of a text; null: 1,024, 2,048 … seq_len, below 8,192 from an eighth of it; in "
+        "tokens of a text; null: 1,024, 2,048 … seq_len, below 8,192 from about an eighth; in "
         "training seq_len alone",
     )
     depths: list[float] | None = key(
         None,
-        "places of the fact, 0 the beginning, 1 the end; null: 11, in training 5",
+        "where the fact is hidden: 0 the beginning, 1 the end; null: 11 depths, in training 5",
     )
     samples: int = key(10, "texts for each length, depth and kind", between=(1, 10**6))
     kinds: list[str] = key(list(KINDS), "passkey: one number | needle: one among others")
@@ -139,17 +139,17 @@ class EvalConfig:
     )
     stride: int | None = key(
         None,
-        "tokens that each window scores beyond the one before; null: half of seq_len, in tasks all",
+        "tokens from one window to the next; null: half of seq_len, in tasks seq_len",
         between=(1, 10**12),
     )
     split: str = key(
         "val", "which of the run's own documents: val | train", choices=("val", "train")
     )
-    documents: int | None = key(None, "score at most so many documents", between=(1, 10**12))
+    documents: int | None = key(None, "documents to score at most", between=(1, 10**12))
     contexts: list[int] | None = key(
         None,
         "context lengths to score the same tokens at; null: 1024, 2048 … seq_len, below 8192 from "
-        "an eighth of it; []: none",
+        "about an eighth; []: none",
     )
     batch_size: int | None = key(
         None,
@@ -325,8 +325,8 @@ def names_data(overrides: dict[str, str]) -> bool:
 
 
 def doubling(limit: int) -> list[int]:
-    """The contexts that lead up to `limit`: 1,024, 2,048, …, or four halvings of a shorter limit;
-    [] for a limit under 16.
+    """Powers of two, then `limit`: from 1,024, or where `limit` is under 8,192 from an eighth of
+    the largest power within it; [] for a limit under 16.
     """
     if limit < 16:
         return []

@@ -36,7 +36,7 @@ class GenerateConfig:
         0.8, "0: always the likeliest token; 1: by the model's probabilities", between=(0.0, 100.0)
     )
     top_k: int | None = key(
-        None, "choose among the so many likeliest; null: among all", between=(1, 2**31)
+        None, "choose among the k likeliest tokens; null: among all", between=(1, 2**31)
     )
     top_p: float | None = key(
         None, "choose among the likeliest that together have this probability; null: among all"

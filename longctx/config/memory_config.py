@@ -49,32 +49,33 @@ class MemoryConfig:
     )
     recompute: str | None = key(
         None,
-        "computed again in backward: none | mlp | block: all but attention itself",
+        "computed again in backward: none | mlp | block: all (attention=flash: all but attention)",
         choices=("none", "mlp", "block"),
     )
     keep_every: int | None = key(
         None,
-        "with recompute=block: keep the input of every so many-th block only",
+        "with recompute=block: save the input of every n-th block only",
         between=(1, 2**24),
     )
     mlp_tile: int | None = key(
         None,
-        "with recompute: tokens that pass through projections and MLP at one time; 0: all",
+        "with recompute: tokens per tile of projections and MLP; 0: no tiles",
         between=(0, 2**24),
     )
     offload: float | None = key(
         None,
-        "with recompute=block: the share of what is kept that lies in pinned host memory",
+        "with recompute=block: share of the saved activations that lies in pinned host memory",
         between=(0, 1),
     )
     loss_chunk: int | None = key(
         None,
-        "tokens whose logits exist at one time; null: 1 GiB of logits, 256 MiB in long",
+        "tokens whose logits exist at one time; null: 2^29 logits, 2^27 in long, at most 16,384 "
+        "tokens; on a CPU 1,024 tokens",
         between=(1, 2**24),
     )
     optimizer_state: str | None = key(
         None,
-        "the optimizer's averages: fp32 | bf16 | host: fp32 in pinned host memory",
+        "AdamW's moments, Muon's momentum: fp32 | bf16 | host: fp32 in pinned host memory",
         choices=("fp32", "bf16", "host"),
     )
 

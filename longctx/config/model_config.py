@@ -108,7 +108,7 @@ class LoraConfig:
                 )
 
     def parameters(self, model: GPTConfig) -> int:
-        """Trained parameters beside those of `model`, which rest; 0 without LoRA."""
+        """Parameters of LoRA, beside those of `model`, which are frozen; 0 without LoRA."""
         C, D, F = model.channels, model.head_size, model.ffn
         sizes = {
             "qkv": C + (model.heads + 2 * model.kv_heads) * D,
@@ -124,7 +124,9 @@ class GPTConfig:
     """Sizes of a GPT in Llama's architecture; the defaults are the `tiny` preset."""
 
     vocab_size: int | None = key(
-        None, "words; null: the tokenizer's, rounded up to a multiple of 64", between=(2, 2**31 - 1)
+        None,
+        "tokens of the vocabulary; null: the tokenizer's, rounded up to a multiple of 64",
+        between=(2, 2**31 - 1),
     )
     layers: int = key(4, "transformer blocks", between=(1, 4096))
     channels: int = key(128, "width of the residual stream", between=(1, 2**20))

@@ -40,13 +40,14 @@ class ContextConfig:
     )
     method: str = key(
         "auto",
-        "auto: ulysses where the degree divides the heads | ulysses: each device attends with some "
-        "heads over the row | allgather: with all heads, its own queries over all keys",
+        "auto: ulysses where the degree divides the heads | ulysses: each device has all tokens of "
+        "some heads | allgather: its own queries of all heads, and all keys",
         choices=("auto", "ulysses", "allgather"),
     )
     check: bool = key(
         False,
-        "before the run, small: do documents leak, are loss and gradients those of one device?",
+        "before the run, at a small size: test for leaks between documents, and loss and gradients "
+        "against one device",
     )
 
     def validate(self, devices: int) -> None:

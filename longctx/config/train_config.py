@@ -66,11 +66,11 @@ class TrainConfig:
     )
     seq_len_schedule: list[list[int]] | None = key(
         None,
-        "[[tokens per row, steps], …]: shorter rows first, steps as large",
+        "[[tokens per row, steps], …]: shorter rows first, the same tokens per step",
     )
     batch_size: int | None = key(
         None,
-        "rows per device and micro-batch; null: a step's if that fits, else 16,384 tokens",
+        "rows per device and micro-batch; null: all of a step if they fit, else 16,384 tokens",
         between=(1, 10**9),
     )
     accumulate: int | None = key(
@@ -85,7 +85,8 @@ class TrainConfig:
     )
     max_tokens: int | None = key(
         None,
-        "stop after about so many tokens, padding included, instead of max_steps",
+        "stop after about this many tokens, padding included (tokens_seen counts none), instead of "
+        "max_steps",
         between=(1, 10**15),
     )
     lr: float | None = key(
@@ -93,7 +94,7 @@ class TrainConfig:
         "peak learning rate; null: 0.5 / model.channels, with init 2e-5, with lora 2e-4",
         between=(0.0, 10.0),
     )
-    min_lr: float = key(0.1, "the cosine ends at this share of lr", between=(0.0, 1.0))
+    min_lr: float = key(0.1, "where the cosine ends, as a share of lr", between=(0.0, 1.0))
     warmup_steps: int | None = key(
         None, "linear warm-up; null: a tenth of the steps, at most 200", between=(0, 10**9)
     )
@@ -102,12 +103,12 @@ class TrainConfig:
     )
     betas: tuple[float, float] = key(
         (0.9, 0.95),
-        "AdamW's averages of the gradient and of its square",
+        "AdamW's β1 and β2",
     )
     clip: float | None = key(1.0, "largest global gradient norm; null: no clipping")
     spike: str = key(
         "flag",
-        "flag: say where the loss leaps | skip: drop such a step too, which waits for each",
+        "flag: say where the loss leaps | skip: drop such a step too (every step waits for it)",
         choices=("flag", "skip"),
     )
     spike_budget: int = key(4, "steps of the last 128 that spike=skip may drop", between=(1, 128))
@@ -121,11 +122,11 @@ class TrainConfig:
     precision: str = key(
         "auto",
         "auto: bf16 on a GPU, fp32 on a CPU | bf16: fp32 weights, the rest in bf16 | fp32 | fp8: "
-        "as bf16, the products of the blocks' linear layers in eight bits",
+        "as bf16, the matrix products of the blocks' linear layers in FP8",
         choices=("auto", "bf16", "fp32", "fp8"),
     )
     bf16_layers: list[int] = key(
-        [], "layers that stay in bf16 under precision=fp8, the first is 0, the last -1"
+        [], "blocks that stay in bf16 under precision=fp8: the first is 0, the last -1"
     )
     compile: str = key(
         "auto",
@@ -171,13 +172,13 @@ class TrainConfig:
     checkpoint_every: int = key(
         200, "steps between checkpoints; one always comes at the end", between=(1, 10**9)
     )
-    keep_checkpoints: int = key(2, "the newest so many stay on disk", between=(1, 10**9))
+    keep_checkpoints: int = key(2, "how many stay on disk, the newest", between=(1, 10**9))
     keep_best: bool = key(
         False, "also keep the checkpoint with the lowest validation loss, as best.ckpt"
     )
     patience: int | None = key(
         None,
-        "end after so many validations without a lower loss; null: after max_steps",
+        "end after this many validations without a lower loss; null: after max_steps",
         between=(1, 10**9),
     )
     log_every: int = key(5, "steps between rows of metrics.jsonl", between=(1, 10**9))
@@ -272,7 +273,7 @@ class TrainConfig:
         self.data.validate()
 
     def check_fp8(self, model: GPTConfig) -> None:
-        """Raise ValueError where `model`, which may be of `init`, has no products in eight bits as
+        """Raise ValueError where `model`, which may be of `init`, has no products in FP8 as
         asked for.
         """
         if self.precision != "fp8":
@@ -286,8 +287,8 @@ class TrainConfig:
         ):
             if size % 16:
                 raise ValueError(
-                    f"precision=fp8: model.{name}={size} is not a multiple of 16, as products in "
-                    "eight bits take; use precision=bf16"
+                    f"precision=fp8: model.{name}={size} is not a multiple of 16, as FP8 products "
+                    "need; use precision=bf16"
                 )
         layers, setting = model.layers, f"bf16_layers={self.bf16_layers}"
         if any(not -layers <= n < layers for n in self.bf16_layers):
@@ -295,7 +296,7 @@ class TrainConfig:
         if len({n % layers for n in self.bf16_layers}) < len(self.bf16_layers):
             raise ValueError(f"{setting}: names a layer twice; name each once")
         if len(self.bf16_layers) == layers:
-            raise ValueError(f"{setting}: leaves no layer in eight bits; use precision=bf16")
+            raise ValueError(f"{setting}: leaves no layer in FP8; use precision=bf16")
 
     def _validate_schedule(self) -> None:
         before = 1

@@ -18,7 +18,7 @@ from longctx.distributed.lightning_parts import (
     _SubprocessScriptLauncher,
 )
 
-# fp8: layers make their products in eight bits themselves, see longctx.model.fp8
+# fp8: layers make their products in FP8 themselves, see longctx.model.fp8
 PRECISIONS = {"bf16": "bf16-mixed", "fp8": "bf16-mixed", "fp32": "32-true"}
 
 

@@ -79,7 +79,7 @@ class Heartbeat:
     def fail(self, problem: str, code: int) -> bool:
         """Tell the others that this process ends with `code`, and wait until they know.
 
-        The first process has said why; for another one it does, as the result tells.
+        Returns whether the first process prints `problem`; its own it has printed.
         """
         if self.stopped.is_set():
             return False

@@ -67,7 +67,7 @@ def launched(config: TrainConfig | EvalConfig, environ: Mapping[str, str] = os.e
     if config.devices not in (1, processes.ranks):
         raise ValueError(
             f"devices={config.devices}: {processes.by} has started {processes.ranks} processes; "
-            "leave devices out, or start as many"
+            f"leave devices out, or start {config.devices} processes"
         )
     config.context.validate(processes.ranks)
     return processes
@@ -88,9 +88,7 @@ def leave_to_first() -> None:
 
 
 def leave_with_first(rank: int, environ: Mapping[str, str] = os.environ) -> None:
-    """End this process without a word where the first one started it and is gone: who ended that
-    one knows.
-    """
+    """End this process without a word where the first one started it and has ended."""
     if rank and environ.get(FIRST_VARIABLE, str(os.getppid())) != str(os.getppid()):
         raise SystemExit(2)
 
@@ -141,8 +139,8 @@ def _of_srun(environ: Mapping[str, str]) -> Launched:
     if len(set(spread)) > 1 or ranks % nodes:
         there = ", ".join(map(str, spread)) or f"{ranks} in all"
         raise ValueError(
-            f"SLURM: {there} tasks on its {nodes} nodes; every node must have as many, as with "
-            "srun --ntasks-per-node=N"
+            f"SLURM: {there} tasks on its {nodes} nodes; every node must have the same number, as "
+            "with srun --ntasks-per-node=N"
         )
     for name, value in (("WORLD_SIZE", ranks), ("RANK", rank), ("LOCAL_RANK", local_rank)):
         if name in environ and environ[name] != str(value):

@@ -167,11 +167,11 @@ class Parallel:
         os._exit(code)
 
     def fail(self, problem: str, code: int = 1) -> None:
-        """Make the other processes end too: this one does, because of `problem`, the first of which
-        counts.
+        """Tell the other processes that this one ends because of `problem`, so that they end too.
 
-        The first process has said it; for another one it does, if it can. What all of them have at
-        the same time, such as a loss that is no number, is the first one's to say.
+        Only the first call counts. The first process has printed its problem; that of another one
+        it prints, if it can. What all have at the same time, such as a loss that is no number, only
+        the first one prints.
         """
         if self.has_failed:
             return

@@ -35,7 +35,7 @@ WAIT = 120.0  # seconds until all have arrived: torch alone takes 30 to import f
 PAUSE = 0.1  # seconds between two looks
 REFUSES = 20.0  # seconds that the first process stays to tell those who arrive why it ends
 ANSWER = 20.0  # seconds, longer than any answer of a store that lives takes
-_meetings = itertools.count()  # of this process; every process of a run has as many
+_meetings = itertools.count()  # of this process; the same number in every process of a run
 
 
 @dataclass(frozen=True)

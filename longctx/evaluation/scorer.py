@@ -180,7 +180,7 @@ class Scorer:
     def _continued(self, rows: Rows, has_ended: HasEnded | None) -> Tensor:
         """(B, most) int64 tokens that follow; after the end of a row, one that ends it.
 
-        Ranks that share weights all compute as many.
+        Ranks that share weights all compute the same number.
         """
         assert rows.most is not None and rows.at is not None and rows.ends is not None
         B, most, ends = len(rows.tokens), int(rows.most[0]), rows.ends[0].tolist()

@@ -33,7 +33,7 @@ class Decoder:
 
     `decode` names the kernel of single tokens, see `decode_kernel`. `graphs`: replay a CUDA graph;
     None: on a GPU. Weights sharded over ranks are gathered block by block, which a graph cannot do.
-    It can be used again for other prompts of as many rows, which replay the same graph.
+    It can be used again for other prompts of the same number of rows, which replay the same graph.
     Raises ValueError where the kernel cannot run here.
     """
 

@@ -1,4 +1,4 @@
-"""Products of linear layers in eight bits, for training: precision=fp8.
+"""Products of linear layers in FP8, for training: precision=fp8.
 
     y = x Wᵀ,   dx = dy W,   dW = dyᵀ x
 
@@ -7,7 +7,7 @@ tensor, from its own largest value now; sums are fp32. Weights, their gradients 
 stay in fp32, whatever is not a product of a block in bf16. In eval mode a layer computes in bf16,
 which is how a trained model is used.
 
-Backward takes the input's transposed copy in eight bits, and makes the weight's transposed copy
+Backward takes the input's transposed copy in FP8, and makes the weight's transposed copy
 anew. Inside `weights_quantized` both copies of a weight are made once for all micro-batches.
 
 Shapes: N tokens, I and O channels of a layer's input and output.
@@ -40,7 +40,7 @@ FAST_FORWARD, FAST_BACKWARD = True, False
 
 
 class Quantized(NamedTuple):
-    """A matrix (R, C) in eight bits; a copy that was not asked for is empty."""
+    """A matrix (R, C) in FP8; a copy that was not asked for is empty."""
 
     rows: Tensor  # (R, C)
     columns: Tensor  # (C, R), R padded with zeros to a multiple of 16
@@ -80,7 +80,7 @@ def product(
     fast: bool,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """a bᵀ (M, N) in `dtype` of a (M, K) and b (N, K) in eight bits."""
+    """a bᵀ (M, N) in `dtype` of a (M, K) and b (N, K) in FP8."""
     y: Tensor = torch._scaled_mm(
         a,
         b.t(),
@@ -190,7 +190,7 @@ class Product(nn.Module):
 
 
 def convert(model: GPT, bf16_layers: Collection[int] = ()) -> GPT:
-    """From now on train the linear layers of the blocks of `model` in eight bits, but for those of
+    """From now on train the linear layers of the blocks of `model` in FP8, but for those of
     the blocks `bf16_layers`; the first is 0, the last -1.
     """
     skipped = {n % len(model.blocks) for n in bf16_layers}
@@ -203,7 +203,7 @@ def convert(model: GPT, bf16_layers: Collection[int] = ()) -> GPT:
 
 @contextmanager
 def weights_quantized(model: nn.Module) -> Iterator[None]:
-    """Inside the block, which must not change them, `model` takes every weight in eight bits as it
+    """Inside the block, which must not change them, `model` takes every weight in FP8 as it
     was at the beginning.
     """
     layers = [m for m in model.modules() if isinstance(m, Linear | LoraLinear)]

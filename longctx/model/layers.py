@@ -54,7 +54,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias, device=device)
         assert parts is None or sum(parts) == out_features
         self.parts = parts
-        self.product: Any = linear  # or in eight bits, see longctx.model.fp8
+        self.product: Any = linear  # or in FP8, see longctx.model.fp8
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.product(x, self.weight, self.bias)

@@ -1,5 +1,5 @@
-"""Activation checkpointing of blocks: backward recomputes what was not saved, never attention, and
-in tiles of tokens.
+"""Activation checkpointing of blocks: backward recomputes what was not saved, in tiles of tokens,
+and no attention where the backend is flash.
 
 A block is token by token but for attention:
 

@@ -17,7 +17,7 @@ from torch import Tensor
 class Sampler:
     """Chooses tokens for the texts of these `numbers`; with a `temperature` of 0 the likeliest.
 
-    top_k: only the so many likeliest. top_p: only the fewest whose probabilities reach that sum.
+    top_k: only the k likeliest tokens. top_p: only the fewest whose probabilities reach that sum.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ RATES: dict[str, dict[int, tuple[float, float]]] = {
 SCORE_BYTES = (22, 40)  # that naive attention moves per score, forward and backward
 PRODUCTS = 0.68  # share of the peak of a large product, times C / (C + SMALL) for narrow ones
 SMALL = 160
-# Of products in eight bits, times C / (C + SMALL_FP8): 1.8 times bf16 at 2,048 channels, 1.95 at
+# Of products in FP8, times C / (C + SMALL_FP8): 1.8 times bf16 at 2,048 channels, 1.95 at
 # 4,096, where power holds bf16 back
 FP8 = 1.43
 SMALL_FP8 = 500

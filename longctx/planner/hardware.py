@@ -61,7 +61,7 @@ class Chip:
 
     @property
     def fp8(self) -> bool:
-        """Whether it multiplies numbers of eight bits, as far as its name tells."""
+        """Whether it has FP8 matrix products, as far as its name tells."""
         return not _is_named(self.name, "A100")
 
     @property
@@ -80,13 +80,13 @@ class Machine:
     gpu: Chip | None  # the first of them, or this process's own
     bf16: bool  # whether that GPU computes in bf16
     host_memory: float  # bytes
-    fp8: bool = False  # whether that GPU multiplies numbers of eight bits
+    fp8: bool = False  # whether that GPU has FP8 matrix products
 
 
 def without_fp8(device: str) -> str:
-    """The mistake of asking `device` for products in eight bits."""
+    """The mistake of asking `device` for products in FP8."""
     return (
-        f"precision=fp8: {device} does not multiply numbers of eight bits, which takes an NVIDIA "
+        f"precision=fp8: {device} has no FP8 matrix products, which take an NVIDIA "
         "GPU of compute capability 8.9 or more, such as an H100; use precision=auto"
     )
 

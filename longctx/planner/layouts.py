@@ -77,7 +77,7 @@ def longest(
     """The longest rows for which one of `candidates`, tokens per row → step, fits with some memory
     policy; None if none does.
 
-    All devices of a row have as many of its tokens.
+    All devices that share a row hold the same number of its tokens.
     """
     best: Workload | None = None
     for at in reversed(candidates):  # the longest come last

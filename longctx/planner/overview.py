@@ -65,7 +65,7 @@ def run(options: PlanOptions, requests: Mapping[str, TrainConfig]) -> None:
 
     columns = ("backend", "memory", "tokens", "rows", *sizes, *SPEED)
     rows = [longest(backend, config, chip, host) for backend, config in configs]
-    grid("The longest row that fits, in about as many tokens a step", columns, rows, keys=2)
+    grid("The longest row that fits, at about the same tokens per step", columns, rows, keys=2)
 
 
 def each_layout(request: TrainConfig, per_machine: int) -> list[Workload]:

@@ -108,7 +108,7 @@ class _Step:
         self.gradient = 0 if self.added else self.e if self.sharded else FP32
         in_16_bits = self.e < FP32 and not self.added and not self.sharded
         self.copy = self.e if in_16_bits else 0  # and of its copy in 16 bits
-        # In eight bits a weight has no copy that waits for backward, but in a step that holds all
+        # In FP8 a weight has no copy that waits for backward, but in a step that holds all
         # of them from its beginning, as they lie and transposed.
         in_bf16 = {n % self.L for n in workload.bf16_layers}
         is_fp8 = workload.precision == "fp8"
@@ -290,7 +290,7 @@ class _Step:
 
     def copies(self, layer: int) -> tuple[int, int]:
         """Bytes of a weight's copy that block `layer`, from 0, keeps for backward; and of an input
-        of a product in eight bits, 0 where it is kept as it is: in bf16, or for LoRA's factors.
+        of a product in FP8, 0 where it is kept as it is: in bf16, or for LoRA's factors.
         """
         in_8_bits = self.in_8_bits[layer]
         return 0 if in_8_bits else self.copy, 1 if in_8_bits and not self.added else 0
@@ -333,7 +333,7 @@ class _Step:
         incoming = e * C * N
         down = float(-copy if self.fused else self.gradient) * C * F
         if self.memory.recompute == "none":
-            incoming += x8 * C * N  # transposed in eight bits
+            incoming += x8 * C * N  # transposed in FP8
             return {MLP: incoming + e * (4 if self.fused else 2 + self.lora_product) * F * N + down}
         n = self.tile
         work = e * (3 * C + 2 * F) * n  # projection, norm, output; gate and up

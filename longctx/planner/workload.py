@@ -107,12 +107,12 @@ class Workload:
 
     @property
     def fp8_layers(self) -> int:
-        """Layers with products in eight bits."""
+        """Layers with products in FP8."""
         return self.model.layers - len(self.bf16_layers) if self.precision == "fp8" else 0
 
     @property
     def quantizes_once(self) -> bool:
-        """Whether a step keeps every weight in eight bits for all of its micro-batches: where they
+        """Whether a step keeps every weight in FP8 for all of its micro-batches: where they
         are several, no rank gathers weights, memory is not short, and no CUDA graph would go on
         reading the copies of the step in which it was made.
         """

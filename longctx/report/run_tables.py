@@ -159,7 +159,7 @@ def evaluations(runs: list[Run]) -> Table:
 
 
 def best_bits(runs: list[Run], column: int) -> set[tuple[int, int]]:
-    """The least bits per byte of evaluations of several runs that scored as many bytes."""
+    """The least bits per byte among evaluations of the same number of bytes, in several runs."""
     scores = [(run.label, score) for run in runs for score in run.evaluations.perplexities]
     by_bytes: dict[int, list[tuple[float, int, str]]] = {}
     for row, (label, score) in enumerate(scores):

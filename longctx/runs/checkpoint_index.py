@@ -28,7 +28,7 @@ def read(path: Path) -> dict[str, Any]:
         written = untrusted.read_json(path / INDEX, INDEX_SIZE, within=path)
         content: dict[str, Any] = written["content"]
         if zlib.crc32(json.dumps(content).encode()) != written["crc32"]:
-            raise ValueError("its checksum is another")
+            raise ValueError("its checksum differs")
         if not content["files"].keys():
             raise ValueError("it names no files")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:

@@ -1,3 +1,1 @@
-"""Training: Lightning module, optimizers, checkpoints, metrics, run folders. The only user of
-Lightning.
-"""
+"""Training: how a run is decided, its loop and steps, optimizers, validation, saving, resuming."""

@@ -193,11 +193,10 @@ def lost_worker(error: BaseException, workers: Sequence[Any] = ()) -> str:
 
 
 def _ended(workers: Sequence[Any]) -> list[Any]:
-    """Those of `workers` that have ended, or do within ENDS.
+    """Those of `workers` that have ended, or do within ENDS seconds.
 
-    A worker's connections close a moment before the signal comes that it has ended, for which torch
-    raises an error wherever the main thread is, as where that of a connection is dealt with. Of the
-    workers returned here it raises none any more.
+    They are joined here: else the signal of their end (SIGCHLD), which follows the closing of their
+    connections, makes torch raise an error of its own wherever the main thread is.
     """
     while True:
         try:
@@ -231,8 +230,8 @@ def validation_batches(
 ) -> Iterator[MicroBatch]:
     """This rank's part of `wanted` rows (0: all), spread evenly over the data set.
 
-    Every rank gets as many batches, since sharded weights are gathered for each; one that has no
-    rows left gets a batch of which no target is scored.
+    Every rank gets the same number of batches, since sharded weights are gathered for each; one
+    that has no rows left gets a batch of which no target is scored.
     """
     there = len(rows)  # type: ignore[arg-type]
     count = min(wanted or there, there)

@@ -53,10 +53,10 @@ def find(
             )
         fit = fits[work.seq_len] = measured.failed is None
         peak = measured.memory.get("memory_peak_gib", 0.0) * GIB
-        outcome = f"fit, {peak / GIB:.1f} GiB" if fit else "do not fit"
+        outcome = f"fit in {peak / GIB:.1f} GiB" if fit else "do not fit"
         say(
             f"seq_len=max: {work.seq_len:,} tokens with memory={work.memory.policy} {outcome} "
-            f"({predicted / GIB:.1f} predicted)"
+            f"({predicted / GIB:.1f} GiB predicted)"
         )
         # Where memory ran out, the real need is not known, but it is more than there is.
         at_least = 1.06 * max(scale, room / scale / predicted)

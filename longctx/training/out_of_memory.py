@@ -40,7 +40,7 @@ def check_fits(candidates: Sequence[Workload], machine: Machine) -> None:
     advice = fitting.smallest_change(least, room, host)
     raise ValueError(
         f"seq_len={least.seq_len} batch_size={least.batch_size} memory={least.memory.policy}: "
-        f"a step takes {size / GIB:,.1f} GiB of {kind}{share}, as predicted, and there are "
+        f"a step is predicted to take {size / GIB:,.1f} GiB of {kind}{share}, and there are "
         f"{there / GIB:,.1f}; try {advice}"
     )
 

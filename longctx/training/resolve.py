@@ -301,7 +301,7 @@ def with_steps_of_run(open_layouts: list[TrainConfig]) -> list[TrainConfig]:
 
 
 def continued(run: Run) -> Run:
-    """`run` from its newest checkpoint that is what was written, after checking that data, model
+    """`run` from its newest intact checkpoint, after checking that data, model
     and kernels fit.
     """
     config, folder = run.config, Path(run.config.resume or "")
@@ -335,7 +335,7 @@ def continued(run: Run) -> Run:
 
 
 def newest_whole(run: Run, folder: Path) -> tuple[Path, dict[str, Any], dict[Path, str]]:
-    """The newest checkpoint in `folder` that is what was written, its content, and what is wrong
+    """The newest intact checkpoint in `folder`, its content, and what is wrong
     with each newer one.
 
     ValueError where there is none, or where it is of another run than `run`.
@@ -350,7 +350,7 @@ def newest_whole(run: Run, folder: Path) -> tuple[Path, dict[str, Any], dict[Pat
                 raise
             damaged[path] = error.what
     listed = "; ".join(f"{path.name}: {what}" for path, what in damaged.items())
-    raise ValueError(f"resume={folder}: none of its checkpoints is what was written ({listed})")
+    raise ValueError(f"resume={folder}: none of its checkpoints is intact ({listed})")
 
 
 def whole_checkpoint(run: Run, folder: Path, path: Path) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Which rows each optimizer step takes: of one length, or of shorter ones first (seq_len_schedule),
-always as many tokens.
+always the same number of tokens.
 
-A stage is a number of steps at one row length, with as many more rows as they are shorter. Each
-stage has its own rows, packed at its length, and its own order, so what a step sees is a pure
-function of the seed and the step's number.
+A stage is a number of steps at one row length; the shorter the rows, the more of them. Each stage
+has its own rows, packed at its length, and its own order, so what a step sees is a pure function of
+the seed and the step's number.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The eight-bit copies of a matrix against torch's own rounding; in Triton's interpreter, or on a
 GPU.
 
-The interpreter rounds some halves wrongly, so without a GPU the inputs are numbers that eight bits
+The interpreter rounds some halves wrongly, so without a GPU the inputs are numbers that FP8
 can hold, times a power of two.
 """
 

@@ -1,4 +1,4 @@
-"""Linear layers in eight bits against fp64 of what was rounded, and models that train with them;
+"""Linear layers in FP8 against fp64 of what was rounded, and models that train with them;
 torch's own products of eight-bit numbers run on a CPU too.
 """
 
@@ -30,7 +30,7 @@ def inputs(*shape: int, seed: int = 0) -> Tensor:
 
 
 def rounded(x: Tensor, dtype: torch.dtype = VALUES) -> Tensor:
-    """x (..., C) as eight bits hold it, in fp64."""
+    """x (..., C) as FP8 holds it, in fp64."""
     rows, _, scale = quantized(x.detach().reshape(-1, x.shape[-1]), dtype, columns=False)
     return (rows.double() * scale.double()).view(x.shape)
 

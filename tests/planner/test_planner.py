@@ -369,7 +369,7 @@ def test_eight_bits_hold_weights_only_where_micro_batches_share_them() -> None:
     times = [fitting.seconds(work, H200) for work in (fp8, mixed, bf16)]
     totals = [time.total for time in times if time is not None]
     assert len(totals) == 3 and totals == sorted(totals)
-    # no copies of weights, two norms in half the bytes, attention's output in eight bits too
+    # no copies of weights, two norms in half the bytes, attention's output in FP8 too
     saved = 2 * block + 16 * 16384 * 2048
     of_bf16 = dict(_Step(bf16).moments())["loss"]
     assert sum(of_bf16.values()) - sum(alone["loss"].values()) == saved

@@ -1,5 +1,5 @@
 """Loss and gradients of a step are the same however its rows and weights are spread over ranks;
-every fourth case multiplies in eight bits.
+every fourth case multiplies in FP8.
 """
 
 import json

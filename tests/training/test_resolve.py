@@ -70,8 +70,8 @@ def test_longest_rows_are_taken_as_they_were_probed(monkeypatch: pytest.MonkeyPa
         (["device=cuda"], CPU, "device=cuda: torch finds no GPU"),
         (["precision=bf16"], replace(H200, bf16=False), "precision=bf16: NVIDIA H200 has no bf16"),
         (["precision=fp8"], replace(H200, fp8=True), "cuda"),
-        (["precision=fp8"], H200, "precision=fp8: NVIDIA H200 does not multiply"),
-        (["precision=fp8"], CPU, "precision=fp8: a CPU does not multiply"),
+        (["precision=fp8"], H200, "precision=fp8: NVIDIA H200 has no FP8 matrix"),
+        (["precision=fp8"], CPU, "precision=fp8: a CPU has no FP8 matrix"),
     ],
 )
 def test_device_is_what_there_is_or_a_mistake(
@@ -91,7 +91,7 @@ def test_device_is_what_there_is_or_a_mistake(
         (["model.ffn=100"], "precision=fp8: model.ffn=100 is not a multiple of 16"),
         (["bf16_layers=[0,4]"], "bf16_layers=[0, 4]: layers from 0 to 3"),
         (["bf16_layers=[0,-4]"], "bf16_layers=[0, -4]: names a layer twice"),
-        (["bf16_layers=[0,1,2,-1]"], "bf16_layers=[0, 1, 2, -1]: leaves no layer in eight bits"),
+        (["bf16_layers=[0,1,2,-1]"], "bf16_layers=[0, 1, 2, -1]: leaves no layer in FP8"),
         (["bf16_layers=[0,-1]"], None),
     ],
 )
