@@ -23,6 +23,8 @@ TOKENIZER_SIZE = 40 * MIB
 YAML_SIZE = MIB
 YAML_DEPTH = 32
 YAML_ALIASES = 8
+# What PyYAML raises for !!int x, !!int '', !!bool x, !!timestamp x, !!set [1]
+WRONG_VALUE = (ValueError, IndexError, KeyError, AttributeError, TypeError)
 
 _KINDS: dict[str, Callable[[int], bool]] = {
     "a folder": stat.S_ISDIR,
@@ -80,11 +82,15 @@ def read_text(path: Path, most: int = SETTINGS_SIZE, within: Path | None = None)
             raise _unreadable(path, error) from error
 
 
-def read_json(path: Path, most: int = SETTINGS_SIZE, within: Path | None = None) -> Any:
-    """What a JSON file says; raises as `open_file`, and ValueError where it is no JSON."""
+def read_json(
+    path: Path, most: int = SETTINGS_SIZE, within: Path | None = None, **options: Any
+) -> Any:
+    """What a JSON file says, by json.loads with `options`; raises as `open_file`, and ValueError
+    where it is no JSON.
+    """
     text = read_text(path, most, within)
     try:
-        return json.loads(text)
+        return json.loads(text, **options)
     except (ValueError, RecursionError) as error:  # thousands of digits, or of nested brackets
         raise ValueError(f"{path}: cannot be read as JSON ({error})") from error
 
@@ -125,6 +131,21 @@ def read_yaml(path: Path) -> str:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path}: cannot be read as YAML: {reason}") from error
     return text
+
+
+def load_yaml(path: Path) -> Any:
+    """What a YAML file says; raises as `read_yaml`, and ValueError for a value that is not of the
+    type that it is said to have, such as a month 13.
+    """
+    import yaml
+
+    text = read_yaml(path)
+    try:
+        # CSafeLoader is ten times as fast, where PyYAML was built with it
+        return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (yaml.YAMLError, *WRONG_VALUE) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path}: cannot be read as YAML: {reason}") from error
 
 
 def copy_file(source: Path, target: Path, most: int, within: Path) -> None:

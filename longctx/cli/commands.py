@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from longctx.cli import early_checks
 from longctx.cli.composition import compose, from_file, jobs, options, with_model
 from longctx.cli.entry import answer, libraries
-from longctx.cli.overrides import SCHEMAS, key_and_value, keys, read, unquoted
-from longctx.cli.own_file import with_file
+from longctx.cli.overrides import SCHEMAS, is_literal, key_and_value, keys, read, unquoted
+from longctx.cli.own_file import with_file, written
 from longctx.cli.usage import choices_lines, key_lines
 from longctx.config import command_config, presets
 from longctx.config.eval_config import EvalRequest
@@ -200,9 +200,18 @@ def checked_jobs(overrides: list[str]) -> list[list[str]]:
         config.init = pinned.get(given, given)
         early_checks.check_training(config)
         pinned[given] = config.init
-        if config.init is not None:
-            job[:] = [f"init={config.init}" if x.startswith("init=") else x for x in job]
+        job[:] = [_as_argument(override, config) for override in job]
     return sweep_jobs
+
+
+def _as_argument(override: str, config: TrainConfig) -> str:
+    """A checked override of a job, which has `config`, as an argument of a command."""
+    key, value = key_and_value(override)
+    if key == "init" and config.init is not None:
+        return f"init={written(config.init)}"
+    if is_literal(TrainConfig, key) and value != "null":
+        return f"{key}={getattr(config, key)}"  # its text was quoted when it was checked
+    return override
 
 
 def _evaluate(argv: list[str]) -> int:

@@ -87,7 +87,7 @@ def from_file(command: str, path: Path, overrides: list[str]) -> Request[Any]:
         YAMLError,
         UnicodeDecodeError,
         AssertionError,
-        ValueError,
+        *untrusted.WRONG_VALUE,
     ) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{path}: not the configuration of a run: {reason}") from error

@@ -11,10 +11,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from longctx import hub_snapshot, untrusted
-from longctx.cli.overrides import groups, is_literal, quoted
+from longctx.cli.overrides import groups, in_full, is_literal, key_and_value, quoted
 from longctx.config import presets
 from longctx.config.train_config import TrainConfig, upgraded
 from longctx.runs import run_folder
@@ -41,7 +39,7 @@ def with_file(argv: list[str]) -> list[str]:
     if len(files) > 1:
         raise ValueError(f"{files[1]}: {files[0]} is given too; give one file")
     words = [word for word in argv if word not in files]
-    named = {word.partition("=")[0].lstrip("+") for word in words}
+    named = {_named(*key_and_value(word)) for word in words}
     if named & {"max_tokens", "max_steps"}:  # each ends the run
         named |= {"max_tokens", "max_steps"}
     keys = arguments(Path(files[0]))
@@ -51,12 +49,9 @@ def with_file(argv: list[str]) -> list[str]:
 def arguments(path: Path) -> dict[str, str]:
     """Key → value of the file at `path`, as the command line writes them."""
     try:
-        values = yaml.safe_load(untrusted.read_yaml(path))
+        values = untrusted.load_yaml(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no such file; give one with key: value lines") from None
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path}: cannot be read as YAML: {reason}") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ValueError(f"{path}: no configuration; it should hold key: value lines")
     if path.name == "config.yaml":
@@ -128,11 +123,19 @@ def _is_plain(text: str) -> bool:
     """Whether `text` needs no quotes, without which a number or null would be another value."""
     return (
         not OTHERWISE.fullmatch(text)
-        and all(one.isalnum() or one in "_-./" for one in text)
+        and all(one.isalnum() or one in "_-./@" for one in text)
         and text.isascii()
     )
 
 
+def _named(key: str, value: str) -> str:
+    """What `key` stands for on the command line: a group whose other keys follow its preset, and
+    mean nothing where the group is switched off, or else one key.
+    """
+    is_group = key in groups("train") or value.lower() == "false"
+    return key if is_group else in_full(key, TrainConfig)
+
+
 def _is_named(key: str, named: set[str]) -> bool:
     """Whether the command line has `key`, or a choice of the group that it belongs to."""
-    return key in named or key.split(".")[0] in named
+    return bool({key, in_full(key, TrainConfig), key.split(".")[0]} & named)

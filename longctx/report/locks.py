@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from longctx import untrusted
 from longctx.files import printable
 from longctx.runs.metrics import Row
 
@@ -21,7 +22,7 @@ def kernel_lock(folder: Path) -> dict[str, str]:
     path = folder / "kernel.lock.json"
     if not path.is_file():
         return {}
-    lock = json.loads(path.read_text(encoding="utf-8"))
+    lock = untrusted.read_json(path, within=folder)
     if not isinstance(lock, dict):
         raise ValueError(f"{path}: not a kernel lock")
     cells: dict[str, str] = {}

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from longctx import tables
+from longctx import tables, untrusted
 from longctx.files import printable
 from longctx.report.run_view import ending
 from longctx.runs.metrics import Row, Shown, duration, finite, line, present
@@ -33,7 +33,7 @@ class Tail:
     def rows(self) -> list[Row]:
         """The rows since the last call; all of them where a resumed run has replaced the file."""
         try:
-            with open(self.path, "rb") as file:
+            with untrusted.open_file(self.path) as file:
                 now = os.fstat(file.fileno())
                 if now.st_ino != self._file or now.st_size < self._place:
                     self._place, self._rest, self._file = 0, b"", now.st_ino

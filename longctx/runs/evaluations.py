@@ -14,11 +14,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
-from longctx import files
+from longctx import files, untrusted
 from longctx.files import printable
 from longctx.runs.metrics import Row
 
 FOLDER = "eval"  # beside the checkpoints of a run, or in a Hugging Face folder
+SIZE = 1 << 30  # bytes of one: RULER's holds every answer
 LONGEST_TASKS = 80  # characters of the tasks in a file's name
 Content = dict[str, Any]  # of one JSON
 Line = dict[str, list[float]]  # points to draw: "x", such as tokens before, and "y", the losses
@@ -95,8 +96,8 @@ def paths(folder: Path) -> list[Path]:
 
 def read(path: Path) -> Content:
     """The content of `path`; ValueError for NaN, infinity, and numbers beyond a float."""
-    content: Content = json.loads(
-        path.read_text(encoding="utf-8"), parse_float=finite, parse_constant=finite
+    content: Content = untrusted.read_json(
+        path, SIZE, path.parent, parse_float=finite, parse_constant=finite
     )
     return content
 
@@ -147,7 +148,7 @@ def task_scores(results: dict[str, Any]) -> list[TaskScore]:
 
 def _request_of(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8")).get("asked")
+        return untrusted.read_json(path, SIZE, path.parent).get("asked")
     except (OSError, ValueError, AttributeError):
         return None  # not a file of ours: it stays
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from longctx import cli
-from longctx.cli import composition, overrides
+from longctx.cli import composition, early_checks, overrides
+from longctx.cli.commands import checked_jobs
+from longctx.cli.overrides import quoted
 from longctx.config import presets
 from longctx.config.train_config import TrainConfig
 from longctx.planner.workload import workload_of
@@ -302,6 +304,28 @@ def test_model_auto_is_open_until_the_device_is_known() -> None:
     composed = cli.compose("train", ["model.ffn=77"])
     assert composed.choices["model"] == "auto"
     assert composed.config.model.ffn == 77
+
+
+def test_a_job_of_a_sweep_has_the_values_that_were_given(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    prompts = ("sample_prompt=Hi there", "sample_prompt='quoted', \"twice\"", "sample_prompt=null")
+    for prompt in prompts:
+        given = ["lr=0.001,0.002", "sample_every=5", prompt, "data=needles", "device=cpu"]
+        jobs = checked_jobs(cli.read("train", given).overrides)
+        for lr, job in zip((0.001, 0.002), jobs, strict=True):
+            config = cli.compose("train", cli.read("train", job).overrides).config
+            wanted = None if prompt.endswith("null") else prompt.partition("=")[2]
+            assert (config.lr, config.sample_prompt) == (lr, wanted)
+
+
+@pytest.mark.parametrize("name", ["plain", "lr=1", "a, b", "it's"])
+def test_a_job_of_a_sweep_begins_with_the_folder_that_was_given(
+    tmp_path, monkeypatch, name
+) -> None:
+    monkeypatch.setattr(early_checks, "check_training", lambda config: None)
+    given = ["lr=0.001,0.002", f"init={quoted(name)}"]
+    for job in checked_jobs(cli.read("train", given).overrides):
+        assert cli.compose("train", cli.read("train", job).overrides).config.init == name
 
 
 def test_a_sweep_is_every_combination_in_order() -> None:

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from longctx import cli
+from longctx.cli import composition
 from longctx.cli.own_file import with_file
 from longctx.config.train_config import TrainConfig
 from longctx.runs import run_folder
@@ -52,6 +53,23 @@ def test_the_configuration_of_a_run_is_such_a_file(words: list[str], tmp_path: P
     assert again == config
 
 
+def test_a_group_given_by_its_name_keeps_the_other_keys_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    text = "devices: 4\n{}passkey: {{enabled: true, depths: [0.5]}}\n"
+    for context in ("context: {degree: 4, method: allgather}\n", "context.method: allgather\n"):
+        file.write_text(text.format(context))
+        config = config_of(str(file), "context=2", "passkey=true")
+        assert (config.context.degree, config.context.method) == (2, "allgather")
+        assert config.passkey.depths == [0.5]
+    file.write_text(text.format("context: 4\n"))
+    config = config_of(str(file), "context=2", "passkey=false")
+    assert (config.context.degree, config.passkey.enabled, config.passkey.depths) == (
+        2,
+        False,
+        None,
+    )
+
+
 def test_values_that_look_like_others_stay_what_they_are(tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
     file.write_text("lr: 1e-3\nname: 'null'\nmax_steps: 60\nwandb: {notes: '1_000'}\n")
@@ -91,3 +109,20 @@ def test_a_mistake_is_one_line(
     if content is not None:
         file.write_text(content)
     refused(cli.main(["train", str(file)]), message)
+
+
+@pytest.mark.parametrize(
+    "text", ["a: 2024-13-45", "lr: !!int x", "lr: !!int ''", "lr: !!bool x", "lr: !!set [1]"]
+)
+def test_a_value_that_is_not_of_its_type_names_the_file(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    readers: list[Callable[[], object]] = [
+        lambda: with_file([str(file)]),
+        lambda: run_folder.read_config(tmp_path),
+        lambda: composition.from_file("train", file, []),
+    ]
+    for read in readers:
+        with pytest.raises(ValueError, match=r"config\.yaml: ") as error:
+            read()
+        assert "\n" not in str(error.value)

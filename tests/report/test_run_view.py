@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,7 @@ def test_passkey_maps_in_either_place_and_form(tmp_path):
         '{"kinds": []}',
         "[]",
         '{"kinds',
+        pytest.param("[" * 100_000, id="nested"),
     ],
 )
 def test_malformed_evaluation_is_left_out_with_a_note(tmp_path, capsys, content):
@@ -114,6 +116,18 @@ def test_malformed_evaluation_is_left_out_with_a_note(tmp_path, capsys, content)
     (folder / "eval" / "x.json").write_text(content)
     compare([folder], tmp_path / "x.html")
     assert "x.json: not an evaluation" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [("eval/x.json", "x.json: not an evaluation"), ("metrics.jsonl", "metrics.jsonl: a FIFO")],
+)
+def test_a_fifo_is_left_out_with_a_note(tmp_path, capsys, file, message):
+    runs = [make(tmp_path / name) for name in "ab"]
+    (runs[0] / file).unlink(missing_ok=True)
+    os.mkfifo(runs[0] / file)
+    compare(runs, tmp_path / "x.html")
+    assert message in capsys.readouterr().err
 
 
 def test_curves_of_an_evaluation_reach_the_page(tmp_path, capsys):
@@ -183,7 +197,9 @@ def test_locks_that_differ_are_a_warning_within_a_backend(tmp_path, capsys):
     assert ["fingerprint" in warning for warning in warnings] == [False, True]
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "3", '"x"'])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "3", '"x"', pytest.param("[" * 100_000, id="nested")]
+)
 def test_broken_lock_is_a_note(tmp_path, capsys, content):
     folder = make(tmp_path / "a")
     (folder / "kernel.lock.json").write_text(content)

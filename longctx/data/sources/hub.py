@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
 
-from longctx import hub_snapshot
+from longctx import hub_snapshot, untrusted
 from longctx.config.data_config import DataConfig
 from longctx.data.cache import fingerprint
 from longctx.data.corpus import Corpus, Document, Shard, Source, register
@@ -179,7 +179,7 @@ def _revision(path: str, config: DataConfig) -> str | None:
         is_answer = has_response and hub_snapshot.trouble(error) is None
         if is_answer or not record.exists():
             raise _failure(path, error) from error
-        sha = json.loads(record.read_text())
+        sha = untrusted.read_json(record)
         print(
             f"data: {path}: no answer from the Hub, using revision {sha} as before",
             file=sys.stderr,
