@@ -102,6 +102,13 @@ def is_full(error: BaseException | None) -> bool:
     return False
 
 
+def silence_stdout() -> None:
+    """Let what this process prints from now on be lost: nobody reads it."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)
+
+
 def exit_code(error: BaseException) -> int:
     """The exit code of a command that ends with `error`: FULL_DISK, 2 for a mistake, which is a
     ValueError or another OSError, and 1 for everything else.

@@ -20,11 +20,16 @@ FOLDED = 28  # columns of a terminal that a text which may be folded is given at
 WIDEST = 10_000  # columns, at which nothing is wrapped
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:  # rich would end the process here
+        raise
+
+
 def console() -> Console:
     """A console on stdout that wraps nothing where that is no terminal, and takes no [name] in a
-    path for markup.
+    path for markup; it raises BrokenPipeError where nobody reads stdout any more.
     """
-    output = Console(highlight=False, emoji=False, markup=False)
+    output = _Console(highlight=False, emoji=False, markup=False)
     if not output.is_terminal:
         output.width = WIDEST
     return output

@@ -58,13 +58,15 @@ class FlashAttn(Backend):
         wanted = str(request.options.get("version", "auto"))
         if request.device.type != "cuda":
             return NEEDS_GPU["flash_attn"]
-        if not INSTALLED or (wanted != "auto" and wanted not in INSTALLED):
+        installed = [version for version in INSTALLED if wanted in ("auto", version)]
+        if not installed:
             version = "" if wanted == "auto" else f" {wanted}"
             command = f"pip install flash-attn{PACKAGES[wanted]}"
             return f"FlashAttention{version} is not installed (`{command}`); use attention=flash"
         generation = torch.cuda.get_device_properties(request.device).major
-        if wanted != "auto" and generation < APIS[wanted].generation:
-            return f"FlashAttention {wanted} needs a newer GPU; use attention=flash"
+        if generation < min(APIS[version].generation for version in installed):
+            versions = " or ".join(installed)
+            return f"FlashAttention {versions} needs a newer GPU; use attention=flash"
         if request.deterministic:
             return (
                 "it adds dq up in any order, which deterministic=true rules out; "

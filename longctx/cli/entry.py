@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ def answer(
 ) -> int:
     """Call `do(argv)` and return the exit code: its own (None: 0), 0 for help, 2 for a mistake,
     which is one line on stderr, files.FULL_DISK where a disk is full, 128 + its number for a
-    signal, as 130 for Ctrl-C.
+    signal, as 130 for Ctrl-C and 141 (SIGPIPE) where nobody reads stdout any more.
 
     A mistake is a ValueError or an OSError; LONGCTX_TRACEBACK=1 shows where it was raised. A signal
     is one also where a compiled module raises another error for it, as numpy's import does.
@@ -50,8 +51,8 @@ def answer(
             sys.stdout.flush()
             return code
         except BrokenPipeError:  # the reader of our output, such as `head`, has closed it
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
+            files.silence_stdout()
+            return 128 + signal.SIGPIPE
         except (Exception, KeyboardInterrupt) as error:
             if isinstance(error, KeyboardInterrupt) or stop.has_raised:
                 if number_here() == 0:

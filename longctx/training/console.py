@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from longctx import tables
+from longctx import files, tables
 from longctx.runs import metrics
 from longctx.runs.metrics import Metric, Row, Shown, figures, is_step
 from longctx.runs.run_folder import checkpoints, read_metrics
@@ -39,13 +42,27 @@ class Display:
 
     def say(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
-        self.console.print(text, soft_wrap=True, markup=False)
+        with self._heard():
+            self.console.print(text, soft_wrap=True)
 
     def print(self, table: Table) -> None:
         """Print a table as wide as it is: a path that is broken in two cannot be copied."""
         width, self.console.width = self.console.width, tables.WIDEST
-        self.console.print(table, soft_wrap=True)
+        with self._heard():
+            self.console.print(table, soft_wrap=True)
         self.console.width = width
+
+    @contextmanager
+    def _heard(self) -> Iterator[None]:
+        """Where nobody reads stdout any more, as after `| head`, print nothing from now on and take
+        that for a terminal that is gone: SIGHUP, for which a run saves and ends.
+        """
+        try:
+            yield
+        except BrokenPipeError:
+            self.console.quiet = True
+            files.silence_stdout()
+            signal.raise_signal(signal.SIGHUP)
 
     def start(self) -> None:
         """Show the bar."""

@@ -280,11 +280,20 @@ def with_steps_of_run(open_layouts: list[TrainConfig]) -> list[TrainConfig]:
 
     ValueError where they can be spread evenly in none.
     """
-    saved = run_folder.read_config(Path(open_layouts[0].resume or ""))
-    before = saved["devices"] // saved.get("context.degree", 1)
+    path = Path(open_layouts[0].resume or "")
+    saved = run_folder.read_config(path)
+    devices, degree = saved.get("devices", 1), saved.get("context.degree", 1)
+    if not (isinstance(devices, int) and isinstance(degree, int) and 0 < degree <= devices):
+        raise ValueError(
+            f"resume={path}: its config.yaml says devices={devices} and context.degree={degree}, "
+            "which no run writes; put back the numbers it trained with"
+        )
+    before = devices // degree
     possible = []
     for config in open_layouts:
-        assert config.batch_size is not None and config.accumulate is not None
+        if config.batch_size is None or config.accumulate is None:
+            name = "batch_size" if config.batch_size is None else "accumulate"
+            raise ValueError(f"{name}=null: a resumed run needs the number that it trained with")
         assert isinstance(config.context.degree, int)
         rows = config.batch_size * config.accumulate * before
         groups = config.devices // config.context.degree

@@ -3,12 +3,14 @@ correctness rule.
 """
 
 import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from longctx.attention import Mask, attention, backends, kernels_run
+from longctx.attention import Mask, attention, backends, flash_attn, kernels_run
 from longctx.attention.flash_attn import APIS, INSTALLED
+from longctx.attention.registry import Request
 from tests.attention.rule import FREE, GRID, Case, check, inputs
 
 needs_it = pytest.mark.skipif(
@@ -40,3 +42,25 @@ def test_free_intervals_are_refused():
         attention(q, k, v, mask=FREE[0].build_mask(), backend="flash_attn")
     attention(q, q, q, mask=Mask.causal(), backend="flash_attn")
     assert kernels_run()["flash_attn"].startswith("flash-attention-")
+
+
+@pytest.mark.parametrize(
+    ("installed", "wanted", "generation", "refused"),
+    [
+        (("4", "3"), "auto", 8, "FlashAttention 4 or 3 needs a newer GPU"),
+        (("4", "2"), "4", 8, "FlashAttention 4 needs a newer GPU"),
+        (("2",), "3", 9, "FlashAttention 3 is not installed"),
+        ((), "auto", 9, "FlashAttention is not installed"),
+        (("4", "2"), "auto", 8, None),
+        (("4",), "auto", 9, None),
+    ],
+)
+def test_a_gpu_that_runs_no_installed_version_is_refused(
+    monkeypatch, installed, wanted, generation, refused
+) -> None:
+    monkeypatch.setattr(flash_attn, "INSTALLED", installed)
+    gpu = SimpleNamespace(major=generation)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    request = Request(torch.device("cuda"), torch.bfloat16, 64, None, {"version": wanted})
+    answer = flash_attn.FlashAttn().refusal(request)
+    assert answer is None if refused is None else (answer or "").startswith(refused)

@@ -304,6 +304,20 @@ def test_two_processes_that_keep_little_equal_one_that_keeps_all(
 
 
 @pytest.mark.slow
+def test_a_run_whose_output_nobody_reads_saves_and_ends(
+    overrides: Overrides, tmp_path: Path
+) -> None:
+    process = start(overrides(name="r", max_steps=100_000, log_every=1), tmp_path)
+    folder = tmp_path / "runs" / "r"
+    wait_for_step(folder, 3, process)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.wait(60) == 129
+    assert "SIGHUP: finishing this step" in process.stderr.read()
+    assert newest(folder)["steps_done"] == run_folder.read_metrics(folder)[-1]["step"] < 100_000
+
+
+@pytest.mark.slow
 def test_two_processes_stop_together(overrides: Overrides, tmp_path: Path) -> None:
     process = start(overrides(name="r", max_steps=100_000, devices=2, accumulate=1), tmp_path)
     folder = tmp_path / "runs" / "r"

@@ -180,6 +180,15 @@ def test_a_resumed_run_keeps_its_degree_unless_asked(tmp_path: Path) -> None:
     # Two rows are for one group of devices or for two
     every = layouts_of("context.degree=auto", "context.method=auto")
     assert set(every) == {(4, 1), (8, 2)}
+    saved = (tmp_path / "config.yaml").read_text()
+    for line, edited, message in (
+        ("devices: 8", "", "devices=1 and context.degree=4"),
+        ("devices: 8", "devices: '8'", "devices=8 and context.degree=4"),
+        ("batch_size: 1", "batch_size: null", "batch_size=null: a resumed run needs"),
+    ):
+        (tmp_path / "config.yaml").write_text(saved.replace(line, edited))
+        with pytest.raises(ValueError, match=message):
+            layouts_of("context.degree=1", "devices=1")
 
 
 @pytest.mark.parametrize(
