@@ -84,7 +84,7 @@ def cross_entropy_(z: Tensor, target: Tensor, loss: Tensor, scale: Tensor | None
     scalar on the device, dz, the gradient of `scale` · Σ loss, replaces z.
     """
     n, V = z.shape
-    block, warps = launch(V)
+    block, warps = launch_config(V)
     with torch.cuda.device_of(z):
         cross_entropy_kernel[(n,)](
             z, target, loss, scale, z.stride(0), V, scale is not None, block, num_warps=warps
@@ -113,7 +113,7 @@ def multiply_(x: Tensor, by: Tensor) -> Tensor:
     return x
 
 
-def launch(V: int) -> tuple[int, int]:
+def launch_config(V: int) -> tuple[int, int]:
     """Columns per iteration and warps of a program."""
     block = min(16384, max(128, triton.next_power_of_2(V)))
     return block, max(1, block // 512)

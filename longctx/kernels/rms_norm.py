@@ -67,7 +67,7 @@ def rms_norm_backward_kernel(
     tl.store(dw + program.to(tl.int64) * C + c, tl.sum(share, 0), mask=c < C)
 
 
-def launch(C: int) -> tuple[int, int, int, int]:
+def launch_config(C: int) -> tuple[int, int, int, int]:
     """Rows of a tile, its width, warps, and programs of backward on a multiprocessor."""
     block = triton.next_power_of_2(C)
     return max(1, 1024 // block), block, min(8, max(4, block // 256)), 8 if block <= 1024 else 2
@@ -110,7 +110,7 @@ def _launch(
     eps: float,
 ) -> None:
     N, C = residual.shape
-    rows, block, warps, _ = launch(C)
+    rows, block, warps, _ = launch_config(C)
     add = branch is not None
     with torch.cuda.device_of(residual):
         rms_norm_kernel[(triton.cdiv(N, rows),)](
@@ -127,7 +127,7 @@ def rms_norm_backward(
     All are contiguous.
     """
     N, C = x.shape
-    rows, block, warps, per_processor = launch(C)
+    rows, block, warps, per_processor = launch_config(C)
     # 1 where the kernel is interpreted: a program of a small test has several rows, too
     processors = multiprocessors(x.device) if x.is_cuda else 1
     programs = max(1, min(per_processor * processors, triton.cdiv(N, rows)))

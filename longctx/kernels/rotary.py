@@ -80,7 +80,7 @@ def rope_backward_kernel(
     tl.store(to + HALF, x2, mask=inside)
 
 
-def launch(H: int, G: int, D: int) -> tuple[int, int, int, int]:
+def launch_config(H: int, G: int, D: int) -> tuple[int, int, int, int]:
     """Tokens of a program, heads of it, which divide H and G, the width of a half, and warps."""
     both = math.gcd(H, G)
     block, heads = triton.next_power_of_2(D // 2), both & -both
@@ -94,7 +94,7 @@ def rope(qkv: Tensor, cos: Tensor, sin: Tensor, H: int, G: int) -> tuple[Tensor,
     """q (N, H, D) and k (N, G, D), rotated, of qkv (N, (H + 2 G) D); all contiguous."""
     N, D = qkv.shape[0], qkv.shape[1] // (H + 2 * G)
     q, k = qkv.new_empty(N, H, D), qkv.new_empty(N, G, D)
-    tokens, heads, block, warps = launch(H, G, D)
+    tokens, heads, block, warps = launch_config(H, G, D)
     with torch.cuda.device_of(qkv):
         rope_kernel[(triton.cdiv(N, tokens) * ((H + G) // heads),)](
             qkv, q, k, cos, sin, N, H, G, D // 2, tokens, heads, block, num_warps=warps
@@ -107,7 +107,7 @@ def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) 
     """dqkv (N, (H + 2 G) D) for dq (N, H, D), dk and dv (N, G, D); all contiguous."""
     (N, H, D), G = dq.shape, dk.shape[1]
     dqkv = dq.new_empty(N, (H + 2 * G) * D)
-    tokens, heads, block, warps = launch(H, G, D)
+    tokens, heads, block, warps = launch_config(H, G, D)
     with torch.cuda.device_of(dq):
         rope_backward_kernel[(triton.cdiv(N, tokens) * ((H + 2 * G) // heads),)](
             dq, dk, dv, dqkv, cos, sin, N, H, G, D // 2, tokens, heads, block, num_warps=warps

@@ -115,7 +115,7 @@ def combine_kernel(
     tl.store(out + row * D + d, acc.to(out.dtype.element_ty), mask=d < D)
 
 
-def launch(group: int, head_dim: int, itemsize: int) -> tuple[int, int, int]:
+def launch_config(group: int, head_dim: int, itemsize: int) -> tuple[int, int, int]:
     """ROWS, PAD and BN for heads of `head_dim` channels of `itemsize` bytes."""
     pad = max(16, triton.next_power_of_2(head_dim))
     return max(16, triton.next_power_of_2(group)), pad, min(128, TILE // (pad * itemsize))
@@ -145,7 +145,7 @@ def decode(
     """
     (B, Hq, D), (T, Hkv) = q.shape, k.shape[1:3]
     group = Hq // Hkv
-    rows, pad, tile = launch(group, D, q.element_size())
+    rows, pad, tile = launch_config(group, D, q.element_size())
     parts = parts or parts_of(B, T, Hkv, tile, q.device)
     q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
     part_out = q.new_empty(B, Hq, parts, D, dtype=torch.float32)

@@ -66,7 +66,7 @@ if __name__ == "__main__":
     for capability in map(int, sys.argv[1:]):
         for dtype in ("bf16", "fp32"):
             for V in (300, 50304, 128256):
-                block, warps = cross_entropy.launch(V)
+                block, warps = cross_entropy.launch_config(V)
                 kernel, tile = (
                     cross_entropy.cross_entropy_kernel,
                     {"GRADIENT": True, "BLOCK": block},
@@ -80,7 +80,7 @@ if __name__ == "__main__":
                     kernel, capability, 4, "bf16", BLOCK=block
                 )
         for C in (768, 2048, 4096):
-            rows, block, warps, _ = rms_norm.launch(C)
+            rows, block, warps, _ = rms_norm.launch_config(C)
             tile = {"ROWS": rows, "BLOCK": block}
             spilled[f"rms norm {capability} {C}"] = compiled(
                 rms_norm.rms_norm_kernel, capability, warps, "bf16", ADD=True, **tile
@@ -90,14 +90,14 @@ if __name__ == "__main__":
                 rms_norm.rms_norm_backward_kernel, capability, warps, "bf16", **tile
             )
         for D in (64, 128, 256):
-            tokens, heads, block, warps = rotary.launch(32, 8, D)
+            tokens, heads, block, warps = rotary.launch_config(32, 8, D)
             tile = {"HALF": D // 2, "TOKENS": tokens, "HEADS": heads, "BLOCK": block}
             for kernel in (rotary.rope_kernel, rotary.rope_backward_kernel):
                 spilled[f"{kernel.__name__} {capability} {D}"] = compiled(
                     kernel, capability, warps, "bf16", **tile
                 )
         for dtype, D in (("bf16", 64), ("bf16", 128), ("bf16", 256), ("fp32", 128)):
-            rows, pad, tile = split_decode.launch(4, D, 2 if dtype == "bf16" else 4)
+            rows, pad, tile = split_decode.launch_config(4, D, 2 if dtype == "bf16" else 4)
             sizes = {"GROUP": 4, "ROWS": rows, "D": D, "PAD": pad, "BN": tile}
             sizes |= {"STAGES": split_decode.STAGES, "PRECISION": split_decode.PRECISION}
             aligned = ("q", "k", "v", *STRIDES)

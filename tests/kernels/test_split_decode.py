@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from longctx.attention import Mask, attention
-from longctx.kernels.split_decode import decode, launch, parts_of
+from longctx.kernels.split_decode import decode, launch_config, parts_of
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -97,7 +97,7 @@ def test_strided_caches_are_read_in_place() -> None:
 
 
 def test_parts_fill_a_device_and_have_a_tile_of_keys() -> None:
-    tile = launch(4, 128, 2)[2]
+    tile = launch_config(4, 128, 2)[2]
     device = torch.device("cpu")  # counts as four multiprocessors of two programs
     assert parts_of(1, 10**6, 2, tile, device) == 4
     assert parts_of(1, 10**6, 8, tile, device) == 1
