@@ -1,11 +1,11 @@
-"""AdamW (arXiv 1711.05101): one pass over a tensor, its gradient and its two averages.
+"""AdamW (arXiv 1711.05101): one pass over a tensor, its gradient and its two moments.
 
     g = factor · gradient,   m = m + (1 - β1)(g - m),   v = β2 v + (1 - β2) g²
     p = (1 - lr · decay) p - lr / (1 - β1^t) · m / (sqrt(v / (1 - β2^t)) + eps)
 
 The factor, which clips, is read on the device: clipping costs no pass over the gradients, and
 nothing waits for their norm. So are the numbers that change with every step, so that a CUDA graph
-of the launch serves all steps. Arithmetic is fp32, however the averages are stored.
+of the launch serves all steps. Arithmetic is fp32, however the moments are stored.
 """
 
 from __future__ import annotations
@@ -85,15 +85,15 @@ def adamw_kernel(
 def adamw_of_all_kernel(
     places, owners, factor,
     beta1, beta2, eps,
-    COLUMNS: tl.constexpr, AVERAGE: tl.constexpr, CLIPPED: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, MOMENT: tl.constexpr, CLIPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Update BLOCK elements of one of many tensors; `places` and `owners` as in `Places`."""
     block = tl.program_id(0)
     place = places + tl.load(owners + block).to(tl.int64) * COLUMNS
     p = tl.multiple_of(tl.load(place).to(tl.pointer_type(tl.float32)), 16)
     grad = tl.multiple_of(tl.load(place + 1).to(tl.pointer_type(tl.float32)), 16)
-    m = tl.multiple_of(tl.load(place + 2).to(tl.pointer_type(AVERAGE)), 16)
-    v = tl.multiple_of(tl.load(place + 3).to(tl.pointer_type(AVERAGE)), 16)
+    m = tl.multiple_of(tl.load(place + 2).to(tl.pointer_type(MOMENT)), 16)
+    v = tl.multiple_of(tl.load(place + 3).to(tl.pointer_type(MOMENT)), 16)
     rates = tl.load(place + 4).to(tl.pointer_type(tl.float32))
     start = (block - tl.load(place + 6)) * BLOCK
     N = tl.load(place + 5)
@@ -118,7 +118,7 @@ def adamw_(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """Update p (N,) fp32 and its averages m and v (N,), fp32 or 16 bits, by grad (N,).
+    """Update p (N,) fp32 and its moments m and v (N,), fp32 or 16 bits, by grad (N,).
 
     All are contiguous, on one device. `factor`: an fp32 scalar there that multiplies grad, or None.
     `rates` (3,) fp32: those of `rates_of`.
@@ -146,16 +146,16 @@ class Places(NamedTuple):
     # (n, 7) int64 on the device: addresses of p, grad, m, v and rates, elements, first block.
     places: Tensor
     owners: Tensor  # (blocks,) int32 on the device: which tensor a block is of
-    average: torch.dtype  # of m and v
+    moment: torch.dtype  # of m and v
 
 
 def places_of(tensors: Sequence[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]) -> Places | None:
     """Of p, grad, m, v and rates, each as in `adamw_`; they must stay where they are. None where
-    one launch cannot update them: gradients not fp32 and contiguous, averages of two dtypes, or
+    one launch cannot update them: gradients not fp32 and contiguous, moments of two dtypes, or
     addresses that are no multiple of ALIGNED.
     """
-    averages = {x.dtype for _, _, *both, _ in tensors for x in both}
-    if len(averages) != 1 or not all(
+    moments = {x.dtype for _, _, *both, _ in tensors for x in both}
+    if len(moments) != 1 or not all(
         grad.dtype == torch.float32
         and all(x.is_contiguous() and x.data_ptr() % ALIGNED == 0 for x in (p, grad, m, v))
         for p, grad, m, v, _ in tensors
@@ -169,7 +169,7 @@ def places_of(tensors: Sequence[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]) 
     ]
     owners = torch.repeat_interleave(torch.arange(len(tensors), dtype=torch.int32), blocks)
     device = tensors[0][0].device
-    return Places(torch.tensor(rows).to(device), owners.to(device), *averages)
+    return Places(torch.tensor(rows).to(device), owners.to(device), *moments)
 
 
 def adamw_of_all_(
@@ -184,7 +184,7 @@ def adamw_of_all_(
             *betas,
             eps,
             COLUMNS=places.places.shape[1],
-            AVERAGE=tl.bfloat16 if places.average == torch.bfloat16 else tl.float32,
+            MOMENT=tl.bfloat16 if places.moment == torch.bfloat16 else tl.float32,
             CLIPPED=factor is not None,
             BLOCK=BLOCK,
             num_warps=WARPS,

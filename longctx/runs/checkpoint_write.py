@@ -127,7 +127,7 @@ class Snapshot:
         self.reserve([part.size for part in parts])
         devices = {x.device for part in parts for _, x in part.tensors.values()}
         gpus = [device for device in devices if device.type == "cuda"]
-        if gpus and len(devices) > 1:  # averages that lie on the host may be on their way there
+        if gpus and len(devices) > 1:  # moments that lie on the host may be on their way there
             torch.cuda.synchronize(gpus[0])
         self.copied = []
         for part, place in zip(parts, self.memory, strict=True):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from longctx.runs.checkpoint_folder import DTYPES, Rows
 
-READABLE = frozenset(DTYPES.values())  # in which weights and averages are written
+READABLE = frozenset(DTYPES.values())  # in which weights and moments are written
 CHUNK = 1 << 26  # numbers of a sharded tensor that are looked at together
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from longctx.model import restore
 from longctx.runs import checkpoints
 from longctx.training import optimizers
-from longctx.training.optimizers.adamw import AVERAGES
+from longctx.training.optimizers.adamw import MOMENTS
 from longctx.training.optimizers.muon import Muon
 from longctx.training.run import Run
 
@@ -35,4 +35,4 @@ def states_of(p: Tensor, optimizer: torch.optim.Optimizer) -> Collection[str] | 
     """The names of the states that `optimizer` keeps for p; None where that is not known."""
     if isinstance(optimizer, Muon) and p in optimizer.parts:
         return ("step", "momentum")
-    return ("step", *AVERAGES) if isinstance(optimizer, torch.optim.AdamW) else None
+    return ("step", *MOMENTS) if isinstance(optimizer, torch.optim.AdamW) else None

@@ -84,19 +84,19 @@ class TrainState:
         self.parts = kind(self.module, parallel.prepare(self.module), self.optimizer, parallel)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What this rank has of every weight, which is its master copy, and of the averages of the
+        """What this rank has of every weight, which is its master copy, and of the moments of the
         optimizer, by a name for messages.
         """
         sharding.reshard(self.module)
         weights = {name: sharding.local(x) for name, x in self.module.named_parameters()}
         numbers = sharding.trained_names(self.module, self.optimizer)
-        averages = {
+        moments = {
             f"{key} of {numbers[number]}": x
             for number, values in self.optimizer.state_dict()["state"].items()
             for key, x in values.items()
             if isinstance(x, Tensor)
         }
-        return weights | {name: sharding.local(x) for name, x in averages.items()}
+        return weights | {name: sharding.local(x) for name, x in moments.items()}
 
     def restore(self, path: Path, meter: Meter, parallel: Parallel, best: Best) -> None:
         """Continue from the checkpoint at `path`, bit for bit."""

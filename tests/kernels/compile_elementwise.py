@@ -141,7 +141,7 @@ if __name__ == "__main__":
                 adamw_update.WARPS,
                 dtype,
                 COLUMNS=7,
-                AVERAGE=getattr(tl, {"bf16": "bfloat16", "fp32": "float32"}[dtype]),
+                MOMENT=getattr(tl, {"bf16": "bfloat16", "fp32": "float32"}[dtype]),
                 CLIPPED=True,
                 BLOCK=adamw_update.BLOCK,
             )

@@ -55,7 +55,7 @@ def state(content: Checkpoint) -> dict[int, dict[str, Any]]:
     return content["optimizer_states"][0]["state"]
 
 
-AVERAGES: dict[str, Callable[[Tensor], Any]] = {
+MOMENTS: dict[str, Callable[[Tensor], Any]] = {
     "shorter": lambda x: x[:-1].clone(),
     "longer": lambda x: torch.cat([x, x]),
     "flat": lambda x: x.flatten(),
@@ -75,22 +75,22 @@ AVERAGES: dict[str, Callable[[Tensor], Any]] = {
 FOREIGN = ("sparse", "on meta")  # of kinds that no run writes: refused before torch opens the file
 
 
-@pytest.mark.parametrize("kind", AVERAGES)
+@pytest.mark.parametrize("kind", MOMENTS)
 def test_an_average_that_is_not_of_the_model_is_refused(
     kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content = newest(folder)
-    state(content)[0]["exp_avg"] = AVERAGES[kind](state(content)[0]["exp_avg"])
+    state(content)[0]["exp_avg"] = MOMENTS[kind](state(content)[0]["exp_avg"])
     line = refused(folder, content, capsys)
     assert ("more than tensors" if kind in FOREIGN else "exp_avg of ") in line
 
 
-@pytest.mark.parametrize("kind", [kind for kind in AVERAGES if kind != "NaN in it"])
+@pytest.mark.parametrize("kind", [kind for kind in MOMENTS if kind != "NaN in it"])
 def test_a_weight_that_is_not_of_the_model_is_refused(
     kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content = newest(folder)
-    content["state_dict"][EMBEDDING] = AVERAGES[kind](content["state_dict"][EMBEDDING])
+    content["state_dict"][EMBEDDING] = MOMENTS[kind](content["state_dict"][EMBEDDING])
     why = f"its weights are not those of its model: {EMBEDDING} is "
     if kind in FOREIGN:
         why = "it holds more than tensors and plain values"

@@ -1,7 +1,7 @@
 """AdamW (Loshchilov & Hutter, arXiv 1711.05101).
 
 Weight decay acts on every matrix, the embedding among them (tied, it is also the lm_head), never
-on norms and biases. Its two averages, 8 bytes a weight, can be kept in bf16 or on the host. On a
+on norms and biases. Its two moments, 8 bytes a weight, can be kept in bf16 or on the host. On a
 GPU one kernel of ours (longctx.kernels.adamw_update) updates a tensor and clips its gradient on
 the way.
 """
@@ -23,11 +23,11 @@ from longctx.kernels import HAS_TRITON
 from longctx.model.offload import pinned
 from longctx.training.run import Run
 
-AVERAGES = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build(model: nn.Module, run: Run) -> torch.optim.AdamW:
-    """AdamW over `model`, fused; `memory.optimizer_state` says where its averages are kept
+    """AdamW over `model`, fused; `memory.optimizer_state` says where its moments are kept
     between steps.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -64,10 +64,10 @@ def by_kernel(p: Tensor) -> bool:
 
 
 class AdamW(torch.optim.AdamW):
-    """AdamW by our kernel on a GPU, else by torch's. Its averages lie beside the weights in fp32
+    """AdamW by our kernel on a GPU, else by torch's. Its moments lie beside the weights in fp32
     ("fp32") or bf16 ("bf16"), or in pinned host memory ("host"), from where they come in slices.
 
-    The update itself is fp32, and "host" gives the bits of averages that never left. State that was
+    The update itself is fp32, and "host" gives the bits of moments that never left. State that was
     loaded from a checkpoint finds its place with the first step.
     """
 
@@ -102,14 +102,14 @@ class AdamW(torch.optim.AdamW):
         self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
         step = count(state)
-        for name in AVERAGES:
+        for name in MOMENTS:
             state[name] = self._stored(p, state.get(name))
         in_place = by_kernel(p) and self.stored != "host"
         size = p.numel() if in_place else SLICE
         flat, grad = p.view(-1), grad.reshape(-1)
         for start in range(0, p.numel(), size):
             at = slice(start, start + size)
-            stored = [state[name].view(-1)[at] for name in AVERAGES]
+            stored = [state[name].view(-1)[at] for name in MOMENTS]
             m, v = (
                 stored
                 if in_place
@@ -123,7 +123,7 @@ class AdamW(torch.optim.AdamW):
     def _change(
         self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: int, group: dict[str, Any]
     ) -> None:
-        """Update p (N,) and its fp32 averages m and v (N,)."""
+        """Update p (N,) and its fp32 moments m and v (N,)."""
         lr, eps, weight_decay = group["lr"], group["eps"], group["weight_decay"]
         beta1, beta2 = group["betas"]
         if by_kernel(p):
@@ -176,7 +176,7 @@ class AdamW(torch.optim.AdamW):
         if len(steps) != 1 or not is_plain:
             return None
         tensors = [
-            (p.data, p.grad, *(self.state[p][name] for name in AVERAGES), rates)
+            (p.data, p.grad, *(self.state[p][name] for name in MOMENTS), rates)
             for group in self.param_groups
             for rates, _ in [self._rates[group["params"][0]]]
             for p in group["params"]
@@ -199,18 +199,18 @@ class AdamW(torch.optim.AdamW):
         for group in self.param_groups:
             self._rates_at(int(steps[0]), group)
 
-    def _stored(self, p: Tensor, average: Tensor | None) -> Tensor:
-        """`average` of p, zeros at first, where it is kept between steps."""
+    def _stored(self, p: Tensor, moment: Tensor | None) -> Tensor:
+        """`moment` of p, zeros at first, where it is kept between steps."""
         if self.stored != "host":
             dtype = torch.bfloat16 if self.stored == "bf16" else torch.float32
-            if average is None:
+            if moment is None:
                 return torch.zeros_like(p, dtype=dtype)
-            return average.to(p.device, dtype)
+            return moment.to(p.device, dtype)
         if (
-            average is not None
-            and average.device.type == "cpu"
-            and (average.is_pinned() or not p.is_cuda)
+            moment is not None
+            and moment.device.type == "cpu"
+            and (moment.is_pinned() or not p.is_cuda)
         ):
-            return average
+            return moment
         place = pinned(p.numel(), torch.float32).view(p.shape) if p.is_cuda else torch.empty_like(p)
-        return place.zero_() if average is None else place.copy_(average)
+        return place.zero_() if moment is None else place.copy_(moment)

@@ -1,4 +1,4 @@
-"""Muon: the matrices of the blocks move by orthogonalized averages of their gradients.
+"""Muon: the matrices of the blocks move by the orthogonalized momentum of their gradients.
 
 For each matrix W of r rows and c columns with gradient G (Jordan et al. 2024,
 https://kellerjordan.github.io/posts/muon/):
