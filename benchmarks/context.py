@@ -258,9 +258,10 @@ def report(row: dict[str, Any], run: Run) -> None:
         | {k: v for k, v in row.items() if isinstance(v, int | float)}
     )
     facts = run.settings() | {key: row[key] for key in ("backend", "tokens", "kernel", "memory")}
-    if problem := tracker.start_wandb(facts | {"memory_policy": row["memory"]}):
-        print(problem)
+    tracker.start_wandb(facts | {"memory_policy": row["memory"]})
     tracker.finish(0)
+    if problem := tracker.problem():
+        print(problem)
 
 
 def gpu() -> Chip:

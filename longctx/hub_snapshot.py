@@ -135,7 +135,7 @@ def _is_reached(name: ModelName, text: str, key: str) -> bool:
         return True
     except Exception as error:  # as in _download
         ref = _cache(name) / "refs" / (name.revision or "main")
-        is_answer = _status(error) in range(400, 500) and trouble(error) is None
+        is_answer = status(error) in range(400, 500) and trouble(error) is None
         if is_answer or not ref.is_file():
             raise _failure(name, text, key, error) from error
         if not constants.HF_HUB_OFFLINE:
@@ -158,25 +158,25 @@ def trouble(error: BaseException) -> str | None:
     """What keeps the Hub from answering for now, and what to do; None where `error`, or what led
     to it, is something else.
     """
-    status = _status(error)
-    if status == 429:
+    answer = status(error)
+    if answer == 429:
         return (
             "the Hugging Face Hub answers 429, too many requests; wait some minutes and try "
             "again, or set HF_TOKEN, with which it allows more"
         )
-    if status == 408:
+    if answer == 408:
         return "the Hugging Face Hub answers 408, it waited too long; try again"
-    if status is not None and status >= 500:
-        return f"the Hugging Face Hub answers {status}, an error of its own; try again later"
+    if answer is not None and answer >= 500:
+        return f"the Hugging Face Hub answers {answer}, an error of its own; try again later"
     return None
 
 
-def _status(error: BaseException | None) -> int | None:
+def status(error: BaseException | None) -> int | None:
     """The HTTP status that an error, or what led to it, is about."""
     while error is not None:
-        status: int | None = getattr(getattr(error, "response", None), "status_code", None)
-        if status is not None:
-            return status
+        code: int | None = getattr(getattr(error, "response", None), "status_code", None)
+        if code is not None:
+            return code
         error = error.__cause__ or error.__context__
     return None
 
@@ -196,7 +196,7 @@ def _failure(name: ModelName, text: str, key: str, error: Exception) -> Exceptio
             f"{place}: the model has no revision {name.revision}; give a branch, a tag or a commit "
             f"of {page}"
         )
-    if isinstance(error, errors.RepositoryNotFoundError) or _status(error) in (401, 403):
+    if isinstance(error, errors.RepositoryNotFoundError) or status(error) in (401, 403):
         return ValueError(
             f"{place}: no such folder here, and no model at the Hugging Face Hub that can be read; "
             f"check the name; for a private model {log_in}"
@@ -206,9 +206,9 @@ def _failure(name: ModelName, text: str, key: str, error: Exception) -> Exceptio
             f"{place}: no such folder here, and not whole in the cache {constants.HF_HUB_CACHE}; "
             "unset HF_HUB_OFFLINE to download it, or give a folder"
         )
-    if _status(error) is not None or not _is_of_network(error):
+    if status(error) is not None or not is_of_network(error):
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        reason = f"the Hub answers {_status(error)}" if _status(error) is not None else first_line
+        reason = f"the Hub answers {status(error)}" if status(error) is not None else first_line
         return ValueError(f"{place}: cannot be downloaded ({reason}); try later, or give a folder")
     return ConnectionError(
         f"{place}: no such folder here, and the Hugging Face Hub, {constants.ENDPOINT}, cannot be "
@@ -216,14 +216,15 @@ def _failure(name: ModelName, text: str, key: str, error: Exception) -> Exceptio
     )
 
 
-def _is_of_network(error: BaseException | None) -> bool:
+def is_of_network(error: BaseException | None) -> bool:
     """Whether an error, or what led to it, is about a connection."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     while error is not None:
         name = type(error).__name__
         if isinstance(error, LocalEntryNotFoundError | ConnectionError | TimeoutError) or any(
-            sign in name for sign in ("Connect", "Timeout", "Network", "Proxy", "Protocol")
+            sign in name
+            for sign in ("Connect", "Timeout", "Network", "Proxy", "Protocol", "gaierror")
         ):
             return True
         error = error.__cause__ or error.__context__

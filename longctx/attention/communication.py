@@ -8,7 +8,6 @@ so nothing is waited for.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,7 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 
-Moment = torch.cuda.Event | float
+from longctx.kernels.timing import Moment, now
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -67,11 +67,7 @@ class Clock:
         return seconds
 
     def _now(self) -> Moment:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return now(self.device.type == "cuda")
 
     def _add(self, begin: Moment, end: Moment) -> None:
         if not self._aside:

@@ -88,11 +88,6 @@ class Backend(ABC):
         """dq, dk, dv from a forward's out and lse; without it, recomputation runs `run` again."""
         raise NotImplementedError(f"{type(self).__name__} has no backward of its own")
 
-    @property
-    def has_backward(self) -> bool:
-        """Whether `backward` is defined."""
-        return type(self).backward is not Backend.backward
-
 
 MOST_CALLERS = 16
 _callers: dict[tuple[str, float | None], Attention] = {}  # that `attention()` keeps
@@ -184,7 +179,7 @@ class Attention:
     @property
     def saves_output(self) -> bool:
         """Whether `backward` takes the forward's out and lse, and need not run it again."""
-        return self.backend.has_backward
+        return type(self.backend).backward is not Backend.backward
 
     @overload
     def __call__(

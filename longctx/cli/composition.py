@@ -112,7 +112,7 @@ def options(schema: type[Options], argv: list[str]) -> Options:
     declared range must be above 0.
     """
     overrides, paths = split_positional(schema, argv)
-    known = keys(schema)
+    known = keys(typing.cast(type, schema))
     overrides = [_with_brackets(one, known) for one in overrides]
     filled: Any = _filled(schema, overrides) if overrides else schema()
     tuples = {

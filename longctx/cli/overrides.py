@@ -179,21 +179,16 @@ def split_positional(schema: type, argv: list[str]) -> tuple[list[str], dict[str
     return overrides, values
 
 
+@functools.cache
 def keys(schema: type) -> dict[str, Key]:
     """Dotted key → what `schema` says of it; of groups both the group and its keys."""
-    return _keys(schema)
-
-
-@functools.cache
-def _keys(schema: Any) -> dict[str, Key]:
     hints = typing.get_type_hints(schema)
     result: dict[str, Key] = {}
     for item in dataclasses.fields(schema):
         hint = hints[item.name]
         if dataclasses.is_dataclass(hint):
-            result.update(
-                {f"{item.name}.{name}": key for name, key in _keys(typing.cast(Any, hint)).items()}
-            )
+            inner = keys(typing.cast(type, hint))
+            result.update({f"{item.name}.{name}": key for name, key in inner.items()})
         result[item.name] = Key(hint, item.metadata)
     return result
 

@@ -24,6 +24,16 @@ QUESTIONS = {"qa_1": "squad", "qa_2": "hotpotqa"}  # tasks → the keys of their
 TOKENS_PER_BATCH = {"cuda": 65536, "cpu": 4096}
 
 
+def _check_lists(config: PasskeyConfig | RulerConfig, prefix: str, *names: str) -> None:
+    """Raise ValueError for a list of `config` that is empty or has a value twice."""
+    for name in names:
+        values = getattr(config, name)
+        if values is not None and not values:
+            raise ValueError(f"{prefix}{name}=[]: an empty list; give a value, or leave it out")
+        if len(set(values or [])) < len(values or []):
+            raise ValueError(f"{prefix}{name}={values}: a value is there twice; give each once")
+
+
 @dataclass
 class PasskeyConfig:
     """Facts hidden in long texts and asked for at the end: passkey=true."""
@@ -33,35 +43,22 @@ class PasskeyConfig:
         None,
         "tokens of a text; null: 1,024, 2,048 … seq_len, below 8,192 from about an eighth; in "
         "training seq_len alone",
+        between=(SHORTEST, float("inf")),
     )
     depths: list[float] | None = key(
         None,
         "where the fact is hidden: 0 the beginning, 1 the end; null: 11 depths, in training 5",
+        between=(0, 1),
     )
     samples: int = key(10, "texts for each length, depth and kind", between=(1, 10**6))
-    kinds: list[str] = key(list(KINDS), "passkey: one number | needle: one among others")
+    kinds: list[str] = key(
+        list(KINDS), "passkey: one number | needle: one among others", choices=KINDS
+    )
 
     def validate(self) -> None:
         """Raise ValueError naming the first key whose value makes no sense."""
         check(self, "passkey.")
-        if self.lengths is not None and (not self.lengths or min(self.lengths) < SHORTEST):
-            raise ValueError(
-                f"passkey.lengths={self.lengths}: none, or too short for a fact; "
-                f"give lengths from {SHORTEST} tokens up, such as [4096,16384]"
-            )
-        if self.depths is not None and (
-            not self.depths or not all(0 <= depth <= 1 for depth in self.depths)
-        ):
-            raise ValueError(
-                f"passkey.depths={self.depths}: not shares of a text; "
-                "give numbers from 0 to 1, such as [0,0.5,1]"
-            )
-        for name in ("lengths", "depths", "kinds"):
-            values = getattr(self, name) or []
-            if len(set(values)) < len(values):
-                raise ValueError(f"passkey.{name}={values}: a value is there twice; give each once")
-        if not self.kinds or set(self.kinds) - set(KINDS):
-            raise ValueError(f"passkey.kinds={self.kinds}: give one or more of {', '.join(KINDS)}")
+        _check_lists(self, "passkey.", "lengths", "depths", "kinds")
 
 
 @dataclass
@@ -70,10 +67,12 @@ class RulerConfig:
 
     enabled: bool = key(False, "set by ruler=true", short=True)
     lengths: list[int] | None = key(
-        None, "tokens of a text with its answer; null: 4,096, 8,192 … seq_len"
+        None,
+        "tokens of a text with its answer; null: 4,096, 8,192 … seq_len",
+        between=(SHORTEST, float("inf")),
     )
     samples: int = key(20, "texts for each task and length; RULER takes 500", between=(1, 10**6))
-    tasks: list[str] | None = key(None, "such as [niah_single_1,vt]; null: all 13")
+    tasks: list[str] | None = key(None, "null: all 13", choices=RULER_TASKS)
     seed: int = key(42, "of the texts", between=(0, 2**63 - 1))
     squad: str | None = key(
         None, "JSON in SQuAD's form for qa_1; null: questions are made from your own text"
@@ -100,18 +99,7 @@ class RulerConfig:
     def validate(self) -> None:
         """Raise ValueError naming the first key whose value makes no sense."""
         check(self, "ruler.")
-        if self.lengths is not None and (not self.lengths or min(self.lengths) < SHORTEST):
-            raise ValueError(
-                f"ruler.lengths={self.lengths}: none, or too short for a task; "
-                f"give lengths from {SHORTEST} tokens up, such as [4096,16384]"
-            )
-        for name in ("lengths", "tasks"):
-            values = getattr(self, name) or []
-            if len(set(values)) < len(values):
-                raise ValueError(f"ruler.{name}={values}: a value is there twice; give each once")
-        for task in self.chosen:
-            if task not in RULER_TASKS:
-                raise ValueError(f"ruler.tasks=[{task}]: one of {', '.join(RULER_TASKS)}")
+        _check_lists(self, "ruler.", "lengths", "tasks")
         for task, name in QUESTIONS.items():
             file = getattr(self, name)
             if file is not None and task not in self.chosen:
@@ -150,6 +138,7 @@ class EvalConfig:
         None,
         "context lengths to score the same tokens at; null: 1024, 2048 … seq_len, below 8192 from "
         "about an eighth; []: none",
+        between=(2, float("inf")),
     )
     batch_size: int | None = key(
         None,
@@ -194,8 +183,6 @@ class EvalConfig:
         if self.checkpoint is None:
             raise ValueError("checkpoint is not set; give a run, such as checkpoint=runs/NAME")
         check(self)
-        if any(context < 2 for context in self.contexts or []):
-            raise ValueError(f"contexts={self.contexts}: too short; give lengths from 2 up")
         check(self.strategy, "strategy.")
         check(self.context, "context.")
         if self.context.degree == "auto":

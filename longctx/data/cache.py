@@ -82,8 +82,6 @@ def _checked(folder: Path, opened: Callable[[Path], Opened]) -> Opened:
         if not isinstance(built, dict) or not built:
             raise Damaged(f"{_COMPLETE} names no files")
         for name, wanted in built.items():
-            if not isinstance(wanted, dict):  # of a version that wrote sizes alone
-                raise Damaged(f"{_COMPLETE} has no hash of {name}")
             if _described(folder / name, folder) != wanted:
                 raise Damaged(f"{name} is not what was written")
         return opened(folder)

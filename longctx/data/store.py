@@ -185,10 +185,11 @@ def build(folder: Path, corpus: Corpus, tokenizer: Tokenizer, chat: bool = False
         raise NothingToPredict(
             f"none of {dropped:,} documents has 2 tokens" if dropped else "there is no document"
         )
+    stacked = np.stack(signatures)
     np.savez(
         folder / "documents.npz",
-        groups=duplicates.groups(np.stack(signatures)),
-        signatures=np.stack(signatures),
+        groups=duplicates.groups(stacked),
+        signatures=stacked,
         keys=np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16),
         dropped=dropped,
     )

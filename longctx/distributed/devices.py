@@ -4,7 +4,6 @@ that is asked for runs there, and memory that runs out.
 
 from __future__ import annotations
 
-import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -79,7 +78,7 @@ def within_memory(device: str) -> Iterator[None]:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if device == "cpu":
-        most = machine_memory() // 10 * 9
+        most = int(hardware.host_memory()) // 10 * 9
         resource.setrlimit(
             resource.RLIMIT_DATA,
             (most if soft == resource.RLIM_INFINITY else min(soft, most), hard),
@@ -88,11 +87,6 @@ def within_memory(device: str) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-def machine_memory() -> int:
-    """Bytes of memory that this machine has, swap left out."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

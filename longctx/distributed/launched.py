@@ -179,17 +179,17 @@ def _check_allocation(devices: int, environ: Mapping[str, str]) -> None:
 
 
 def _tasks(environ: Mapping[str, str]) -> int:
-    for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"):
-        if name in environ:
-            return _number(environ, name)
-    return 1
+    return _first_number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 
 def _nodes(environ: Mapping[str, str]) -> int:
-    for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"):
-        if name in environ:
-            return max(1, _number(environ, name))
-    return 1
+    names = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+    return max(1, _first_number(environ, *names))
+
+
+def _first_number(environ: Mapping[str, str], *names: str) -> int:
+    """The first of `names` that is set; 1 where none is."""
+    return next((_number(environ, name) for name in names if name in environ), 1)
 
 
 def _spread(environ: Mapping[str, str]) -> list[int]:

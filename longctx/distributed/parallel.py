@@ -79,9 +79,8 @@ class Parallel:
         self.data_ranks = self.ranks
         self.strategy = "none"
         # Evaluation computes no gradients, whose order of sums is all that is not deterministic.
-        self.deterministic = isinstance(config, TrainConfig) and config.deterministic
-        if self.deterministic:  # before anything runs, so that kernel.lock names the run's kernels
-            use_deterministic_algorithms()
+        if isinstance(config, TrainConfig) and config.deterministic:
+            use_deterministic_algorithms()  # before anything runs: kernel.lock names its kernels
         precision = precision_of(config.precision, device)
         self.dtype = dtype_of(precision)
         # Lightning's: it starts the processes of the run, and wraps its model under ddp
@@ -158,7 +157,7 @@ class Parallel:
             return None
         return f"has ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
 
-    def give_up(self, problem: str, says: bool, code: int = 1) -> None:
+    def give_up(self, problem: str, says: bool, code: int) -> None:
         """End this process at once, whatever it waits for, and those that it has started."""
         if says:
             print(f"error: {problem}", file=sys.stderr, flush=True)
@@ -347,7 +346,7 @@ class Parallel:
         """Part from the other processes, while all are there: gloo's threads outlive no exit."""
         if self.heartbeat is not None:
             self.heartbeat.stop()
-        if dist.is_available() and dist.is_initialized():
+        if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
 

@@ -61,8 +61,8 @@ class Contexts:
         return max(1, self.contexts[0] // 2)
 
     def windows(self, owner: int, ids: np.ndarray) -> Iterator[Window]:
-        """Every stretch of a document at every context."""
-        limit = self.contexts[-1] if self.contexts else len(ids)
+        """Every stretch of a document at every context, of which there is one at least."""
+        limit = self.contexts[-1]
         self.documents += len(ids) > limit
         for end in range(limit, len(ids), limit):
             for context in self.contexts:

@@ -15,7 +15,7 @@ from longctx.evaluation.perplexity import Perplexity, Score
 from longctx.evaluation.setup import Setup
 from longctx.evaluation.subject import Subject
 from longctx.runs import evaluations
-from longctx.runs.tracking import log_evaluation
+from longctx.runs.tracking import log_evaluation, wandb_mode
 
 Decode = Callable[[Sequence[int]], str]
 # Keys that say where an evaluation runs and how fast, not what it measures.
@@ -56,11 +56,12 @@ def save(result: Result, setup: Setup) -> Path:
 
 
 def send(content: dict[str, Any], picture: Path | None, mode: str, subject: Subject) -> None:
-    """Send a result to the wandb project and group of the run, unless `mode` is disabled.
+    """Send a result to the wandb project and group of the run, unless `mode`, or WANDB_MODE where
+    that is auto, is disabled.
 
     A failure is a line on stderr and ends nothing: the files are written.
     """
-    if mode == "disabled":
+    if wandb_mode(WandbConfig(mode=mode)) == "disabled":
         return
     saved = (subject.run or {}).get("wandb", {})
     settings = {key: value for key, value in saved.items() if key in vars(WandbConfig())}

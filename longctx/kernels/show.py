@@ -23,10 +23,6 @@ def run(options: ShowOptions, command: str) -> None:
 
     Raises ValueError for what cannot run here, and for kernels that fail their self-test.
     """
-    if options.kernel not in ("auto", "portable", "hopper"):
-        raise ValueError(f"kernel={options.kernel}: choose from auto, portable, hopper")
-    if options.dtype not in ("auto", *DTYPES):
-        raise ValueError(f"dtype={options.dtype}: choose from auto, {', '.join(DTYPES)}")
     if options.head_size not in flash_op.HEAD_SIZES:
         sizes = f"{flash_op.HEAD_SIZES[0]} to {flash_op.HEAD_SIZES[-1]}"
         raise ValueError(f"head_size={options.head_size}: from {sizes}")

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 Key = TypeVar("Key")
+Moment = torch.cuda.Event | float
 CYCLES = 2e9  # of a GPU in a second, about
 LONGEST_SLEEP = 0.05  # seconds
 
@@ -65,6 +66,15 @@ def medians(
     }
 
 
+def now(on_gpu: bool) -> Moment:
+    """This moment in seconds; on a GPU, an event once it has done what it was given so far."""
+    if not on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 class Laps:
     """Milliseconds from each `begin` to its `end`, on a GPU by its own clock.
 
@@ -78,11 +88,11 @@ class Laps:
 
     def begin(self) -> None:
         """Begin a lap with what the device is given from now on."""
-        self._begun.append(self._mark())
+        self._begun.append(now(self.on_gpu))
 
     def end(self) -> None:
         """End the lap that began last, once the device has done what it was given."""
-        self._ended.append(self._mark())
+        self._ended.append(now(self.on_gpu))
 
     def ms(self) -> list[float]:
         """Milliseconds of all laps that have ended; waits for the device."""
@@ -91,13 +101,6 @@ class Laps:
             return [1000 * (end - begun) for begun, end in laps]
         torch.cuda.synchronize()
         return [begun.elapsed_time(end) for begun, end in laps]
-
-    def _mark(self) -> Any:
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
 
 def _round(

@@ -35,7 +35,7 @@ class KVCache:
     @staticmethod
     def bytes_of(config: GPTConfig, rows: int, length: int, dtype: torch.dtype) -> int:
         """The memory that such a cache takes."""
-        heads = 2 * config.layers * int(config.kv_heads or config.heads) * config.head_size
+        heads = 2 * config.layers * config.kv_heads * config.head_size
         return rows * length * heads * dtype.itemsize
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:

@@ -21,6 +21,7 @@ from longctx.runs.run_folder import NotARun, is_training, parsed, read_config
 
 PAUSE = 0.5  # seconds between two looks
 BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 40  # bars of a curve
 
 
 class Tail:
@@ -126,13 +127,13 @@ def following(folder: Path, tail: Tail, rows: list[Row]) -> Iterator[Row | None]
         rows = tail.rows()
 
 
-def sparkline(values: list[float], width: int = 40) -> str:
-    """The values as at most `width` bars, each the mean of its share, between the least and the
+def sparkline(values: list[float]) -> str:
+    """The values as at most WIDTH bars, each the mean of its share, between the least and the
     largest.
     """
     if not values:
         return ""
-    count = min(width, len(values))
+    count = min(WIDTH, len(values))
     means = [
         fmean(values[n * len(values) // count : (n + 1) * len(values) // count])
         for n in range(count)

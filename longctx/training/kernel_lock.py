@@ -131,12 +131,3 @@ def write(folder: Path, lock: Lock | None) -> None:
         (folder / FILE).unlink(missing_ok=True)
     else:
         files.write_text(folder / FILE, json.dumps(lock, indent=1) + "\n")
-
-
-def read(folder: Path) -> Lock | None:
-    """What kernel.lock.json says; None where there is none."""
-    try:
-        lock: Lock = json.loads((folder / FILE).read_text())
-    except FileNotFoundError:
-        return None
-    return lock

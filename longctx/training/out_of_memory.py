@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from longctx.distributed.devices import machine_memory
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import CLEARLY, GIB, Machine
 from longctx.planner.peak_memory import predict
@@ -56,8 +55,8 @@ def explain(work: Workload, steps_done: int) -> str:
         room, used = gpu.usable, float(torch.cuda.max_memory_allocated())
         kind, there = "GPU memory", f"{used / GIB:.1f} GiB used of {gpu.memory / GIB:.1f}"
     else:
-        room = 0.9 * machine_memory()
-        kind, there = "memory", f"{machine_memory() / GIB:.1f} GiB in all"
+        room = 0.9 * hardware.host_memory()
+        kind, there = "memory", f"{hardware.host_memory() / GIB:.1f} GiB in all"
     # It did not fit, whatever the prediction was: what fits must be predicted to take clearly less.
     limit = min(room, 0.9 * predicted.peak)
     advice = fitting.smallest_change(work, limit, hardware.host_memory())

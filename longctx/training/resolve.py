@@ -391,12 +391,11 @@ def fill_folder(run: Run) -> None:
         (run.folder / "checkpoints").mkdir()
         kernel_lock.write(run.folder, run.kernel_lock)
         run_folder.write_config(run.folder, run.settings())
-    except KeyboardInterrupt:
+    except BaseException as error:
         shutil.rmtree(run.folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise OSError(f"{run.folder}: cannot be written: {error.strerror or error}") from error
         raise
-    except OSError as error:
-        shutil.rmtree(run.folder, ignore_errors=True)
-        raise OSError(f"{run.folder}: cannot be written: {error.strerror or error}") from error
 
 
 def continue_folder(run: Run) -> None:

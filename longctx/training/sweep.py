@@ -45,12 +45,11 @@ def sweep(overrides_of_jobs: list[list[str]]) -> int:
     """
     out = tables.console()
     jobs: list[Job] = []
-    shared = set.intersection(*map(set, overrides_of_jobs))
-    varied = {one.partition("=")[0] for each in overrides_of_jobs for one in {*each} - shared}
+    varied = varied_keys(overrides_of_jobs) - {"attention", "model", "data", "seq_len"}
     for number, overrides in enumerate(overrides_of_jobs, start=1):
         title = f"\n[{number}/{len(overrides_of_jobs)}] {' '.join(overrides)}"
         out.print(title, style="bold")
-        jobs.append(_run(overrides, varied - {"attention", "model", "data", "seq_len"}))
+        jobs.append(_run(overrides, varied))
         if jobs[-1].code in stop_signal.EXIT_CODES:
             break
     out.print()
@@ -63,9 +62,16 @@ def sweep(overrides_of_jobs: list[list[str]]) -> int:
     return jobs[-1].code if stopped else int(any(job.code for job in jobs))
 
 
+def varied_keys(overrides_of_jobs: list[list[str]]) -> set[str]:
+    """The keys, without Hydra's plus signs, in which the jobs differ."""
+    shared = set.intersection(*map(set, overrides_of_jobs))
+    differing = {one for overrides in overrides_of_jobs for one in overrides} - shared
+    return {override.partition("=")[0].lstrip("+") for override in differing}
+
+
 def _run(overrides: list[str], varied: set[str]) -> Job:
-    """Run one job to its end. Ctrl-C reaches it too, other signals are passed on: it saves a
-    checkpoint and ends, which is waited for.
+    """Run one job to its end. Signals are passed on: it saves a checkpoint and ends, which is
+    waited for. Ctrl-C, which reaches it by itself too, counts once: see stop_signal.TOGETHER.
     """
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "folder"
@@ -75,8 +81,7 @@ def _run(overrides: list[str], varied: set[str]) -> Job:
         process = subprocess.Popen(command, env=env)
 
         def pass_on(number: int, frame: Any) -> None:
-            if number != signal.SIGINT:
-                process.send_signal(number)
+            process.send_signal(number)
 
         before = {number: signal.signal(number, pass_on) for number in stop_signal.SIGNALS}
         try:

@@ -4,6 +4,7 @@ found.
 
 import json
 import time
+from unittest.mock import MagicMock
 
 import matplotlib.image
 import pytest
@@ -144,6 +145,17 @@ def test_as_many_steps_as_show_the_memory(card: hardware.Chip) -> None:
     ):
         run = decided(training_run([*one_row, *keys], "cuda"))
         assert context.least_steps(run.workload) == least
+
+
+def test_a_copy_at_wandb_that_failed_is_said(tmp_path, monkeypatch, capsys) -> None:
+    def copy(*_: object) -> MagicMock:
+        return MagicMock(news=lambda: "wandb is off: why")
+
+    monkeypatch.setattr("longctx.runs.tracking.Copy", copy)
+    run = training_run(["model=124m", f"runs={tmp_path}", "wandb.mode=offline"], "cuda")
+    row = {"backend": "flash", "tokens": 4096, "kernel": "made up", "memory": "fast"}
+    context.report(row | {"tokens_per_second": 1.0}, run)
+    assert capsys.readouterr().out == "wandb is off: why\n"
 
 
 @pytest.mark.no_gpu

@@ -5,6 +5,7 @@ without a network.
 from __future__ import annotations
 
 import json
+import socket
 
 import pytest
 
@@ -104,11 +105,12 @@ def test_an_unreadable_data_set_is_one_clear_line(files, options, message) -> No
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_network_is_named(files, monkeypatch) -> None:
+@pytest.mark.parametrize("kind", [ConnectionError, socket.gaierror])
+def test_a_missing_network_is_named(kind, files, monkeypatch) -> None:
     import huggingface_hub
 
     def offline(*_, **__):
-        raise ConnectionError("[Errno -2] Name or service not known")
+        raise kind(-2, "Name or service not known")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", offline)
     with pytest.raises(ConnectionError, match=r"data\.path=some/texts: .*data=text"):

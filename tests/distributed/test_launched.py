@@ -73,7 +73,7 @@ def changed(environment: dict[str, str], **changes: str | None) -> dict[str, str
         ({"WORLD_SIZE": "2", "RANK": "0"}, "LOCAL_RANK, LOCAL_WORLD_SIZE"),
         ({"LOCAL_RANK": "0"}, "RANK, WORLD_SIZE"),
         (changed(SRUN, SLURM_STEP_TASKS_PER_NODE="3,1"), "3, 1 tasks on its 2 nodes"),
-        (changed(SRUN, SLURM_STEP_NUM_TASKS="5"), "every node must have as many"),
+        (changed(SRUN, SLURM_STEP_NUM_TASKS="5"), "every node must have the same number"),
         (changed(SRUN, SLURM_PROCID=None), "SLURM_PROCID: not set"),
         (changed(SRUN, SLURM_STEP_NODELIST=None), "MASTER_ADDR: not set"),
         (changed(SRUN, WORLD_SIZE="8"), "WORLD_SIZE=8: srun has it 4"),

@@ -14,14 +14,12 @@ from typing import Any
 import pytest
 
 import train
-from longctx.distributed.launched import Launched
 from longctx.distributed.rendezvous import Arrival, crowded, misfit
 from tests.training.sample_run import Overrides, steps
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "train.py"
 ABSENT = Path(__file__).parent / "absent.py"
-LAUNCHED = Launched("srun", 2, 2, 0, 0, "node1", 29500)
 HERE = Arrival(0, 100, "node1", 0, "cuda", 2, 16, "2.13.0")
 
 

@@ -101,7 +101,7 @@ def memory_left(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
     status = Path("/proc/self/status").read_text()
     used = int(re.findall(r"VmData:\s+(\d+) kB", status)[0]) << 10
     most = (used + left) // 9 * 10
-    monkeypatch.setattr("longctx.distributed.devices.machine_memory", lambda: most)
+    monkeypatch.setattr("longctx.planner.hardware.host_memory", lambda: float(most))
 
 
 def test_memory_that_runs_out_is_one_line_and_costs_no_text_that_is_done(

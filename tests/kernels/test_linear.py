@@ -5,16 +5,10 @@ its weights' gradient.
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from longctx.kernels.linear import linear
 from longctx.model.layers import Linear
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def inputs(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+from tests.inputs import DEVICE, inputs
 
 
 @pytest.mark.parametrize("bias", [False, True])

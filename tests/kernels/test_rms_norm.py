@@ -12,18 +12,14 @@ from longctx.config.model_config import AttentionConfig, GPTConfig
 from longctx.kernels.rms_norm import add_and_norm, rms_norm, rms_norm_backward
 from longctx.model.layers import Block
 from longctx.model.rope import Rope
+from tests.inputs import DEVICE, inputs
 
 pytestmark = pytest.mark.usefixtures("interpreter")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-5
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
-
-
-def inputs(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 @pytest.mark.parametrize(

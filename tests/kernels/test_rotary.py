@@ -10,13 +10,9 @@ from longctx.config.model_config import AttentionConfig, GPTConfig
 from longctx.kernels.rotary import rope, rope_backward, rotated
 from longctx.model.layers import SelfAttention
 from longctx.model.rope import Rope, rotate
+from tests.inputs import DEVICE, inputs
 
 pytestmark = pytest.mark.usefixtures("interpreter")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def inputs(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def angles(B: int, T: int, D: int) -> tuple[Tensor, Tensor]:

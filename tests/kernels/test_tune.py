@@ -25,7 +25,7 @@ def gpu(monkeypatch, tmp_path):
     """A CPU tensor that the table of launch configs takes for one of the GPU "Test", and the file
     of measured tables.
     """
-    path = tmp_path / "deep" / "launch.json"
+    path = tmp_path / "launch.json"
     monkeypatch.setenv("LONGCTX_LAUNCH", str(path))
     for function in (measured, launch.configure):
         function.cache_clear()
@@ -141,7 +141,6 @@ def test_training_reads_what_was_written(gpu):
 )
 def test_malformed_table_is_refused(gpu, row):
     q, path = gpu
-    path.parent.mkdir()
     path.write_text(json.dumps({"Test": {"forward": {"64": {"0": row}}}}))
     with pytest.raises(
         ValueError, match=r"launch.json: not a table of launch configs .* run tune again"

@@ -19,14 +19,10 @@ from longctx.model.fp8 import GRADIENTS, VALUES, Product, quantized, weights_qua
 from longctx.model.layers import Block, Linear
 from longctx.planner.peak_memory import _Step
 from longctx.planner.workload import workload_of
+from tests.inputs import DEVICE, inputs
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = {"vocab_size": 97, "layers": 3, "channels": 64, "heads": 4, "kv_heads": 2, "ffn": 96}
 CLOSE = {"rtol": 2**-7, "atol": 1e-2}
-
-
-def inputs(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def rounded(x: Tensor, dtype: torch.dtype = VALUES) -> Tensor:

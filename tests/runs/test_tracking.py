@@ -18,6 +18,7 @@ import yaml
 
 from longctx import cli
 from longctx.config.train_config import WandbConfig
+from longctx.evaluation import results
 from longctx.report import dashboard
 from longctx.runs import metrics, run_folder
 from longctx.runs.metrics import BY_POSITION, Shown
@@ -328,6 +329,17 @@ def test_an_evaluation_is_a_run_of_its_own_kind_with_tables_and_plots(tmp_path: 
     }
     run = next(record["run"] for record in _records(file) if record["type"] == "run")
     assert (run["job_type"], run["run_group"]) == ("eval", tmp_path.name)
+
+
+@pytest.mark.parametrize(("variable", "copies"), [("disabled", 0), ("offline", 1)])
+def test_an_evaluation_goes_where_the_environment_says(
+    variable: str, copies: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = MagicMock()
+    monkeypatch.setattr("longctx.evaluation.results.log_evaluation", sent)
+    monkeypatch.setenv("WANDB_MODE", variable)
+    results.send({}, None, "auto", MagicMock(run=None, home=tmp_path))
+    assert sent.call_count == copies
 
 
 def test_numbers_of_every_kind_of_evaluation_go_to_wandb() -> None:

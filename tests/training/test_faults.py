@@ -151,7 +151,7 @@ def test_memory_that_a_machine_does_not_have_is_refused_and_not_a_kill(
 ) -> None:
     used = int(re.findall(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) << 10
     monkeypatch.setattr(
-        "longctx.distributed.devices.machine_memory", lambda: (used + (256 << 20)) // 9 * 10
+        "longctx.planner.hardware.host_memory", lambda: (used + (256 << 20)) // 9 * 10
     )
     before = resource.getrlimit(resource.RLIMIT_DATA)
     assert train.main(overrides(attention="naive", seq_len=2048, max_steps=1)) == 1

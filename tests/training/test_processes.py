@@ -329,8 +329,9 @@ def test_two_processes_stop_together(overrides: Overrides, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_sweep_that_is_told_to_end_has_its_job_save_first(
-    overrides: Overrides, tmp_path: Path
+    name: str, overrides: Overrides, tmp_path: Path
 ) -> None:
     process = start(["-m", *overrides(max_steps="100000,100001", workers=0)], tmp_path)
     deadline = time.monotonic() + 120
@@ -341,10 +342,10 @@ def test_a_sweep_that_is_told_to_end_has_its_job_save_first(
         time.sleep(0.01)
     [folder] = (tmp_path / "runs").iterdir()
     wait_for_step(folder, 1, process)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.Signals[name])
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 143, err
-    assert "stopped by SIGTERM" in out
+    assert process.returncode == 128 + signal.Signals[name], err
+    assert f"stopped by {name}" in out
     assert "val perplexity" in out, "the table of all jobs"
     assert newest(folder)["steps_done"] == run_folder.read_metrics(folder)[-1]["step"]
 

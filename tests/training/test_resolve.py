@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import train
 from longctx import cli
+from longctx.config.train_config import TrainConfig
 from longctx.planner import fitting, hardware, layouts
 from longctx.planner.hardware import GIB, Machine
 from longctx.planner.peak_memory import predict
@@ -18,6 +20,7 @@ from longctx.training import resolve
 from longctx.training.child import DryRun
 from longctx.training.out_of_memory import check_fits
 from longctx.training.run import Run, of_shared
+from tests.training.sample_run import Overrides
 
 H200 = Machine(1, hardware.chip("NVIDIA H200", 139.8 * GIB), True, 128 * GIB)
 L4 = Machine(1, hardware.chip("NVIDIA L4", 22 * GIB), True, 64 * GIB)
@@ -224,3 +227,18 @@ def test_what_may_run_is_not_refused(overrides: list[str], machine: Machine) -> 
     else:
         gpu = hardware.chip(machine.gpu.name, needed)
         check_fits([work], replace(machine, gpu=gpu, host_memory=2048 * GIB))
+
+
+def test_a_run_that_cannot_begin_leaves_no_folder(
+    overrides: Overrides,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(config: TrainConfig, folder: Path) -> None:
+        raise ValueError(f"init={folder}: not a chat template")
+
+    monkeypatch.setattr("longctx.training.initial.keep_for_export", refuse)
+    assert train.main(overrides()) == 2
+    assert "error: init=" in capsys.readouterr().err
+    assert not list((tmp_path / "runs").iterdir())

@@ -31,10 +31,6 @@ if TYPE_CHECKING:
     from longctx.data.chat import Template
 
 _BUILDERS = ("json", "csv", "parquet", "arrow", "text", "webdataset")
-_NO_CONNECTION = (  # in an error of any of the transports
-    *("Connect", "Timeout", "OfflineMode", "Network"),
-    *("ProxyError", "Name or service", "resolution"),
-)
 
 
 @register("hub")
@@ -175,8 +171,7 @@ def _revision(path: str, config: DataConfig) -> str | None:
     try:
         sha: str | None = api.dataset_info(path, revision=config.revision, timeout=10).sha
     except Exception as error:  # transports differ between versions of the library
-        has_response = getattr(getattr(error, "response", None), "status_code", None) is not None
-        is_answer = has_response and hub_snapshot.trouble(error) is None
+        is_answer = hub_snapshot.status(error) is not None and hub_snapshot.trouble(error) is None
         if is_answer or not record.exists():
             raise _failure(path, error) from error
         sha = untrusted.read_json(record)
@@ -196,12 +191,7 @@ def _revision(path: str, config: DataConfig) -> str | None:
 def _failure(path: str, error: Exception) -> Exception:
     if (why := hub_snapshot.trouble(error)) is not None:
         return ConnectionError(f"data.path={path}: {why}")
-    chain: list[str] = []
-    cause: Any = error
-    while cause is not None:
-        chain.append(f"{type(cause).__name__} {cause}")
-        cause = cause.__cause__ or cause.__context__
-    if any(sign in line for line in chain for sign in _NO_CONNECTION):
+    if hub_snapshot.is_of_network(error):
         return ConnectionError(
             f"data.path={path}: the Hugging Face Hub cannot be reached; "
             "data=text and data=embedded need no network"
