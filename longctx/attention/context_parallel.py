@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from longctx.attention.exchange import AllGather, Neighbour, Ranks, Ulysses, in_order
+from longctx.attention.exchange import AllGather, HaloExchange, Ranks, Ulysses, in_order
 from longctx.attention.mask import Mask
 
 CHUNKS = 32  # of a row on each rank, where they are not smaller than a tile
@@ -121,7 +121,7 @@ class Shards:
         width = mask.window - 1
         before = self.ranks.rank * n - width  # keys of the row ahead of those that this rank gets
         first, last = self.local(mask.first) - before, self.local(mask.last) - before
-        return Mask.bound(first, last, width + n).exchanged(Neighbour(self.ranks, width))
+        return Mask.bound(first, last, width + n).exchanged(HaloExchange(self.ranks, width))
 
 
 def dealt(mask: Mask, chunks: int, ranks: int) -> Tensor:

@@ -8,8 +8,8 @@ attends under the row's own mask with the arithmetic of one device:
 `AllGather`: every rank gets the keys and values of all N tokens, a group of heads at a time, and
 attends with its own n queries. P need not divide the heads. Compare Llama 3 (arXiv 2407.21783).
 
-`Neighbour`: where a query sees `window` keys, those are this rank's own and the last window - 1 of
-the rank before.
+`HaloExchange`: where a query sees `window` keys, those are this rank's own and the last window - 1
+of the rank before.
 
 An exchange belongs to the mask of a layer. Gradients of keys and values are added up in fp32, in
 the order of the ranks.
@@ -172,7 +172,7 @@ class AllGather(Exchange):
         return dq, dk, dv
 
 
-class Neighbour(Exchange):
+class HaloExchange(Exchange):
     """The last `width` keys and values of the rank before, ahead of this rank's own.
 
     The first rank has none before it and gets zeros, which its mask hides.

@@ -14,7 +14,7 @@ LORA_TARGETS = ("qkv", "out", "gate_up", "down")
 
 # Head sizes that flash's Hopper kernels compute as they are; others are padded to the next
 HOPPER_SIZES = (64, 96, 128, 192, 256)
-HOPPER_HEAD_SIZES = range(64, 257, 8)  # that they take
+HOPPER_HEAD_SIZES = range(64, 257, 8)  # that they take, padded to one of those
 # Backend → its options, each with what it may be, the default first
 BACKEND_OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
     "naive": {},

@@ -183,7 +183,7 @@ class Parallel:
             exit_within(EXIT, code)
         self.kill_others()
 
-    def form(self, workload: Layout, folder: str) -> None:
+    def init_mesh(self, workload: Layout, folder: str) -> None:
         """Form the mesh of the launched processes as `workload` shares rows and weights over it."""
         os.environ[RUN_VARIABLE] = folder
         self.strategy, self.data_ranks = workload.strategy, workload.data_ranks
@@ -223,7 +223,7 @@ class Parallel:
         other.fabric = make_fabric(other.environment, single, self.device.type, precision)
         return other
 
-    def share(self, plain: T) -> T:
+    def broadcast(self, plain: T) -> T:
         """What the first rank has for `plain`, a value that JSON can hold, on every rank."""
         if self.ranks == 1:
             return plain
@@ -281,21 +281,21 @@ class Parallel:
         () float32 on the device: the number of ranks, over which gradients are averaged, divided by
         the scored tokens of all ranks.
         """
-        total = torch.full((), float(self.once(scored)), device=self.device)
-        return self.ranks / self.sum(total).clamp(min=1.0)
+        total = torch.full((), float(self.counted_once(scored)), device=self.device)
+        return self.ranks / self.all_reduce_sum(total).clamp(min=1.0)
 
-    def once(self, count: int) -> int:
+    def counted_once(self, count: int) -> int:
         """`count`, of whole rows, on one of the ranks that share them, and 0 on the others."""
         return count if self.context.ranks.rank == 0 else 0
 
-    def sum(self, x: Tensor) -> Tensor:
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
         """`x` added up over all ranks, in place."""
         if self.ranks > 1:
             with measured():
                 dist.all_reduce(x)
         return x
 
-    def gathered_rows(self, x: Tensor) -> Tensor:
+    def all_gather_rows(self, x: Tensor) -> Tensor:
         """The rows x (B, ...) of every data rank, in their order: (data ranks · B, ...)."""
         if self.data_ranks == 1:
             return x
@@ -304,7 +304,7 @@ class Parallel:
         dist.all_gather(parts, x.contiguous(), group=self.mesh.get_group("data"))
         return torch.cat(parts)
 
-    def gathered(self, numbers: list[float]) -> list[list[float]]:
+    def all_gather_numbers(self, numbers: list[float]) -> list[list[float]]:
         """The `numbers` of every rank, in order."""
         mine = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         if self.ranks == 1:
@@ -317,16 +317,16 @@ class Parallel:
         """The largest `number` of any rank."""
         if self.ranks == 1:  # which waits for no device
             return number
-        return int(self.largest(torch.tensor(number, device=self.device)))
+        return int(self.all_reduce_max(torch.tensor(number, device=self.device)))
 
-    def largest(self, x: Tensor) -> Tensor:
+    def all_reduce_max(self, x: Tensor) -> Tensor:
         """The largest of each value of `x` of any rank, in place."""
         if self.ranks > 1:
             with measured():
                 dist.all_reduce(x, op=dist.ReduceOp.MAX)
         return x
 
-    def of_every_rank(self, x: T) -> list[T]:
+    def all_gather_objects(self, x: T) -> list[T]:
         """What each rank has for `x`, in their order."""
         every: list[Any] = [x]
         if self.ranks > 1:
@@ -336,13 +336,13 @@ class Parallel:
 
     def first_problem(self, problem: str | None) -> str | None:
         """Wait for all ranks; the `problem` of the first that has one, told to all of them."""
-        return next((x for x in self.of_every_rank(problem) if x is not None), None)
+        return next((x for x in self.all_gather_objects(problem) if x is not None), None)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self.fabric.barrier()
 
-    def leave(self) -> None:
+    def shut_down(self) -> None:
         """Part from the other processes, while all are there: gloo's threads outlive no exit."""
         if self.heartbeat is not None:
             self.heartbeat.stop()

@@ -45,7 +45,7 @@ def evaluate(request: EvalRequest) -> int:
             result.show(result.content)
             print(save(result, setup))
             scorer.end()  # once nothing can fail any more: then the others leave
-        parallel.leave()
+        parallel.shut_down()
     except Exception as error:
         problem = why(error, request, parallel)
         parallel.fail(problem or str(error))
@@ -66,9 +66,9 @@ def build_scorer(request: EvalRequest, setup: Setup | None, parallel: Parallel) 
             "strategy": setup.strategy,
             "heads": setup.subject.model.heads,
         }
-    decided = parallel.share(decided)
+    decided = parallel.broadcast(decided)
     config = request.config
-    parallel.form(layout_of(config, decided["strategy"], decided["heads"]), "")
+    parallel.init_mesh(layout_of(config, decided["strategy"], decided["heads"]), "")
     dtype = dtype_of(decided["precision"])
     model = build_model(
         Path(decided["file"]),

@@ -175,7 +175,7 @@ class Scorer:
                 wanted = logits.gather(-1, self._sent(rows.wanted)[..., None])[..., 0]
                 logp = wanted.double() - logits.logsumexp(-1).double()
                 answer = torch.stack([logp, logits.argmax(-1).double()], dim=-1)
-            return answer if self.parallel is None else self.parallel.gathered_rows(answer)
+            return answer if self.parallel is None else self.parallel.all_gather_rows(answer)
 
     def _continued(self, rows: Rows, has_ended: HasEnded | None) -> Tensor:
         """(B, most) int64 tokens that follow; after the end of a row, one that ends it.

@@ -24,7 +24,7 @@ from longctx.runs import evaluations
 
 
 class Layout(NamedTuple):
-    """How the devices of an evaluation share the model and the rows; see `Parallel.form`."""
+    """How the devices of an evaluation share the model and the rows; see `Parallel.init_mesh`."""
 
     strategy: str  # none | ddp | fsdp
     data_ranks: int  # groups of devices that take rows of their own

@@ -82,12 +82,12 @@ def adamw_kernel(
 
 
 @triton.jit
-def adamw_of_all_kernel(
+def multi_tensor_adamw_kernel(
     places, owners, factor,
     beta1, beta2, eps,
     COLUMNS: tl.constexpr, MOMENT: tl.constexpr, CLIPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update BLOCK elements of one of many tensors; `places` and `owners` as in `Places`."""
+    """Update BLOCK elements of one of many tensors; `places` and `owners` as in `TensorTable`."""
     block = tl.program_id(0)
     place = places + tl.load(owners + block).to(tl.int64) * COLUMNS
     p = tl.multiple_of(tl.load(place).to(tl.pointer_type(tl.float32)), 16)
@@ -140,7 +140,7 @@ def adamw_(
         )
 
 
-class Places(NamedTuple):
+class TensorTable(NamedTuple):
     """Where the tensors lie that one launch updates."""
 
     # (n, 7) int64 on the device: addresses of p, grad, m, v and rates, elements, first block.
@@ -149,7 +149,9 @@ class Places(NamedTuple):
     moment: torch.dtype  # of m and v
 
 
-def places_of(tensors: Sequence[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]) -> Places | None:
+def table_of(
+    tensors: Sequence[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]],
+) -> TensorTable | None:
     """Of p, grad, m, v and rates, each as in `adamw_`; they must stay where they are. None where
     one launch cannot update them: gradients not fp32 and contiguous, moments of two dtypes, or
     addresses that are no multiple of ALIGNED.
@@ -169,15 +171,15 @@ def places_of(tensors: Sequence[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]) 
     ]
     owners = torch.repeat_interleave(torch.arange(len(tensors), dtype=torch.int32), blocks)
     device = tensors[0][0].device
-    return Places(torch.tensor(rows).to(device), owners.to(device), *moments)
+    return TensorTable(torch.tensor(rows).to(device), owners.to(device), *moments)
 
 
-def adamw_of_all_(
-    places: Places, factor: Tensor | None, betas: tuple[float, float], eps: float
+def multi_tensor_adamw_(
+    places: TensorTable, factor: Tensor | None, betas: tuple[float, float], eps: float
 ) -> None:
     """Update all tensors of `places` as `adamw_` does one, to the same bits, in one launch."""
     with torch.cuda.device_of(places.owners):
-        adamw_of_all_kernel[(len(places.owners),)](
+        multi_tensor_adamw_kernel[(len(places.owners),)](
             places.places,
             places.owners,
             factor,

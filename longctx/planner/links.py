@@ -43,7 +43,7 @@ def _of_layer(workload: Workload, window: int | None, chip: Chip) -> float:
     e, rows = workload.activation_bytes, workload.batch_size
     n = ceil(workload.seq_len / ranks)
     q, kv = m.heads * m.head_size, 2 * m.kv_heads * m.head_size
-    if is_with_neighbour(workload, window):
+    if exchanges_halo(workload, window):
         # Keys and values, again in backward, and their gradients back
         assert window is not None
         sent = 3 * e * kv * (window - 1) * rows
@@ -64,7 +64,7 @@ def _of_layer(workload: Workload, window: int | None, chip: Chip) -> float:
     return all_to_all(e * each * n * rows, workload, chip)
 
 
-def is_with_neighbour(workload: Workload, window: int | None) -> bool:
+def exchanges_halo(workload: Workload, window: int | None) -> bool:
     """Whether a layer of this `window` needs no more than the end of the rank before, and the
     backend takes the mask that this leaves.
     """

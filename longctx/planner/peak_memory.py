@@ -230,7 +230,7 @@ class _Step:
     def exchange_of(self, window: int | None) -> float:
         """`exchange` of a layer with this `window`."""
         ranks, heads = self.workload.context, self.model.kv_heads
-        if links.is_with_neighbour(self.workload, window):
+        if links.exchanges_halo(self.workload, window):
             keys = self.N + self.B * ((window or 1) - 1)
             return 4.0 * self.e * self.kv * keys  # k and v with the neighbour's, dk and dv
         parts = self.parts_of_heads()

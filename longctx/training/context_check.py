@@ -153,7 +153,7 @@ def rows_of_groups(
     run: Run, data: Data | Mixture, parallel: Parallel
 ) -> tuple[list[list[Row]], int]:
     """The first rows of each data rank, cut short, and how many of them were given a border."""
-    every = parallel.of_every_rank(cut_rows(run, data, parallel.data_rank))
+    every = parallel.all_gather_objects(cut_rows(run, data, parallel.data_rank))
     context = run.workload.context
     for rank, (numbers, _, _) in enumerate(every):
         first = rank - rank % context
@@ -209,8 +209,8 @@ def probe(state: TrainState, rows: list[Row], parallel: Parallel) -> int:
     problem = parallel.first_problem(problem)
     if problem is not None:
         raise failed(state.run, problem)
-    total = torch.tensor(parallel.once(unchanged), device=parallel.device)
-    return int(parallel.sum(total))
+    total = torch.tensor(parallel.counted_once(unchanged), device=parallel.device)
+    return int(parallel.all_reduce_sum(total))
 
 
 def logits(state: TrainState, rows: list[Row], parallel: Parallel) -> Tensor:
@@ -237,8 +237,8 @@ def results(state: TrainState, steps: list[list[Row]], parallel: Parallel) -> li
 
         total = optimizer_step(state, batch, parallel, keep)
         weights = dict(state.module.model.named_parameters())
-        scored = torch.tensor(float(parallel.once(batch.scored)), device=parallel.device)
-        loss = float(parallel.sum(total) / parallel.sum(scored).clamp(min=1))
+        scored = torch.tensor(float(parallel.counted_once(batch.scored)), device=parallel.device)
+        loss = float(parallel.all_reduce_sum(total) / parallel.all_reduce_sum(scored).clamp(min=1))
         places = {name: sharding.rows(weights[name]) for name in gradients}
         step_results.append(Result(loss, float(state.module.grad_norm), gradients, places))
     return step_results
@@ -258,7 +258,7 @@ def differences(ours: list[Result], theirs: list[Result], parallel: Parallel) ->
             )
         of_step.append(step)
     values = torch.tensor([list(step.values()) for step in of_step]).amax(0).to(parallel.device)
-    return dict(zip(of_step[0], parallel.largest(values).tolist(), strict=True))
+    return dict(zip(of_step[0], parallel.all_reduce_max(values).tolist(), strict=True))
 
 
 def relative(x: Tensor, y: Tensor, reference: Tensor | None = None) -> float:

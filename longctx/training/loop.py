@@ -70,10 +70,10 @@ def train(request: Request[TrainConfig]) -> int:
             request = request._replace(config=replace(request.config, devices=parallel.ranks))
             run = resolve(request, machine) if parallel.is_first else None
             parallel.launch("" if run is None else str(run.folder))
-            shared = parallel.share({} if run is None else run.shared())
+            shared = parallel.broadcast({} if run is None else run.shared())
             if run is None:
                 run = of_shared(shared)
-            parallel.form(run.workload, str(run.folder))
+            parallel.init_mesh(run.workload, str(run.folder))
             with run_folder.locked(run.folder) if parallel.is_first else nullcontext():
                 if run.checkpoint is not None and parallel.is_first:
                     continue_folder(run)
@@ -283,7 +283,7 @@ class Vote:
         now = time.monotonic()
         seconds = (now - self.asked_at) / (step - self.asked_after)
         mine = torch.tensor([self.stop.number or 0, seconds], device=self.parallel.device)
-        number, seconds = self.parallel.largest(mine).tolist()
+        number, seconds = self.parallel.all_reduce_max(mine).tolist()
         self.asked_at, self.asked_after = now, step
         self.next_step = step + max(1, int(self.EVERY / seconds))
         if number:  # else keep one that came while the ranks spoke, for the next time they do
@@ -329,7 +329,7 @@ def train_and_report(
             loop(run, parallel, log, stop, saver)
             free_memory(work.device)
             saver.finish()
-        parallel.leave()
+        parallel.shut_down()
         stopped = stop.number is not None and log.steps_done < run.max_steps
         code = stop.code if stopped else 0
     except KeyboardInterrupt:
@@ -337,7 +337,7 @@ def train_and_report(
         code = stop.code
         raise
     except context_check.CheckFailed as error:  # on every rank
-        parallel.leave()
+        parallel.shut_down()
         if not parallel.is_first:
             return 0  # the first says it for all
         problem, untrained = str(error), run.checkpoint is None

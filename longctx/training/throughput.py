@@ -74,7 +74,7 @@ class Meter:
         self.steps += 1
         for micro in batch.micro:
             counted = (micro.scored, micro.real, micro.tokens.numel(), micro.pairs)
-            mine = map(self.parallel.once, counted)
+            mine = map(self.parallel.counted_once, counted)
             self.counts = [total + n for total, n in zip(self.counts, mine, strict=True)]
 
     @contextmanager
@@ -127,7 +127,9 @@ class Meter:
             return {}
         steps = max(self.steps - self.steps_before, 1)
         waits = 1000 * self.parallel.clock.take() / steps
-        of_ranks = self.parallel.gathered([waits, max(1000 * elapsed / steps - waits, 0.0)])
+        of_ranks = self.parallel.all_gather_numbers(
+            [waits, max(1000 * elapsed / steps - waits, 0.0)]
+        )
         busy = [ms for _, ms in of_ranks]
         return {
             "tokens_per_second_per_device": tokens_per_second / self.parallel.ranks,
@@ -173,7 +175,7 @@ class Meter:
         """Loss and counts of this window, summed over all ranks; waits for the device."""
         sums = torch.tensor([0.0, *self.counts], dtype=torch.float64, device=self.device)
         sums[0] = self.loss
-        totals: list[float] = self.parallel.sum(sums).tolist()
+        totals: list[float] = self.parallel.all_reduce_sum(sums).tolist()
         return totals
 
 

@@ -65,7 +65,7 @@ def step_figures(
     state: TrainState, total: Tensor, weight: Tensor, parallel: Parallel
 ) -> tuple[float, float]:
     """The mean loss of a step over all ranks and its gradient norm; waits for the device."""
-    loss = parallel.sum(total * weight / parallel.ranks)
+    loss = parallel.all_reduce_sum(total * weight / parallel.ranks)
     return float(loss), float(state.module.grad_norm)
 
 

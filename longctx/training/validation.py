@@ -65,7 +65,7 @@ def validate(
         totals[0] += losses.sum()
         totals[1] += micro.scored
         rows += row_sums(losses.view(micro.targets.shape), micro.targets)
-    parallel.sum(sums.mul_(parallel.once(1)))
+    parallel.all_reduce_sum(sums.mul_(parallel.counted_once(1)))
     total, scored = totals.tolist()
     if not scored:
         return {}

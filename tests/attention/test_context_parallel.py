@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longctx.attention import Mask
 from longctx.attention.context_parallel import Context, dealt
-from longctx.attention.exchange import AllGather, Neighbour, Ranks, Ulysses
+from longctx.attention.exchange import AllGather, HaloExchange, Ranks, Ulysses
 from tests.processes import run_on
 
 
@@ -67,7 +67,7 @@ def test_a_query_sees_the_keys_that_it_saw(
         keys = torch.arange(N)
         if isinstance(shard.exchange, Ulysses):
             first, last = unsharded.first, unsharded.last
-        elif isinstance(shard.exchange, Neighbour):
+        elif isinstance(shard.exchange, HaloExchange):
             keys = torch.arange(rank * N // ranks - shard.exchange.width, (rank + 1) * N // ranks)
         else:
             assert isinstance(shard.exchange, AllGather)
@@ -86,7 +86,7 @@ def assert_transposed(mask: Mask) -> None:
 
 
 def test_windows_are_fetched_where_the_backend_takes_intervals() -> None:
-    for fetches, exchange in ((True, Neighbour), (False, Ulysses)):
+    for fetches, exchange in ((True, HaloExchange), (False, Ulysses)):
         context = context_of(1, 2, "ulysses", fetches)
         mask = Mask.causal().bind(1, 64, 64, "cpu")
         shards = context.shards(mask, 64)

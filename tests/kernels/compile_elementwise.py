@@ -136,7 +136,7 @@ if __name__ == "__main__":
                 BLOCK=adamw_update.BLOCK,
             )
             spilled[f"adamw of all {capability} {dtype}"] = compiled(
-                adamw_update.adamw_of_all_kernel,
+                adamw_update.multi_tensor_adamw_kernel,
                 capability,
                 adamw_update.WARPS,
                 dtype,

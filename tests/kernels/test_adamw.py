@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longctx.kernels.adamw_update import adamw_, adamw_of_all_, places_of, rates_of
+from longctx.kernels.adamw_update import adamw_, multi_tensor_adamw_, rates_of, table_of
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -64,19 +64,19 @@ def test_one_launch_for_all_gives_the_bits_of_one_each(
     for_all = [(*(x.clone() for x in tensors), rate) for *tensors, rate in for_each]
     for p, grad, m, v, rate in for_each:
         adamw_(p, grad, m, v, scalar, rate, BETAS, EPS)
-    places = places_of(for_all)
+    places = table_of(for_all)
     assert places is not None
-    adamw_of_all_(places, scalar, BETAS, EPS)
+    multi_tensor_adamw_(places, scalar, BETAS, EPS)
     for wanted, got in zip(for_each, for_all, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(wanted, got, strict=True))
 
 
 def test_what_one_launch_cannot_update_is_left_to_others() -> None:
     p, grad, m, v = (draw(65, seed).to(DEVICE) for seed in range(4))
-    assert places_of([(p[:64], grad[:64], m[:64], v[:64], rates(1))]) is not None
-    assert places_of([(p[:64], grad[1:], m[:64], v[:64], rates(1))]) is None  # not aligned
-    assert places_of([(p[:32], grad[:64:2], m[:32], v[:32], rates(1))]) is None
-    assert places_of([(p[:64], grad[:64], m[:64].half(), v[:64], rates(1))]) is None
+    assert table_of([(p[:64], grad[:64], m[:64], v[:64], rates(1))]) is not None
+    assert table_of([(p[:64], grad[1:], m[:64], v[:64], rates(1))]) is None  # not aligned
+    assert table_of([(p[:32], grad[:64:2], m[:32], v[:32], rates(1))]) is None
+    assert table_of([(p[:64], grad[:64], m[:64].half(), v[:64], rates(1))]) is None
 
 
 def test_it_writes_nothing_past_the_end() -> None:

@@ -180,7 +180,7 @@ def answer_of(keys: list[str], fault: str | None) -> str:
     data = load(config.data, config.seq_len)
     work = workload_of(config, "cpu", config.seq_len, config.model)
     run = scheduled(config, with_vocabulary(work, data.tokenizer.vocab_size))
-    parallel.form(run.workload, "")
+    parallel.init_mesh(run.workload, "")
     try:
         faulty = FAULTS[fault]() if fault else nullcontext()
         with patch.object(TrainState, "__init__", begun), faulty:

@@ -152,9 +152,9 @@ def step_of(run: Run, parallel: Parallel, rows: list[dict[str, Tensor]]) -> dict
     state.module.configure_gradient_clipping = captured  # type: ignore[method-assign]
     losses = state.module.validation_step(micro_batch(rows[:1]))
     total = optimizer_step(state, batch, parallel)
-    scored = parallel.sum(torch.tensor(float(parallel.once(batch.scored))))
+    scored = parallel.all_reduce_sum(torch.tensor(float(parallel.counted_once(batch.scored))))
     return {
-        "loss": parallel.sum(total) / scored,
+        "loss": parallel.all_reduce_sum(total) / scored,
         "grad_norm": state.module.grad_norm,
         "validation": losses,
         "gradients": gradients,
@@ -193,7 +193,7 @@ def spread(config: TrainConfig, draw: random.Random) -> Case:
     parallel = Parallel(config, "cpu", machine)
     parallel.launch("")
     run = run_of(replace(config, devices=parallel.ranks))
-    parallel.form(run.workload, "")
+    parallel.init_mesh(run.workload, "")
     work = run.workload
     rows = rows_of(config, draw, work.batch_size * work.accumulate * work.data_ranks)
     ours = step_of(run, parallel, rows)

@@ -166,7 +166,7 @@ class AdamW(torch.optim.AdamW):
         """The launch of a step that `count_step` has counted, for a CUDA graph: all tensors at
         once, where they lie now, and nothing that is read of the host. None where a step is more.
         """
-        from longctx.kernels.adamw_update import adamw_of_all_, places_of  # needs Triton
+        from longctx.kernels.adamw_update import multi_tensor_adamw_, table_of  # needs Triton
 
         trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if type(self) is not AdamW or self.stored == "host" or self.state.keys() != set(trained):
@@ -182,14 +182,14 @@ class AdamW(torch.optim.AdamW):
             for p in group["params"]
             if p.grad is not None and p.numel()
         ]
-        places = places_of(tensors)
+        places = table_of(tensors)
         if places is None:
             return None
         betas, eps = (self.param_groups[0][name] for name in ("betas", "eps"))  # those of all
-        update = partial(adamw_of_all_, factor=self.factor, betas=betas, eps=eps)
+        update = partial(multi_tensor_adamw_, factor=self.factor, betas=betas, eps=eps)
         *alike, rates = tensors[0]
         spare = [(*(x.new_zeros(1) for x in alike), rates)]  # named, for a table keeps no tensor
-        update(places_of(spare))  # compiles the kernel, which cannot be done in a capture
+        update(table_of(spare))  # compiles the kernel, which cannot be done in a capture
         return partial(update, places)
 
     def count_step(self) -> None:
