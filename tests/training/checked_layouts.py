@@ -158,7 +158,7 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "stale keys": lambda: patch.object(Attention, "__call__", stale_keys),
     "lost gradients": lambda: patch.object(Attention, "__call__", keys_of_one_part),
     "means of ranks": lambda: patch.object(Parallel, "loss_weight", means_of_ranks),
-    "counted twice": lambda: patch.object(Parallel, "once", lambda self, count: count),
+    "counted twice": lambda: patch.object(Parallel, "counted_once", lambda self, count: count),
     "no number": lambda: patch.object(GPT, "forward", no_number),
     "larger norm": lambda: patch.object(optimizers, "clip_gradients", larger_norm),
     "no average": lambda: patch.object(
