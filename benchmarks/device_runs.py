@@ -27,7 +27,7 @@ from longctx.planner import fitting
 from longctx.planner.hardware import GIB, Chip
 from longctx.planner.peak_memory import predict
 from longctx.planner.workload import Workload
-from longctx.runs import run_folder
+from longctx.runs import metrics_file, run_folder
 
 DOCUMENT = 2**22  # tokens of the one document: whole rows of any length that divides them
 TOKENIZER, TEXT = "tokenizer.json", "document.txt"
@@ -174,7 +174,7 @@ def train(name: str, case: Case, place: Place) -> dict[str, Any]:
     row["command"] = f"python train.py {' '.join(command[2:])}"
 
     def logged() -> list[dict[str, Any]]:
-        rows = run_folder.read_metrics(folder) if folder.exists() else []
+        rows = metrics_file.read(folder) if folder.exists() else []
         return [one for one in rows if "ms_per_step" in one]
 
     with Started(command, place.folder / f"{name}.log", place) as started:
@@ -278,7 +278,7 @@ def resumed(name: str, case: Case, place: Place) -> dict[str, Any]:
             started.wait()
             if started.process.poll() != 0:
                 return {"note": f"{words[0]} {words[1]}: {started.problem()}"}
-    rows = [run_folder.read_metrics(folder) for folder in folders]
+    rows = [metrics_file.read(folder) for folder in folders]
     first = {one["step"]: one for one in rows[0] if "loss" in one}
     last = {one["step"]: one for one in rows[-1] if "loss" in one}
     apart = max(abs(last[step]["loss"] / one["loss"] - 1) for step, one in first.items())
@@ -312,7 +312,7 @@ def lost(name: str, case: Case, place: Place) -> dict[str, Any]:
     shape = with_given([*shape, *own, "data.val_fraction=0"], place)
     log = place.folder / f"{name}.log"
     with Started([sys.executable, str(ROOT / "train.py"), *shape], log, place) as started:
-        if not started.wait(lambda: folder.exists() and len(run_folder.read_metrics(folder)) >= 3):
+        if not started.wait(lambda: folder.exists() and len(metrics_file.read(folder)) >= 3):
             return {"note": started.problem()}
         rank = rank_of(started.process.pid, case.gpus - 1)
         victim = children(rank)[0] if case.victim == "data worker" else rank

@@ -21,7 +21,7 @@ from benchmarks.report import machine, save_figure, write_json
 from longctx import cli
 from longctx.cli import check_unused
 from longctx.config.fields import key
-from longctx.runs import run_folder
+from longctx.runs import metrics_file
 from longctx.tables import grid
 
 TAKES_TRAINING_KEYS = True
@@ -102,7 +102,7 @@ def trained(options: Options, name: str, rate: float, overrides: list[str]) -> d
             row["note"] = f"failed, exit code {code}"
     else:
         row["note"] = "was there already"
-    measured = run_folder.read_metrics(folder)
+    measured = metrics_file.read(folder)
     row["validations"] = validations(folder, options.steps)
     row["last_loss"] = row["validations"][-1][1] if row["validations"] else None
     for column in ("ms_per_step", "optimizer_ms"):
@@ -114,7 +114,7 @@ def trained(options: Options, name: str, rate: float, overrides: list[str]) -> d
 
 def validations(folder: Path, steps: int) -> list[tuple[int, float]]:
     """Tokens and validation loss of a run, empty unless it has come to its end."""
-    rows = [row for row in run_folder.read_metrics(folder) if row.get("val_loss") is not None]
+    rows = [row for row in metrics_file.read(folder) if row.get("val_loss") is not None]
     ended = rows and rows[-1]["step"] == steps
     return [(row["tokens_seen"], row["val_loss"]) for row in rows] if ended else []
 

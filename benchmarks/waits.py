@@ -25,7 +25,7 @@ from benchmarks.process_group import ROOT, ProcessGroup
 from benchmarks.report import machine, write_json
 from longctx.cli import check_unused
 from longctx.config.fields import key
-from longctx.runs import run_folder
+from longctx.runs import metrics_file, run_folder
 from longctx.tables import grid
 
 TAKES_TRAINING_KEYS = True
@@ -145,7 +145,7 @@ def end(options: Options, overrides: list[str], folder: Path) -> dict[str, float
         last = spoken.until(rf"step {steps:,}/", options.seconds)
         saved = spoken.until(rf"saved +after step {steps:,},", options.seconds)
     run_path = folder / "runs" / "end"
-    took = step_seconds(run_folder.read_metrics(run_path))
+    took = step_seconds(metrics_file.read(run_path))
     usual = median(seconds for step, seconds in took.items() if step < half)
     (checkpoint,) = run_folder.checkpoints(run_path)
     return {

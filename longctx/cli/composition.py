@@ -85,7 +85,6 @@ def from_file(command: str, path: Path, overrides: list[str]) -> Request[Any]:
     except (
         OmegaConfBaseException,
         YAMLError,
-        UnicodeDecodeError,
         AssertionError,
         *untrusted.WRONG_VALUE,
     ) as error:

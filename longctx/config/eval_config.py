@@ -311,7 +311,7 @@ def names_data(overrides: dict[str, str]) -> bool:
     return bool(keys)
 
 
-def default_contexts(limit: int) -> list[int]:
+def default_lengths(limit: int) -> list[int]:
     """Powers of two, then `limit`: from 1,024, or where `limit` is under 8,192 from an eighth of
     the largest power within it; [] for a limit under 16.
     """

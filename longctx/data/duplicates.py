@@ -14,7 +14,7 @@ import zlib
 import numpy as np
 
 PLACES = 64  # of a signature
-# TensorTable per bucket key: documents alike by 0.8 share one of 16 keys with probability 0.9998.
+# Places per bucket key: documents alike by 0.8 share one of 16 keys with probability 0.9998.
 _BAND = 4
 _SHINGLE = 5  # words
 SIMILAR = 0.6  # share of equal places from which two documents are one group

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from longctx.config.eval_config import SHORTEST, EvalConfig, default_contexts
+from longctx.config.eval_config import SHORTEST, EvalConfig, default_lengths
 from longctx.config.memory_config import POLICIES
 from longctx.config.model_config import GPTConfig
 from longctx.evaluation.passkey import TOKENS_TOGETHER
@@ -51,10 +51,10 @@ def text_lengths(config: EvalConfig, context: int) -> list[int]:
     `context` alone.
     """
     if config.passkey.enabled:
-        usual = [length for length in default_contexts(context) if length >= SHORTEST]
+        usual = [length for length in default_lengths(context) if length >= SHORTEST]
         return config.passkey.lengths or usual or [context]
     if config.ruler.enabled:
-        usual = [length for length in default_contexts(context) if length >= USUAL]
+        usual = [length for length in default_lengths(context) if length >= USUAL]
         return sorted(config.ruler.lengths or usual or [context])
     return [context]
 

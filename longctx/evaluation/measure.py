@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import track
 
 from longctx.attention import kernels_run
-from longctx.config.eval_config import default_contexts
+from longctx.config.eval_config import default_lengths
 from longctx.evaluation import heatmap, plots, result_tables, ruler, ruler_table
 from longctx.evaluation.passkey import DEPTHS, filler_of, recall
 from longctx.evaluation.perplexity import perplexity
@@ -64,7 +64,7 @@ def measure_perplexity(setup: Setup, scorer: Scorer) -> Result:
         config.stride,
         batch_size=setup.batch_size,
         progress=True,
-        contexts=default_contexts(setup.context) if config.contexts is None else config.contexts,
+        contexts=default_lengths(setup.context) if config.contexts is None else config.contexts,
     )
     result.require_scores()
     stem = evaluations.perplexity_stem(

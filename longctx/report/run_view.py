@@ -26,7 +26,8 @@ from longctx.runs.metrics import (
     is_step,
     shown,
 )
-from longctx.runs.run_folder import NotARun, is_training, read_config, read_rows
+from longctx.runs.metrics_file import read_rows
+from longctx.runs.run_folder import NotARun, is_training, read_config
 
 # A curve: "t" tokens seen, "s" seconds of training, "y" values; where rows were joined, also "lo"
 # and "hi" beside the mean "y", and where they have a standard error, that below and above it.

@@ -17,7 +17,8 @@ from longctx import tables, untrusted
 from longctx.files import printable
 from longctx.report.run_view import ending
 from longctx.runs.metrics import Row, Shown, duration, finite, line, present
-from longctx.runs.run_folder import NotARun, is_training, parsed, read_config
+from longctx.runs.metrics_file import parsed
+from longctx.runs.run_folder import NotARun, is_training, read_config
 
 PAUSE = 0.5  # seconds between two looks
 BARS = "▁▂▃▄▅▆▇█"

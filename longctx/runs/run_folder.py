@@ -1,10 +1,9 @@
 """Run folders: runs/<name>/ with config.yaml, metrics.jsonl, tokenizer.json, checkpoints/ and
 wandb/. Torch-free.
 
-The only reader of these files: training, evaluation and reports use it alike. A folder is claimed
-by an exclusive mkdir, so two runs started together never share one. It is locked while it trains.
-Files are replaced atomically, but metrics.jsonl grows, so a run that still trains or was killed may
-leave its last line cut.
+The only reader of these files, but for metrics.jsonl (`metrics_file`): training, evaluation and
+reports use it alike. A folder is claimed by an exclusive mkdir, so two runs started together never
+share one. It is locked while it trains. Files are replaced atomically.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import yaml
 
 from longctx import files, untrusted
 from longctx.runs import checkpoint_index
-from longctx.runs.metrics import Row
 
 # What resume= may change: where and by how many devices it is computed, how long and how closely
 # watched the run is. A new length changes the learning rate of the steps to come; nothing else
@@ -394,59 +392,3 @@ def flat(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             result[f"{prefix}{key}"] = value
     return result
-
-
-def read_metrics(folder: Path) -> list[Row]:
-    """The rows of metrics.jsonl, [] where there is none; lines that hold no row are left out."""
-    return read_rows(folder)[0]
-
-
-def read_rows(folder: Path) -> tuple[list[Row], str]:
-    """The rows of metrics.jsonl, and which of its lines hold none, such as a last one cut off by a
-    kill ("" if all do).
-
-    Raises NotARun where it is no regular file.
-    """
-    try:
-        with untrusted.open_file(folder / "metrics.jsonl") as file:
-            content = file.read()
-    except FileNotFoundError:
-        return [], ""
-    except ValueError as error:
-        raise NotARun(str(error)) from error
-    lines = [line for line in content.decode("utf-8", "replace").split("\n") if line]
-    try:
-        values = json.loads(f"[{','.join(lines)}]")  # twice as fast as line by line
-        if len(values) != len(lines):
-            values = [parsed(line) for line in lines]
-    except (ValueError, RecursionError):
-        values = [parsed(line) for line in lines]
-    wrong = [number for number, value in enumerate(values) if not is_row(value)]
-    rows = [value for value in values if is_row(value)] if wrong else values
-    if wrong == [len(values) - 1]:
-        return rows, "the last line"
-    return rows, f"{len(wrong)} of {len(values):,} lines" if wrong else ""
-
-
-def parsed(line: str) -> Row | None:
-    """The row in a line of metrics.jsonl; None if there is none."""
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return value if is_row(value) else None
-
-
-def is_row(value: Any) -> bool:
-    """Whether a value is a row as training logs them."""
-    return (
-        isinstance(value, dict)
-        and type(value.get("step")) is int
-        and type(value.get("tokens_seen")) is int
-    )
-
-
-def drop_metrics_after(folder: Path, step: int) -> None:
-    """Remove the rows of steps past `step`, which a resumed run computes again."""
-    rows = [row for row in read_metrics(folder) if row["step"] <= step]
-    files.write_text(folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))

@@ -24,7 +24,7 @@ from urllib.parse import urlparse
 
 from longctx import python_child
 from longctx.config.train_config import WandbConfig
-from longctx.runs import run_folder
+from longctx.runs import metrics_file
 from longctx.runs.metrics import Row
 from longctx.runs.wandb_process import BEGUN, PROBLEM, SENT, positions, samples
 
@@ -42,7 +42,7 @@ class Tracker:
         self.folder, self.config = folder, config
         self.mode = wandb_mode(config)
         path = folder / "metrics.jsonl"
-        earlier = run_folder.read_metrics(folder) if path.is_file() else []
+        earlier = metrics_file.read(folder) if path.is_file() else []
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (`finish` closes it)
         self._positions = [point for row in earlier for point in positions(row)]
         self._samples = [one for row in earlier for one in samples(row)]

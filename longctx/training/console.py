@@ -11,9 +11,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 
 from longctx import files, tables
-from longctx.runs import metrics
+from longctx.runs import metrics, metrics_file
 from longctx.runs.metrics import Metric, Row, Shown, figures, is_step
-from longctx.runs.run_folder import checkpoints, read_metrics
+from longctx.runs.run_folder import checkpoints
 
 UNSCORED = "nothing scored"  # such as pieces of conversations without an answer
 
@@ -120,7 +120,7 @@ def closing_table(
     finished: it has done all its steps. out_of_patience: its last validations brought no lower
     loss.
     """
-    rows = read_metrics(folder)
+    rows = metrics_file.read(folder)
     numbers = figures(rows)
     if numbers.get("step") != steps:  # it was stopped after steps that no row has counted
         numbers.pop("tokens_seen", None)

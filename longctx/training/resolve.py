@@ -30,7 +30,7 @@ from longctx.model.context_extension import extended
 from longctx.planner import fitting, hardware, layouts
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import Workload, with_vocabulary, workload_of
-from longctx.runs import checkpoints, run_folder
+from longctx.runs import checkpoints, metrics_file, run_folder
 from longctx.training import compile_ahead, initial, kernel_lock, longest, saved_state
 from longctx.training.child import DryRun
 from longctx.training.out_of_memory import check_fits
@@ -414,4 +414,4 @@ def continue_folder(run: Run) -> None:
         )
     kernel_lock.write(run.folder, run.kernel_lock)
     run_folder.write_config(run.folder, run.settings() | {"resume": None})
-    run_folder.drop_metrics_after(run.folder, run.steps_done)
+    metrics_file.drop_after(run.folder, run.steps_done)

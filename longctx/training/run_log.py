@@ -14,7 +14,7 @@ from longctx.planner.hardware import GIB
 from longctx.planner.overview import count_of
 from longctx.planner.peak_memory import predict
 from longctx.planner.workload import Workload
-from longctx.runs import run_folder
+from longctx.runs import metrics_file
 from longctx.runs.metrics import SAMPLE
 from longctx.runs.tracking import Tracker
 from longctx.training.console import Display, closing_table
@@ -126,7 +126,7 @@ class RunLog:
         if stopped_by is not None:
             self.display.say(f"stopped by {stopped_by} after step {self.steps_done:,}, saved")
         self.display.say("")
-        for line in loss_curve(run_folder.read_metrics(self.run.folder)):
+        for line in loss_curve(metrics_file.read(self.run.folder)):
             self.display.say(line)
         self.display.say("")
         finished = code == 0 and self.steps_done >= self.run.max_steps

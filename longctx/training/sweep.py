@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from longctx import python_child, stop_signal, tables
-from longctx.runs import metrics
+from longctx.runs import metrics, metrics_file
 from longctx.runs.metrics import Shown, figures
-from longctx.runs.run_folder import read_metrics
 
 VARIED_VARIABLE = "LONGCTX_VARIED"  # the keys in which jobs differ, joined by commas
 RESULT_VARIABLE = "LONGCTX_RESULT"  # the file in which a job leaves the name of its folder
@@ -94,7 +93,7 @@ def _run(overrides: list[str], varied: set[str]) -> Job:
 
 def sweep_table(jobs: list[Job]) -> Table:
     """One line per job: the overrides in which the jobs differ, what came out, how it ended."""
-    of_jobs = [figures(read_metrics(job.folder)) if job.folder else {} for job in jobs]
+    of_jobs = [figures(metrics_file.read(job.folder)) if job.folder else {} for job in jobs]
     columns = [
         metric
         for metric in metrics.shown(Shown.CLOSING)

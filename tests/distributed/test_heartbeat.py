@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from longctx.distributed.heartbeat import RUN_VARIABLE, go_on, is_alive, state_of
-from longctx.runs import run_folder
+from longctx.runs import metrics_file, run_folder
 from tests.processes import children, descendants, with_local_rank
 from tests.training.test_processes import SCRIPT, start, wait_for_step
 
@@ -195,7 +195,7 @@ def test_stopped_processes_end_their_runs_but_not_where_all_were_stopped(
         assert f"data worker {worker} was stopped" in ended(alone, [worker])
         time.sleep(max(0.0, since + 50 - time.monotonic()))  # longer than any waits for a beat
         folder = tmp_path / "all" / "runs" / "r"
-        last_step = run_folder.read_metrics(folder)[-1]["step"]
+        last_step = metrics_file.read(folder)[-1]["step"]
         os.killpg(everyone.pid, signal.SIGCONT)
         time.sleep(10)
         wait_for_step(folder, last_step + 5, everyone)

@@ -15,7 +15,7 @@ import eval as evaluation
 import train
 from longctx.report.compare import compare
 from longctx.report.run_view import read
-from longctx.runs import checkpoints, metrics, run_folder
+from longctx.runs import checkpoints, metrics, metrics_file, run_folder
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 LOSSES = {5: 4.663863182067871, 6: 4.695882161458333}
@@ -68,9 +68,9 @@ def test_its_checkpoint_opens_and_evaluates(old_run: Path) -> None:
 
 
 def test_training_continues_it_with_the_losses_of_the_version_that_began_it(old_run: Path) -> None:
-    before = run_folder.read_metrics(old_run)
+    before = metrics_file.read(old_run)
     assert train.main([f"resume={old_run}", "max_steps=6", "kernel.lock=record"]) == 0
-    rows = run_folder.read_metrics(old_run)
+    rows = metrics_file.read(old_run)
     assert rows[: len(before)] == before
     added = rows[len(before) :]
     losses = {row["step"]: row["loss"] for row in added if "loss" in row}

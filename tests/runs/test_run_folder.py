@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from longctx.runs import run_folder
+from longctx.runs import metrics_file, run_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,7 +72,7 @@ def test_lock_ends_with_its_process_despite_a_living_worker(tmp_path: Path) -> N
     code = f"""
 import os, time
 from pathlib import Path
-from longctx.runs import run_folder
+from longctx.runs import metrics_file, run_folder
 with run_folder.locked(Path({str(tmp_path)!r})):
     if os.fork() == 0:
         print(os.getpid(), flush=True)  # by the child, which has left the lock by then
@@ -117,9 +117,9 @@ def test_metrics_past_a_step_are_dropped_and_a_cut_last_line_with_them(tmp_path:
     rows = [row(n, loss=n / 3) for n in range(1, 8)]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "metrics.jsonl").write_text(text + '{"step": 8, "lo')
-    assert run_folder.read_metrics(tmp_path) == rows
-    run_folder.drop_metrics_after(tmp_path, 5)
-    assert run_folder.read_metrics(tmp_path) == rows[:5]
+    assert metrics_file.read(tmp_path) == rows
+    metrics_file.drop_after(tmp_path, 5)
+    assert metrics_file.read(tmp_path) == rows[:5]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
@@ -142,10 +142,10 @@ def test_malformed_line_costs_no_other_row(line: bytes, tmp_path: Path) -> None:
     rows = [row(1), row(3)]
     first, last = (json.dumps(row).encode() for row in rows)
     (tmp_path / "metrics.jsonl").write_bytes(first + b"\n" + line + b"\n" + last + b"\n")
-    assert run_folder.read_rows(tmp_path)[0] == rows
-    assert run_folder.read_rows(tmp_path)[1] != ""
-    run_folder.drop_metrics_after(tmp_path, 9)
-    assert run_folder.read_rows(tmp_path) == (rows, "")
+    assert metrics_file.read_rows(tmp_path)[0] == rows
+    assert metrics_file.read_rows(tmp_path)[1] != ""
+    metrics_file.drop_after(tmp_path, 9)
+    assert metrics_file.read_rows(tmp_path) == (rows, "")
 
 
 def test_only_what_does_not_change_the_result_may_change_on_resume() -> None:

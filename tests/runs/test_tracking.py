@@ -20,7 +20,7 @@ from longctx import cli
 from longctx.config.train_config import WandbConfig
 from longctx.evaluation import results
 from longctx.report import dashboard
-from longctx.runs import metrics, run_folder
+from longctx.runs import metrics, metrics_file
 from longctx.runs.metrics import BY_POSITION, Shown
 from longctx.runs.tracking import (
     Copy,
@@ -73,7 +73,7 @@ def test_wandb_gets_the_rows_logged_before_and_after_its_start(
     for row in rows[2:]:
         tracker.log(row)
     tracker.finish(0)
-    assert run_folder.read_metrics(folder) == rows
+    assert metrics_file.read(folder) == rows
     assert "wandb leet" in str(tracker.how_to_look())
     assert capfd.readouterr() == ("", "")
     (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
@@ -125,7 +125,7 @@ def test_a_wandb_that_is_killed_is_said_once_and_all_is_copied_anew(
     problems.append(tracker.problem())
     [problem] = filter(None, problems)
     assert "upload: wandb sync" in problem
-    assert run_folder.read_metrics(tmp_path) == ROWS
+    assert metrics_file.read(tmp_path) == ROWS
     assert whole_copy(tmp_path) == ROWS
 
 
@@ -149,7 +149,7 @@ def test_a_server_that_does_not_answer_costs_ten_seconds_and_all_is_copied_offli
         assert time.monotonic() - began < 10
         assert "upload: wandb sync" in str(tracker.problem())
         assert tracker.problem() is None
-        assert run_folder.read_metrics(tmp_path) == ROWS
+        assert metrics_file.read(tmp_path) == ROWS
         assert whole_copy(tmp_path) == ROWS
 
 
@@ -163,7 +163,7 @@ def test_a_folder_that_cannot_hold_what_is_sent_ends_the_copy_alone(
     tracker.log(ROWS[0])
     tracker.finish(0)
     assert tracker.problem() is None
-    assert run_folder.read_metrics(tmp_path) == ROWS[:1]
+    assert metrics_file.read(tmp_path) == ROWS[:1]
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_a_resumed_run_is_a_new_leg_of_its_group_offline(tmp_path: Path) -> None
     )
     assert (
         [row for file in files for row in _history(file)]
-        == run_folder.read_metrics(folder)
+        == metrics_file.read(folder)
         == legs[0] + legs[1]
     )
     records = [_records(file) for file in files]

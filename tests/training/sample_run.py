@@ -9,7 +9,7 @@ import torch
 from longctx import files
 from longctx.config.train_config import TrainConfig
 from longctx.planner.workload import workload_of
-from longctx.runs import checkpoints, run_folder
+from longctx.runs import checkpoints, metrics_file, run_folder
 from longctx.training.resolve import scheduled
 from longctx.training.run import Run
 
@@ -24,7 +24,7 @@ def sample_run(config: TrainConfig, device: str = "cpu") -> Run:
 
 def steps(folder: Path) -> list[dict[str, Any]]:
     """The rows of metrics that hold a step's loss."""
-    return [row for row in run_folder.read_metrics(folder) if "loss" in row]
+    return [row for row in metrics_file.read(folder) if "loss" in row]
 
 
 def newest(folder: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import train
-from longctx.runs import run_folder
+from longctx.runs import metrics_file
 from longctx.runs.metrics import METRICS
 from tests.processes import finished
 from tests.training.sample_run import Overrides, steps
@@ -50,7 +50,7 @@ def test_the_process_that_others_wait_for_is_named(
 
 def test_a_run_of_one_process_logs_none_of_it(overrides: Overrides, tmp_path: Path) -> None:
     assert train.main(overrides(name="r", max_steps=2)) == 0
-    keys = set().union(*run_folder.read_metrics(tmp_path / "runs" / "r"))
+    keys = set().union(*metrics_file.read(tmp_path / "runs" / "r"))
     assert not keys & OF_SEVERAL and not any(key.startswith("busy_ms") for key in keys)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import train
-from longctx.runs import run_folder
+from longctx.runs import metrics_file
 from tests.processes import finished, run_on
 from tests.training.sample_run import Overrides
 from tests.training.test_devices import Refused, close, run
@@ -37,7 +37,7 @@ def test_a_checked_run_says_so_and_trains_as_on_one_device(
     assert train.main(overrides(name="one", **shape)) == 0
     run(tmp_path, overrides(name="checked", context__check=True, **SHARED, **shape))
     close(tmp_path / "runs" / "checked", tmp_path / "runs" / "one")
-    first, *others = run_folder.read_metrics(tmp_path / "runs" / "checked")
+    first, *others = metrics_file.read(tmp_path / "runs" / "checked")
     assert 0 <= first["context_check/loss_fp32"] < 1e-5
     assert 0 <= first["context_check/gradients_fp32"] < 1e-5
     assert not [key for row in others for key in row if key.startswith("context_check/")]

@@ -15,7 +15,7 @@ from longctx.model import GPT, GPTConfig
 from longctx.model.layers import Block
 from longctx.planner.peak_memory import GRADIENTS, predict
 from longctx.planner.workload import Workload, with_vocabulary, workload_of
-from longctx.runs import run_folder
+from longctx.runs import metrics_file, run_folder
 from longctx.training.batches import MicroBatch, micro_batch
 from longctx.training.cuda_graphs import StaticBatch, StepGraphs, uncached
 from tests.processes import ROOT, finished
@@ -200,7 +200,7 @@ def any_order_again():
 
 def figures(folder: Path) -> list[tuple[Any, ...]]:
     keys = ("step", "loss", "grad_norm", "lr", "tokens_seen", "val_loss", "steps_skipped")
-    return [tuple(row.get(key) for key in keys) for row in run_folder.read_metrics(folder)]
+    return [tuple(row.get(key) for key in keys) for row in metrics_file.read(folder)]
 
 
 def run(overrides: Overrides, runs: Path, graphs: bool, **changes: object) -> Path:

@@ -10,7 +10,7 @@ import pytest
 import eval as evaluate
 import train
 from longctx.cli import main
-from longctx.runs import checkpoints, run_folder
+from longctx.runs import checkpoints, metrics_file, run_folder
 from tests.processes import ROOT, finished
 from tests.training.sample_run import Overrides, steps
 
@@ -31,9 +31,7 @@ def close(folder: Path, other: Path, rel: float = 2e-6) -> None:
     for row, expected in zip(rows, others, strict=True):
         assert row["loss"] == pytest.approx(expected["loss"], rel=rel)
         assert row["tokens_seen"] == expected["tokens_seen"]
-    for row, expected in zip(
-        run_folder.read_metrics(folder), run_folder.read_metrics(other), strict=True
-    ):
+    for row, expected in zip(metrics_file.read(folder), metrics_file.read(other), strict=True):
         assert row.keys() >= {key for key in expected if key.startswith("val_loss")}
         for key in expected:
             if key.startswith("val_loss"):

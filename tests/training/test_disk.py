@@ -10,7 +10,7 @@ import pytest
 
 import train
 from longctx.files import FULL_DISK
-from longctx.runs import run_folder
+from longctx.runs import metrics_file, run_folder
 from tests.training.sample_run import Overrides, steps
 
 
@@ -70,12 +70,12 @@ def test_checkpoints_that_cannot_be_written_are_found_before_step_1(
     shutil.copytree(tmp_path / "elsewhere", disk / "checkpoints", symlinks=True)
     (folder / "checkpoints").symlink_to(disk / "checkpoints")
     remount(disk, "ro")
-    rows = run_folder.read_metrics(folder)
+    rows = metrics_file.read(folder)
     capsys.readouterr()
     assert train.main([f"resume={folder}", "max_steps=3"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{folder / 'checkpoints'}: no file can be made there" in line
-    assert run_folder.read_metrics(folder) == rows
+    assert metrics_file.read(folder) == rows
 
 
 def test_what_a_killed_run_left_goes_at_the_next_start(

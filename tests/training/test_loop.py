@@ -20,7 +20,7 @@ from longctx.data import Data, DataConfig, SampleStream, load
 from longctx.distributed.parallel import Parallel
 from longctx.evaluation.subject import load_model
 from longctx.planner.hardware import Machine
-from longctx.runs import run_folder
+from longctx.runs import metrics_file, run_folder
 from longctx.training import resolve
 from longctx.training.batches import micro_batch
 from longctx.training.loop import step_batches
@@ -63,7 +63,7 @@ def test_a_run_leaves_what_others_read(
         "epoch",
     }
     assert keys | {"tokens_seen", "process_peak_gib", "seconds"} <= rows[0].keys()
-    validations = [row for row in run_folder.read_metrics(folder) if "val_loss" in row]
+    validations = [row for row in metrics_file.read(folder) if "val_loss" in row]
     assert [row["step"] for row in validations] == [0, 5, 10, 12]
     assert validations[-1]["val_perplexity"] < 0.7 * validations[0]["val_perplexity"]
     val = load(DataConfig(**config["data"]), 64).val

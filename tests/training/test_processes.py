@@ -16,7 +16,7 @@ import torch
 
 import train
 from longctx import files, stop_signal
-from longctx.runs import checkpoints, run_folder
+from longctx.runs import checkpoints, metrics_file, run_folder
 from longctx.training.saver import Saver
 from tests.training.sample_run import Overrides, newest, steps, weights
 
@@ -50,7 +50,7 @@ def start(
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 120
-    while not any(row["step"] >= step for row in run_folder.read_metrics(folder)):
+    while not any(row["step"] >= step for row in metrics_file.read(folder)):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -171,7 +171,7 @@ def test_a_stopped_run_saves_and_says_how_to_go_on(
     assert "Traceback" not in run.err
     assert f"longctx train resume={run.folder}" in run.out
     assert f"stopped by {signal.Signals(number).name} after step" in run.out
-    assert newest(run.folder)["steps_done"] == run_folder.read_metrics(run.folder)[-1]["step"]
+    assert newest(run.folder)["steps_done"] == metrics_file.read(run.folder)[-1]["step"]
 
 
 def test_wandb_is_not_imported_when_disabled(stopped: Callable[[int], Stopped]) -> None:
@@ -258,7 +258,7 @@ def test_two_processes_equal_one(overrides: Overrides, tmp_path: Path) -> None:
     assert err == ""
     assert out.count("step 4/4  loss") == 1
     folders = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
-    a, b = (run_folder.read_metrics(folder) for folder in folders)
+    a, b = (metrics_file.read(folder) for folder in folders)
     for left, right in zip(a, b, strict=True):
         assert left["tokens_seen"] == right["tokens_seen"]
         assert left.keys() <= right.keys()
@@ -314,7 +314,7 @@ def test_a_run_whose_output_nobody_reads_saves_and_ends(
     process.stdout.close()
     assert process.wait(60) == 129
     assert "SIGHUP: finishing this step" in process.stderr.read()
-    assert newest(folder)["steps_done"] == run_folder.read_metrics(folder)[-1]["step"] < 100_000
+    assert newest(folder)["steps_done"] == metrics_file.read(folder)[-1]["step"] < 100_000
 
 
 @pytest.mark.slow
@@ -325,7 +325,7 @@ def test_two_processes_stop_together(overrides: Overrides, tmp_path: Path) -> No
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 143, err
-    assert newest(folder)["steps_done"] == run_folder.read_metrics(folder)[-1]["step"]
+    assert newest(folder)["steps_done"] == metrics_file.read(folder)[-1]["step"]
 
 
 @pytest.mark.slow
@@ -335,9 +335,7 @@ def test_a_sweep_that_is_told_to_end_has_its_job_save_first(
 ) -> None:
     process = start(["-m", *overrides(max_steps="100000,100001", workers=0)], tmp_path)
     deadline = time.monotonic() + 120
-    while not [
-        folder for folder in (tmp_path / "runs").glob("*") if run_folder.read_metrics(folder)
-    ]:
+    while not [folder for folder in (tmp_path / "runs").glob("*") if metrics_file.read(folder)]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     [folder] = (tmp_path / "runs").iterdir()
@@ -347,7 +345,7 @@ def test_a_sweep_that_is_told_to_end_has_its_job_save_first(
     assert process.returncode == 128 + signal.Signals[name], err
     assert f"stopped by {name}" in out
     assert "val perplexity" in out, "the table of all jobs"
-    assert newest(folder)["steps_done"] == run_folder.read_metrics(folder)[-1]["step"]
+    assert newest(folder)["steps_done"] == metrics_file.read(folder)[-1]["step"]
 
 
 @pytest.mark.slow

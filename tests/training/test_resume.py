@@ -9,7 +9,7 @@ import yaml
 import train
 from longctx import files
 from longctx.evaluation.subject import load_model
-from longctx.runs import checkpoints, run_folder
+from longctx.runs import checkpoints, metrics_file, run_folder
 from tests.training.sample_run import Overrides, check_equal_weights, newest, save_as_file, steps
 
 
@@ -65,7 +65,7 @@ def test_a_mix_resumes_exactly_and_facts_are_asked_for_at_every_validation(
     straight, cut = tmp_path / "runs" / "straight", tmp_path / "runs" / "cut"
     assert train.main(overrides(name="straight", **changes)) == 0
     assert "passkey at 600 0%  needle at 600 0%" in capsys.readouterr().out
-    validations = [row for row in run_folder.read_metrics(straight) if "val_loss" in row]
+    validations = [row for row in metrics_file.read(straight) if "val_loss" in row]
     assert [row["facts_found/passkey/600"] for row in validations] == [0, 0, 0]
     every = {"checkpoint_every": 2, "keep_checkpoints": 9}
     assert train.main(overrides(name="cut", **every, **changes)) == 0
@@ -179,12 +179,12 @@ def test_no_checkpoint_that_is_whole_is_one_clear_line_and_changes_nothing(
     for path in paths:
         (file,) = path.glob("*.safetensors")
         file.write_bytes(file.read_bytes()[:-100])
-    rows = run_folder.read_metrics(folder)
+    rows = metrics_file.read(folder)
     for left in (2, 1):
         capsys.readouterr()
         assert train.main([f"resume={folder}", "max_steps=3"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert all(path.name in line for path in paths[:left])
         assert run_folder.checkpoints(folder) == paths[:left]
-        assert run_folder.read_metrics(folder) == rows
+        assert metrics_file.read(folder) == rows
         files.remove(paths[-1])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from longctx import cli
-from longctx.runs import run_folder
+from longctx.runs import metrics_file
 from longctx.runs.wandb_process import samples
 from tests.training.test_processes import start
 
@@ -16,9 +16,7 @@ Overrides = Callable[..., list[str]]
 
 def sampled(folder: Path) -> dict[int, str]:
     """Step → the sample after it."""
-    return {
-        row["step"]: row["sample"] for row in run_folder.read_metrics(folder) if "sample" in row
-    }
+    return {row["step"]: row["sample"] for row in metrics_file.read(folder) if "sample" in row}
 
 
 def test_samples_continue_the_prompt_and_leave_training_as_it_is(
@@ -33,7 +31,7 @@ def test_samples_continue_the_prompt_and_leave_training_as_it_is(
     assert capsys.readouterr().out.count(prompt) == 2
     assert cli.main(["train", *overrides(name="without", max_steps=3)]) == 0
     losses = [
-        [row["loss"] for row in run_folder.read_metrics(tmp_path / "runs" / name) if "loss" in row]
+        [row["loss"] for row in metrics_file.read(tmp_path / "runs" / name) if "loss" in row]
         for name in ("with", "without")
     ]
     assert losses[0] == losses[1]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import train
 from longctx.evaluation.subject import load_model
-from longctx.runs import checkpoints, run_folder
+from longctx.runs import checkpoints, metrics_file, run_folder
 from tests.training.sample_run import newest, save_as_file
 
 Checkpoint = dict[str, Any]
@@ -42,11 +42,11 @@ def folder(finished: Path, tmp_path: Path) -> Path:
 def refused(folder: Path, content: Checkpoint, capsys: pytest.CaptureFixture[str]) -> str:
     """The one line that a resume from `content` is refused with."""
     save_as_file(content, folder)
-    rows = run_folder.read_metrics(folder)
+    rows = metrics_file.read(folder)
     capsys.readouterr()
     assert train.main([f"resume={folder}", "max_steps=3"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert run_folder.read_metrics(folder) == rows
+    assert metrics_file.read(folder) == rows
     return line
 
 

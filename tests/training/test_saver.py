@@ -23,7 +23,7 @@ from longctx import stop_signal
 from longctx.config.model_config import GPTConfig
 from longctx.files import FULL_DISK
 from longctx.planner import hardware
-from longctx.runs import checkpoint_index, checkpoints, removal, run_folder
+from longctx.runs import checkpoint_index, checkpoints, metrics_file, removal, run_folder
 from longctx.runs.checkpoint_write import Saving, Snapshot
 from longctx.training import loop, saver
 from longctx.training.run_log import RunLog
@@ -122,7 +122,7 @@ def test_a_signal_while_a_checkpoint_is_written_ends_with_both_on_disk(
     assert first == checkpoints.path_of(folder, 3)
     for path in (first, last):
         checkpoints.verify(path)
-    assert newest(folder)["steps_done"] == run_folder.read_metrics(folder)[-1]["step"] > 3
+    assert newest(folder)["steps_done"] == metrics_file.read(folder)[-1]["step"] > 3
 
 
 def test_a_second_signal_gives_up_what_is_written(
@@ -169,7 +169,7 @@ def test_counters_are_those_of_the_step_that_is_saved(
     every = {"checkpoint_every": 2, "keep_checkpoints": 9, "max_steps": 5, "log_every": 9}
     assert train.main(overrides(name="r", spike="skip", keep_best=True, val_every=1, **every)) == 0
     folder = tmp_path / "runs" / "r"
-    tokens = {row["step"]: row["tokens_seen"] for row in run_folder.read_metrics(folder)}
+    tokens = {row["step"]: row["tokens_seen"] for row in metrics_file.read(folder)}
     for path in run_folder.checkpoints(folder):
         content = json.loads((path / checkpoint_index.INDEX).read_text())["content"]
         step = content["steps_done"]

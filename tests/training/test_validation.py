@@ -11,7 +11,7 @@ import torch
 import train
 from longctx.data.rows import IGNORED
 from longctx.evaluation.perplexity import error_of_ratio
-from longctx.runs import run_folder
+from longctx.runs import metrics_file
 from longctx.training.batches import micro_batch
 from longctx.training.validation import (
     BY_POSITION,
@@ -85,9 +85,7 @@ def test_buckets_are_those_of_pieces_that_fill_all_of_them() -> None:
 def test_the_buckets_of_a_run_are_its_losses(overrides: Overrides, tmp_path: Path) -> None:
     """A model that knows nothing yet loses ln(vocabulary) everywhere."""
     assert train.main(overrides(name="r", max_steps=1, lr=0.0, val_rows=0)) == 0
-    before, after = (
-        row for row in run_folder.read_metrics(tmp_path / "runs" / "r") if "val_loss" in row
-    )
+    before, after = (row for row in metrics_file.read(tmp_path / "runs" / "r") if "val_loss" in row)
     buckets = {key: value for key, value in before.items() if key.startswith(BY_POSITION)}
     assert list(buckets) == [f"{BY_POSITION}/{2**b}" for b in range(6)]
     for value in buckets.values():

@@ -18,7 +18,7 @@ from longctx.config.model_config import LoraConfig
 from longctx.config.train_config import TrainConfig
 from longctx.evaluation.subject import load_model
 from longctx.planner.workload import workload_of
-from longctx.runs import run_folder
+from longctx.runs import metrics_file, run_folder
 from longctx.training.resolve import default_learning_rate, scheduled
 from tests.training.sample_run import Overrides, check_equal_weights, weights
 
@@ -31,7 +31,7 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_the_folder(
     theirs = LlamaForCausalLM.from_pretrained(folder)
     line = f"model      weights of {folder}, {theirs.num_parameters():,} parameters\n"
     assert line in capsys.readouterr().out
-    first = run_folder.read_metrics(straight)[0]
+    first = metrics_file.read(straight)[0]
     assert first["step"] == 0
     config = yaml.safe_load((straight / "config.yaml").read_text())
     assert (config["init"], config["data"]["tokenizer"]) == (str(folder), str(folder))
@@ -61,7 +61,7 @@ def test_a_run_begins_with_the_weights_of_another(
     chosen = {"model": None, "model__layers": None, "model__channels": None, "model__ffn": None}
     chosen |= {"data__vocab_size": None, "lora__rank": rank, "max_steps": 1}
     assert train.main(overrides(init=runs / "first", name="second", **chosen)) == 0
-    first, second = (run_folder.read_metrics(runs / name) for name in ("first", "second"))
+    first, second = (metrics_file.read(runs / name) for name in ("first", "second"))
     before, after = first[-1], second[0]
     assert after["step"] == 0
     assert after["val_loss"] == pytest.approx(before["val_loss"], rel=1e-6)
