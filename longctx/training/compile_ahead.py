@@ -7,6 +7,7 @@ Nothing fails here: the run compiles the same again and reports the error.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -23,6 +24,7 @@ from longctx.training.small_run import with_few_layers
 
 Task = Callable[[], object]
 TOKENS = 128  # of the step that compiles: a multiple of 16, which Triton makes code for
+SWITCH_INTERVAL = 1e-4  # seconds after which a thread that computes lets another one run
 
 
 def begin(work: Workload) -> Callable[[], object]:
@@ -44,16 +46,26 @@ def begin(work: Workload) -> Callable[[], object]:
 
 
 def side_by_side(tasks: Sequence[Task]) -> Callable[[], object]:
-    """Begin each task in a thread of its own; returns what waits for them all."""
+    """Begin each task in a thread of its own; returns what waits for them all.
+
+    Reading a corpus makes thousands of system calls, and after each it waits for the interpreter's
+    lock: with the usual interval of 5 ms, for seconds where a task computes in Python.
+    """
+    usual_interval = sys.getswitchinterval()
 
     def attempted(task: Task) -> None:
         with suppress(Exception):
             task()
 
+    def end() -> None:
+        wait(begun)
+        sys.setswitchinterval(usual_interval)
+
+    sys.setswitchinterval(SWITCH_INTERVAL)
     pool = ThreadPoolExecutor(max(1, len(tasks)), thread_name_prefix=UNNEEDED)
     begun: list[Future[None]] = [pool.submit(attempted, task) for task in tasks]
     pool.shutdown(wait=False)
-    return lambda: wait(begun)
+    return end
 
 
 def on(device: int, task: Task) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,25 @@ def test_tasks_run_beside_one_another_and_what_fails_is_left_to_the_run() -> Non
     wait()
     assert len(set(done)) == 2
     assert threading.current_thread() not in done
+
+
+def test_what_reads_the_data_need_not_wait_for_a_thread_that_compiles() -> None:
+    """Each of these sleeps gives up the interpreter's lock, as each call of os.stat does."""
+    usual_interval, read = sys.getswitchinterval(), threading.Event()
+
+    def compiles() -> None:
+        while not read.is_set():
+            pass
+
+    wait = compile_ahead.side_by_side([compiles])
+    start = time.monotonic()
+    for _ in range(2000):
+        time.sleep(0)
+    seconds = time.monotonic() - start
+    read.set()
+    wait()
+    assert seconds < 2000 * usual_interval / 2
+    assert sys.getswitchinterval() == usual_interval
 
 
 def test_nothing_to_do_is_done_at_once() -> None:
