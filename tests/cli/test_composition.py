@@ -282,6 +282,12 @@ def test_two_lengths_of_one_run_are_a_mistake() -> None:
         compose("max_steps=5", "max_tokens=100")
 
 
+def test_a_budget_without_spikes_that_are_skipped_is_refused() -> None:
+    with pytest.raises(ValueError, match="spike_budget=9: does nothing without spike=skip"):
+        compose("spike_budget=9")
+    assert compose("spike_budget=9", "spike=skip").config.spike_budget == 9
+
+
 def test_a_misspelt_key_in_a_preset_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
