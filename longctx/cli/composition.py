@@ -98,7 +98,7 @@ def from_file(command: str, path: Path, overrides: list[str]) -> Request[Any]:
     try:
         config.validate()
     except ValueError as error:
-        by_override = any(str(error).startswith(name) for name in changed)
+        by_override = any(re.match(f"{re.escape(name)}[=: ]", str(error)) for name in changed)
         raise (error if by_override else ValueError(f"{path}: {error}")) from None
     _check_switches(config, changed)
     return Request(config, {}, changed)
@@ -240,6 +240,10 @@ def _check_switches(config: Any, changed: Mapping[str, str]) -> None:
         group, _, name = key.partition(".")
         if name not in ("", "enabled") and not getattr(getattr(config, group), "enabled", True):
             raise ValueError(f"{key}={value}: does nothing without {group}=true")
+    if "spike_budget" in changed and config.spike != "skip":
+        raise ValueError(
+            f"spike_budget={changed['spike_budget']}: does nothing without spike=skip; give it too"
+        )
 
 
 @contextmanager

@@ -222,13 +222,6 @@ class TrainConfig:
                 f"sample_prompt={self.sample_prompt}: does nothing without sample_every; give it "
                 "too, such as sample_every=100"
             )
-        if self.spike_budget != TrainConfig.spike_budget and (self.spike, self.resume) == (
-            "flag",
-            None,
-        ):
-            raise ValueError(
-                f"spike_budget={self.spike_budget}: does nothing without spike=skip; give it too"
-            )
         if self.bf16_layers and self.precision != "fp8":
             raise ValueError(
                 f"bf16_layers={self.bf16_layers}: does nothing without precision=fp8; leave it out"

@@ -109,7 +109,7 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal, saver: Sav
         state.restore(run.checkpoint, meter, parallel, best)
         log.spikes = spikes.found
     predicted = predicted_gib(run)
-    vote = Vote(stop, parallel)
+    vote = Vote(stop, parallel, run.steps_done)
 
     def validated(step: int) -> None:
         if len(data.val):
@@ -164,7 +164,8 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal, saver: Sav
         is_best = run.config.keep_best and best.step == step
         ends = last or stopped or best.is_over
         if ends or is_best or step % run.config.checkpoint_every == 0:
-            require_finite("gradient norm", float(state.module.grad_norm), step, run)
+            if not spikes.lost:
+                require_finite("gradient norm", float(state.module.grad_norm), step, run)
             with meter.set_aside():
                 require_finite_state(state, step, run, parallel)
                 saver.save(meter, best, step, last=ends)
@@ -270,9 +271,10 @@ class Vote:
 
     EVERY = 10.0  # seconds
 
-    def __init__(self, stop: StopSignal, parallel: Parallel) -> None:
+    def __init__(self, stop: StopSignal, parallel: Parallel, steps_done: int) -> None:
         self.stop, self.parallel = stop, parallel
-        self.asked_at, self.asked_after, self.next_step = time.monotonic(), 0, 1
+        self.asked_at, self.asked_after = time.monotonic(), steps_done
+        self.next_step = steps_done + 1
 
     def stops(self, step: int, waits_anyway: bool) -> bool:
         """Whether the run stops after `step`."""

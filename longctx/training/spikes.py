@@ -9,6 +9,7 @@ and here also above the mean by a tenth of it, so that a loss that hardly moves 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from statistics import fmean, pstdev
@@ -33,15 +34,18 @@ class Spikes:
         self.norms: deque[float] = deque(maxlen=WINDOW)
         self.dropped: deque[int] = deque(maxlen=WINDOW)  # 1 for each of the last steps dropped
         self.found = self.skipped = 0  # since the run began
+        self.lost = False  # the last step was dropped, and its loss or norm is not finite
 
     def drops(self, loss: float, norm: float) -> bool:
         """Whether a step is to be dropped, which then leaves weights and optimizer as they are."""
+        finite = math.isfinite(loss) and math.isfinite(norm)
         outlier = is_outlier(loss, self.losses) or is_outlier(norm, self.norms)
         drop = outlier and sum(self.dropped) < self.budget
+        self.lost = drop and not finite
         self.dropped.append(int(drop))
         self.found += outlier
         self.skipped += drop
-        if not drop:
+        if finite and not drop:
             self.losses.append(loss)
             self.norms.append(norm)
         return drop
@@ -50,7 +54,8 @@ class Spikes:
         """The counts for a logged `row`, absent where they are 0."""
         if self.kind == "flag" and "loss" in row:
             self.found += is_outlier(row["loss"], self.losses)
-            self.losses.append(row["loss"])
+            if math.isfinite(row["loss"]):
+                self.losses.append(row["loss"])
         counts = {"loss_spikes": self.found, "steps_skipped": self.skipped}
         return {key: count for key, count in counts.items() if count}
 
@@ -67,7 +72,9 @@ class Spikes:
 
 
 def is_outlier(value: float, before: Sequence[float]) -> bool:
-    """Whether `value` leaps out of the values `before` it."""
+    """Whether `value` leaps out of the values `before` it, or is not finite."""
+    if not math.isfinite(value):
+        return True
     if len(before) < LEAST:
         return False
     mean = fmean(before)

@@ -69,11 +69,15 @@ class Meter:
         self.waited += time.perf_counter() - self.idle_since
 
     def add(self, batch: StepBatch, loss: Tensor) -> None:
-        """Count one optimizer step; `loss` is the sum over its scored tokens on this rank."""
-        self.loss += loss.double()
+        """Count one optimizer step; `loss` is the sum over its scored tokens on this rank, left out
+        of the mean with those tokens where the step was dropped because it is not finite.
+        """
+        lost = self.spikes.lost
+        if not lost:
+            self.loss += loss.double()
         self.steps += 1
         for micro in batch.micro:
-            counted = (micro.scored, micro.real, micro.tokens.numel(), micro.pairs)
+            counted = (0 if lost else micro.scored, micro.real, micro.tokens.numel(), micro.pairs)
             mine = map(self.parallel.counted_once, counted)
             self.counts = [total + n for total, n in zip(self.counts, mine, strict=True)]
 

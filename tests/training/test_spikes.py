@@ -36,9 +36,25 @@ def test_no_more_steps_than_the_budget_are_dropped_in_a_window() -> None:
     assert spikes.state()["skipped"] == 3
 
 
+def test_what_is_not_finite_is_dropped_and_is_no_measure_for_what_follows() -> None:
+    for loss, norm in ((float("nan"), 1.0), (5.0, float("inf"))):
+        spikes = Spikes("skip", budget=1)
+        assert spikes.drops(loss, norm), "before enough values too"
+        assert spikes.lost
+        assert not spikes.drops(loss, norm), "the budget is used up"
+        assert not spikes.lost
+        assert not any(spikes.drops(5.0, 1.0) for _ in range(LEAST))
+        assert set(spikes.losses) | set(spikes.norms) == {5.0, 1.0}
+
+
 @pytest.fixture
-def leap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss of step 12 is ten times as large, and its gradient with it."""
+def factor() -> float:
+    return 10.0
+
+
+@pytest.fixture
+def leap(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """The loss of step 12 is `factor` times as large, and its gradient with it."""
     from longctx.training import loop
 
     step_of_run = loop.optimizer_step
@@ -46,7 +62,7 @@ def leap(monkeypatch: pytest.MonkeyPatch) -> None:
     def leaping(state: Any, batch: Any, *rest: Any) -> torch.Tensor:
         if state.steps_done == 11:
             weigh = batch.weigh
-            object.__setattr__(batch, "weigh", lambda weight: weigh(10 * weight))
+            object.__setattr__(batch, "weigh", lambda weight: weigh(factor * weight))
         return step_of_run(state, batch, *rest)
 
     monkeypatch.setattr(loop, "optimizer_step", leaping)
@@ -83,6 +99,21 @@ def test_a_spike_is_flagged_and_its_step_dropped_bit_exactly_on_resume(
     )
     assert [row["loss"] for row in steps(runs / "skip")] == [row["loss"] for row in before]
     assert spike_rows(runs / "skip")[-1] == (16, 1, 1)
+
+
+@pytest.mark.usefixtures("leap")
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+@pytest.mark.parametrize("log_every", [1, 3])
+def test_a_run_goes_on_without_a_step_that_is_not_finite(
+    overrides: Overrides, tmp_path: Path, log_every: int
+) -> None:
+    """Also where it is logged or saved: its loss is in no mean, the weights are those before."""
+    shape: dict[str, Any] = {"max_steps": 15, "checkpoint_every": 12, "log_every": log_every}
+    assert train.main(overrides(name="r", spike="skip", **shape)) == 0
+    rows = steps(tmp_path / "runs" / "r")
+    assert rows[-1]["steps_skipped"] == 1
+    assert (12 in [row["step"] for row in rows]) == (log_every != 1)
+    assert all(x.isfinite().all() for x in weights(tmp_path / "runs" / "r").values())
 
 
 def test_looking_for_spikes_changes_no_bit(overrides: Overrides, tmp_path: Path) -> None:
