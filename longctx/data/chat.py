@@ -37,10 +37,7 @@ class Template:
         self.folder = Path(folder).expanduser()
         settings = read_json(self.folder / "tokenizer_config.json")
         source = _source(self.folder, settings)
-        tokens = {
-            f"{kind}_token": _text(settings.get(f"{kind}_token"))
-            for kind in ("bos", "eos", "pad", "unk")
-        }
+        tokens = tokens_in(settings)
         self.renderer = Renderer(self.folder, source, tokens)
         described = read_json(self.folder / "tokenizer.json", untrusted.TOKENIZER_SIZE).get(
             "added_tokens", []
@@ -115,6 +112,12 @@ def template_in(settings: Mapping[str, Any]) -> str | None:
             (one.get("template") for one in named if one.get("name") == "default"), None
         )
     return template if isinstance(template, str) else None
+
+
+def tokens_in(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The tokens in a tokenizer_config.json that a template may write, "" for those it lacks."""
+    names = ("bos_token", "eos_token", "pad_token", "unk_token")
+    return {name: _text(settings.get(name)) for name in names}
 
 
 def _source(folder: Path, settings: Mapping[str, Any]) -> str:

@@ -7,15 +7,18 @@ folder its tokenizer, so that resuming and evaluating need nothing else.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from longctx import files, hub_snapshot, untrusted
 from longctx.config.model_config import GPTConfig
 from longctx.config.train_config import TrainConfig
 from longctx.data import chat
+from longctx.data.sources import mix
 from longctx.distributed import sharding
 from longctx.model import GPT, huggingface, restore
 from longctx.runs import checkpoints, run_folder
@@ -100,22 +103,27 @@ def load(model: GPT, name: str) -> None:
 
 
 def keep_for_export(config: TrainConfig, folder: Path) -> None:
-    """Copy what belongs to the tokenizer of `config.init`, its chat template and generation
-    settings, into a run.
+    """Copy what belongs to the tokenizer of a run that began with weights or reads conversations
+    into its folder: the chat template with the tokens that it names; generation settings of `init`.
     """
-    if config.init is None:
+    source = Path(config.data.tokenizer or "").expanduser()
+    source = source if source.is_dir() else source.parent
+    init = hub_snapshot.folder(config.init, "init") if config.init is not None else None
+    is_of_init = init is not None and source in (init, init.parent.parent)
+    sources = [config.data, *(member.config for member in mix.members(config.data).values())]
+    if not is_of_init and not any(data.chat for data in sources):
         return
-    source, init = Path(config.data.tokenizer or ""), hub_snapshot.folder(config.init, "init")
-    if source not in (init, init.parent.parent):
-        return
-    settings = source / "tokenizer_config.json"
-    template = chat.template_in(
-        huggingface.read_json(settings) if os.path.lexists(settings) else {}
-    )
+    settings: dict[str, Any] = {}
+    if os.path.lexists(source / "tokenizer_config.json"):
+        settings = huggingface.read_json(source / "tokenizer_config.json")
+    template = chat.template_in(settings)
     if template is not None:
         files.write_text(folder / "chat_template.jinja", template)
-    for name in KEPT_FILES[1:]:
+    for name in KEPT_FILES[1:] if is_of_init else KEPT_FILES[1:2]:
         if os.path.lexists(source / name):
             untrusted.copy_file(
                 source / name, folder / name, untrusted.SETTINGS_SIZE, within=source
             )
+    named = {name: token for name, token in chat.tokens_in(settings).items() if token}
+    written = named | huggingface.read_json(folder / "tokenizer_config.json")
+    files.write_text(folder / "tokenizer_config.json", json.dumps(written, indent=2) + "\n")

@@ -12,10 +12,12 @@ import torch
 import yaml
 from transformers import LlamaForCausalLM
 
+import eval as evaluate
 import train
 from longctx import files
 from longctx.config.model_config import LoraConfig
 from longctx.config.train_config import TrainConfig
+from longctx.data.chat import Template
 from longctx.evaluation.subject import load_model
 from longctx.planner.workload import workload_of
 from longctx.runs import metrics_file, run_folder
@@ -109,6 +111,42 @@ def test_conversations_by_the_folders_own_template(
     (folder / "tokenizer_config.json").unlink()
     assert train.main([f"resume={run}"]) == 0
     torch.testing.assert_close(weights(run), straight, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("with_weights", [True, False])
+def test_conversations_by_the_template_of_another_folder(
+    start: Overrides, overrides: Overrides, folder: Path, tmp_path: Path, with_weights: bool
+) -> None:
+    """A base model and the tokenizer of a tuned one, whose template names tokens."""
+    tuned, run = tmp_path / "tuned", tmp_path / "runs" / "r"
+    tuned.mkdir()
+    shutil.copy(folder / "tokenizer.json", tuned)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    special = dict.fromkeys(("bos_token", "pad_token"), settings["eos_token"])
+    template = (
+        "{{ bos_token }}{{ pad_token }}{% for m in messages %}[{{ m.role }}] "
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    about = json.dumps(settings | special | {"chat_template": template})
+    (tuned / "tokenizer_config.json").write_text(about)
+    talk = [{"role": "user", "content": "the row?"}, {"role": "assistant", "content": "a text"}]
+    (tmp_path / "talks.jsonl").write_text("\n".join([json.dumps({"messages": talk})] * 40))
+    begun = (start if with_weights else overrides)(
+        name="r",
+        data="text",
+        data__path=tmp_path / "talks.jsonl",
+        data__chat="true",
+        data__tokenizer=tuned,
+        max_steps=2,
+    )
+    begun = [word for word in begun if not word.startswith("data.vocab_size")]
+    assert train.main(begun) == 0
+    assert Template(run).fingerprint == Template(tuned).fingerprint
+    if with_weights:
+        shutil.rmtree(tuned)
+    assert train.main([f"resume={run}", "max_steps=4"]) == 0
+    assert evaluate.main([f"checkpoint={run}"]) == 0
 
 
 def test_rates_of_trained_weights_are_smaller() -> None:
