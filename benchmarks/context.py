@@ -227,7 +227,8 @@ def measure(run: Run, steps: int, end: float) -> dict[str, Any]:
     row["kernel"] = measured.kernels[work.attention.backend]
     peak = gpu().flops
     if peak is not None:
-        flops = measured.tokens * work.model.flops_per_token(measured.pairs / measured.tokens)
+        pairs, added = measured.pairs / measured.tokens, work.lora.parameters(work.model)
+        flops = measured.tokens * work.model.flops_per_token(pairs, added)
         row["mfu"] = flops / seconds / peak
     return row
 

@@ -32,19 +32,18 @@ def run(options: Options, command: str) -> None:
     figure = Figure(figsize=(11, 4))
     axes = figure.subplots(1, len(PANELS))
     for axis, (model, (file, baseline, label)) in zip(axes, PANELS.items(), strict=True):
-        ours, theirs = speeds(file, "longctx"), speeds(file, baseline)
-        lengths = sorted(ours.keys() & theirs.keys())
-        axis.plot(lengths, [ours[n] for n in lengths], "o-", linewidth=2.4, label="longctx")
-        axis.plot(lengths, [theirs[n] for n in lengths], "s-", linewidth=1.5, label=label)
-        for n in lengths:
-            ratio, above = f"{ours[n] / theirs[n]:.2f} ×", (0, 9)
-            axis.annotate(
-                ratio, (n, ours[n]), xytext=above, textcoords="offset points", ha="center"
-            )
+        measured = speeds(file, baseline)
+        lengths = list(measured)
+        ours, theirs = zip(*measured.values(), strict=True)
+        axis.plot(lengths, ours, "o-", linewidth=2.4, label="longctx")
+        axis.plot(lengths, theirs, "s-", linewidth=1.5, label=label)
+        for n, (mine, other) in measured.items():
+            ratio, above = f"{mine / other:.2f} ×", (0, 9)
+            axis.annotate(ratio, (n, mine), xytext=above, textcoords="offset points", ha="center")
         axis.set_xscale("log", base=2)
         axis.margins(x=0.12)
         axis.set_xticks(lengths, [short(n) for n in lengths])
-        axis.set_ylim(0, 1.18 * max(ours.values()))
+        axis.set_ylim(0, 1.18 * max(ours))
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         axis.set_title(f"{model}: tokens/s of whole training steps on one H200", fontsize=11)
         axis.set_xlabel("tokens in a row")
@@ -55,13 +54,17 @@ def run(options: Options, command: str) -> None:
     print(f"wrote {options.out}")
 
 
-def speeds(file: str, trainer: str) -> dict[int, float]:
-    """Length of a row → tokens/s of `trainer`, of its fastest run at that length."""
+def speeds(file: str, baseline: str) -> dict[int, tuple[float, float]]:
+    """Length of a row → tokens/s of longctx and of `baseline`, of the first run that has both."""
     content: dict[str, Any] = json.loads((RESULTS / file).read_text())
-    fastest: dict[int, float] = {}
+    both: dict[int, tuple[float, float]] = {}
     for measured in content["runs"]:
-        for row in measured["rows"]:
-            if row["peer"] == trainer and row.get("tokens_per_second"):
-                length = int(row["tokens"])
-                fastest[length] = max(fastest.get(length, 0.0), float(row["tokens_per_second"]))
-    return fastest
+        speed = {
+            (row["peer"], int(row["tokens"])): float(row["tokens_per_second"])
+            for row in measured["rows"]
+            if row.get("tokens_per_second")
+        }
+        for peer, length in speed:
+            if peer == baseline and ("longctx", length) in speed:
+                both.setdefault(length, (speed["longctx", length], speed[baseline, length]))
+    return dict(sorted(both.items()))

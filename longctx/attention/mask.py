@@ -123,6 +123,8 @@ class Mask:
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Mask:
         """The same mask with its tensors on `device`."""
+        if torch.device(device).type == "cpu":
+            non_blocking = False  # nothing on a CPU waits for the copy
         names = ("doc_ids", "first", "last", "qfirst", "qlast", "offsets")
         tensors = {name: getattr(self, name) for name in names}
         moved: dict[str, Any] = {
@@ -159,15 +161,16 @@ class Mask:
     def padded(self, T: int, N: int) -> Mask:
         """The same mask with N - T tokens more at the end of each row, which no other token sees.
 
-        What they see has no meaning, but it is never nothing.
+        What they see has no meaning.
         """
         if N == T:
             return self
         if self.kind == "causal":
             return Mask.causal(self.window)
         if self.doc_ids is not None:
-            more = (self.doc_ids[:, -1:] + 1).expand(-1, N - T)
-            return Mask.documents(torch.cat([self.doc_ids, more], dim=1), self.window)
+            ids = self.doc_ids.long()
+            more = (ids[:, -1:] + 1).expand(-1, N - T)
+            return Mask.documents(torch.cat([ids, more], dim=1), self.window)
         rows = 1 if self.first is None else self.first.shape[0]
         device = "cpu" if self.first is None else self.first.device
         ends = self._queries(rows, T, T, torch.device(device))

@@ -29,7 +29,7 @@ class Sdpa(Backend):
     def refusal(self, request: Request) -> str | None:
         kernel = request.options.get("kernel", "auto")
         if request.device.type == "cpu":
-            if kernel == "cudnn" and request.dtype != torch.float64:
+            if kernel == "cudnn":
                 return NEEDS_GPU["sdpa cudnn"]
             return None
         if request.device.type != "cuda":

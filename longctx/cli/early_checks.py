@@ -94,7 +94,7 @@ def check_device(config: TrainConfig | EvalConfig) -> None:
     here = processes.local_ranks
     if here > cores and number_here() == 0 and processes.nodes == 1:  # of others when all are here
         print(
-            f"warning: devices={config.devices}: {here} processes share the {cores} "
+            f"warning: devices={here}: {here} processes share the {cores} "
             f"core{'s' if cores > 1 else ''} of this machine, which is slower than "
             f"devices={cores}"
         )

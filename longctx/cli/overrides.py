@@ -77,8 +77,15 @@ def read(command: str, argv: list[str]) -> Arguments:
     if flags and command not in SWEEPING:
         raise ValueError(f"{flags[0]}: only train sweeps; call {command} once for each")
     schema, choices = SCHEMAS[command], {name: presets.names(name) for name in groups(command)}
-    overrides = [argument for argument in argv if argument not in flags]
-    return Arguments(bool(flags), [check_override(word, schema, choices) for word in overrides])
+    words = [argument for argument in argv if argument not in flags]
+    overrides = [check_override(word, schema, choices) for word in words]
+    given: dict[str, tuple[str, str]] = {}
+    for word, override in zip(words, overrides, strict=True):  # short and whole names of one key
+        name, _, value = override.lstrip("+").partition("=")
+        other, first = given.setdefault(name, (value, word))
+        if other != value:
+            raise ValueError(f"{word}: {first} is given too; leave one of them out")
+    return Arguments(bool(flags), overrides)
 
 
 def check_override(

@@ -8,10 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from longctx.config.eval_config import EvalRequest
-from longctx.distributed.devices import dtype_of, this_machine
+from longctx.distributed.devices import (
+    dtype_of,
+    is_out_of_memory,
+    this_machine,
+    within_memory,
+)
 from longctx.distributed.heartbeat import EVERY
 from longctx.distributed.parallel import Parallel, parallel_of
 from longctx.evaluation.measure import measure
@@ -41,11 +44,15 @@ def evaluate(request: EvalRequest) -> int:
         if setup is None:
             scorer.serve()
         else:
-            result = measure(setup, scorer)
+            with within_memory(parallel.device.type):
+                result = measure(setup, scorer)
             result.show(result.content)
             print(save(result, setup))
             scorer.end()  # once nothing can fail any more: then the others leave
         parallel.shut_down()
+    except KeyboardInterrupt:
+        parallel.abandon()
+        raise
     except Exception as error:
         problem = why(error, request, parallel)
         parallel.fail(problem or str(error))
@@ -85,14 +92,15 @@ def build_scorer(request: EvalRequest, setup: Setup | None, parallel: Parallel) 
 
 def why(error: Exception, request: EvalRequest, parallel: Parallel) -> str | None:
     """What this process has to say about `error`; None where it is to be raised."""
-    if isinstance(error, torch.OutOfMemoryError) and request.config.ruler.enabled:
+    memory = "out of GPU memory" if parallel.device.type == "cuda" else "out of memory"
+    if is_out_of_memory(error) and request.config.ruler.enabled:
         return (
-            f"out of GPU memory on process {parallel.rank}; let devices share the model "
+            f"{memory} on process {parallel.rank}; let devices share the model "
             "(strategy=fsdp), or give shorter ruler.lengths"
         )
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_out_of_memory(error):
         return (
-            f"out of GPU memory on process {parallel.rank}; let more devices share a row "
+            f"{memory} on process {parallel.rank}; let more devices share a row "
             "(context=N) or the model (strategy=fsdp), or give a smaller batch_size or seq_len"
         )
     if parallel.is_lost_connection(error):

@@ -168,14 +168,12 @@ def smallest_change(workload: Workload, gpu: float, host: float) -> str:
     """
     if workload.attention.backend == "naive":
         return "attention=flash, which keeps no seq_len × seq_len scores"
-    rows = workload.batch_size // 2
-    while rows:
-        fewer = replace(
-            workload, batch_size=rows, accumulate=workload.accumulate * workload.batch_size // rows
-        )
+    rows_of_step = workload.accumulate * workload.batch_size
+    pieces = [n for n in range(workload.batch_size - 1, 0, -1) if rows_of_step % n == 0]
+    for rows in pieces:
+        fewer = replace(workload, batch_size=rows, accumulate=rows_of_step // rows)
         if fits(fewer, gpu, host):
             return f"batch_size={rows} accumulate={fewer.accumulate}, the same step in pieces"
-        rows //= 2
     own = list(POLICIES).index(workload.memory.policy)
     for policy in list(POLICIES)[own + 1 :]:
         other = replace(workload, memory=type(workload.memory)(policy))
@@ -184,12 +182,9 @@ def smallest_change(workload: Workload, gpu: float, host: float) -> str:
     open_to_all = replace(workload, memory=type(workload.memory)("auto"))
     shorter = longest(one_row(open_to_all), gpu, host, most=workload.seq_len)
     if shorter is None:
-        half = workload.batch_size // 2
-        return (
-            f"batch_size={half} accumulate={2 * workload.accumulate}"
-            if half
-            else "a smaller model="
-        )
+        if pieces:
+            return f"batch_size={pieces[0]} accumulate={rows_of_step // pieces[0]}"
+        return "a smaller model="
     policy = (
         ""
         if shorter.memory.policy == workload.memory.policy

@@ -310,7 +310,7 @@ def check_resumable(folder: Path, overrides: Iterable[str]) -> None:
 
 
 def check_unedited(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise ValueError where `config`, read from config.yaml, computes something else than the one
+    """Raise ValueError where `now`, read from config.yaml, computes something else than the config
     `saved` in a checkpoint.
     """
     free = {"name", "runs", "resume", "init", *RESUMABLE}

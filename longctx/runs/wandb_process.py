@@ -109,7 +109,12 @@ def upload(run: Any, path: Path, step: int) -> None:
         return
     artifact = wandb.Artifact(run.id, type="model", metadata={"step": step})
     add = artifact.add_dir if path.is_dir() else artifact.add_file
-    add(str(path), name=path.name)
+    try:
+        add(str(path), name=path.name)
+    except (OSError, ValueError):
+        if path.exists():
+            raise
+        return  # replaced while it was read
     run.log_artifact(artifact, aliases=["latest", f"step-{step}"])
 
 

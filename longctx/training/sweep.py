@@ -53,7 +53,7 @@ def sweep(overrides_of_jobs: list[list[str]]) -> int:
             break
     out.print()
     tables.show(sweep_table(jobs), output=out)
-    folders = [shlex.quote(str(job.folder)) for job in jobs if job.folder]
+    folders = [shlex.quote(str(job.folder)) for job in jobs if job.folder and job.folder.exists()]
     if len(folders) > 1:
         text = f"compare    longctx compare {' '.join(folders)}"
         out.print(text, soft_wrap=True)

@@ -124,3 +124,9 @@ def test_windowed_equals_a_mask_built_with_the_window() -> None:
         Mask.full().windowed(3)
     with pytest.raises(ValueError, match="window=0 must be at least 1"):
         Mask.causal().windowed(0)
+
+
+def test_padding_of_narrow_document_ids():
+    """The padding's id, one more than the last one, need not fit their type."""
+    padded = Mask.documents(torch.full((1, 4), 255, dtype=torch.uint8)).padded(4, 6)
+    assert padded.bind(1, 6, 6, "cpu").first.tolist() == [[0, 0, 0, 0, 4, 4]]

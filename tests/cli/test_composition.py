@@ -288,6 +288,14 @@ def test_a_budget_without_spikes_that_are_skipped_is_refused() -> None:
     assert compose("spike_budget=9", "spike=skip").config.spike_budget == 9
 
 
+@pytest.mark.parametrize(
+    "words", [["context=2", "context.degree=4"], ["passkey=true", "passkey.enabled=false"]]
+)
+def test_a_key_given_twice_by_two_names_is_refused(words: list[str]) -> None:
+    with pytest.raises(ValueError, match=f"{words[1]}: {words[0]} is given too"):
+        cli.read("train", words)
+
+
 def test_a_misspelt_key_in_a_preset_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -239,6 +239,13 @@ def test_the_longest_row_fits_and_the_next_does_not() -> None:
     assert fitting.longest(fitting.one_row(config), GIB, GIB) is None
 
 
+def test_a_step_in_pieces_has_all_its_rows() -> None:
+    """Five rows do not go in twos: the advice names a step that is the same."""
+    work = fitting.with_policy(one_b(seq_len=65536, batch_size=5, accumulate=1), "fast")
+    change = fitting.smallest_change(work, H200.usable, 128 * GIB)
+    assert change == "batch_size=1 accumulate=5, the same step in pieces"
+
+
 def test_the_smallest_change_fits() -> None:
     config = fitting.with_policy(one_b(seq_len=65536, batch_size=4, accumulate=1), "fast")
     assert (
