@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,22 +64,25 @@ def train(request: Request[TrainConfig]) -> int:
     machine = this_machine()
     parallel = parallel_of(request.config, machine)
     run: Run | None = None
-    with stop_signal.caught() as stop:
+    with stop_signal.caught() as stop, ExitStack() as held:
         stop.speaks = parallel.is_first
         try:
             request = request._replace(config=replace(request.config, devices=parallel.ranks))
+            if request.config.resume and parallel.is_first:  # before its newest checkpoint is read
+                held.enter_context(run_folder.locked(Path(request.config.resume)))
             run = resolve(request, machine) if parallel.is_first else None
             parallel.launch("" if run is None else str(run.folder))
             shared = parallel.broadcast({} if run is None else run.shared())
             if run is None:
                 run = of_shared(shared)
             parallel.init_mesh(run.workload, str(run.folder))
-            with run_folder.locked(run.folder) if parallel.is_first else nullcontext():
-                if run.checkpoint is not None and parallel.is_first:
-                    continue_folder(run)
-                if os.environ.get(RESULT_VARIABLE) and parallel.is_first:
-                    Path(os.environ[RESULT_VARIABLE]).write_text(str(run.folder), encoding="utf-8")
-                return train_safely(run, parallel, stop)
+            if run.checkpoint is None and parallel.is_first:
+                held.enter_context(run_folder.locked(run.folder))
+            if run.checkpoint is not None and parallel.is_first:
+                continue_folder(run)
+            if os.environ.get(RESULT_VARIABLE) and parallel.is_first:
+                Path(os.environ[RESULT_VARIABLE]).write_text(str(run.folder), encoding="utf-8")
+            return train_safely(run, parallel, stop)
         except KeyboardInterrupt:
             parallel.abandon()
             is_untrained = run is not None and run.checkpoint is None and not stop.waits

@@ -13,7 +13,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
+import eval as evaluation
 from longctx import files
 from longctx.cli import main as export
 from longctx.runs import checkpoints, evaluations
@@ -37,6 +39,17 @@ def test_a_run_is_scored_on_its_validation_documents(run: Path, evaluate: Evalua
     assert len(content["gains"]) > 0
     assert next(run.glob("eval/val-*.png")).stat().st_size > 1000
     assert "seq_len=" not in output
+
+
+def test_memory_that_runs_out_on_a_cpu_is_one_line(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*anything: object) -> None:
+        torch.empty(1 << 60)
+
+    monkeypatch.setattr("longctx.evaluation.evaluate.measure", fails)
+    assert evaluation.main([f"checkpoint={run}", "device=cpu"]) == 1
+    assert "error: out of memory on process 0; " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -10,6 +10,7 @@ import train
 from longctx import files
 from longctx.evaluation.subject import load_model
 from longctx.runs import checkpoints, metrics_file, run_folder
+from longctx.training import loop
 from tests.training.sample_run import Overrides, check_equal_weights, newest, save_as_file, steps
 
 
@@ -41,6 +42,22 @@ def test_a_finished_run_goes_on_with_more_steps(
     assert "has done its 3 steps" in capsys.readouterr().err
     assert train.main([f"resume={folder}", "max_steps=5"]) == 0
     assert [row["step"] for row in steps(folder)] == [1, 2, 3, 4, 5]
+
+
+def test_a_run_that_still_trains_is_not_resumed_from_the_checkpoint_before_its_last(
+    overrides: Overrides,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may save another one until it lets go of its folder, so none is chosen before."""
+    assert train.main(overrides(name="r", max_steps=2)) == 0
+    folder = tmp_path / "runs" / "r"
+    with run_folder.locked(folder), monkeypatch.context() as patched:
+        patched.setattr(loop, "resolve", lambda *request: pytest.fail("it chose a checkpoint"))
+        assert train.main([f"resume={folder}", "max_steps=3"]) == 2
+    assert f"{folder}: another process is training this run" in capsys.readouterr().err
+    assert train.main([f"resume={folder}", "max_steps=3"]) == 0
 
 
 def test_a_mix_resumes_exactly_and_facts_are_asked_for_at_every_validation(
