@@ -24,6 +24,7 @@ def check_training(config: TrainConfig) -> None:
     `config.init` gets its commit.
     """
     check_device(config)
+    config.runs = str(Path(config.runs).expanduser())
     if config.graphs.lower() == "true":
         has_gpu = config.device != "cpu" and hardware.may_be_here()
         step = replace(config, context=replace(config.context, degree=1))
@@ -54,6 +55,8 @@ def with_commit(checkpoint: str) -> str:
     """`checkpoint`, a model of the Hub with its commit; raises ValueError or OSError for a path
     that is neither a run, a checkpoint nor a Hugging Face folder.
     """
+    if checkpoint.startswith("~"):
+        checkpoint = str(Path(checkpoint).expanduser())
     if number_here() == 0:  # whose model the others take
         checkpoint = hub_snapshot.pinned(checkpoint, "checkpoint")
     if hub_snapshot.model_name(checkpoint) is None:

@@ -103,14 +103,25 @@ def stem(
 
 
 def check_root(root: Path) -> None:
-    """Raise OSError unless a folder can be made in `root`, or in what `root` will be made in."""
+    """Raise OSError unless a folder can be made, and locked, in `root` or in what `root` will be
+    made in.
+    """
     existing = next(path for path in (root.absolute(), *root.absolute().parents) if path.exists())
     try:
-        os.rmdir(tempfile.mkdtemp(prefix=files.PROBE, dir=existing))
+        probe = Path(tempfile.mkdtemp(prefix=files.PROBE, dir=existing))
     except OSError as error:
         raise OSError(
             f"runs={root}: no folder can be made in {existing}: {error.strerror}; choose another"
         ) from error
+    try:
+        with locked(probe):
+            pass
+    except OSError as error:
+        raise OSError(
+            f"runs={root}: the file system of {existing} has no locks; choose another"
+        ) from error
+    finally:
+        probe.rmdir()
 
 
 def check_free(root: Path, name: str | None) -> None:
@@ -204,7 +215,7 @@ def find(path: str) -> Path:
     """The folder of the run at `path`; ValueError if there is none, or it has no checkpoint or no
     configuration, OSError if nothing can be written there.
     """
-    folder = Path(path)
+    folder = Path(path).expanduser()
     if not folder.is_dir():
         raise ValueError(
             f"resume={path}: no such folder; give the folder of a run, such as runs/NAME"

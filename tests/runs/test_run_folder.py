@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from longctx.cli import early_checks
+from longctx.config.train_config import TrainConfig
 from longctx.runs import metrics_file, run_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +74,8 @@ def test_lock_ends_with_its_process_despite_a_living_worker(tmp_path: Path) -> N
     code = f"""
 import os, time
 from pathlib import Path
+from longctx.cli import early_checks
+from longctx.config.train_config import TrainConfig
 from longctx.runs import metrics_file, run_folder
 with run_folder.locked(Path({str(tmp_path)!r})):
     if os.fork() == 0:
@@ -107,6 +111,9 @@ def test_a_file_system_without_locks_is_not_another_process(
     assert not run_folder.is_training(tmp_path)
     with pytest.raises(OSError, match="runs="), run_folder.locked(tmp_path):
         pass
+    with pytest.raises(OSError, match=f"runs={tmp_path}/new: the file system of {tmp_path} has no"):
+        run_folder.check_root(tmp_path / "new")
+    assert not any(tmp_path.iterdir())
 
 
 def row(step: int, **more: Any) -> dict[str, Any]:
@@ -160,3 +167,15 @@ def test_only_what_does_not_change_the_result_may_change_on_resume() -> None:
     ):
         with pytest.raises(ValueError, match=override.lstrip("+").split("=")[0]):
             run_folder.check_resumable(Path("r"), [override])
+
+
+def test_a_home_folder_is_one_also_within_quotes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = TrainConfig(runs="~/runs", device="cpu")
+    early_checks.check_training(config)
+    assert config.runs == f"{tmp_path}/runs"
+    (tmp_path / "runs" / "r").mkdir(parents=True)
+    with pytest.raises(ValueError, match="resume=~/runs/r: not the folder of a run"):
+        run_folder.find("~/runs/r")
