@@ -24,13 +24,13 @@ class Api(NamedTuple):
     module: str
     lse_flag: str  # its argument that returns the lse
     no_window: int | None  # its value for no window
-    generation: int  # the GPU generation that it needs
+    generations: range  # of the GPUs that it runs on
 
 
 APIS = {
-    "4": Api("flash_attn.cute", "return_lse", None, 9),
-    "3": Api("flash_attn_interface", "return_attn_probs", -1, 9),
-    "2": Api("flash_attn.flash_attn_interface", "return_attn_probs", -1, 8),
+    "4": Api("flash_attn.cute", "return_lse", None, range(9, 99)),
+    "3": Api("flash_attn_interface", "return_attn_probs", -1, range(9, 10)),
+    "2": Api("flash_attn.flash_attn_interface", "return_attn_probs", -1, range(8, 99)),
 }
 
 
@@ -64,9 +64,12 @@ class FlashAttn(Backend):
             command = f"pip install flash-attn{PACKAGES[wanted]}"
             return f"FlashAttention{version} is not installed (`{command}`); use attention=flash"
         generation = torch.cuda.get_device_properties(request.device).major
-        if generation < min(APIS[version].generation for version in installed):
+        if not any(generation in APIS[version].generations for version in installed):
             versions = " or ".join(installed)
-            return f"FlashAttention {versions} needs a newer GPU; use attention=flash"
+            return (
+                f"FlashAttention {versions} does not run on GPUs of compute capability "
+                f"{generation}; use attention=flash"
+            )
         if request.deterministic:
             return (
                 "it adds dq up in any order, which deterministic=true rules out; "
@@ -80,7 +83,7 @@ class FlashAttn(Backend):
         generation = torch.cuda.get_device_properties(q.device).major
         chosen = str(version)
         if version == "auto":
-            chosen = next(n for n in INSTALLED if APIS[n].generation <= generation)
+            chosen = next(n for n in INSTALLED if generation in APIS[n].generations)
         api = APIS[chosen]
         module = importlib.import_module(api.module)
         causal = mask.kind != "full"

@@ -153,11 +153,11 @@ def table_of(
     tensors: Sequence[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]],
 ) -> TensorTable | None:
     """Of p, grad, m, v and rates, each as in `adamw_`; they must stay where they are. None where
-    one launch cannot update them: gradients not fp32 and contiguous, moments of two dtypes, or
-    addresses that are no multiple of ALIGNED.
+    one launch cannot update them: gradients not fp32 and contiguous, moments not all fp32 or all
+    bf16, or addresses that are no multiple of ALIGNED.
     """
     moments = {x.dtype for _, _, *both, _ in tensors for x in both}
-    if len(moments) != 1 or not all(
+    if moments not in ({torch.float32}, {torch.bfloat16}) or not all(
         grad.dtype == torch.float32
         and all(x.is_contiguous() and x.data_ptr() % ALIGNED == 0 for x in (p, grad, m, v))
         for p, grad, m, v, _ in tensors

@@ -47,11 +47,13 @@ def test_free_intervals_are_refused():
 @pytest.mark.parametrize(
     ("installed", "wanted", "generation", "refused"),
     [
-        (("4", "3"), "auto", 8, "FlashAttention 4 or 3 needs a newer GPU"),
-        (("4", "2"), "4", 8, "FlashAttention 4 needs a newer GPU"),
+        (("4", "3"), "auto", 8, "FlashAttention 4 or 3 does not run on GPUs of"),
+        (("4", "2"), "4", 8, "FlashAttention 4 does not run on GPUs of"),
         (("2",), "3", 9, "FlashAttention 3 is not installed"),
         ((), "auto", 9, "FlashAttention is not installed"),
+        (("3",), "auto", 10, "FlashAttention 3 does not run on GPUs of compute capability 10"),
         (("4", "2"), "auto", 8, None),
+        (("3", "2"), "auto", 10, None),
         (("4",), "auto", 9, None),
     ],
 )
