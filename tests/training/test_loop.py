@@ -6,6 +6,7 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,7 +24,7 @@ from longctx.planner.hardware import Machine
 from longctx.runs import metrics_file, run_folder
 from longctx.training import resolve
 from longctx.training.batches import micro_batch
-from longctx.training.loop import step_batches
+from longctx.training.loop import Vote, step_batches
 from longctx.training.module import TrainingModule
 from longctx.training.schedule import Schedule
 from tests.training.sample_run import Overrides, steps, weights
@@ -201,3 +202,22 @@ def test_loop_and_stock_trainer_give_the_same_losses(overrides: Overrides, tmp_p
     ours = [row["loss"] for row in steps(tmp_path / "runs" / "ours")]
     assert recorder.losses == pytest.approx(ours, rel=1e-6)
     assert len(ours) == 20 and ours[-1] < ours[0]
+
+
+@pytest.mark.parametrize("steps_done", [0, 10_000])
+def test_processes_agree_to_stop_within_seconds_also_after_a_resume(
+    steps_done: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of steps of 8 s each is asked about, wherever the run began."""
+    clock, asked = itertools.count(step=8.0), []
+    monkeypatch.setattr("longctx.training.loop.time.monotonic", lambda: next(clock))
+
+    def agreed(mine: torch.Tensor) -> torch.Tensor:
+        asked.append(mine.tolist())
+        return mine
+
+    parallel = SimpleNamespace(ranks=2, device="cpu", all_reduce_max=agreed)
+    vote = Vote(SimpleNamespace(number=None), parallel, steps_done)
+    for step in range(steps_done + 1, steps_done + 4):
+        assert not vote.stops(step, waits_anyway=False)
+    assert asked == [[0.0, 8.0]] * 3
