@@ -326,7 +326,8 @@ def test_a_signal_after_all_is_done_takes_nothing_away(
     def then_terminated(folder: Path) -> Iterator[None]:
         with locked(folder):
             yield
-        os.kill(os.getpid(), signal.SIGTERM)
+        if folder.name == "r":  # not the one that tries whether its file system has locks
+            os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(run_folder, "locked", then_terminated)
     assert train.main(overrides(name="r", max_steps=2)) == 0
