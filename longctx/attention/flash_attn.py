@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longctx.attention.mask import Mask
 from longctx.attention.registry import Backend, Request, register
-from longctx.attention.sdpa import beyond_flash_attention
+from longctx.attention.sdpa import align_gradient, aligned, beyond_flash_attention
 from longctx.config.model_config import BACKEND_OPTIONS, NEEDS_GPU
 
 
@@ -91,6 +91,7 @@ class FlashAttn(Backend):
         options = {"softmax_scale": scale, "causal": causal, "window_size": window}
         options[api.lse_flag] = True
         B, Tq, Hq, _ = q.shape
+        q, k, v = aligned(q), aligned(k), aligned(v)
         if mask.kind == "documents":
             options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), mask.offsets)
             options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), mask.longest)
@@ -99,6 +100,7 @@ class FlashAttn(Backend):
             out, lse = out.reshape(q.shape), lse.reshape(Hq, B, Tq).transpose(0, 1)
         else:
             out, lse, *_ = module.flash_attn_func(q, k, v, **options)
+        align_gradient(out)
         lse = lse.detach().masked_fill(lse.isinf(), float("-inf"))
         return out, lse, f"flash-attention-{chosen}"
 

@@ -223,7 +223,8 @@ class Attention:
         k = k if k.stride(3) == 1 else k.contiguous()
         v = v if v.stride(3) == 1 else v.contiguous()
         # While compiling, every trace asks: its answer holds for the code that it makes.
-        kind = (q.device, q.dtype, q.shape[3], mask.kind, mask.window)
+        ordered = torch.are_deterministic_algorithms_enabled()
+        kind = (q.device, q.dtype, q.shape[3], mask.kind, mask.window, ordered)
         if torch.compiler.is_compiling():
             self._ask(q, mask)
         elif kind not in self._served:
@@ -278,7 +279,8 @@ class Attention:
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     def _ask(self, q: Tensor, mask: Mask) -> None:
-        request = Request(q.device, q.dtype, q.shape[3], mask, self.options)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        request = Request(q.device, q.dtype, q.shape[3], mask, self.options, deterministic)
         _refuse(self.name, self.backend, request)
 
     def _scale(self, head_dim: int) -> float:

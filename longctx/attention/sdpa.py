@@ -14,6 +14,10 @@ from longctx.attention.mask import Mask
 from longctx.attention.registry import Backend, Request, register
 from longctx.config.model_config import BACKEND_OPTIONS, NEEDS_GPU
 
+# Larger heads go to cuDNN only if asked to: on an H200 (cuDNN 9.19) two runs that timed it with 192
+# channels beside other kernels never ended, and which of the kernels hung is not known.
+LARGEST_UNASKED = 128
+
 
 class Sdpa(Backend):
     """`kernel`, for GPUs only: auto (cuDNN where right and faster, else flash), flash or cudnn."""
@@ -51,7 +55,9 @@ class Sdpa(Backend):
 
             assert mask.first is not None and mask.last is not None
             return *sdpa_cpu.attend(q, k, v, mask.first, mask.last, scale), "torch CPU flash"
-        request = Request(q.device, q.dtype, q.shape[3], mask)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        request = Request(q.device, q.dtype, q.shape[3], mask, deterministic=deterministic)
+        q, k, v = aligned(q), aligned(k), aligned(v)
         Tq, Tk = q.shape[1], k.shape[1]
         lengths_fit = Tq == Tk and Tq % 128 == 0  # cuDNN is wrong for others: pytorch#196678
         if kernel == "cudnn" and not lengths_fit:
@@ -59,9 +65,13 @@ class Sdpa(Backend):
                 f"kernel=cudnn is trusted for Tq = Tk, a multiple of 128, not {Tq} and {Tk}; "
                 "use kernel=flash"
             )
-        if kernel != "flash" and lengths_fit and not _not_cudnn(request):
-            return *_cudnn(q, k, v, mask, scale), "cudnn"
-        return *_flash(q, k, v, mask, scale), "flash-attention-2"
+        wanted = kernel == "cudnn" or (kernel == "auto" and q.shape[3] <= LARGEST_UNASKED)
+        if wanted and lengths_fit and not _not_cudnn(request):
+            out, lse, ran = *_cudnn(q, k, v, mask, scale), "cudnn"
+        else:
+            out, lse, ran = *_flash(q, k, v, mask, scale), "flash-attention-2"
+        align_gradient(out)
+        return out, lse, ran
 
 
 def beyond_flash_attention(request: Request) -> str | None:
@@ -82,15 +92,50 @@ def beyond_flash_attention(request: Request) -> str | None:
     return None
 
 
+def aligned(x: Tensor) -> Tensor:
+    """x (B, T, H, D), or a copy of it where the 16 bytes that these kernels load at once would not
+    begin at a multiple of 16. Inside compiled code they do.
+    """
+    if torch.compiler.is_compiling():
+        return x
+    size, step = x.element_size(), x.stride()
+    if any(n * size % 16 for n in (x.storage_offset(), step[0], step[1], step[2])):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def align_gradient(out: Tensor) -> None:
+    """Have the backward pass get an `aligned` gradient of `out`."""
+    if out.requires_grad and not torch.compiler.is_compiling():
+        out.register_hook(aligned)
+
+
 def _not_cudnn(request: Request) -> str | None:
-    if torch.version.hip is not None or torch.cuda.get_device_properties(request.device).major < 9:
+    largest = _largest_head_of_cudnn(request.device)
+    if not largest:
         return "is faster on Hopper and later only"
-    if request.head_dim % 8 or request.head_dim > 128:
-        return f"takes head sizes up to 128, not {request.head_dim}"
+    if request.head_dim % 8 or request.head_dim > largest:
+        return f"takes head sizes up to {largest}, not {request.head_dim}"
+    if request.deterministic:
+        return "adds gradients up in any order, which deterministic=true rules out"
     mask = request.mask
     if mask is not None and (mask.kind not in ("causal", "full") or mask.window is not None):
         return "takes whole causal or full rows, not packed documents or windows"
     return None
+
+
+def _largest_head_of_cudnn(device: torch.device) -> int:
+    """0: not on this GPU. As torch has it: pytorch#161210."""
+    if torch.version.hip is not None:
+        return 0
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] < 9:
+        return 0
+    return 256 if capability == (9, 0) and (torch.backends.cudnn.version() or 0) >= 91000 else 128
+
+
+# Its answer is a constant of compiled code; see registry.py.
+_largest_head_of_cudnn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:

@@ -69,7 +69,7 @@ def differentiated(tensors: list[Tensor], attend: Callable[..., Tensor]) -> list
 
 
 def flash(tensors: list[Tensor], mask: Mask, options: dict[str, str]) -> list[Tensor]:
-    """out, dq, dk, dv of flash."""
+    """out, dq, dk, dv of flash, or of the backend in `options`."""
     return differentiated(tensors, lambda q, k, v: attention(q, k, v, mask=mask, **options))
 
 
@@ -194,7 +194,9 @@ def expansions(x: Tensor) -> dict[str, Tensor]:
     }
 
 
-def misaddressed(case: Case, dtype: torch.dtype, kernel: str = "auto") -> dict[str, float]:
+def misaddressed(
+    case: Case, dtype: torch.dtype, kernel: str = "auto", backend: str = "flash"
+) -> dict[str, float]:
     """Address → the largest difference of out, dq, dk, dv from what contiguous copies give; bits
     count where the kernel promises them.
     """
@@ -205,8 +207,8 @@ def misaddressed(case: Case, dtype: torch.dtype, kernel: str = "auto") -> dict[s
         for how in views[0]:
             given = [x[how] for x in views]
             copies = [x.contiguous().clone() for x in given]
-            expected = flash(copies, case.build_mask(), options)
-            actual = flash(given, case.build_mask(), options)
+            expected = flash(copies, case.build_mask(), options | {"backend": backend})
+            actual = flash(given, case.build_mask(), options | {"backend": backend})
             differences[how] = max(
                 float((x - y).abs().max().nan_to_num(float("inf")))
                 for x, y in zip(actual, expected, strict=True)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from longctx.attention import Mask, attention, kernels_run
+from tests.attention import hard_inputs
 from tests.attention.rule import FREE, GRID, ON_GPU, Case, check
 from tests.largest_tensor import LargestTensor
 
@@ -69,10 +70,43 @@ def test_the_pinned_kernel_runs():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "case", [Case(2, 256, 256, Hq=4, Hkv=2, D=64), Case(1, 384, 384, D=128, mask="full")], ids=str
+    "case",
+    [
+        Case(2, 256, 256, Hq=4, Hkv=2, D=64),
+        Case(1, 384, 384, D=128, mask="full"),
+        pytest.param(Case(1, 384, 384, Hq=4, Hkv=2, D=192), marks=pytest.mark.hopper),
+        pytest.param(Case(1, 384, 384, D=256), marks=pytest.mark.hopper),
+    ],
+    ids=str,
 )
 def test_rule_for_cudnn(case):
     check(case, "sdpa", torch.bfloat16, kernel="cudnn")
+
+
+@pytest.mark.gpu
+def test_the_same_bits_where_torch_is_deterministic():
+    x = torch.randn(1, 1024, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        gradients = [
+            torch.autograd.grad(attention(x, x, x, backend="sdpa").sum(), x)[0] for _ in range(20)
+        ]
+        assert kernels_run()["sdpa"] == "flash-attention-2"
+        assert all(torch.equal(gradients[0], other) for other in gradients)
+        if torch.cuda.get_device_capability()[0] >= 9:
+            with pytest.raises(ValueError, match="deterministic=true rules out"):
+                attention(x, x, x, backend="sdpa", kernel="cudnn")
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", ["causal", "documents"])
+@pytest.mark.parametrize("T", [131, 256])
+def test_any_address_gives_what_a_copy_gives(mask, T):
+    case = Case(2, T, T, 4, 2, 64, mask)
+    for how, difference in hard_inputs.misaddressed(case, torch.bfloat16, backend="sdpa").items():
+        assert difference <= 2e-2, how
 
 
 @pytest.mark.gpu
