@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -110,7 +112,7 @@ def pinned(numel: int, dtype: torch.dtype) -> Tensor:
     """
     nbytes = numel * dtype.itemsize
     try:
-        pages = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages = _Pages(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:  # of a process or a machine that limits what is asked for
         problem = f"{nbytes / 2**30:.1f} GiB of host memory: {error.strerror}"
         raise MemoryError(problem) from error
@@ -124,8 +126,18 @@ def pinned(numel: int, dtype: torch.dtype) -> Tensor:
         raise MemoryError(
             f"{nbytes / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {code})"
         )
-    weakref.finalize(pages, torch.cuda.cudart().cudaHostUnregister, memory.data_ptr())
+    pages.unpin = partial(torch.cuda.cudart().cudaHostUnregister, memory.data_ptr())
     return memory[:nbytes].view(dtype)
+
+
+class _Pages(mmap.mmap):
+    """Memory that is unpinned before it is given back, which a weak reference's callback is not."""
+
+    unpin: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        if self.unpin is not None:
+            self.unpin()
 
 
 def _release(buffers: HostBuffers) -> None:
