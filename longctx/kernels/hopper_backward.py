@@ -31,8 +31,8 @@ Ordered, it does not: hopper_order.py.
 
 Buffers in shared memory: qs, dos, lses, deltas (two slots, by step), ks, vs, dss (ds, two slots),
 dq_parts. mbarriers: X_full, X has been written; X_empty, X has been read. More than 196 KiB of
-shared memory, which leaves 28 KiB of L1 cache, made the same code 4 to 7% slower; no config takes
-it.
+shared memory, which leaves 28 KiB of L1 cache, made the same code 4 to 7% slower; no config here
+takes it.
 """
 
 from __future__ import annotations

@@ -29,12 +29,12 @@ the maximum that it has after the tiles that need the mask (`FIXED_MAX`): the ti
 no maximum and no scaling, and do not depend on one another. The largest p of such a row need not be
 1, so bf16 rounds it, and o would lean by up to 2^-9, in all channels alike, where one key draws
 nearly all weight. Therefore p·v is divided by the sum of p as rounded: l + r, where l, of p in
-fp32, gives lse, and r is what rounding added. A tile adds to r only if a quarter of its p are more
-than `HEAVY` of l so far: the errors of lighter ones do not lean all one way. (Many keys that are
-alike do, if each of them is light. o leans then by less than its own rounding.) Where the sum of a
-row leaves 2^±32 after all, its tile is flagged, and a second launch (`RETRY`) computes it again
-with a maximum that follows the scores. That launch ends at once if no tile was flagged. fp16 has no
-such range, and its maximum always follows.
+fp32, gives lse, and r is what rounding added. A tile adds to r only if the p of some row that one
+thread holds, a quarter of them, sum to more than `HEAVY` of l so far: the errors of lighter ones do
+not lean all one way. (Many keys that are alike do, if each of them is light. o leans then by less
+than its own rounding.) Where the sum of a row leaves 2^±32 after all, its tile is flagged, and a
+second launch (`RETRY`) computes it again with a maximum that follows the scores. That launch ends
+at once if no tile was flagged. fp16 has no such range, and its maximum always follows.
 
 Heads of 96 and 192 channels have two parts, 64 + 32 and 128 + 64, since sides of tiles are powers
 of two: q·kᵀ is the sum of two products, and o has two accumulators. q, k, v, o and their buffers

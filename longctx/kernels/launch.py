@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -22,8 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# of the portable implementation, by the pass that launches them
-KERNELS = {"forward": ("forward",), "backward": ("dkv", "dq")}
+# kernel of the portable implementation, module of Hopper's → the pass that it serves
+PORTABLE = {"forward": "forward", "dkv": "backward", "dq": "backward"}
+HOPPER = {"hopper_forward": "forward", "hopper_backward": "backward"}
 MOST_QUERIES = 128  # of a tile: rows of lse and delta are padded to so many
 Table = dict[str, dict[str, dict[str, list[Any]]]]  # kernel → head size → shortest length → config
 
@@ -52,6 +54,11 @@ def launch_config(kernel: str, q: Tensor, length: int) -> Launch:
 def bucket(kernel: str, q: Tensor, length: int) -> int:
     """The shortest length that has the same config as `length` keys, for tensors like q."""
     return _start(rows_of(kernel, q), length)
+
+
+def longest_bucket(kernels: Iterable[str], q: Tensor, length: int) -> int:
+    """The shortest length at which all `kernels` have the configs that they have at `length`."""
+    return max(bucket(name, q, length) for name in kernels)
 
 
 def rows_of(kernel: str, q: Tensor) -> dict[str, list[Any]]:
@@ -130,7 +137,7 @@ def configure(module: ModuleType, kernel: str, device: torch.device) -> None:
 
 
 def _is_config(kernel: str, row: list[Any]) -> bool:
-    if kernel not in {name for names in KERNELS.values() for name in names}:
+    if kernel not in PORTABLE:
         return isinstance(row, list)  # the Hopper modules know their own fields
     BM, BN, warps, stages = row
     tile = all(isinstance(n, int) and 16 <= n <= 256 and n & (n - 1) == 0 for n in (BM, BN))

@@ -76,7 +76,9 @@ def trust(part: str, implementation: str, q: Tensor, k: Tensor, run: Callable[..
     bucket, group = 0, q.shape[2] // k.shape[2]
     # its configs, and so its compiled kernels, depend on the length
     if implementation == "triton-portable":
-        bucket = max(launch.bucket(name, q, k.shape[1]) for name in launch.KERNELS[part])
+        bucket = launch.longest_bucket(
+            (name for name, its in launch.PORTABLE.items() if its == part), q, k.shape[1]
+        )
     key = (part, implementation, q.device, q.dtype, q.shape[3], group, bucket)
     if key in _trusted or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         return

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from longctx.config.command_config import ShowOptions
-from longctx.config.model_config import HOPPER_HEAD_SIZES
+from longctx.config.model_config import HOPPER_HEAD_SIZES, hopper_size
 from longctx.kernels import fingerprint, flash_op, launch
 from longctx.kernels.selftest import SelfTestFailed
 
@@ -45,14 +46,16 @@ def described(options: ShowOptions, device: torch.device, dtype: torch.dtype) ->
     """The lock, with the launch configs and the seconds that self-test and first run took."""
     implementation = flash_op.implementation(device, dtype, options.head_size, options.kernel)
     like = torch.empty(0, 0, 0, options.head_size, dtype=dtype, device=device)
-    kernels = [name for names in launch.KERNELS.values() for name in names]
     started, bucket = time.perf_counter(), 0
     configs: dict[str, Any] = {}
     if implementation.startswith("triton"):
-        bucket = max(launch.bucket(name, like, options.seq_len) for name in kernels)
+        bucket = launch.longest_bucket(launch.PORTABLE, like, options.seq_len)
         configs = {
-            name: launch.launch_config(name, like, options.seq_len)._asdict() for name in kernels
+            name: launch.launch_config(name, like, options.seq_len)._asdict()
+            for name in launch.PORTABLE
         }
+    if implementation == "triton-hopper":
+        configs = hopper_configs(options.head_size, device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> tuple[Tensor, Sequence[str]]:
         last = torch.arange(q.shape[1], dtype=torch.int32)[None]
@@ -80,4 +83,16 @@ def described(options: ShowOptions, device: torch.device, dtype: torch.dtype) ->
         "fingerprint": hashes,
         "sources": sources,
         "compiled": fingerprint.compiled(sources),
+    }
+
+
+def hopper_configs(head_size: int, device: torch.device) -> dict[str, Any]:
+    """Module → its config for that head size, of those that have one."""
+    flash_op.kernels("triton-hopper", device)  # configures them
+    modules = {name: import_module(f"longctx.kernels.{name}") for name in launch.HOPPER}
+    size = hopper_size(head_size)
+    return {
+        name: module.CONFIGS[size]._asdict()
+        for name, module in modules.items()
+        if size in module.CONFIGS
     }

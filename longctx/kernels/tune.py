@@ -33,9 +33,6 @@ from longctx.kernels.launch import Launch
 from longctx.kernels.timing import medians
 from longctx.kernels.toolchain import machine
 
-# kernel → the pass that runs it
-PORTABLE = {"forward": "forward", "dkv": "backward", "dq": "backward"}
-HOPPER = {"hopper_forward": "forward", "hopper_backward": "backward"}  # module → the pass
 GAIN = 1.02
 FINALISTS = 4
 HANGS = 180  # seconds after which a candidate is taken for one that never ends
@@ -73,12 +70,12 @@ def run(options: TuneOptions, command: str) -> None:
     for head_dim, length in itertools.product(options.head_sizes, sorted(options.lengths)):
         tensors = inputs(options, head_dim, length, device)
         if "portable" in options.kernels:
-            for kernel in PORTABLE:
+            for kernel in launch.PORTABLE:
                 config = best_portable(kernel, tensors)
                 add(best, kernel, head_dim, length, sorted(options.lengths), list(config))
         hopper = "hopper" in options.kernels and length == max(options.lengths)
         if hopper and flash_op.runs_hopper(device, tensors["q"].dtype, head_dim):
-            for kernel in HOPPER:
+            for kernel in launch.HOPPER:
                 if (chosen := best_hopper(kernel, tensors)) is not None:
                     size = str(hopper_size(head_dim))
                     best.setdefault(kernel, {})[size] = {"0": list(chosen)}
@@ -126,7 +123,7 @@ def best_portable(kernel: str, x: dict[str, Any]) -> Launch:
     """The fastest config of a portable kernel, the one in use where no other is faster by GAIN."""
     q = x["q"]
     now = launch.launch_config(kernel, q, q.shape[1])
-    part = PORTABLE[kernel]
+    part = launch.PORTABLE[kernel]
 
     @contextmanager
     def using(config: Launch) -> Iterator[None]:
@@ -160,7 +157,7 @@ def portable_candidates(kernel: str) -> list[Launch]:
 def best_hopper(kernel: str, x: dict[str, Any]) -> Any:
     """The fastest config of a Hopper module for the head size of x; None if it has no choice."""
     module = importlib.import_module(f"longctx.kernels.{kernel}")
-    part = HOPPER[kernel]
+    part = launch.HOPPER[kernel]
     size = hopper_size(x["q"].shape[3])
     configs: dict[int, Any] = getattr(module, "CONFIGS", {})
     implementation = "triton-hopper"

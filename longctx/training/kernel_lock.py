@@ -56,8 +56,7 @@ def of_workload(workload: Workload) -> Lock:
         bucket = 0  # of sequence lengths that share compiled kernels
         if backend == "flash" and workload.device == "cuda":
             like = torch.empty(0, 0, 0, model.head_size, dtype=dtype, device=device)
-            kernels = ("forward", "dkv", "dq")
-            bucket = max(launch.bucket(name, like, workload.seq_len) for name in kernels)
+            bucket = launch.longest_bucket(launch.PORTABLE, like, workload.seq_len)
         group = model.heads // model.kv_heads
         try:
             hashes = fingerprint.fingerprint(run, device, dtype, model.head_size, group, bucket)

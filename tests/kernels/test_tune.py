@@ -81,7 +81,7 @@ def test_the_fastest_right_config_wins_and_by_enough():
         race({"now": 1.0, "a": 2.0}, wrong=("now",))
 
 
-@pytest.mark.parametrize("kernel", list(tune.PORTABLE))
+@pytest.mark.parametrize("kernel", list(launch.PORTABLE))
 def test_candidates_are_tiles(kernel):
     candidates = tune.portable_candidates(kernel)
     assert candidates
@@ -207,13 +207,22 @@ def test_show_is_json(capsys):
     assert main(["kernels", "show", "head_size=32"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["kernel"] in ("torch-tiled", "triton-portable")
+    assert report["launch"].keys() in (set(), launch.PORTABLE.keys())
     assert len(report["fingerprint"]["dq"]) == 64
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+def test_show_has_the_configs_of_hoppers_kernels(capsys):
+    assert main(["kernels", "show", "head_size=128"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["launch"].keys() == launch.HOPPER.keys()
 
 
 @pytest.mark.gpu
 def test_tune_on_a_gpu(monkeypatch, tmp_path, capsys):
     out = tmp_path / "launch.json"
-    few = {name: tune.portable_candidates(name)[:2] for name in tune.PORTABLE}
+    few = {name: tune.portable_candidates(name)[:2] for name in launch.PORTABLE}
     monkeypatch.setattr(tune, "portable_candidates", few.__getitem__)
     monkeypatch.setenv("LONGCTX_LAUNCH", str(out))
     out.write_text("{}")
