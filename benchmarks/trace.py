@@ -47,7 +47,10 @@ OPERATORS = (
     ),
     (re.compile(r"rms_norm|rope_|::rope|rotate|embedding", re.IGNORECASE), SMALL),
 )
-KERNELS = (
+KERNELS = (  # the first that fits; captured steps have no operators
+    (re.compile(r"cross_entropy|multiply_kernel"), LOSS),
+    (re.compile(r"swiglu|quantize|amax_kernel"), MATRICES),
+    (re.compile(r"^(rms_norm|rope)_"), SMALL),
     (
         re.compile(
             r"flash|fmha|attention|forward_kernel|dkv_kernel|dq_kernel|backward_kernel|unpack_kernel|delta_kernel|softmax|logsumexp"
@@ -55,7 +58,7 @@ KERNELS = (
         ATTENTION,
     ),
     (re.compile(r"silu|sigmoid|gemm|nvjet|cutlass|splitK"), MATRICES),
-    (re.compile(r"multi_tensor|fused_adam", re.IGNORECASE), OPTIMIZER),
+    (re.compile(r"multi_tensor|fused_adam|adamw_", re.IGNORECASE), OPTIMIZER),
     # A weight cast for its product
     (
         re.compile(r"triton_\w*fused__to_copy(_t|_view|_permute|_\d+)*$"),

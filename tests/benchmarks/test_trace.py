@@ -95,6 +95,25 @@ def test_gpu_kernels_count_by_their_launch_and_only_once():
     assert times == {ATTENTION: 100, MATRICES: 80, SMALL: 10, COPIES: 10, DATA: 15}
 
 
+def test_kernels_of_a_captured_step_count_by_their_names():
+    names = {
+        "forward_kernel": ATTENTION,
+        "wide_backward_kernel": ATTENTION,
+        "swiglu_backward_kernel": MATRICES,
+        "quantize_kernel": MATRICES,
+        "cross_entropy_kernel": LOSS,
+        "rms_norm_backward_kernel": SMALL,
+        "rope_backward_kernel": SMALL,
+        "multi_tensor_adamw_kernel": OPTIMIZER,
+    }
+    for name, part in names.items():
+        times = spent(
+            event("cudaGraphLaunch", 5, 1, "cuda_runtime", correlation=1),
+            event(name, 10, 7, "kernel", tid=7, correlation=1),
+        )
+        assert times == {part: 7}, name
+
+
 @pytest.mark.parametrize("times", [[(0, 10), (5, 20), (2, 4), (30, 40), (15, 35)]])
 def test_free_parts_are_disjoint(times):
     busy: list[tuple[float, float]] = []
