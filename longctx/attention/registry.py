@@ -223,12 +223,12 @@ class Attention:
         k = k if k.stride(3) == 1 else k.contiguous()
         v = v if v.stride(3) == 1 else v.contiguous()
         # While compiling, every trace asks: its answer holds for the code that it makes.
-        ordered = torch.are_deterministic_algorithms_enabled()
-        kind = (q.device, q.dtype, q.shape[3], mask.kind, mask.window, ordered)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        kind = (q.device, q.dtype, q.shape[3], mask.kind, mask.window, deterministic)
         if torch.compiler.is_compiling():
-            self._ask(q, mask)
+            self._ask(q, mask, deterministic)
         elif kind not in self._served:
-            self._ask(q, mask)
+            self._ask(q, mask, deterministic)
             self._served.add(kind)
         # flex holds much more with a mask: a part for each pair of tiles
         bind = newly_bound if self.name == "flex" else bound
@@ -278,8 +278,7 @@ class Attention:
         dq, dk, dv = (exchange.joined(each) for each in zip(*parts, strict=True))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
-    def _ask(self, q: Tensor, mask: Mask) -> None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
+    def _ask(self, q: Tensor, mask: Mask, deterministic: bool) -> None:
         request = Request(q.device, q.dtype, q.shape[3], mask, self.options, deterministic)
         _refuse(self.name, self.backend, request)
 

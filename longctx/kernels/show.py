@@ -50,11 +50,12 @@ def described(options: ShowOptions, device: torch.device, dtype: torch.dtype) ->
     configs: dict[str, Any] = {}
     if implementation.startswith("triton"):
         bucket = launch.longest_bucket(launch.PORTABLE, like, options.seq_len)
+    if implementation == "triton-portable":
         configs = {
             name: launch.launch_config(name, like, options.seq_len)._asdict()
             for name in launch.PORTABLE
         }
-    if implementation == "triton-hopper":
+    elif implementation == "triton-hopper":
         configs = hopper_configs(options.head_size, device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> tuple[Tensor, Sequence[str]]:
