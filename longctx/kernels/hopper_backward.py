@@ -256,7 +256,7 @@ def writer(
             tma.store_wait(0)
             mbarrier.arrive(output_empty, count=1)
             if ORDERED:
-                release_sent(semaphores + at, n0, BN)
+                release_sent(semaphores + at, before)
 
         # dk and dv, once per walk
         it += n * GROUP

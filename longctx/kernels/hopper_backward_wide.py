@@ -122,7 +122,7 @@ def add_tile(
 @gluon.jit
 def scores_step(
     s, dk, dv,
-    sums, semaphore, wait, before, n0, ready,
+    sums, semaphore, wait, before, ready,
     ks, qs, dos, lses, pss, dss,
     m0, q_full, do_full,
     it, zero, more,
@@ -162,7 +162,7 @@ def scores_step(
     add_tile(dq, sums, semaphore, wait, before, ready, N, ORDERED)
     if ORDERED:  # noqa: SIM102, the first is known when compiling
         if ready:
-            release_added(semaphore, n0, N, OWN)
+            release_added(semaphore, before, OWN)
 
     # dk += ds·q
     bar_sync(DS_FULL, 256)
@@ -175,7 +175,7 @@ def scores_step(
 @gluon.jit
 def gradient_step(
     dp, dk, dv,
-    sums, semaphore, wait, before, n0,
+    sums, semaphore, wait, before,
     ks, vs, qs, dos, deltas, pss, dss,
     q_full, do_full,
     it, zero, more,
@@ -218,7 +218,7 @@ def gradient_step(
         dq = warpgroup_mma_wait(2, deps=(dq_async,))
         add_tile(dq, sums, semaphore, wait, before, True, N, ORDERED)
     if ORDERED:
-        release_added(semaphore, n0, N, OWN + 1)
+        release_added(semaphore, before, OWN + 1)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     return dp, dk, dv
 
@@ -286,7 +286,7 @@ def consumer(
                     s, dk, dv = scores_step(
                         s, dk, dv,
                         sums + tile_before.to(gl.int64) * (N * D), semaphores + 2 * tile_before,
-                        wait_before, before, n0, x > 0,
+                        wait_before, before, x > 0,
                         ks, qs, dos, lses, pss, dss,
                         m * N, q_full, do_full,
                         it, zero, x + 1 < n * GROUP,
@@ -297,7 +297,7 @@ def consumer(
                     s, dk, dv = gradient_step(
                         s, dk, dv,
                         sums + tile.to(gl.int64) * (N * D) + N * FIRST, semaphores + 2 * tile + 1,
-                        wait, before, n0,
+                        wait, before,
                         ks, vs, qs, dos, deltas, pss, dss,
                         q_full, do_full,
                         it, zero, x + 1 < n * GROUP,
@@ -315,7 +315,7 @@ def consumer(
                 dq = warpgroup_mma_wait(0, deps=(start_dq(ds, k_own, N, zeros),))
                 add_tile(dq, at, semaphore, wait, before, True, N, ORDERED)
                 if ORDERED:
-                    release_added(semaphore, n0, N, OWN)
+                    release_added(semaphore, before, OWN)
 
         # epilogue: dv and dk leave from the places of v and k, which nobody reads any more
         dv_own, dk_own = vs[C].index(0), ks[C].index(0)

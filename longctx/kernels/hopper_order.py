@@ -31,6 +31,7 @@ from longctx.kernels.hopper_primitives import bar_sync, load_parts, push
 from longctx.kernels.tile_schedule import scheduled_tile, visible_tiles
 
 Q_DO_EMPTY = gl.constexpr(13)  # named barrier 13 + tile & 1: q and do have been read
+LAST_TURN = gl.constexpr(1 << 30)  # that of the first keys, where tiles go from the last ones
 
 
 def directions(head_dim: int, group: int, ordered: bool) -> int:
@@ -78,25 +79,27 @@ def query_tile(x, lo, n, down, GROUP: gl.constexpr, DIRECTIONS: gl.constexpr):
 
 @gluon.jit
 def predecessor(qfirst, qlast, n0, Tk, down, BN: gl.constexpr):
-    """The queries that see the tile of keys before that from n0 on, and its number for semaphores.
+    """The queries that see the tile of keys before that from n0 on, and its turn.
 
-    Before: in the order in which tiles add to dq.
+    Before: in the order in which tiles add to dq, in which turns count up.
     """
     from_query = gl.where(down, 0, gl.load(qfirst + n0 + BN, mask=n0 + BN < Tk, other=2147483647))
     to_query = gl.where(down, gl.load(qlast + n0 - 1, mask=n0 > 0, other=-1), 2147483647)
-    return from_query, to_query, n0 // BN + gl.where(down, 0, 2)
+    return from_query, to_query, gl.where(down, n0 // BN, LAST_TURN - 1 - n0 // BN)
 
 
 @gluon.jit
-def release(semaphore, n0, BN: gl.constexpr, AFTER: gl.constexpr):
-    """Say that this tile of keys has added its part of dq.
+def release(semaphore, before, AFTER: gl.constexpr):
+    """Say that the tile of keys whose turn was after `before` has added its part of dq.
 
-    AFTER: the PTX that first waits until what was added is in memory.
+    AFTER: the PTX that first waits until what was added is in memory. Each warp that runs this says
+    it once. One that is late must not undo what the next tile has said, hence the maximum.
     """
     gl.inline_asm_elementwise(
-        f"{AFTER}\n\tst.release.gpu.global.u32 [$1], $2;\n\tmov.u32 $0, 0;",
+        f"{{\n\t{AFTER}\n\t.reg .pred elected;\n\telect.sync _|elected, 0xffffffff;\n\t"
+        "@elected red.release.gpu.global.max.u32 [$1], $2;\n\tmov.u32 $0, 0;\n\t}",
         "=r,l,r",
-        [semaphore.to(gl.int64, bitcast=True), n0 // BN + 1],
+        [semaphore.to(gl.int64, bitcast=True), before + 1],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -104,20 +107,20 @@ def release(semaphore, n0, BN: gl.constexpr, AFTER: gl.constexpr):
 
 
 @gluon.jit
-def release_sent(semaphore, n0, BN: gl.constexpr):
+def release_sent(semaphore, before):
     """As `release`, where a warp has added by TMA.
 
     It waits until all that was sent is in memory; that its source was read is not enough.
     """
-    release(semaphore, n0, BN, "cp.async.bulk.wait_group 0;\n\tbar.warp.sync -1;")
+    release(semaphore, before, "cp.async.bulk.wait_group 0;\n\tbar.warp.sync -1;")
 
 
 @gluon.jit
-def release_added(semaphore, n0, BN: gl.constexpr, BARRIER: gl.constexpr):
+def release_added(semaphore, before, BARRIER: gl.constexpr):
     """As `release`, where a warpgroup has added from registers: it meets at a named barrier."""
     # a name of its own: Triton 3.6 takes no f-string as an argument
     AFTER: gl.constexpr = f"fence.acq_rel.gpu;\n\tbar.sync {BARRIER}, 128;"
-    release(semaphore, n0, BN, AFTER)
+    release(semaphore, before, AFTER)
 
 
 @gluon.jit

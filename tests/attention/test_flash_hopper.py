@@ -1,5 +1,7 @@
 """flash with kernel=hopper: the correctness rule over the grid, and what it is refused for."""
 
+import time
+
 import pytest
 import torch
 
@@ -125,6 +127,34 @@ def test_ordered_gives_the_same_bits(mask, head_dim, deterministic):
     )
     check_equal_runs(case, rule.inputs(case, torch.bfloat16), 250)
     assert kernels_run()["flash"] == "triton-hopper-ordered"
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("head_dim", HOPPER_SIZES)
+@pytest.mark.parametrize("mask", ["causal", "window"])
+def test_ordered_ends_under_load(mask, head_dim, deterministic):
+    """A processor that is full all the time delays the warps of a tile that pass the turn on, until
+    after the tile that has it then.
+    """
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    shape = 4, 4096, 3072 // head_dim, head_dim
+    q, k, v, do = (
+        torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, generator=generator)
+        for _ in range(4)
+    )
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = attention(*inputs, mask=Mask.causal(1500 if mask == "window" else None))
+    assert kernels_run()["flash"] == "triton-hopper-ordered"
+    for _ in range(8):
+        for _ in range(50):
+            torch.autograd.grad(out, inputs, do, retain_graph=True)
+        done = torch.cuda.Event()
+        done.record()
+        deadline = time.monotonic() + 20
+        while not done.query():
+            assert time.monotonic() < deadline, "a tile waits for a turn that never comes"
+            time.sleep(0.01)
 
 
 @pytest.mark.gpu
