@@ -14,10 +14,6 @@ from longctx.attention.mask import Mask
 from longctx.attention.registry import Backend, Request, register
 from longctx.config.model_config import BACKEND_OPTIONS, NEEDS_GPU
 
-# Larger heads go to cuDNN only if asked to: on an H200 (cuDNN 9.19) two runs that timed it with 192
-# channels beside other kernels never ended, and which of the kernels hung is not known.
-LARGEST_UNASKED = 128
-
 
 class Sdpa(Backend):
     """`kernel`, for GPUs only: auto (cuDNN where right and faster, else flash), flash or cudnn."""
@@ -65,8 +61,7 @@ class Sdpa(Backend):
                 f"kernel=cudnn is trusted for Tq = Tk, a multiple of 128, not {Tq} and {Tk}; "
                 "use kernel=flash"
             )
-        wanted = kernel == "cudnn" or (kernel == "auto" and q.shape[3] <= LARGEST_UNASKED)
-        if wanted and lengths_fit and not _not_cudnn(request):
+        if kernel != "flash" and lengths_fit and not _not_cudnn(request):
             out, lse, ran = *_cudnn(q, k, v, mask, scale), "cudnn"
         else:
             out, lse, ran = *_flash(q, k, v, mask, scale), "flash-attention-2"

@@ -69,18 +69,21 @@ def test_the_pinned_kernel_runs():
 
 
 @pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("kernel", ["auto", "cudnn"])
 @pytest.mark.parametrize(
     "case",
     [
         Case(2, 256, 256, Hq=4, Hkv=2, D=64),
         Case(1, 384, 384, D=128, mask="full"),
-        pytest.param(Case(1, 384, 384, Hq=4, Hkv=2, D=192), marks=pytest.mark.hopper),
-        pytest.param(Case(1, 384, 384, D=256), marks=pytest.mark.hopper),
+        Case(1, 384, 384, Hq=4, Hkv=2, D=192),
+        Case(1, 384, 384, D=256),
     ],
     ids=str,
 )
-def test_rule_for_cudnn(case):
-    check(case, "sdpa", torch.bfloat16, kernel="cudnn")
+def test_rule_for_cudnn(case, kernel):
+    check(case, "sdpa", torch.bfloat16, kernel=kernel)
+    assert kernels_run()["sdpa"] == "cudnn"
 
 
 @pytest.mark.gpu
