@@ -2,8 +2,9 @@
 
 Candidates must compile, fit, pass the exact self-test, and then win against the config in use by
 GAIN, timed in turn with it. The portable kernels' candidates are tiles, warps and stages; a Hopper
-module's are its CONFIGS with each switch turned and each ring one stage shorter or longer. Training
-reads the table and never times anything; see launch.py for where it looks.
+module's are its CONFIGS with one switch turned, or one ring a stage shorter or longer, and then
+those of the winner. Training reads the table and never times anything; see launch.py for where it
+looks.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 
 from longctx import files
@@ -176,27 +179,21 @@ def best_hopper(kernel: str, x: dict[str, Any]) -> Any:
         finally:
             configs[size] = before
 
-    return race(
-        f"{kernel}, head size {x['q'].shape[3]}, {x['q'].shape[1]:,} tokens",
-        variations(now),
-        now,
-        using,
-        part,
-        implementation,
-        x,
-    )
+    title = f"{kernel}, head size {x['q'].shape[3]}, {x['q'].shape[1]:,} tokens"
+    seen = {now}
+    while candidates := [config for config in variations(now) if config not in seen]:
+        seen.update(candidates)
+        now = race(title, candidates, now, using, part, implementation, x)
+    return now
 
 
 def variations(config: Any) -> Iterator[Any]:
-    """A config with each switch on and off, and each number of stages one less, as is, one more."""
-    fields = config._asdict()
-    switches = [name for name, value in fields.items() if isinstance(value, bool)]
-    rings = [name for name in fields if "stages" in name]
-    for values in itertools.product((False, True), repeat=len(switches)):
-        for change in itertools.product((-1, 0, 1), repeat=len(rings)):
-            sizes = {name: fields[name] + more for name, more in zip(rings, change, strict=True)}
-            if all(n >= 2 for n in sizes.values()):
-                yield config._replace(**dict(zip(switches, values, strict=True)), **sizes)
+    """A config with one switch turned, or with one number of stages one less or one more."""
+    for name, value in config._asdict().items():
+        if isinstance(value, bool):
+            yield config._replace(**{name: not value})
+        elif "stages" in name:
+            yield from (config._replace(**{name: n}) for n in (value - 1, value + 1) if n >= 2)
 
 
 def race(
@@ -211,7 +208,9 @@ def race(
     """The fastest of `candidates` and `now`, which stays unless one beats it by GAIN; prints it."""
     timed: dict[Any, float] = {}
     tried = [now, *(config for config in dict.fromkeys(candidates) if config != now)]
-    for config in tried:
+    for config in track(
+        tried, title, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    ):
         with using(config), watched(f"{title}: {config}"):
             problem = refuses(part, implementation, x["q"])
             if problem is None:

@@ -89,8 +89,32 @@ def test_candidates_are_tiles(kernel):
 
 
 def test_variations_of_a_hopper_config():
-    configs = set(tune.variations(Config(128, 2, True)))
-    assert configs == {Config(128, n, turns) for n in (2, 3) for turns in (True, False)}
+    configs = list(tune.variations(Config(128, 2, True)))
+    assert configs == [Config(128, 3, True), Config(128, 2, False)]
+    assert Config(128, 2, True) in tune.variations(Config(128, 3, True))
+
+
+def test_hopper_config_is_varied_until_none_is_faster(monkeypatch):
+    start, best = Config(128, 2, True), Config(128, 4, False)
+    module = type(launch)("module")
+    module.CONFIGS = {64: start}
+    monkeypatch.setattr(tune.importlib, "import_module", lambda _: module)
+    monkeypatch.setattr(launch, "configure", lambda *_: None)
+    tried = []
+
+    def race(title, candidates, now, using, *_):
+        tried.extend(candidates)
+        distances = {}
+        for config in (now, *candidates):
+            with using(config):
+                assert module.CONFIGS[64] is config
+            distances[config] = abs(config.stages - best.stages) + (config.turns != best.turns)
+        return min(distances, key=distances.__getitem__)
+
+    monkeypatch.setattr(tune, "race", race)
+    assert tune.best_hopper("hopper_forward", {"q": torch.zeros(1, 8, 1, 64)}) == best
+    assert module.CONFIGS == {64: start}
+    assert len(set(tried)) == len(tried), "each is compiled and timed once"
 
 
 def test_trial_config_ends_with_its_trial(monkeypatch):
