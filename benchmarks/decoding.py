@@ -159,13 +159,14 @@ class Ours:
         """The first new token."""
         return self.decoder.prefill(self.tokens.tolist()).argmax(-1)
 
-    def all(self) -> list[int | None]:
-        """The first new token and `new` more, read as they come."""
+    def all(self) -> list[float]:
+        """When each of the first new token and `new` more could be read, in seconds."""
         from longctx.model.decoder import continuations
 
-        prompts = self.tokens.tolist()
-        *_, last = continuations(self.decoder, prompts, 1 + self.new, lambda x: x.argmax(-1))
-        return last
+        tokens = continuations(
+            self.decoder, self.tokens.tolist(), 1 + self.new, lambda x: x.argmax(-1)
+        )
+        return [time.perf_counter() for _ in tokens]
 
 
 class Transformers:
@@ -195,25 +196,41 @@ class Transformers:
             logits: Tensor = self.model(self.tokens, use_cache=False, logits_to_keep=1).logits
         return logits
 
-    def first(self) -> Tensor:
-        """The first new token."""
+    def first(self) -> list[float]:
+        """When the first new token could be read, in seconds."""
         return self._generated(1)
 
-    def all(self) -> Tensor:
-        """The first new token and `new` more."""
+    def all(self) -> list[float]:
+        """When each of the first new token and `new` more could be read, in seconds."""
         return self._generated(1 + self.new)
 
-    def _generated(self, count: int) -> Tensor:
+    def _generated(self, count: int) -> list[float]:
         settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        tokens: Tensor = self.model.generate(self.tokens, max_new_tokens=count, **settings)
-        assert tokens.shape[1] == self.tokens.shape[1] + count
-        return tokens
+        arrivals = Arrivals()
+        self.model.generate(self.tokens, max_new_tokens=count, streamer=arrivals, **settings)
+        assert len(arrivals.times) == 1 + count
+        return arrivals.times[1:]
+
+
+class Arrivals:
+    """When transformers' `generate` hands over the prompts, then each new token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, tokens: Tensor) -> None:
+        """Note the time; `tokens` are on the CPU."""
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """There are no more."""
 
 
 def measure(peer: Ours | Transformers, repeats: int, device: str) -> dict[str, Any]:
-    """Milliseconds of a forward, of the first token and of each further one."""
+    """Milliseconds of a forward, of the first token, and from one token to the next."""
     forward, first = timed(peer.forward, repeats, device), timed(peer.first, repeats, device)
-    each = max(timed(peer.all, repeats, device) - first, 1e-6) / peer.new
+    times = [peer.all() for _ in range(1 + repeats)][1:]
+    each = median(1000 * (row[-1] - row[0]) / peer.new for row in times)
     return {
         "attention": peer.attention,
         "forward_ms": forward,
