@@ -176,7 +176,7 @@ def measure(
     """
     import torch
 
-    from longctx.kernels.timing import medians
+    from benchmarks.timing import medians
 
     B, H = max(1, options.row_tokens // length), options.channels // head_dim
     case = {
@@ -365,7 +365,7 @@ def matmul_tflops() -> float:
     """This GPU's rate for a bf16 matrix product of random data, in TFLOP/s."""
     import torch
 
-    from longctx.kernels.timing import medians
+    from benchmarks.timing import medians
 
     n = 8192
     a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))

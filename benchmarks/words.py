@@ -28,6 +28,7 @@ BENCHMARKS = {
     "decoding": "the first token after a long prompt, and each further one, beside transformers",
     "waits": "start, save and end of a run, beside what the disk needs",
     "memory": "predicted peak memory beside the measured, over many configurations",
+    "tune": "launch configs of the kernels of flash on this GPU, for the table that training reads",
     "picture": "the picture of the README, drawn from results/",
     "devices": "training on 1, 2 and 4 GPUs, beside torch's context_parallel and accelerate",
     "optimizers": "tokens to the same validation loss with each optimizer, each tuned alike",

@@ -126,6 +126,8 @@ def _split(argv: list[str]) -> tuple[str, list[str]]:
 
 def _dispatch(name: str, arguments: list[str]) -> int | None:
     if name not in COMMANDS:
+        if [name, *arguments[:1]] == ["kernels", "tune"]:
+            raise ValueError("kernels tune: is now `python -m benchmarks tune`, in a clone")
         inner = [one.split()[1] for one in COMMANDS if one.startswith(f"{name} ")]
         if inner:
             raise ValueError(f"{name}: say what, as in longctx {name} {' or '.join(inner)}")
@@ -305,20 +307,7 @@ def _show_kernels(argv: list[str]) -> None:
     with libraries():
         from longctx.kernels.show import run
 
-    run(chosen, _written("kernels show", argv))
-
-
-def _tune_kernels(argv: list[str]) -> None:
-    chosen = options(command_config.TuneOptions, argv)
-    with libraries():
-        from longctx.kernels.tune import run
-
-    run(chosen, _written("kernels tune", argv))
-
-
-def _written(name: str, argv: list[str]) -> str:
-    """A command as it was written, for what it writes down."""
-    return " ".join(["longctx", name, *argv])
+    run(chosen)
 
 
 COMMANDS: dict[str, Command] = {
@@ -403,11 +392,5 @@ COMMANDS: dict[str, Command] = {
         ("longctx kernels show", "longctx kernels show head_size=128 dtype=bf16"),
         command_config.ShowOptions,
         _show_kernels,
-    ),
-    "kernels tune": Command(
-        "Measure launch configurations of the kernels on this GPU",
-        ("longctx kernels tune", "longctx kernels tune head_sizes=64,128 lengths=4096"),
-        command_config.TuneOptions,
-        _tune_kernels,
     ),
 }

@@ -103,33 +103,10 @@ class ShowOptions:
         "auto: what training takes | portable | hopper; a CPU has one of its own",
         choices=("auto", "portable", "hopper"),
     )
-    head_size: int = key(64, "channels of a head", between=SIZES)
+    head_size: int = key(64, "channels of a head", between=(16, 256))
     seq_len: int = key(4096, "tokens in a row", between=SIZES)
     dtype: str = key(
         "auto",
         "auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp16 | fp32",
         choices=("auto", "bf16", "fp16", "fp32"),
     )
-
-
-@dataclass
-class TuneOptions:
-    """Which launch configurations to measure."""
-
-    kernels: tuple[str, ...] = key(
-        ("portable", "hopper"), "portable | hopper, where it runs", choices=("portable", "hopper")
-    )
-    head_sizes: tuple[int, ...] = key(
-        (64, 128), "head sizes; a table serves up to the next power of two", between=SIZES
-    )
-    lengths: tuple[int, ...] = key(
-        (4096, 16384),
-        "tokens in a row; each also serves shorter rows, down to its geometric mean with the next",
-        between=SIZES,
-    )
-    dtype: str = key("bf16", "bf16 | fp16; the table serves both", choices=("bf16", "fp16"))
-    channels: int = key(2048, "query heads × head size", between=SIZES)
-    row_tokens: int = key(
-        16384, "tokens of a measured call; one row where that is longer", between=SIZES
-    )
-    out: str = key("", "the table; empty: ~/.config/longctx/launch.json, where training looks")

@@ -4,7 +4,7 @@ Nothing is timed at run time.
 
 launch.json maps architecture → kernel → head size (padded to a power of two) → shortest length →
 [BM, BN, warps, stages]. "any" fits every chip with 99 KiB of shared memory; "any-fp32" is for
-32-bit inputs. What `longctx kernels tune` measured on this very model of GPU goes before
+32-bit inputs. What `python -m benchmarks tune` measured on this very model of GPU goes before
 it, for 16-bit inputs: the file that LONGCTX_LAUNCH names (empty: none), else
 ~/.config/longctx/launch.json, in the same form with the GPU's name for the architecture. It may
 configure the Hopper kernels too.
@@ -104,7 +104,8 @@ def measured(gpu: str) -> Table:
     if path is None or not path.exists():
         if path is not None and os.environ.get("LONGCTX_LAUNCH"):
             raise ValueError(
-                f"LONGCTX_LAUNCH={path}: no such file; `longctx kernels tune out={path}` makes it"
+                f"LONGCTX_LAUNCH={path}: no such file; write it with "
+                f"`python -m benchmarks tune out={path}`"
             )
         return {}
     try:

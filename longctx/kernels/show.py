@@ -12,38 +12,34 @@ import torch
 from torch import Tensor
 
 from longctx.config.command_config import ShowOptions
-from longctx.config.model_config import HOPPER_HEAD_SIZES, hopper_size
-from longctx.kernels import fingerprint, flash_op, launch
+from longctx.config.model_config import hopper_size
+from longctx.kernels import flash_op, launch
+from longctx.kernels.fingerprint import fingerprint, sources
 from longctx.kernels.selftest import SelfTestFailed
+from longctx.kernels.toolchain import machine
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def run(options: ShowOptions, command: str) -> None:
-    """Print it as JSON.
+def run(options: ShowOptions) -> None:
+    """Print the description as JSON.
 
-    Raises ValueError for what cannot run here, and for kernels that fail their self-test.
+    Raises ValueError if the kernel cannot run here or fails its self-test.
     """
-    if options.head_size not in flash_op.HEAD_SIZES:
-        sizes = f"{flash_op.HEAD_SIZES[0]} to {flash_op.HEAD_SIZES[-1]}"
-        raise ValueError(f"head_size={options.head_size}: from {sizes}")
     device, dtype = torch.device("cpu"), torch.float32
     if torch.cuda.is_available():
         device, dtype = torch.device("cuda", torch.cuda.current_device()), torch.bfloat16
-    if options.dtype != "auto":
-        dtype = DTYPES[options.dtype]
-    if options.kernel == "hopper" and device.type == "cpu":
-        raise ValueError("kernel=hopper needs a Hopper GPU, and there is no CUDA GPU here")
+    dtype = DTYPES.get(options.dtype, dtype)
     if options.kernel == "hopper" and not flash_op.runs_hopper(device, dtype, options.head_size):
         raise ValueError(
-            "kernel=hopper needs a Hopper GPU, 16 bits and a head size of "
-            f"64, 72 .. {HOPPER_HEAD_SIZES[-1]}; use kernel=portable"
+            "kernel=hopper needs a Hopper GPU, 16 bits and a head size of 64, 72 .. 256; "
+            "use kernel=portable"
         )
     print(json.dumps(described(options, device, dtype), indent=1))
 
 
 def described(options: ShowOptions, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """The lock, with the launch configs and the seconds that self-test and first run took."""
+    """Return the lock, the launch configs, and the seconds of self-test and first run."""
     implementation = flash_op.implementation(device, dtype, options.head_size, options.kernel)
     like = torch.empty(0, 0, 0, options.head_size, dtype=dtype, device=device)
     started, bucket = time.perf_counter(), 0
@@ -51,10 +47,8 @@ def described(options: ShowOptions, device: torch.device, dtype: torch.dtype) ->
     if implementation.startswith("triton"):
         bucket = launch.longest_bucket(launch.PORTABLE, like, options.seq_len)
     if implementation == "triton-portable":
-        configs = {
-            name: launch.launch_config(name, like, options.seq_len)._asdict()
-            for name in launch.PORTABLE
-        }
+        for name in launch.PORTABLE:
+            configs[name] = launch.launch_config(name, like, options.seq_len)._asdict()
     elif implementation == "triton-hopper":
         configs = hopper_configs(options.head_size, device)
 
@@ -64,32 +58,30 @@ def described(options: ShowOptions, device: torch.device, dtype: torch.dtype) ->
         qlast = (torch.searchsorted(ids, ids, right=True) - 1).int()
         intervals = (x.to(device) for x in (first, last, last, qlast))
         out, _ = flash_op.flash_forward(q, k, v, *intervals, q.shape[3] ** -0.5, implementation)
-        if implementation == "triton-hopper":  # dq is added up in any order
-            return out, ("out", "dk", "dv")
-        return out, ("out", "dq", "dk", "dv")
+        # Hopper's kernel adds dq up in any order
+        has_dq = implementation != "triton-hopper"
+        return out, ("out", "dq", "dk", "dv") if has_dq else ("out", "dk", "dv")
 
     try:
-        hashes = fingerprint.fingerprint(attend, device, dtype, options.head_size, 1, bucket)
+        hashes = fingerprint(attend, device, dtype, options.head_size, 1, bucket)
     except SelfTestFailed as error:
         raise ValueError(str(error)) from error
-    sources = fingerprint.sources(implementation)
-    tested = implementation.startswith("triton") and device.type != "cpu"
+    is_tested = implementation.startswith("triton") and device.type != "cpu"
     return {
         "backend": "flash",
         "kernel": implementation,
-        "self_test": "passed" if tested else "not needed",
+        "self_test": "passed" if is_tested else "not needed",
         "seconds": round(time.perf_counter() - started, 3),
         "launch": configs,
-        "machine": fingerprint.machine(device),
+        "machine": machine(device),
         "fingerprint": hashes,
-        "sources": sources,
-        "compiled": fingerprint.compiled(sources),
+        "sources": sources(implementation),
     }
 
 
 def hopper_configs(head_size: int, device: torch.device) -> dict[str, Any]:
-    """Module → its config for that head size, of those that have one."""
-    flash_op.kernels("triton-hopper", device)  # configures them
+    """Return module → its launch config for heads of `head_size`, if it has a choice."""
+    flash_op.kernels("triton-hopper", device)  # configures the modules
     modules = {name: import_module(f"longctx.kernels.{name}") for name in launch.HOPPER}
     size = hopper_size(head_size)
     return {

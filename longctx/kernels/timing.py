@@ -1,69 +1,13 @@
-"""Time competing calls, as medians over rounds, and steps.
-
-In a round every call runs once, after an untimed run of its own. On a GPU the device sleeps while a
-round is handed to it: so it never waits for Python, and the events between the calls measure the
-device's own time.
-"""
+"""Laps: milliseconds between two points of a step, on a GPU by its own clock."""
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Callable, Mapping
-from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-Key = TypeVar("Key")
 Moment = torch.cuda.Event | float
-CYCLES = 2e9  # of a GPU in a second, about
-LONGEST_SLEEP = 0.05  # seconds
-
-
-def medians(
-    calls: Mapping[Key, Callable[[], Any]],
-    repeats: int,
-    seconds: float = float("inf"),
-    least: int = 3,
-) -> dict[Key, float]:
-    """Median milliseconds of each call on the current device.
-
-    There are `repeats` rounds, or fewer if those last longer than `seconds`, but `least`.
-    """
-    on_gpu = torch.cuda.is_available()
-    for call in calls.values():
-        for _ in range(2):
-            call()
-    if on_gpu:
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    marks = _round(calls, list(calls), on_gpu)
-    issued = time.perf_counter() - started
-    if on_gpu:
-        torch.cuda.synchronize()
-    one = time.perf_counter() - started
-    del marks
-    rounds = max(least, int(min(repeats, seconds / max(one, 1e-9))))
-    spans: dict[Key, list[Any]] = {key: [] for key in calls}
-    order, shuffle = list(calls), random.Random(0).shuffle
-    for _ in range(rounds):
-        if on_gpu:
-            torch.cuda._sleep(int(min(1.5 * issued, LONGEST_SLEEP) * CYCLES))
-        # At its power limit a GPU is faster after a call that took less: no call may always come
-        # after it.
-        shuffle(order)
-        for key, mark in _round(calls, order, on_gpu).items():
-            spans[key].append(mark)
-    if on_gpu:
-        torch.cuda.synchronize()
-        return {
-            key: median(start.elapsed_time(end) for start, end in pairs)
-            for key, pairs in spans.items()
-        }
-    return {
-        key: median((end - start) * 1e3 for start, end in pairs) for key, pairs in spans.items()
-    }
 
 
 def now(on_gpu: bool) -> Moment:
@@ -101,23 +45,3 @@ class Laps:
             return [1000 * (end - begun) for begun, end in laps]
         torch.cuda.synchronize()
         return [begun.elapsed_time(end) for begun, end in laps]
-
-
-def _round(
-    calls: Mapping[Key, Callable[[], Any]], order: list[Key], on_gpu: bool
-) -> dict[Key, tuple[Any, Any]]:
-    """(start, end) of every call: events of a GPU, else seconds."""
-    marks: dict[Key, tuple[Any, Any]] = {}
-    for key in order:
-        if on_gpu:
-            calls[key]()  # untimed: clock and caches are then as this call itself leaves them
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            calls[key]()
-            end.record()
-            marks[key] = start, end
-        else:
-            begun = time.perf_counter()
-            calls[key]()
-            marks[key] = begun, time.perf_counter()
-    return marks

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import re
 from pathlib import Path
 
 import torch
 
+DRIVER = Path("/proc/driver/nvidia/version")
+
 
 def machine(device: torch.device) -> dict[str, str]:
-    """What compiles and runs kernels on `device`."""
+    """Return the names and versions of everything that compiles and runs kernels on `device`."""
     versions = {"torch": torch.__version__, "device": gpu_name(device)}
     if device.type == "cpu":
         return versions
@@ -20,12 +21,12 @@ def machine(device: torch.device) -> dict[str, str]:
 
 
 def gpu_name(device: torch.device) -> str:
-    """The name of a GPU, or what else the device is."""
+    """Return the name of a GPU, or the type of another device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def compilers() -> dict[str, str]:
-    """Versions of Triton and of the ptxas that it calls."""
+    """Return the versions of Triton and of the ptxas that it calls."""
     try:
         versions = {"Triton": importlib.metadata.version("triton")}
     except importlib.metadata.PackageNotFoundError:
@@ -37,7 +38,7 @@ def compilers() -> dict[str, str]:
 
 
 def ptxas(arch: int) -> str:
-    """The version of the ptxas that Triton calls for sm_`arch`, such as 12.8.93."""
+    """Return the version of the ptxas that Triton calls for sm_`arch`, such as 12.8.93."""
     from triton.backends.nvidia.compiler import get_ptxas_version
 
     text = get_ptxas_version(arch)
@@ -46,19 +47,7 @@ def ptxas(arch: int) -> str:
 
 
 def driver() -> str:
-    """The version of the NVIDIA driver; "unknown" where nothing tells."""
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        text = ""
-    if match := re.search(r"\d+\.\d+(\.\d+)?", text):
-        return match[0]
-    try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-        buffer = ctypes.create_string_buffer(96)
-        library.nvmlInit_v2()
-        known = library.nvmlSystemGetDriverVersion(buffer, 96) == 0
-        library.nvmlShutdown()
-    except (OSError, AttributeError):
-        return "unknown"
-    return buffer.value.decode() if known else "unknown"
+    """Return the version of the NVIDIA driver; "unknown" if the kernel does not say."""
+    text = DRIVER.read_text() if DRIVER.is_file() else ""
+    match = re.search(r"\d+\.\d+(\.\d+)?", text)
+    return match[0] if match else "unknown"

@@ -1,8 +1,9 @@
-"""The kernel lock of a run: what computes its attention, found out before the first step and held
-on resume.
+"""The kernel lock of a run: the kernels that compute its attention, identified before step 1.
 
-It stands in kernel.lock.json, in every checkpoint and in wandb's configuration. A resumed run
-compares with its checkpoint, whose weights those kernels made.
+A lock is a dictionary of plain values: backend and kernel, versions of everything that compiles,
+sha256 of the sources, and sha256 of the results for fixed inputs. kernel.lock.json, every
+checkpoint and wandb's configuration hold it. A resumed run compares its lock with the checkpoint's,
+since those kernels made its weights.
 """
 
 from __future__ import annotations
@@ -22,22 +23,26 @@ from longctx import files
 from longctx.attention import Mask, attention, kernels_run, reproducible
 from longctx.config.train_config import TrainConfig
 from longctx.distributed.devices import dtype_of
-from longctx.kernels import fingerprint, launch
-from longctx.kernels.fingerprint import Lock
+from longctx.kernels import launch
+from longctx.kernels.fingerprint import fingerprint, sources
 from longctx.kernels.selftest import SelfTestFailed
+from longctx.kernels.toolchain import machine
 from longctx.planner.workload import Workload
 from longctx.runs import run_folder
 
+Lock = dict[str, Any]
 FILE = "kernel.lock.json"
-# Backend → the packages that its kernels come from.
+FORMAT = 2
+HASHED = ("out", "dq", "dk", "dv")
+# Backend → the packages that its kernels come from
 PACKAGES = {"flash_attn": ("flash-attn-4", "flash-attn-3", "flash-attn")}
 
 
 def of_workload(workload: Workload) -> Lock:
-    """The lock of the attention that `workload` uses.
+    """Return the lock of the attention that `workload` uses.
 
-    Runs it once, forward and backward, on a small input of its own, which compiles what the run
-    needs anyway. Raises ValueError, one line, where the kernels fail their self-test.
+    Runs it once, forward and backward, on a small input, which compiles kernels that the run needs
+    anyway. Raises ValueError, one line, if the kernels fail their self-test.
     """
     backend, model = workload.attention.backend, workload.model
     options = workload.attention.options
@@ -45,53 +50,44 @@ def of_workload(workload: Workload) -> Lock:
     if workload.device == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     dtype = dtype_of(workload.precision)
-    promised = reproducible(backend)
+    promised = reproducible(backend)  # kernel → the results with the same bits every time
 
     def run(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor) -> tuple[Tensor, Sequence[str]]:
         out = attention(q, k, v, mask=Mask.documents(doc_ids), backend=backend, **options)
         return out, promised.get(kernels_run()[backend], ())
 
-    hashes, kernel = {}, "unknown before it runs"
+    hashes, kernel = dict[str, str](), "unknown before it runs"
     if promised:
-        bucket = 0  # of sequence lengths that share compiled kernels
+        # Portable kernels depend on the length; all lengths of one bucket share them
+        bucket = 0
         if backend == "flash" and workload.device == "cuda":
             like = torch.empty(0, 0, 0, model.head_size, dtype=dtype, device=device)
             bucket = launch.longest_bucket(launch.PORTABLE, like, workload.seq_len)
         group = model.heads // model.kv_heads
         try:
-            hashes = fingerprint.fingerprint(run, device, dtype, model.head_size, group, bucket)
+            hashes = fingerprint(run, device, dtype, model.head_size, group, bucket)
         except SelfTestFailed as error:
             raise ValueError(str(error)) from error
-        kernel = kernels_run().get(backend, kernel)
-    lock: Lock = {"format": fingerprint.FORMAT, "backend": backend, "kernel": kernel}
-    lock |= {"machine": fingerprint.machine(device) | _packages(backend), "fingerprint": hashes}
-    if missing := [name for name in ("out", "dq", "dk", "dv") if name not in hashes]:
+        kernel = kernels_run()[backend]
+
+    lock: Lock = {"format": FORMAT, "backend": backend, "kernel": kernel}
+    lock |= {"machine": machine(device) | _packages(backend), "fingerprint": hashes}
+    if missing := [name for name in HASHED if name not in hashes]:
         lock["not_reproducible"] = missing
-    if sources := fingerprint.sources(kernel):
-        lock |= {"sources": sources, "compiled": fingerprint.compiled(sources)}
+    if files_of_kernel := sources(kernel):
+        lock["sources"] = files_of_kernel
     if os.environ.get("TRITON_INTERPRET") == "1":
         lock["interpreter"] = True
     return run_folder.plain(lock)  # torch.__version__, for one, is no plain string
 
 
-def _packages(backend: str) -> dict[str, str]:
-    """Versions of the packages that the backend's kernels come from."""
-    versions = {}
-    for name in PACKAGES.get(backend, ()):
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    if backend == "sdpa" and torch.cuda.is_available():
-        versions["cudnn"] = str(torch.backends.cudnn.version())
-    return versions
-
-
 def held(
     config: TrainConfig, new: Lock | None, old: Any, steps: int
 ) -> tuple[Lock | None, str | None]:
-    """The lock that a run resumed after `steps` steps goes on with, and a line to say about it.
+    """Return the lock with which a run resumed after `steps` steps continues, and a line to print.
 
     `old` is the checkpoint's, None if it has none. Raises ValueError, one line with every field
-    that differs, unless kernel.lock=record accepts that.
+    that differs, unless kernel.lock=record accepts the difference.
     """
     if new is None:
         return None, None
@@ -103,30 +99,45 @@ def held(
             )
         return new, "recorded now: the run had no kernel lock before"
     new = new | ({"earlier": old["earlier"]} if old.get("earlier") else {})
-    differences = fingerprint.differences(old, new)
-    if not differences:
+    changed = differences(old, new)
+    if not changed:
         return new, None
-    listed = "; ".join(f"{field}: {_short(a)} -> {_short(b)}" for field, a, b in differences)
+    listed = "; ".join(f"{field}: {before[:12]} -> {now[:12]}" for field, before, now in changed)
     if config.kernel.lock != "record":
         raise ValueError(
-            f"resume={config.resume}: the attention kernels are not those that the run began with, "
-            f"so it would not go on as it was ({listed}); go back to those, or accept the new ones "
-            "with kernel.lock=record"
+            f"resume={config.resume}: the attention kernels are not those of the run, so it would "
+            f"not continue as it was ({listed}); go back to those, or accept the new ones with "
+            "kernel.lock=record"
         )
     past = {key: value for key, value in old.items() if key != "earlier"} | {"until_step": steps}
     note = f"accepted others from step {steps + 1:,} on: {listed}"
     return new | {"earlier": [*old.get("earlier", []), past]}, note
 
 
-def _short(text: str) -> str:
-    """A hash by its beginning."""
-    words = text.split(" ")
-    return " ".join(word[:12] if len(word) == 64 and "=" not in word else word for word in words)
+def differences(old: Lock, new: Lock) -> list[tuple[str, str, str]]:
+    """Return (field, before, now) of every field that changed; `earlier` locks do not count."""
+    before, now = (
+        {field: str(value) for field, value in run_folder.flat(lock).items() if field != "earlier"}
+        for lock in (old, new)
+    )
+    pairs = [(x, before.get(x, "none"), now.get(x, "none")) for x in before | now]
+    return [pair for pair in pairs if pair[1] != pair[2]]
 
 
 def write(folder: Path, lock: Lock | None) -> None:
-    """Write kernel.lock.json in the folder of a run, or take it away."""
+    """Write kernel.lock.json in the folder of a run, or remove it if `lock` is None."""
     if lock is None:
         (folder / FILE).unlink(missing_ok=True)
     else:
         files.write_text(folder / FILE, json.dumps(lock, indent=1) + "\n")
+
+
+def _packages(backend: str) -> dict[str, str]:
+    """Return the versions of the packages that the backend's kernels come from."""
+    versions = {}
+    for name in PACKAGES.get(backend, ()):
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    if backend == "sdpa" and torch.cuda.is_available():
+        versions["cudnn"] = str(torch.backends.cudnn.version())
+    return versions

@@ -8,7 +8,6 @@ from typing import Any
 
 from longctx.config.train_config import TrainConfig, from_plain
 from longctx.data import Data, Mixture
-from longctx.kernels.fingerprint import Lock
 from longctx.planner.workload import Workload, workload_of
 from longctx.runs import run_folder
 
@@ -32,7 +31,7 @@ class Run:
     checkpoint: Path | None = None  # where the run goes on from
     damaged: dict[Path, str] = field(default_factory=dict)  # newer ones, and what is wrong
     steps_done: int = 0  # at that checkpoint
-    kernel_lock: Lock | None = None
+    kernel_lock: dict[str, Any] | None = None
     lock_note: str = ""  # what is to be said about kernels that changed
     layout_note: str = ""  # and about a layout that was chosen here
     data: Data | Mixture | None = field(default=None, compare=False, repr=False)

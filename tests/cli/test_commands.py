@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.tune import Options
 from longctx import cli
-from longctx.config.command_config import CompareOptions, ExportOptions, TuneOptions
+from longctx.config.command_config import CompareOptions, ExportOptions
 from longctx.config.fields import key
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +72,7 @@ def test_help_lists_the_commands(argv: list[str], capsys: pytest.CaptureFixture[
 def test_help_of_a_group_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["kernels", "--help"]) == 0
     text = capsys.readouterr().out
-    assert "kernels show" in text and "kernels tune" in text and "watch" not in text
+    assert "kernels show" in text and "watch" not in text
 
 
 @pytest.mark.parametrize(
@@ -79,8 +80,8 @@ def test_help_of_a_group_lists_its_commands(capsys: pytest.CaptureFixture[str]) 
     [
         (["wacth"], "did you mean watch?"),
         (["bench"], "bench: not a command"),
-        (["kernels"], "show or tune"),
-        (["kernels", "tun"], "show or tune"),
+        (["kernels"], "kernels show"),
+        (["kernels", "tune"], "python -m benchmarks tune"),
         (["watch"], "RUN is missing"),
         (["watch", "runs/a", "runs/b"], "runs/b: one too many"),
         (["watch", "runs/none"], "runs/none: no such folder"),
@@ -95,10 +96,8 @@ def test_help_of_a_group_lists_its_commands(capsys: pytest.CaptureFixture[str]) 
         (["eval", "-m", "checkpoint=a,b"], "-m: only train sweeps"),
         (["plan", "-m", "seq_len=64,128"], "-m: only train sweeps"),
         (["kernels", "show", "head_size=x"], "head_size=x: must be a whole number"),
-        (["kernels", "show", "head_size=0"], "head_size=0: a number from 1"),
+        (["kernels", "show", "head_size=0"], "head_size=0"),
         (["kernels", "show", "kernel=a,b"], "kernel=a,b: several values"),
-        (["kernels", "tune", "lengths="], "lengths=: give at least one"),
-        (["kernels", "tune", "lengths=4,x"], "lengths=[4,x]: must be a list of whole numbers"),
         (["kernels", "show", r"dtype=$\{oc.env:HOME}"], "dtype=$"),
         (["train", "seq_len=abc"], "seq_len=abc: must be a whole number, or max"),
     ],
@@ -111,8 +110,8 @@ def test_a_mistake_is_one_line_that_names_it(
 
 def test_lists_are_written_with_and_without_brackets() -> None:
     for argument in ("lengths=512,1024", "lengths=[512,1024]"):
-        assert cli.options(TuneOptions, [argument]) == TuneOptions(lengths=(512, 1024))
-    assert cli.options(TuneOptions, ["kernels=hopper"]).kernels == ("hopper",)
+        assert cli.options(Options, [argument]) == Options(lengths=(512, 1024))
+    assert cli.options(Options, ["kernels=hopper"]).kernels == ("hopper",)
 
 
 def test_paths_are_taken_as_they_are(tmp_path: Path) -> None:

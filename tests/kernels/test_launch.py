@@ -1,8 +1,11 @@
 """The table of launch configs: an entry for everything that can be asked, and tiles that tile."""
 
+import json
+
 import pytest
 import torch
 
+from longctx.cli import main
 from longctx.kernels import launch as configs
 from longctx.kernels.flash_op import HEAD_SIZES
 from longctx.kernels.launch import launch_config, table
@@ -34,3 +37,33 @@ def test_bucket_is_the_longest_reached(monkeypatch):
     below, at = (launch_config("forward", q, n) for n in (start - 1, start))
     assert below != at
     assert at == launch_config("forward", q, 2 * start)
+
+
+def test_show_is_json(capsys):
+    assert main(["kernels", "show", "head_size=32"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["kernel"] in ("torch-tiled", "triton-portable")
+    assert report["launch"].keys() in (set(), configs.PORTABLE.keys())
+    assert len(report["fingerprint"]["dq"]) == 64
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+def test_show_has_the_configs_of_hoppers_kernels(capsys):
+    assert main(["kernels", "show", "head_size=128"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["launch"].keys() == configs.HOPPER.keys()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["show", "kernel=fast"], "kernel=fast"),
+        (["show", "dtype=fp8"], "dtype=fp8"),
+        (["show", "head_size=8"], "head_size=8"),
+        (["tune"], "python -m benchmarks tune"),
+        (["lock"], "longctx kernels show"),
+    ],
+)
+def test_mistakes_are_one_line(argv, message, refused):
+    refused(main(["kernels", *argv]), message)

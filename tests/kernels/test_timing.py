@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from longctx.kernels import timing
-from longctx.kernels.timing import CYCLES, Laps
+from longctx.kernels.timing import Laps
 
 
 def test_laps_count_only_what_lies_inside(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +25,7 @@ def test_laps_of_a_gpu_are_its_own_and_not_waited_for() -> None:
     laps = Laps(on_gpu=True)
     for _ in range(3):
         laps.begin()
-        torch.cuda._sleep(int(0.1 * CYCLES))
+        torch.cuda._sleep(200_000_000)
         laps.end()
     assert not laps._ended[-1].query()
     assert all(50 < ms < 300 for ms in laps.ms())

@@ -143,3 +143,14 @@ def test_lock_takes_no_random_number_of_the_run() -> None:
     state = torch.get_rng_state()
     kernel_lock.of_workload(work)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_differences_name_field_before_and_now() -> None:
+    old = {"kernel": "a", "machine": {"torch": "1", "gpu": "x"}, "earlier": [{"kernel": "z"}]}
+    assert kernel_lock.differences(old, old | {"earlier": []}) == []
+    new = {"kernel": "b", "machine": {"torch": "1"}, "more": 1}
+    assert kernel_lock.differences(old, new) == [
+        ("kernel", "a", "b"),
+        ("machine.gpu", "x", "none"),
+        ("more", "none", "1"),
+    ]

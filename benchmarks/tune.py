@@ -19,6 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,13 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
+from benchmarks.timing import medians
 from longctx import files
-from longctx.config.command_config import TuneOptions
+from longctx.config.command_config import SIZES
+from longctx.config.fields import key
 from longctx.config.model_config import hopper_size
 from longctx.kernels import flash_op, launch, selftest
 from longctx.kernels.launch import Launch
-from longctx.kernels.timing import medians
 from longctx.kernels.toolchain import machine
 
 GAIN = 1.02
@@ -41,11 +43,31 @@ FINALISTS = 4
 HANGS = 180  # seconds after which a candidate is taken for one that never ends
 
 
-def run(options: TuneOptions, command: str) -> None:
-    """Measure and write; ValueError, one line, where there is no GPU or a value makes no sense."""
-    if wrong := [d for d in options.head_sizes if d not in flash_op.HEAD_SIZES]:
-        sizes = f"{flash_op.HEAD_SIZES[0]} to {flash_op.HEAD_SIZES[-1]}"
-        raise ValueError(f"head_sizes={wrong[0]}: from {sizes}")
+@dataclass
+class Options:
+    """Which launch configurations to measure."""
+
+    kernels: tuple[str, ...] = key(
+        ("portable", "hopper"), "portable | hopper, where it runs", choices=("portable", "hopper")
+    )
+    head_sizes: tuple[int, ...] = key(
+        (64, 128), "head sizes; a table serves up to the next power of two", between=(16, 256)
+    )
+    lengths: tuple[int, ...] = key(
+        (4096, 16384),
+        "tokens in a row; each also serves shorter rows, down to its geometric mean with the next",
+        between=SIZES,
+    )
+    dtype: str = key("bf16", "bf16 | fp16; the table serves both", choices=("bf16", "fp16"))
+    channels: int = key(2048, "query heads × head size", between=SIZES)
+    row_tokens: int = key(
+        16384, "tokens of a measured call; one row where that is longer", between=SIZES
+    )
+    out: str = key("", "the table; empty: ~/.config/longctx/launch.json, where training looks")
+
+
+def run(options: Options, command: str) -> None:
+    """Measure and write the table; ValueError if there is no GPU or a value makes no sense."""
     if len({launch.padded(d) for d in options.head_sizes}) < len(options.head_sizes):
         sizes = ",".join(map(str, options.head_sizes))
         raise ValueError(
@@ -89,9 +111,7 @@ def run(options: TuneOptions, command: str) -> None:
     print(f"wrote {out}; training on this GPU uses it{how}")
 
 
-def inputs(
-    options: TuneOptions, head_dim: int, length: int, device: torch.device
-) -> dict[str, Any]:
+def inputs(options: Options, head_dim: int, length: int, device: torch.device) -> dict[str, Any]:
     """Arguments of both passes for causal rows of `length` tokens, by name."""
     B, H = max(1, options.row_tokens // length), max(1, options.channels // head_dim)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype]

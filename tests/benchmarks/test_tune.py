@@ -7,8 +7,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from longctx.cli import main
-from longctx.kernels import launch, tune
+from benchmarks import tune
+from benchmarks.words import main
+from longctx.kernels import launch
 from longctx.kernels.launch import Launch, launch_config, measured, measured_file
 
 CPU = torch.device("cpu")
@@ -160,6 +161,61 @@ def test_training_reads_what_was_written(gpu):
     )
 
 
+def test_a_hopper_module_gets_its_config_once(gpu):
+    _, path = gpu
+    module = type(launch)("module")
+    module.CONFIGS = {64: Config(128, 2, True), 128: Config(64, 2, True)}
+    tune.write(path, {}, "Test", {"hopper_forward": {"64": {"0": [128, 3, False]}}}, {})
+    launch.configure(module, "hopper_forward", CPU)
+    assert module.CONFIGS == {64: Config(128, 3, False), 128: Config(64, 2, True)}
+    tune.write(path, {}, "Test", {"hopper_forward": {"64": {"0": [1, 2, 3, 4, 5]}}}, {})
+    measured.cache_clear()
+    launch.configure.cache_clear()
+    with pytest.raises(ValueError, match="another version of longctx; run tune again"):
+        launch.configure(module, "hopper_forward", CPU)
+
+
+@pytest.mark.gpu
+def test_tune_on_a_gpu(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "launch.json"
+    few = {name: tune.portable_candidates(name)[:2] for name in launch.PORTABLE}
+    monkeypatch.setattr(tune, "portable_candidates", few.__getitem__)
+    monkeypatch.setenv("LONGCTX_LAUNCH", str(out))
+    out.write_text("{}")
+    for function in (measured, launch.configure):
+        function.cache_clear()
+    assert main(["tune", "head_sizes=64", "lengths=1024", f"out={out}"]) == 0
+    tables = json.loads(out.read_text())[torch.cuda.get_device_name()]
+    assert tables["measured"].keys() >= {"date", "torch", "triton", "ptxas", "driver", "device"}
+    assert {"forward", "dkv", "dq"} <= tables.keys()
+    assert (torch.cuda.get_device_capability()[0] == 9) == ("hopper_forward" in tables)
+    measured.cache_clear()
+    q = torch.zeros(1, 8, 1, 64, device="cuda", dtype=torch.bfloat16)
+    assert list(launch_config("forward", q, 1024)) == tables["forward"]["64"]["0"]
+    for function in (measured, launch.configure):
+        function.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["kernels=fast"], "kernels=fast"),
+        (["head_sizes=8"], "head_sizes=8"),
+        (["head_sizes=96,128"], "head_sizes=96,128"),
+        (["dtype=fp32"], "dtype=fp32"),
+        (["length=4"], "lengths"),
+        (["lengths="], "lengths="),
+    ],
+)
+def test_mistakes_are_one_line(argv, message, refused):
+    refused(main(["tune", *argv]), message)
+
+
+@pytest.mark.no_gpu
+def test_tune_needs_a_gpu(refused):
+    refused(main(["tune"]), "no CUDA GPU")
+
+
 @pytest.mark.parametrize(
     "row", [[100, 64, 4, 3], [256, 64, 4, 3], [64, 64, 5, 3], [64, 64, 4], "x", [64, 64, 4, 0]]
 )
@@ -186,79 +242,3 @@ def test_where_tables_are_looked_up(monkeypatch, tmp_path, gpu):
     monkeypatch.setenv("LONGCTX_LAUNCH", str(path))
     with pytest.raises(ValueError, match="no such file"):
         launch_config("forward", q, 100)
-
-
-def test_a_hopper_module_gets_its_config_once(gpu):
-    _, path = gpu
-    module = type(launch)("module")
-    module.CONFIGS = {64: Config(128, 2, True), 128: Config(64, 2, True)}
-    tune.write(path, {}, "Test", {"hopper_forward": {"64": {"0": [128, 3, False]}}}, {})
-    launch.configure(module, "hopper_forward", CPU)
-    assert module.CONFIGS == {64: Config(128, 3, False), 128: Config(64, 2, True)}
-    tune.write(path, {}, "Test", {"hopper_forward": {"64": {"0": [1, 2, 3, 4, 5]}}}, {})
-    measured.cache_clear()
-    launch.configure.cache_clear()
-    with pytest.raises(ValueError, match="another version of longctx; run tune again"):
-        launch.configure(module, "hopper_forward", CPU)
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["tune", "kernels=fast"], "kernels=fast: one of portable, hopper"),
-        (["tune", "head_sizes=8"], "head_sizes=8: from 16 to 256"),
-        (
-            ["tune", "head_sizes=96,128"],
-            "head_sizes=96,128: sizes up to one power of two share an entry",
-        ),
-        (["tune", "dtype=fp32"], "dtype=fp32: one of bf16, fp16"),
-        (["tune", "length=4"], "length is not a key; did you mean lengths?"),
-        (["show", "kernel=fast"], "kernel=fast: one of auto, portable, hopper"),
-        (["show", "dtype=fp8"], "dtype=fp8: one of auto, bf16"),
-        (["lock"], "as in longctx kernels show or tune"),
-        *(
-            []
-            if torch.cuda.is_available()
-            else [(["tune"], "no CUDA GPU"), (["show", "kernel=hopper"], "no CUDA GPU")]
-        ),
-    ],
-)
-def test_mistakes_are_one_line(argv, message, refused):
-    refused(main(["kernels", *argv]), message)
-
-
-def test_show_is_json(capsys):
-    assert main(["kernels", "show", "head_size=32"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["kernel"] in ("torch-tiled", "triton-portable")
-    assert report["launch"].keys() in (set(), launch.PORTABLE.keys())
-    assert len(report["fingerprint"]["dq"]) == 64
-
-
-@pytest.mark.gpu
-@pytest.mark.hopper
-def test_show_has_the_configs_of_hoppers_kernels(capsys):
-    assert main(["kernels", "show", "head_size=128"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["launch"].keys() == launch.HOPPER.keys()
-
-
-@pytest.mark.gpu
-def test_tune_on_a_gpu(monkeypatch, tmp_path, capsys):
-    out = tmp_path / "launch.json"
-    few = {name: tune.portable_candidates(name)[:2] for name in launch.PORTABLE}
-    monkeypatch.setattr(tune, "portable_candidates", few.__getitem__)
-    monkeypatch.setenv("LONGCTX_LAUNCH", str(out))
-    out.write_text("{}")
-    for function in (measured, launch.configure):
-        function.cache_clear()
-    assert main(["kernels", "tune", "head_sizes=64", "lengths=1024", f"out={out}"]) == 0
-    tables = json.loads(out.read_text())[torch.cuda.get_device_name()]
-    assert tables["measured"].keys() >= {"date", "torch", "triton", "ptxas", "driver", "device"}
-    assert {"forward", "dkv", "dq"} <= tables.keys()
-    assert (torch.cuda.get_device_capability()[0] == 9) == ("hopper_forward" in tables)
-    measured.cache_clear()
-    q = torch.zeros(1, 8, 1, 64, device="cuda", dtype=torch.bfloat16)
-    assert list(launch_config("forward", q, 1024)) == tables["forward"]["64"]["0"]
-    for function in (measured, launch.configure):
-        function.cache_clear()
