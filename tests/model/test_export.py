@@ -55,10 +55,6 @@ def run(tmp_path: Path) -> Path:
             {"window": 8, "qkv_bias": True, "out_bias": True},
             r"model\.window=8: no class of transformers",
         ),
-        (
-            {"qkv_bias": True, "head_dim": 10},
-            r"model\.qkv_bias=true with model\.head_dim=10: Qwen2",
-        ),
         ({"channels": 26, "head_dim": 8}, r"model\.channels=26 with model\.heads=4: Llama wants"),
         ({"qkv_bias": True}, r"tokenizer\.json: does not normalize and split text as Qwen2 does"),
     ],
