@@ -7,6 +7,7 @@ it is complete.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from longctx.config.model_config import GPTConfig
 from longctx.model.families import family_of, read_json
 from longctx.model.families.tensors import Piece
 from longctx.model.gpt import GPT
+from longctx.runs.tensor_checks import not_finite
 
 SHARD_BYTES = 5_000_000_000
 TOKENIZER_FILES = (
@@ -102,6 +104,7 @@ def _write_weights(model: GPT, dtype: torch.dtype | None, shard_bytes: int, fold
     itemsize = (dtype or model.embed.weight.dtype).itemsize
     shards = list(_shards(model.config, itemsize, shard_bytes))
     placed: dict[str, str] = {}
+    flawed: str | None = None
     for number, shard in enumerate(shards, start=1):
         name = (
             f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -109,14 +112,26 @@ def _write_weights(model: GPT, dtype: torch.dtype | None, shard_bytes: int, fold
             else "model.safetensors"
         )
         tensors = {piece.theirs: _rows(parameters[piece.ours], piece, dtype) for piece in shard}
+        flawed = flawed or not_finite(tensors)
         save_file(tensors, folder / name, metadata={"format": "pt"})
         files.as_umask_allows(folder / name)
         placed |= dict.fromkeys(tensors, name)
+    warn_of_not_finite(flawed)
     if len(shards) > 1:
         size = sum(x.numel() * (dtype or x.dtype).itemsize for x in parameters.values())
         write_json(
             folder / "model.safetensors.index.json",
             {"metadata": {"total_size": size}, "weight_map": placed},
+        )
+
+
+def warn_of_not_finite(name: str | None) -> None:
+    """Print a warning that the tensor `name`, if any, is written with NaN or infinity in it."""
+    if name is not None:
+        print(
+            f"warning: {name} has numbers that are not finite: the weights are damaged, or, with "
+            "dtype=fp16, larger than the 65,504 that it can hold",
+            file=sys.stderr,
         )
 
 

@@ -135,6 +135,26 @@ def test_the_command_writes_the_newest_checkpoint(
 
 
 @pytest.mark.parametrize(
+    ("number", "dtype", "warns"),
+    [(float("nan"), "fp32", True), (7e4, "fp16", True), (7e4, "bf16", False)],
+)
+def test_an_export_of_numbers_not_finite_warns(
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    number: float,
+    dtype: str,
+    warns: bool,
+) -> None:
+    file = run / "checkpoints" / "step-00000007.ckpt"
+    content = torch.load(file)
+    content["state_dict"]["model.blocks.1.mlp.gate_up.weight"][50, 3] = number
+    torch.save(content, file)
+    assert main(["export", str(run), str(tmp_path / "out"), f"dtype={dtype}"]) == 0
+    assert ("model.layers.1.mlp.up_proj.weight" in capsys.readouterr().err) == warns
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["import"], "import: not a command"),
