@@ -44,10 +44,10 @@ def run(options: ExportOptions) -> None:
 
 
 def merged(model: GPT, init: str) -> GPT:
-    """Add the products that LoRA trained to the weights that `init` names, in their own dtype.
+    """Add LoRA's products to the weights of `init`, in their own dtype.
 
-    The run rounded its copy of them to its precision. That copy is merged only if they are gone or
-    changed, and a line on stderr says so.
+    The run rounded its copy of these weights to its precision. If they are gone or have changed,
+    that copy is merged, and a line on stderr says so.
     """
     try:
         visit(model, init, check_rounded)

@@ -12,8 +12,8 @@ from typing import Any
 from longctx import untrusted
 from longctx.config.rope_config import ORIGINAL, is_number
 
-# Keys that transformers and tools around it write and that do not change what a model computes. So
-# are all that begin with _, which transformers keeps for itself.
+# Keys of transformers and tools around it, without effect on what a model computes. Keys that begin
+# with _ are private to transformers and have none either.
 _HARMLESS = """
 architectures attention_dropout attn_implementation
 bos_token_id chunk_size_feed_forward cls_token_id decoder_start_token_id dtype eos_token_id

@@ -1,4 +1,4 @@
-"""Ministral: Mistral in which layer_types names the layers that have a window.
+"""Ministral: Mistral with a window in the layers that layer_types names.
 
 transformers saves a Mistral folder with layer_types as Ministral.
 """
