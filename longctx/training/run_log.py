@@ -200,6 +200,21 @@ def short_on_cpu(run: Run) -> str:
     return ", under 5 minutes on most CPUs; max_steps= sets more"
 
 
+def beyond_trained(run: Run) -> list[str]:
+    """Return a warning if sequences reach beyond the positions that the weights of init know."""
+    model, seq_len = run.workload.model, run.workload.seq_len
+    trained = model.context or seq_len
+    is_kept = run.config.init is not None and run.config.rope.type == "keep"
+    stretches_itself = model.rope_scaling.get("rope_type") == "dynamic"
+    if not is_kept or stretches_itself or run.steps_done or seq_len <= trained:
+        return []
+    return [
+        f"warning: seq_len={seq_len:,} is {seq_len / trained:,.1f} times the "
+        f"{trained:,} tokens that the weights were trained for; at positions beyond them the "
+        "loss starts far higher, and training first has to undo that. rope=auto stretches positions"
+    ]
+
+
 def opening(run: Run) -> list[str]:
     """The lines that a run begins with."""
     work, config, data = run.workload, run.config, run.data
@@ -229,6 +244,7 @@ def opening(run: Run) -> list[str]:
         f"run        {run.folder}{continued}",
         f"device     {several}{device}, {work.precision}{compiled}",
         f"model      {source}{work.model.parameters():,} parameters{lora}",
+        *beyond_trained(run),
         f"attention  {work.attention.backend}{options}",
         f"memory     {work.memory}",
         f"data       {config.data.source}, {documents}, {counts['tokens']:,} tokens, "

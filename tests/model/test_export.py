@@ -55,10 +55,6 @@ def run(tmp_path: Path) -> Path:
             {"window": 8, "qkv_bias": True, "out_bias": True},
             r"model\.window=8: no class of transformers",
         ),
-        (
-            {"qkv_bias": True, "head_dim": 10},
-            r"model\.qkv_bias=true with model\.head_dim=10: Qwen2",
-        ),
         ({"channels": 26, "head_dim": 8}, r"model\.channels=26 with model\.heads=4: Llama wants"),
         ({"qkv_bias": True}, r"tokenizer\.json: does not normalize and split text as Qwen2 does"),
     ],
@@ -136,6 +132,26 @@ def test_the_command_writes_the_newest_checkpoint(
         pretrained(tmp_path / "two").parameters(), GPT(GPTConfig(**SMALL)).parameters(), strict=True
     ):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("number", "dtype", "warns"),
+    [(float("nan"), "fp32", True), (7e4, "fp16", True), (7e4, "bf16", False)],
+)
+def test_an_export_of_numbers_not_finite_warns(
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    number: float,
+    dtype: str,
+    warns: bool,
+) -> None:
+    file = run / "checkpoints" / "step-00000007.ckpt"
+    content = torch.load(file)
+    content["state_dict"]["model.blocks.1.mlp.gate_up.weight"][50, 3] = number
+    torch.save(content, file)
+    assert main(["export", str(run), str(tmp_path / "out"), f"dtype={dtype}"]) == 0
+    assert ("model.layers.1.mlp.up_proj.weight" in capsys.readouterr().err) == warns
 
 
 @pytest.mark.parametrize(
