@@ -51,12 +51,8 @@ def runs_hopper(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool
         return False
     if dtype not in (torch.bfloat16, torch.float16) or head_dim not in HOPPER_HEAD_SIZES:
         return False
-    return _generation(device) == 9
-
-
-@functools.cache
-def _generation(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).major
+    # not cached: torch.compile takes it as a constant, and warns of what functools caches
+    return torch.cuda.get_device_properties(device).major == 9
 
 
 class Kernels(NamedTuple):
