@@ -66,7 +66,8 @@ def answer(
                 raise
             if os.environ.get("LONGCTX_TRACEBACK"):
                 traceback.print_exception(error)
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            line = files.printable(" ".join(str(error).split()))
+            print(f"error: {line}", file=sys.stderr)
             return files.exit_code(error)
 
 

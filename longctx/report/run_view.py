@@ -12,7 +12,6 @@ from statistics import fmean
 from typing import Any
 
 from longctx import untrusted
-from longctx.files import printable
 from longctx.report.locks import kernel_lock
 from longctx.runs.evaluations import Evaluations, Line, read_evaluations
 from longctx.runs.metrics import (
@@ -80,7 +79,7 @@ def read(folder: Path, points: int) -> Run:
     numbers = figures(rows)
     run = Run(
         folder,
-        label=printable(folder.resolve().name),
+        label=folder.resolve().name,
         config=config,
         figures=numbers,
         curves=curves(rows, points),
@@ -89,11 +88,10 @@ def read(folder: Path, points: int) -> Run:
         positions=positions(rows),
         facts=facts(rows),
     )
-    name = printable(str(folder))
     if cut:
-        run.notes.append(f"{name}: left out as incomplete: {cut} of metrics.jsonl")
+        run.notes.append(f"{folder}: left out as incomplete: {cut} of metrics.jsonl")
     for path in run.evaluations.unreadable:
-        run.notes.append(f"{printable(str(path))}: not an evaluation's JSON, left out")
+        run.notes.append(f"{path}: not an evaluation's JSON, left out")
     with (
         suppress(OSError, ValueError),
         untrusted.open_file(folder / "tokenizer.json", untrusted.TOKENIZER_SIZE) as file,
@@ -102,7 +100,7 @@ def read(folder: Path, points: int) -> Run:
     try:
         run.lock = kernel_lock(folder)
     except (OSError, ValueError):
-        run.notes.append(f"{name}: kernel.lock.json cannot be read, left out")
+        run.notes.append(f"{folder}: kernel.lock.json cannot be read, left out")
     return run
 
 
@@ -130,7 +128,7 @@ def facts(rows: list[Row]) -> dict[str, dict[int, float]]:
         for key, share in members.items():
             kind, _, length = key.rpartition("/")
             if length.isdigit() and finite([share]):
-                shares.setdefault(printable(kind), {})[int(length)] = share
+                shares.setdefault(kind, {})[int(length)] = share
         if shares:
             break
     return shares

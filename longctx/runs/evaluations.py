@@ -15,7 +15,6 @@ from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from longctx import files, untrusted
-from longctx.files import printable
 from longctx.runs.metrics import Row
 
 FOLDER = "eval"  # beside the checkpoints of a run, or in a Hugging Face folder
@@ -188,7 +187,7 @@ def perplexity(content: Row, name: str) -> Row:
     """A perplexity, without those of its single documents."""
     total = content["total"]
     return {
-        "file": printable(name),
+        "file": name,
         "context": int(content["context"]),
         "stride": int(content["stride"]),
         "tokens": int(total["tokens"]),
@@ -219,8 +218,8 @@ def passkeys(content: Row, name: str) -> list[Row]:
             raise ValueError(f"{name}: accuracy is not [length][depth]")
         maps.append(
             {
-                "file": printable(name),
-                "kind": printable(name_of_kind),
+                "file": name,
+                "kind": name_of_kind,
                 "lengths": lengths,
                 "depths": depths,
                 "accuracy": accuracy,
@@ -235,9 +234,9 @@ def ruler(content: Content, name: str) -> Row:
     if any(len(scores) != len(lengths) for scores in rows.values()):
         raise ValueError(f"{name}: scores are not of each length")
     return {
-        "file": printable(name),
+        "file": name,
         "lengths": lengths,
-        "scores": {printable(task): scores for task, scores in rows.items()},
+        "scores": rows,
     }
 
 
@@ -261,7 +260,7 @@ def tasks(content: Content) -> list[Row]:
     context = int(content["context"])
     return [
         {
-            "name": printable(f"{score.task} {score.metric}"),
+            "name": f"{score.task} {score.metric}",
             "value": score.value,
             "context": context,
         }

@@ -214,7 +214,7 @@ def test_a_lock_holds_anything(tmp_path):
         "list": [1],
         "kernel": None,
     }
-    assert kernel_lock(make(tmp_path / "a", lock))["a\ufffd"] == str(math.pi)
+    assert kernel_lock(make(tmp_path / "a", lock))["a\x1b"] == str(math.pi)
 
 
 def test_the_standard_error_of_a_perplexity_is_a_band_around_its_curve() -> None:
