@@ -25,7 +25,7 @@ from longctx.runs.metrics import (
     is_step,
     shown,
 )
-from longctx.runs.metrics_file import read_rows
+from longctx.runs.metrics_file import odd_value, read_rows
 from longctx.runs.run_folder import NotARun, is_training, read_config
 
 # A curve: "t" tokens seen, "s" seconds of training, "y" values; where rows were joined, also "lo"
@@ -76,6 +76,8 @@ def read(folder: Path, points: int) -> Run:
             f"{folder}: no metrics yet; wait for the first row of metrics.jsonl, or start the run "
             "again"
         )
+    if odd := odd_value(rows):
+        raise NotARun(f"{folder}: {odd} in metrics.jsonl, which no run writes; take that line out")
     numbers = figures(rows)
     run = Run(
         folder,
@@ -94,7 +96,7 @@ def read(folder: Path, points: int) -> Run:
         run.notes.append(f"{path}: not an evaluation's JSON, left out")
     with (
         suppress(OSError, ValueError),
-        untrusted.open_file(folder / "tokenizer.json", untrusted.TOKENIZER_SIZE) as file,
+        untrusted.open_file(folder / "tokenizer.json", untrusted.TOKENIZER_SIZE, folder) as file,
     ):
         run.tokenizer = hashlib.sha256(file.read()).hexdigest()
     try:
@@ -127,7 +129,7 @@ def facts(rows: list[Row]) -> dict[str, dict[int, float]]:
     for members in families_last_first(rows, FACTS_FOUND):
         for key, share in members.items():
             kind, _, length = key.rpartition("/")
-            if length.isdigit() and finite([share]):
+            if length.isdecimal() and finite([share]):
                 shares.setdefault(kind, {})[int(length)] = share
         if shares:
             break
@@ -157,7 +159,7 @@ def curves(rows: list[Row], points: int) -> dict[str, Curve]:
     now = 0.0
     timed: dict[bool, list[tuple[Row, float]]] = {True: [], False: []}
     for row in rows:
-        now = row.get("seconds", now)
+        now = next(iter(finite([row.get("seconds")])), now)
         timed[is_step(row)].append((row, now))
     result: dict[str, Curve] = {}
     for group in timed.values():

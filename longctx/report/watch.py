@@ -34,7 +34,7 @@ class Tail:
     def rows(self) -> list[Row]:
         """The rows since the last call; all of them where a resumed run has replaced the file."""
         try:
-            with untrusted.open_file(self.path) as file:
+            with untrusted.open_file(self.path, within=self.path.parent) as file:
                 now = os.fstat(file.fileno())
                 if now.st_ino != self._file or now.st_size < self._place:
                     self._place, self._rest, self._file = 0, b"", now.st_ino

@@ -93,10 +93,12 @@ def paths(folder: Path) -> list[Path]:
     return [*sorted((folder / FOLDER).glob("*.json")), *([older] if older.is_file() else [])]
 
 
-def read(path: Path) -> Content:
-    """The content of `path`; ValueError for NaN, infinity, and numbers beyond a float."""
+def read(path: Path, folder: Path) -> Content:
+    """Return the content of `path`, a file of the run in `folder`; ValueError for NaN, infinity,
+    and fractions beyond a float.
+    """
     content: Content = untrusted.read_json(
-        path, SIZE, path.parent, parse_float=finite, parse_constant=finite
+        path, SIZE, folder, parse_float=finite, parse_constant=finite
     )
     return content
 
@@ -169,7 +171,7 @@ def read_evaluations(folder: Path) -> Evaluations:
     result = Evaluations([], [], [], [], [])
     for path in paths(folder):
         try:
-            content = read(path)
+            content = read(path, folder)
             if kind(content) == "passkey":
                 result.passkeys.extend(passkeys(content, path.name))
             elif kind(content) == "ruler":
@@ -178,7 +180,7 @@ def read_evaluations(folder: Path) -> Evaluations:
                 result.tasks.extend(tasks(content))
             else:
                 result.perplexities.append(perplexity(content, path.name))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError):
             result.unreadable.append(path)
     return result
 
