@@ -38,8 +38,8 @@ class RunLog:
         if self.first:
             for line in opening(run):
                 self.display.say(line)
-        if self.tracker is not None and (how := self.tracker.how_to_look()):
-            self.display.say(how)
+        if self.tracker is not None and (where := self.tracker.opening()):
+            self.display.say(where)
 
     def checked(self, finding: Finding) -> None:
         """Show what context.check found; its figures stand in the next row."""
