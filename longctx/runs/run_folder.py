@@ -386,7 +386,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             remedy = f"it holds runs, so give {folder}/*"
         raise NotARun(f"{folder}: not the folder of a run, {remedy}")
     try:
-        values = untrusted.load_yaml(path)
+        values = untrusted.load_yaml(path, within=folder)
     except ValueError as error:
         raise NotARun(str(error)) from error
     if not isinstance(values, dict):

@@ -9,7 +9,6 @@ import torch
 
 from longctx import attention
 from longctx.distributed.parallel import Parallel
-from longctx.files import printable
 from longctx.planner.hardware import GIB
 from longctx.planner.overview import count_of
 from longctx.planner.peak_memory import predict
@@ -39,8 +38,8 @@ class RunLog:
         if self.first:
             for line in opening(run):
                 self.display.say(line)
-        if self.tracker is not None and (how := self.tracker.how_to_look()):
-            self.display.say(how)
+        if self.tracker is not None and (where := self.tracker.opening()):
+            self.display.say(where)
 
     def checked(self, finding: Finding) -> None:
         """Show what context.check found; its figures stand in the next row."""
@@ -77,8 +76,7 @@ class RunLog:
         if self.tracker is not None:
             self.tracker.log({"step": step, "tokens_seen": tokens_seen, SAMPLE: text})
             self.say_problem()
-        lines = [printable(line) for line in text.splitlines()]
-        self.display.say("\n".join([f"sample at step {step:,}:", *lines, ""]))
+        self.display.say(f"sample at step {step:,}:\n{text}\n")
 
     def start_wandb(self, kernels: dict[str, str]) -> None:
         """Begin the copy at wandb, once."""

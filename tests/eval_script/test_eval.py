@@ -195,7 +195,7 @@ def test_tasks_without_the_harness_name_what_to_install(
 ) -> None:
     monkeypatch.setattr("longctx.config.eval_config.find_spec", lambda name: None)
     error = refused(script.main([f"checkpoint={run}", "tasks=[a,b]"]), "tasks=[a,b]: ")
-    assert "longctx[lm-eval]" in error
+    assert "'.[lm-eval]'" in error
 
 
 def test_tasks_run_from_the_command_line(
@@ -207,7 +207,7 @@ def test_tasks_run_from_the_command_line(
     evaluate: Evaluate,
 ) -> None:
     pytest.importorskip(
-        "lm_eval", reason="needs lm-evaluation-harness: pip install 'longctx[lm-eval]'"
+        "lm_eval", reason="needs lm-evaluation-harness: pip install -e '.[lm-eval]'"
     )
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     write_task(tmp_path)

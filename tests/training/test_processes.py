@@ -349,6 +349,18 @@ def test_a_sweep_that_is_told_to_end_has_its_job_save_first(
 
 
 @pytest.mark.slow
+def test_job_saves_when_its_sweep_is_killed(overrides: Overrides, tmp_path: Path) -> None:
+    process = start(["-m", *overrides(max_steps="100000,100001", workers=0)], tmp_path)
+    while not (folders := [x for x in (tmp_path / "runs").glob("*") if metrics_file.read(x)]):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    wait_for_step(folders[0], 1, process)
+    process.kill()
+    process.communicate(timeout=60)  # its output ends with the last process that writes there
+    assert newest(folders[0])["steps_done"] == metrics_file.read(folders[0])[-1]["step"]
+
+
+@pytest.mark.slow
 def test_torchrun_gives_the_losses_of_two_processes_that_train_starts(
     overrides: Overrides, tmp_path: Path
 ) -> None:
