@@ -316,8 +316,6 @@ def continued(run: Run) -> Run:
     config, folder = run.config, Path(run.config.resume or "")
     path, checkpoint, damaged = newest_whole(run, folder)
     about, steps_done = checkpoint["longctx"], checkpoint["steps_done"]
-    assert run.data is not None
-    run = replace(run, data=run.data.as_begun(about["data"]))
     best = checkpoint.get("best") or {"since": 0}
     if config.patience is not None and best["since"] >= config.patience:
         raise ValueError(
@@ -369,10 +367,10 @@ def whole_checkpoint(run: Run, folder: Path, path: Path) -> dict[str, Any]:
     checkpoints.check_plain(path, checkpoint)
     about = checkpoint["longctx"]
     assert run.data is not None
-    if run.data.as_begun(about["data"]) is None:
+    if run.data.fingerprint != about["data"]:
         raise ValueError(
-            f"resume={folder}: the documents or the tokenizer are no longer those that the run "
-            "began with"
+            f"resume={folder}: the documents, their split or the tokenizer are no longer those "
+            "that the run began with"
         )
     try:
         run_folder.check_unedited(folder, about["config"], run.settings())
