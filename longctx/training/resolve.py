@@ -68,8 +68,8 @@ def resolve(request: Request[TrainConfig], machine: Machine, say: Say = print) -
     if resumed:
         open_layouts = with_steps_of_run(open_layouts)
 
-    if not resumed:  # before the data is read, whose fingerprint holds the names of files
-        config = replace(config, data=sources.absolute(config.data))
+    if not resumed:  # before the data is read: every process and every resume reads the same
+        config = replace(config, data=sources.pinned(config.data))
 
     # Length of a row, its vocabulary with it where the length depends on memory
     seq_len = config.seq_len

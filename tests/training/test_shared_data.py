@@ -1,10 +1,12 @@
 """All ranks and all stages of a run train on the same documents, though each rank opens its own."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 import train
@@ -75,3 +77,37 @@ def test_all_stages_train_on_the_same_documents(
     still, grown = (steps(tmp_path / "runs" / name) for name in ("still", "grown"))
     assert [row["loss"] for row in grown] == [row["loss"] for row in still]
     assert [row["epoch"] for row in grown] == [row["epoch"] for row in still]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_push_to_the_hub_leaves_a_run_resumable(
+    mixed: bool, overrides: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams stand in for the two commits that the data set has, one after the other."""
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    began, pushed = "a" * 40, "b" * 40
+    commits = [began]
+    streams: list[str] = []
+
+    def stream(*_: Any, revision: str, **__: Any) -> Iterator[dict[str, str]]:
+        streams.append(revision)
+        return iter([{"text": f"{revision[0]} {n * n} of many words " * 9} for n in range(30)])
+
+    def newest(*_: Any, **__: Any) -> SimpleNamespace:
+        return SimpleNamespace(sha=commits[-1])
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", newest)
+    monkeypatch.setattr(datasets, "load_dataset", stream)
+    place = "data.mix.far" if mixed else "data"
+    keys = {"data": "mix" if mixed else "hub", "data.path": None, f"{place}.path": "me/texts"}
+    keys |= {f"{place}.source": "hub"} if mixed else {}
+    cache = {"data__cache": tmp_path / "cache"}
+    assert train.main(overrides(name="r", max_steps=2, **keys, **cache)) == 0
+    folder = tmp_path / "runs" / "r"
+    assert run_folder.read_config(folder)[f"{place}.revision"] == began
+    commits.append(pushed)
+    shutil.rmtree(tmp_path / "cache")  # as on another machine
+    assert train.main([f"resume={folder}", "max_steps=3"]) == 0
+    assert set(streams) == {began}
+    assert train.main(overrides(name="new", max_steps=1, **keys, **cache)) == 0
+    assert streams[-1] == pushed

@@ -118,7 +118,7 @@ class Text(Source):
             return {"text_column": "no file of data.path has rows with fields"}
         return {}
 
-    def absolute(self, config: DataConfig) -> DataConfig:
+    def pinned(self, config: DataConfig) -> DataConfig:
         paths = [os.path.abspath(os.path.expanduser(path)) for path in config.paths()]
         if not paths:
             return config
