@@ -114,7 +114,7 @@ def _read(
                 f"data.path={path}: no field '{config.text_column}' (there are: {columns}); "
                 "set data.text_column"
             )
-        text = row[config.text_column]
+        text = "" if row[config.text_column] is None else row[config.text_column]
         if not isinstance(text, str):
             raise ValueError(
                 f"{place}: '{config.text_column}' is {type(text).__name__}, expected a string; "

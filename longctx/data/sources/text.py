@@ -320,7 +320,7 @@ def _read_jsonl(
     for number, place, row in rows:
         if config.text_column not in row:
             raise _no_column(place, config, list(row))
-        text = row[config.text_column]
+        text = "" if row[config.text_column] is None else row[config.text_column]
         if not isinstance(text, str):
             raise _no_string(place, config, type(text).__name__)
         yield Document(f"{name}:{number}", _encodable(text, place, config))
