@@ -48,7 +48,9 @@ class DataConfig:
         None,
         "hub: the files to read, with a builder: data.path=json data.files=a.jsonl",
     )
-    revision: str | None = key(None, "hub: commit, tag or branch; null: the newest")
+    revision: str | None = key(
+        None, "hub: commit, tag or branch; null: the newest; a run keeps the commit"
+    )
     documents: int | None = key(None, "documents to read at most; null: all", between=(1, 10**12))
     length: int = key(8192, "needles: characters of a document", between=(256, 2**30))
     mix: dict[str, Any] = key({}, "mix: data.mix.NAME.KEY=..., any key of data, and weight")

@@ -21,7 +21,7 @@ from longctx.data.cache import cached, fingerprint
 from longctx.data.packing import Packing, pack
 from longctx.data.progress import Progress
 from longctx.data.sources import open_corpus
-from longctx.data.split import Rule, by_bytes, by_hash
+from longctx.data.split import by_bytes
 from longctx.data.store import NothingToPredict, Store, build
 from longctx.data.tokenizer import Tokenizer, train
 
@@ -80,15 +80,19 @@ class Data:
         self.fingerprint: str = fingerprint([_VERSION, *content])
         self.packings = self._pack()
 
-    def as_begun(self, began: str) -> Data | None:
-        """The same documents in the split whose fingerprint is `began`, which an older version may
-        have made; None where they are in none.
-        """
-        if self.fingerprint == began:
-            return self
-        older = split_documents(self.config, rule=by_hash)
-        data = Data(self.config, self.seq_len, older)
-        return data if data.fingerprint == began else None
+    def at(self, seq_len: int) -> Data:
+        """Return the same documents and split in rows of `seq_len`; no file of theirs is opened."""
+        return Data(self.config, seq_len, SplitDocuments(self.tokenizer, self.store, self.trained))
+
+    def identity(self) -> dict[str, str]:
+        """Describe what all ranks must agree on: documents, tokenizer and split, not `seq_len`."""
+        split = f"{len(self.split['train']):,} + {len(self.split['val']):,}"
+        tokens = f"{int(self.store.lengths.sum()):,}"
+        return {
+            "documents": f"{len(self.store):,} of {tokens} tokens, {self.store.content()}",
+            "tokenizer": f"{self.tokenizer.vocab_size:,} tokens, {self.tokenizer.fingerprint}",
+            "split": f"{split} documents, {fingerprint(self.trained.tolist())}",
+        }
 
     @property
     def lengths(self) -> np.ndarray:
@@ -187,12 +191,10 @@ class Data:
         return packings
 
 
-def split_documents(
-    config: DataConfig, without: Set[bytes] = frozenset(), rule: Rule = by_bytes
-) -> SplitDocuments:
-    """Tokenize the documents of one source and choose by `rule` which of them validate."""
+def split_documents(config: DataConfig, without: Set[bytes] = frozenset()) -> SplitDocuments:
+    """Tokenize the documents of one source and choose which of them validate."""
     tokenizer, store = tokenize(config, without)
-    (trained,) = rule([store], {"data": config.val_fraction}, tokenizer)
+    (trained,) = by_bytes([store], {"data": config.val_fraction}, tokenizer)
     return SplitDocuments(tokenizer, store, trained)
 
 

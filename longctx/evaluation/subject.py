@@ -176,14 +176,12 @@ def of_run(
     """
     config = replace(DataConfig(**run["data"]), tokenizer=str(folder))
     data = load(config, run["seq_len"])
-    began_with = data.as_begun(fingerprint)
-    data = began_with or data
     if not len(data.split[split]):
         raise ValueError(
             f"split={split}: the run has no such documents; use the other split or "
             "data=text data.path=..."
         )
-    if began_with is None:
+    if data.fingerprint != fingerprint:
         print(
             f"data: the documents are not those that {folder} began with; "
             "it may have seen some of them",

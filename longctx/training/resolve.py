@@ -68,8 +68,8 @@ def resolve(request: Request[TrainConfig], machine: Machine, say: Say = print) -
     if resumed:
         open_layouts = with_steps_of_run(open_layouts)
 
-    if not resumed:  # before the data is read, whose fingerprint holds the names of files
-        config = replace(config, data=sources.absolute(config.data))
+    if not resumed:  # before the data is read: every process and every resume reads the same
+        config = replace(config, data=sources.pinned(config.data))
 
     # Length of a row, its vocabulary with it where the length depends on memory
     seq_len = config.seq_len
@@ -316,8 +316,6 @@ def continued(run: Run) -> Run:
     config, folder = run.config, Path(run.config.resume or "")
     path, checkpoint, damaged = newest_whole(run, folder)
     about, steps_done = checkpoint["longctx"], checkpoint["steps_done"]
-    assert run.data is not None
-    run = replace(run, data=run.data.as_begun(about["data"]))
     best = checkpoint.get("best") or {"since": 0}
     if config.patience is not None and best["since"] >= config.patience:
         raise ValueError(
@@ -369,10 +367,10 @@ def whole_checkpoint(run: Run, folder: Path, path: Path) -> dict[str, Any]:
     checkpoints.check_plain(path, checkpoint)
     about = checkpoint["longctx"]
     assert run.data is not None
-    if run.data.as_begun(about["data"]) is None:
+    if run.data.fingerprint != about["data"]:
         raise ValueError(
-            f"resume={folder}: the documents or the tokenizer are no longer those that the run "
-            "began with"
+            f"resume={folder}: the documents, their split or the tokenizer are no longer those "
+            "that the run began with"
         )
     try:
         run_folder.check_unedited(folder, about["config"], run.settings())

@@ -231,7 +231,7 @@ def opening(run: Run) -> list[str]:
     counts = data.summary()
     empty = counts["documents_dropped"]
     documents = count_of(counts["documents"], "document") + (
-        f" ({empty:,} empty left out)" if empty else ""
+        f" ({empty:,} without text left out)" if empty else ""
     )
     pieces = "micro-batch" if work.accumulate == 1 else "micro-batches"
     shorter = ", ".join(
