@@ -24,11 +24,13 @@ from typing import Any
 import yaml
 
 from longctx import files, untrusted
+from longctx.config.memory_config import MemoryConfig
 from longctx.runs import checkpoint_index
 
-# What resume= may change: where and by how many devices it is computed, how long and how closely
-# watched the run is. A new length changes the learning rate of the steps to come; nothing else
-# changes what is computed.
+# What resume= may change: where, in which pieces and by how many devices it is computed, how long
+# and how closely watched the run is. A new length changes the learning rate of the steps to come,
+# memory.optimizer_state=bf16 rounds the optimizer's state; all else changes the order of sums at
+# most.
 RESUMABLE = {
     *(
         "max_steps",
@@ -44,6 +46,8 @@ RESUMABLE = {
         "sample_prompt",
     ),
     *("workers", "device", "devices", "compile", "graphs", "kernel.lock"),
+    *("batch_size", "accumulate", "memory"),
+    *(f"memory.{item.name}" for item in dataclasses.fields(MemoryConfig)),
     *("strategy", "strategy.name", "context.degree", "context.method", "context.check"),
     *(f"passkey.{key}" for key in ("enabled", "lengths", "depths", "samples", "kinds")),
     *(
@@ -66,14 +70,7 @@ NOT_IN_NAMES = {
     *RESUMABLE,
 }
 # They change how the same is computed, so a name has them only where a sweep varies them.
-IN_NAMES_IF_VARIED = {
-    "batch_size",
-    "accumulate",
-    "memory",
-    "precision",
-    "deterministic",
-    "warmup_steps",
-}
+IN_NAMES_IF_VARIED = {"precision", "deterministic", "warmup_steps"}
 QUICK = 1 << 30  # bytes that are read in about a second
 CHECKPOINT_NAME = re.compile(r"step-(\d+)\.ckpt")
 
@@ -325,8 +322,8 @@ def check_unedited(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> 
     `saved` in a checkpoint.
     """
     free = {"name", "runs", "resume", "init", *RESUMABLE}
-    if rows_per_step(saved) == rows_per_step(now):
-        free |= {"batch_size", "accumulate"}
+    if rows_per_step(saved) != rows_per_step(now):
+        free -= {"batch_size", "accumulate"}
     for name in sorted(saved.keys() & now.keys() - free):
         old, new, prefix = saved[name], now[name], f"{name}."
         if not isinstance(old, dict):

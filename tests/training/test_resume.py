@@ -1,9 +1,11 @@
 """Resumed runs are the uninterrupted ones bit for bit, and what cannot be resumed is refused."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 import train
@@ -11,7 +13,14 @@ from longctx import files
 from longctx.evaluation.subject import load_model
 from longctx.runs import checkpoints, metrics_file, run_folder
 from longctx.training import loop
-from tests.training.sample_run import Overrides, check_equal_weights, newest, save_as_file, steps
+from tests.training.sample_run import (
+    Overrides,
+    check_equal_weights,
+    newest,
+    save_as_file,
+    steps,
+    weights,
+)
 
 
 def figures(folder: Path, *more: str) -> list[list[Any]]:
@@ -31,6 +40,67 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     assert train.main([f"resume={resumed}"]) == 0
     assert figures(resumed, "padding_share") == figures(straight, "padding_share")
     check_equal_weights(straight, resumed)
+
+
+def test_a_step_in_other_pieces_is_the_same_step(
+    overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, changes = tmp_path / "runs", {"batch_size": 2, "accumulate": 2, "checkpoint_every": 3}
+    for name in ("straight", "resumed"):
+        assert train.main(overrides(name=name, **changes)) == 0
+    files.remove(run_folder.checkpoints(runs / "resumed")[-1])
+    resume = f"resume={runs / 'resumed'}"
+    capsys.readouterr()
+    assert train.main([resume, "batch_size=3"]) == 2
+    assert "batch_size=3" in capsys.readouterr().err
+    assert train.main([resume, "batch_size=4", "memory=balanced", "memory.mlp_tile=32"]) == 0
+    saved = yaml.safe_load((runs / "resumed" / "config.yaml").read_text())
+    assert (saved["batch_size"], saved["accumulate"]) == (4, 1)
+    memory = saved["memory"]
+    assert (memory["policy"], memory["recompute"], memory["mlp_tile"]) == ("balanced", "block", 32)
+    straight, resumed = (weights(runs / name) for name in ("straight", "resumed"))
+    torch.testing.assert_close(straight, resumed, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("stored", ["bf16", "host"])
+def test_optimizer_state_resumes_as_it_is_stored(
+    stored: str, overrides: Overrides, tmp_path: Path
+) -> None:
+    straight, resumed = tmp_path / "runs" / "straight", tmp_path / "runs" / "resumed"
+    for folder in (straight, resumed):
+        changes = {"memory__optimizer_state": stored, "checkpoint_every": 3}
+        assert train.main(overrides(name=folder.name, **changes)) == 0
+    files.remove(run_folder.checkpoints(resumed)[-1])
+    assert train.main([f"resume={resumed}"]) == 0
+    for part in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(newest(resumed)[part], newest(straight)[part], rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stored", ["bf16", "host"])
+def test_a_resume_takes_no_more_gpu_memory(
+    stored: str, overrides: Overrides, tmp_path: Path
+) -> None:
+    """300 MB of weights, whose moments take 600 MB in fp32, are nearly all that a step takes."""
+    changes = {
+        "device": "cuda",
+        "compile": "false",
+        "graphs": "false",
+        "model__channels": 256,
+        "model__vocab_size": 300_000,
+        "data__val_fraction": 0,
+        "memory": "fast",
+        "memory__optimizer_state": stored,
+        "max_steps": 2,
+    }
+    folder, peaks = tmp_path / "runs" / "r", []
+    for argv in (overrides(name="r", **changes), [f"resume={folder}", "max_steps=4"]):
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        assert train.main(argv) == 0
+        peaks.append(torch.cuda.max_memory_allocated() / 2**20)
+    assert peaks[1] <= peaks[0] + 4
 
 
 def test_a_finished_run_goes_on_with_more_steps(
