@@ -81,11 +81,6 @@ CUDA_BYTES = 16  # of the state of a GPU's generator: its seed and its offset
 TO_RESUME = {"state_dict", "optimizer_states", "meter", "random", "steps_done"}
 
 
-def path_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint after `step` steps lies."""
-    return folder / "checkpoints" / f"step-{step:08d}.ckpt"
-
-
 def describe(
     config: Any, data_fingerprint: str, world_size: int, kernel_lock: dict[str, Any] | None
 ) -> dict[str, Any]:
@@ -99,18 +94,29 @@ def describe(
     }
 
 
-def tidy(folder: Path, keep: int, best_step: int = 0) -> Removal:
-    """Point last.ckpt at the newest checkpoint, and best.ckpt at that after `best_step`, if it is
-    there; begin to delete all but these and the newest `keep`, and what killed processes left.
+def tidy(folder: Path, step: int, keep: int, best_step: int = 0) -> Removal:
+    """Point last.ckpt at the checkpoint after `step`, and best.ckpt at that after `best_step`, if
+    it is there; begin to delete all but these and the newest `keep`, and what killed processes
+    left. Only whole checkpoints up to `step` count, so none is deleted for one that is not.
     """
-    paths, best = run_folder.checkpoints(folder), path_of(folder, best_step)
-    _link("last.ckpt", paths[-1])
+    saved, best = (run_folder.checkpoint_path(folder, n) for n in (step, best_step))
+    there = [x for x in run_folder.checkpoints(folder) if by_step(x) <= by_step(saved)]
+    paths = [path for path in there if is_complete(path)]
+    _link("last.ckpt", saved)
     if best in paths:
         _link("best.ckpt", best)
     else:
         files.remove(folder / "checkpoints" / "best.ckpt")
     leftovers = list((folder / "checkpoints").glob(".step-*.ckpt*"))
     return Removal([path for path in paths[:-keep] if path != best], leftovers)
+
+
+def is_complete(path: Path) -> bool:
+    """Return True if all files of the checkpoint at `path` are there and of the right size."""
+    try:
+        return checkpoint_index.verify(path, reads=False) is None
+    except ValueError:
+        return False
 
 
 def _link(name: str, target: Path) -> None:

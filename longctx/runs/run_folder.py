@@ -72,7 +72,6 @@ NOT_IN_NAMES = {
 # They change how the same is computed, so a name has them only where a sweep varies them.
 IN_NAMES_IF_VARIED = {"precision", "deterministic", "warmup_steps"}
 QUICK = 1 << 30  # bytes that are read in about a second
-CHECKPOINT_NAME = re.compile(r"step-(\d+)\.ckpt")
 
 
 class NotARun(ValueError):
@@ -223,7 +222,8 @@ def find(path: str) -> Path:
         with locked(folder):  # a run that still trains may yet write one, so it says that instead
             pass
         raise ValueError(
-            f"resume={path}: the run was stopped before its first checkpoint; start it anew"
+            f"resume={path}: the run has no checkpoint, a step-N.ckpt that holds step N; "
+            "start it anew"
         )
     if not read_config(folder):
         raise ValueError(
@@ -345,12 +345,32 @@ def rows_per_step(settings: dict[str, Any]) -> int:
     return rows
 
 
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Return the path of the checkpoint after `step` steps."""
+    return folder / "checkpoints" / f"step-{step:08d}.ckpt"
+
+
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first."""
+    """Return the checkpoints of a run, oldest first, damaged ones too. A folder without an index,
+    or with the index of another step than its name, is none: somebody copied or made it.
+    """
     paths = (folder / "checkpoints").glob("step-*.ckpt")
-    return sorted(
-        (path for path in paths if CHECKPOINT_NAME.fullmatch(path.name)), key=files.by_step
-    )
+    return sorted((path for path in paths if _is_checkpoint(path)), key=files.by_step)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Return True if the index of the checkpoint at `path` gives the step of its name, or cannot be
+    read, which its reader reports.
+    """
+    if not re.fullmatch(r"step-\d{8,}\.ckpt", path.name):
+        return False
+    if path.is_dir() and not os.path.lexists(path / checkpoint_index.INDEX):
+        return False
+    try:
+        steps = checkpoint_index.read(path)["steps_done"]
+    except (ValueError, KeyError):
+        return True
+    return not isinstance(steps, int) or path.name == checkpoint_path(path, steps).name
 
 
 def write_config(folder: Path, settings: Any) -> None:

@@ -10,8 +10,11 @@ from longctx import files
 from longctx.config.train_config import TrainConfig
 from longctx.planner.workload import workload_of
 from longctx.runs import checkpoints, metrics_file, run_folder
+from longctx.runs.checkpoint_folder import Sharded
+from longctx.runs.checkpoint_write import Saving
 from longctx.training.resolve import scheduled
 from longctx.training.run import Run
+from tests.written import write
 
 Overrides = Callable[..., list[str]]  # the fixture `overrides` of conftest.py
 
@@ -43,6 +46,13 @@ def save_as_file(content: object, folder: Path) -> None:
     path = run_folder.checkpoints(folder)[-1]
     files.remove(path)
     torch.save(content, path)
+
+
+def write_checkpoint(folder: Path, step: int) -> Path:
+    """Write a whole checkpoint of a single tensor to the folder of a run; return its path."""
+    path = run_folder.checkpoint_path(folder, step)
+    write(Saving(path, {"steps_done": step}, {"x": Sharded.whole(torch.zeros(3))}))
+    return path
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
