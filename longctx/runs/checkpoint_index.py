@@ -25,6 +25,8 @@ def read(path: Path) -> dict[str, Any]:
     """What the JSON of the checkpoint in the folder `path` says; ValueError, which says why, where
     that is not what was written.
     """
+    if path.is_file():
+        raise ValueError("a file, as longctx wrote checkpoints before 1.0; go on with that version")
     try:
         written = untrusted.read_json(path / INDEX, INDEX_SIZE, within=path)
         content: dict[str, Any] = written["content"]

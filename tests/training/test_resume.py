@@ -18,7 +18,7 @@ from tests.training.sample_run import (
     Overrides,
     check_equal_weights,
     newest,
-    save_as_file,
+    replace_newest,
     steps,
     weights,
     write_checkpoint,
@@ -214,21 +214,36 @@ def test_a_checkpoint_that_lacks_a_part_is_one_clear_line(
     assert train.main(overrides(name="r", max_steps=1)) == 0
     path = run_folder.checkpoints(folder)[-1]
     complete = newest(folder)
-    for part in checkpoints.TO_RESUME:
-        save_as_file({key: value for key, value in complete.items() if key != part}, folder)
+    for part in ("meter", "steps_done"):
+        replace_newest({key: value for key, value in complete.items() if key != part}, folder)
         with pytest.raises(ValueError, match=f"not a whole checkpoint, it has no {part}"):
             checkpoints.read(path, checkpoints.TO_RESUME)
         assert train.main([f"resume={folder}", "max_steps=2"]) == 2
-    save_as_file({key: complete[key] for key in ("longctx", "state_dict")}, folder)
-    load_model(path)
-    save_as_file(complete | {"longctx": {"format": checkpoints.FORMAT}}, folder)
+        load_model(path)
+    replace_newest(complete | {"longctx": {"format": checkpoints.FORMAT}}, folder)
     with pytest.raises(ValueError, match="it has no config, data"):
         load_model(path)
     fewer = dict(list(complete["state_dict"].items())[1:])
-    save_as_file(complete | {"state_dict": fewer}, folder)
+    replace_newest(complete | {"state_dict": fewer}, folder)
     with pytest.raises(ValueError, match="its weights are not those of its model"):
         load_model(path)
     assert train.main([f"resume={folder}", "max_steps=2"]) == 2, "resume says so too"
+
+
+def test_a_checkpoint_in_one_file_names_its_version(
+    overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "runs" / "r"
+    assert train.main(overrides(name="r", max_steps=1)) == 0
+    (path,) = run_folder.checkpoints(folder)
+    files.remove(path)
+    torch.save({"longctx": {}}, path)
+    capsys.readouterr()
+    assert train.main([f"resume={folder}", "max_steps=2"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert path.name in line and "before 1.0" in line
+    with pytest.raises(ValueError, match=r"before 1\.0"):
+        load_model(folder)
 
 
 def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_it_taken(
