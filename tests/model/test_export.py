@@ -16,6 +16,9 @@ from longctx.data.tokenizer import train
 from longctx.model import GPT, GPTConfig
 from longctx.model.export import export
 from longctx.model.huggingface import pretrained
+from longctx.runs import checkpoints
+from longctx.runs.checkpoint_folder import Sharded
+from tests.written import write
 
 SMALL: dict[str, Any] = {
     "vocab_size": 300,
@@ -36,9 +39,15 @@ def run(tmp_path: Path) -> Path:
     train(["a rose is a rose"], 280).save(folder / "tokenizer.json")
     torch.manual_seed(0)
     weights = {f"model.{name}": x for name, x in GPT(GPTConfig(**SMALL)).state_dict().items()}
-    content = {"state_dict": weights, "longctx": {"config": CONFIG}}
-    torch.save(content, folder / "checkpoints" / "step-00000007.ckpt")
+    save(weights, CONFIG, folder / "checkpoints" / "step-00000007.ckpt")
     return folder
+
+
+def save(weights: dict[str, torch.Tensor], config: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint of `weights` alone."""
+    tensors = {name: Sharded.whole(x) for name, x in weights.items()}
+    state = {"random": checkpoints.random_state(), "steps_done": 7}
+    write(checkpoints.saving(path, {"config": config}, state, tensors))
 
 
 @pytest.mark.parametrize(
@@ -81,12 +90,13 @@ def test_an_export_that_fails_leaves_nothing(run: Path, tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_is_not_exported(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = run / "checkpoints" / "step-00000007.ckpt"
+    path = run / "checkpoints" / "step-00000007.ckpt"
+    (file,) = path.glob("*.safetensors")
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     assert main(["export", str(run), str(tmp_path / "out")]) == 2
-    assert f"{file}: damaged" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert f"{path}: damaged" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_the_command_writes_the_newest_checkpoint(
@@ -185,21 +195,10 @@ def test_a_mistake_is_one_line(
     assert not (tmp_path / "new").exists()
 
 
-def test_a_checkpoint_of_another_program_is_refused(
-    run: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("config", [CONFIG, {"model": {"rows": 3}}])
+def test_weights_of_another_model_are_refused(
+    config: dict[str, Any], run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = run / "checkpoints" / "step-00000007.ckpt"
-    for content, message in (
-        ({"state_dict": {}}, "a checkpoint of another program"),
-        (
-            {"state_dict": {}, "longctx": {"config": CONFIG}},
-            "its weights are not those of its model",
-        ),
-        (
-            {"state_dict": {}, "longctx": {"config": {"model": {"rows": 3}}}},
-            "its weights are not those of its model",
-        ),
-    ):
-        torch.save(content, file)
-        assert main(["export", str(run), str(run / "out")]) == 2
-        assert message in capsys.readouterr().err
+    save({"model.x": torch.zeros(3)}, config, run / "checkpoints" / "step-00000007.ckpt")
+    assert main(["export", str(run), str(run / "out")]) == 2
+    assert "its weights are not those of its model" in capsys.readouterr().err

@@ -18,7 +18,7 @@ import train
 from longctx import files, stop_signal
 from longctx.runs import checkpoints, metrics_file, run_folder
 from longctx.training.saver import Saver
-from tests.training.sample_run import Overrides, newest, steps, weights
+from tests.training.sample_run import Overrides, newest, steps, weights, write_checkpoint
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train.py"
 
@@ -135,9 +135,7 @@ def test_a_run_stopped_before_its_first_checkpoint(
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.yaml").write_text("")
     assert train.main([f"resume={tmp_path}"]) == 2
-    assert (
-        "the run was stopped before its first checkpoint; start it anew" in capsys.readouterr().err
-    )
+    assert "the run has no checkpoint" in capsys.readouterr().err
 
 
 def test_a_killed_run_resumes_bit_for_bit(overrides: Overrides, tmp_path: Path) -> None:
@@ -231,9 +229,9 @@ def test_a_run_stopped_while_it_starts_leaves_nothing_or_a_checkpoint(
 
 def test_what_a_kill_left_of_a_checkpoint_goes_with_the_next(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
-    for name in ("step-00000001.ckpt", ".step-00000002.77.ckpt"):
-        (tmp_path / "checkpoints" / name).touch()
-    checkpoints.tidy(tmp_path, keep=2).wait()
+    (tmp_path / "checkpoints" / ".step-00000002.77.ckpt").touch()
+    write_checkpoint(tmp_path, 1)
+    checkpoints.tidy(tmp_path, 1, keep=2).wait()
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
         "step-00000001.ckpt",
         "last.ckpt",
