@@ -138,6 +138,7 @@ class Data:
             "source": self.config.source,
             "documents": len(self.store),
             "documents_dropped": self.store.dropped,
+            "conversations_shortened": self.store.shortened,
             "near_duplicates": len(self.store) - len(np.unique(self.store.groups)),
             "bytes": int(self.store.n_bytes.sum()),
             "tokens": int(self.store.lengths.sum()),
