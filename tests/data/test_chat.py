@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 from longctx.data import DataConfig, load
 from longctx.data.chat import Template
 from longctx.data.rows import IGNORED
-from tests.data.chat_templates import CHATML, INST, write, write_tokenizer
+from longctx.training.run_log import learned_turns
+from tests.data.chat_templates import CHATML, INST, QWEN3, write, write_tokenizer
 
 TALK = [
     {"role": "user", "content": "What is a rose — 水?"},
@@ -183,3 +184,17 @@ def test_half_of_a_surrogate_pair_stops_a_conversation_or_is_replaced(folder: Pa
     data = load(chats(folder, {"messages": talk}, errors="replace"), 64)
     scored = [t for t in data.train[0]["targets"].tolist() if t != IGNORED]
     assert AutoTokenizer.from_pretrained(folder).decode(scored) == "rose ?<|im_end|>\n"
+
+
+def test_shortened_conversations_are_counted_and_said(folder: Path) -> None:
+    write(folder, QWEN3)
+    rows = [{"messages": TALK}, {"messages": TALK[:2]}, {"messages": TALK[2:] + TALK}]
+    for turns, count in (("auto", 2), ("auto", 2), ("all", 0)):  # built, from the cache
+        counts = load(chats(folder, *rows, turns=turns), 512).summary()
+        assert counts["conversations_shortened"] == count
+        assert ["data.turns=all" in line for line in learned_turns(counts)] == [True] * bool(count)
+
+
+def test_turns_of_plain_text_are_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"data\.turns=last: .*data\.chat=true"):
+        load(chats(folder, {"text": "a"}, chat=False, turns="last"), 64)
