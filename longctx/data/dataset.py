@@ -39,11 +39,14 @@ SPLITS = ("train", "val")
 class EncodedDocument(NamedTuple):
     """A document of a split, or the part of one that is in it: tokens (tokens,) int64, at the end
     of a document end-of-text, and UTF-8 bytes of its text.
+
+    scored: which tokens of a conversation are learned, (tokens,) bool; None: all of a text.
     """
 
     name: str
     ids: np.ndarray
     n_bytes: int
+    scored: np.ndarray | None = None
 
 
 class SplitDocuments(NamedTuple):
@@ -125,9 +128,9 @@ class Data:
             name, n_bytes = self.store.name(document), int(self.store.n_bytes[document])
             if len(ids) < self.store.lengths[document]:
                 name += " (end)" if start else " (before its end)"
-                text = self.tokenizer.decode(ids[:-1] if ids[-1] == self.tokenizer.eos_id else ids)
-                n_bytes = len(text.encode())
-            yield EncodedDocument(name, ids, n_bytes)
+                ends = (self.tokenizer.bos_id, self.tokenizer.eos_id)  # which are no text
+                n_bytes = len(self.tokenizer.decode(x for x in ids if x not in ends).encode())
+            yield EncodedDocument(name, ids, n_bytes, self.store.scored(document, start, stop))
 
     def tokens(self, split: str) -> int:
         """How many tokens `train` or `val` has."""
@@ -142,6 +145,7 @@ class Data:
             "source": self.config.source,
             "documents": len(self.store),
             "documents_dropped": self.store.dropped,
+            "conversations_shortened": self.store.shortened,
             "near_duplicates": len(self.store) - len(np.unique(self.store.groups)),
             "bytes": int(self.store.n_bytes.sum()),
             "tokens": int(self.store.lengths.sum()),

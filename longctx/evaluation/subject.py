@@ -2,7 +2,8 @@
 
 The model is that of a run, one of its checkpoints, or a Hugging Face folder. Documents are scored
 as they are, uncut, in the model's tokens: those of the run's own split or of any other source.
-Bytes and words are counted in the text after the first token, which is not scored.
+Bytes and words are counted in the text after the first token, which is not scored. Of a run's
+conversations the tokens that it learns are scored, as in its val_loss.
 """
 
 from __future__ import annotations
@@ -188,10 +189,15 @@ def of_run(
             file=sys.stderr,
         )
     tokenizer = data.tokenizer
-    for name, ids, n_bytes in islice(data.documents(split), most):
+    for name, ids, n_bytes, scored in islice(data.documents(split), most):
         after = ids[1:-1] if ids[-1] == tokenizer.eos_id else ids[1:]
         scored_bytes = n_bytes - tokenizer.n_bytes(int(ids[0]))
-        yield Document(name, ids, scored_bytes, len(tokenizer.decode(after).split()))
+        if scored is not None:  # a conversation, in whose text special tokens are written
+            text = tokenizer.decode(ids[1:][scored[1:]], special=False)
+            scored_bytes, n_words = len(text.encode()), len(text.split())
+        else:
+            n_words = len(tokenizer.decode(after).split())
+        yield Document(name, ids, scored_bytes, n_words, scored)
 
 
 def of_source(

@@ -169,6 +169,17 @@ def spread_of(work: Workload) -> str:
     return f"{groups} on {work.devices} devices ({work.strategy}{shared})"
 
 
+def learned_turns(counts: dict[str, Any]) -> list[str]:
+    """Return a line about conversations that are learned in their last turn only, if any are."""
+    shortened = counts["conversations_shortened"]
+    if not shortened:
+        return []
+    return [
+        f"turns      only the last of {count_of(shortened, 'conversation')} is learned: the chat "
+        "template writes earlier answers differently once others follow; data.turns=all learns all"
+    ]
+
+
 def validates(counts: dict[str, Any]) -> list[str]:
     """What validates of a data set with these `counts`, and a warning where that is little."""
     documents, tokens = counts["val_documents"], counts["val_tokens"]
@@ -247,6 +258,7 @@ def opening(run: Run) -> list[str]:
         f"memory     {work.memory}",
         f"data       {config.data.source}, {documents}, {counts['tokens']:,} tokens, "
         f"{count_of(len(data.train), 'row')} of {work.seq_len:,}",
+        *learned_turns(counts),
         *validates(counts),
         f"step       {work.tokens_per_step:,} tokens = {count_of(work.batch_size, 'row')} × "
         f"{work.accumulate} {pieces}{spread_of(work)}",
