@@ -21,6 +21,7 @@ from longctx.config.eval_config import KINDS
 from longctx.data import Tokenizer
 from longctx.data.dataset import EncodedDocument
 from longctx.data.facts import Task, task
+from longctx.evaluation.progress import Progress
 from longctx.evaluation.scorer import Scorer, in_eval_mode
 from longctx.evaluation.windows import Document
 
@@ -68,6 +69,7 @@ def recall(
     samples: int = 10,
     kinds: Sequence[str] = KINDS,
     together: int | None = None,
+    progress: bool = False,
 ) -> list[Cell]:
     """Score `samples` texts of each kind, length and depth, made of the tokens `filler`.
 
@@ -77,9 +79,11 @@ def recall(
     """
     check_texts(tokenizer, filler, lengths, kinds)
     cells = [Cell(kind, length, depth) for kind in kinds for length in lengths for depth in depths]
-    with in_eval_mode(scorer.model):
+    line = Progress("texts", len(cells) * samples, scorer.device.type == "cuda", progress)
+    with in_eval_mode(scorer.model), line:
         for batch in _batches(_texts(cells, tokenizer, filler, samples), scorer, together):
             _score(scorer, batch)
+            line.advance(len(batch))
     return cells
 
 
