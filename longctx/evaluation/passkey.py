@@ -183,7 +183,7 @@ def _score(scorer: Scorer, batch: Sequence[Text]) -> None:
     ids = torch.from_numpy(np.stack([one.ids for one in batch]))  # (B, T)
     most = max(one.answer for one in batch)
     length = ids.shape[1]
-    at = torch.arange(length - 1 - most, length - 1).expand(len(batch), most)
+    at = torch.arange(length - 1 - most, length - 1).repeat(len(batch), 1)
     wanted = ids[:, length - most :]
     logp, likeliest = scorer.predictions(ids[:, :-1], at, wanted)
     right = (likeliest == wanted).tolist()

@@ -418,7 +418,8 @@ class _Step:
         """Return the bytes of a forward without gradient, in which blocks run uncompiled."""
         C, F, e = self.C, self.F, self.e
         N = rows * -(-length // self.workload.context)
-        scores = (e + 2 * FP32) * self.H * N * length if self.backend == "naive" else 0
+        # masked scores, their distance to the lse, and its exp
+        scores = 3 * FP32 * self.H * N * length if self.backend == "naive" else 0
         inner = max(3 if self.fused else 4, self.lora_gate_up)
         mlp = e * (2 * C + self.q) * N + e * (2 * C + inner * F) * min(self.memory.mlp_tile or N, N)
         logits = self.logits(FP32) + self.copy * self.V * C + e * C * N

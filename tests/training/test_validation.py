@@ -2,6 +2,7 @@
 in all of them.
 """
 
+import gc
 import math
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,9 @@ def test_memory_of_pass_keys_is_predicted(
     keys |= {"data": "embedded", "data.path": None, "data.vocab_size": 4096, "val_rows": 4}
     keys |= {"model.channels": 256, "model.ffn": 768, "model.heads": 4, "kernel.lock": "off"}
     keys |= {"graphs": "false", "memory": "fast", "max_steps": 2}
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     assert train.main(overrides(name="keys", **keys)) == 0
     last = steps(tmp_path / "runs" / "keys")[-1]
     assert last["memory_peak_gib"] == pytest.approx(last["memory_predicted_gib"], rel=0.1)
