@@ -298,7 +298,7 @@ def copied_until(run: Path, copy: Path, step: int) -> None:
     shutil.copytree(run, copy, symlinks=True)
     for path in run_folder.checkpoints(copy):
         if int(path.name[5:].partition(".")[0]) > step:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(path)
     (copy / "checkpoints" / "last.ckpt").unlink(missing_ok=True)
 
 

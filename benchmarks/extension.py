@@ -184,7 +184,7 @@ def measure(options: Options, out: Path) -> dict[str, Any]:
         tokenizer=str(out / "short"),
         val_fraction=0.05,
     )
-    unseen = [Document(*document) for document in load(source, options.long).documents("val")]
+    unseen = [Document(*one[:3]) for one in load(source, options.long).documents("val")]
     filler = filler_of(unseen, tokenizer, 8 * options.long)
     longest = [
         one for one in sorted(unseen, key=lambda one: -len(one.ids)) if len(one.ids) > options.long

@@ -7,12 +7,14 @@ terminal has each table whole, without lines or colours, however wide it is.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -21,15 +23,32 @@ WIDEST = 10_000  # columns, at which nothing is wrapped
 
 
 class _Console(Console):
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        """Render without control characters: names, notes and keys of runs are anybody's text, and
+        an escape sequence in them would drive the terminal.
+        """
+        for text, style, control in super().render(renderable, options):
+            if not control and not text.isprintable():
+                text = "".join(x if x.isprintable() or x == "\n" else shown_for(x) for x in text)
+            yield Segment(text, style, control)
+
     def on_broken_pipe(self) -> None:  # rich would end the process here
         raise
 
 
-def console() -> Console:
-    """A console on stdout that wraps nothing where that is no terminal, and takes no [name] in a
-    path for markup; it raises BrokenPipeError where nobody reads stdout any more.
+def shown_for(letter: str) -> str:
+    """Return what stands for an unprintable letter, as wide as rich has measured it."""
+    return (" " if letter.isspace() else "\ufffd") * cell_len(letter)
+
+
+def console(stderr: bool = False) -> Console:
+    """Return a console on stdout, or stderr. It prints no control characters of a text, takes no
+    [name] in a path for markup, and wraps nothing if it is no terminal. It raises BrokenPipeError
+    if nobody reads it any more.
     """
-    output = _Console(highlight=False, emoji=False, markup=False)
+    output = _Console(stderr=stderr, highlight=False, emoji=False, markup=False)
     if not output.is_terminal:
         output.width = WIDEST
     return output

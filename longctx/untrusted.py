@@ -95,14 +95,14 @@ def read_json(
         raise ValueError(f"{path}: cannot be read as JSON ({error})") from error
 
 
-def read_yaml(path: Path) -> str:
+def read_yaml(path: Path, within: Path | None = None) -> str:
     """The text of a YAML file that has been found harmless to load: bounded in size, depth and
     aliases, which may stand for one another until they fill the memory, and with no key given
     twice, of which a loader drops the first. Raises as `open_file`.
     """
     import yaml
 
-    text = read_text(path, YAML_SIZE)
+    text = read_text(path, YAML_SIZE, within)
     # The keys of each mapping that is open, and whether the next node in it is one; None: a list.
     opened: list[tuple[set[str], Iterator[bool]] | None] = []
     aliases = 0
@@ -133,13 +133,13 @@ def read_yaml(path: Path) -> str:
     return text
 
 
-def load_yaml(path: Path) -> Any:
+def load_yaml(path: Path, within: Path | None = None) -> Any:
     """What a YAML file says; raises as `read_yaml`, and ValueError for a value that is not of the
     type that it is said to have, such as a month 13.
     """
     import yaml
 
-    text = read_yaml(path)
+    text = read_yaml(path, within)
     try:
         # CSafeLoader is ten times as fast, where PyYAML was built with it
         return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+import longctx  # before torch, for OpenMP's wait policy
+
 # Two workers share two cores: more threads than that only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

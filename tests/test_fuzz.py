@@ -154,7 +154,7 @@ def test_any_words_are_a_configuration_or_one_line(words: list[str]) -> None:
 
 # Saved configurations
 
-SAVED = yaml.safe_load((Path(__file__).parent / "fixtures/old_run/config.yaml").read_text())
+SAVED = yaml.safe_load((Path(__file__).parent / "fixtures/config.yaml").read_text())
 PATHS = [(key,) for key in SAVED]
 PATHS += [
     (key, inner) for key, value in SAVED.items() if isinstance(value, dict) for inner in value

@@ -1,6 +1,7 @@
 """A wheel trains by itself: it holds the presets, and needs no checkout beside it."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_no_command_installs_longctx_from_pypi() -> None:
+    """On PyPI the name belongs to another project."""
+    files = [path for folder in (".", "docs", "longctx") for path in (ROOT / folder).glob("*.md")]
+    files += (ROOT / "longctx").rglob("*.py")
+    installs = re.compile(r"pip install [^`\n]*longctx")
+    assert len(files) > 100
+    assert [path for path in files if installs.search(path.read_text())] == []
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from longctx.kernels import HAS_TRITON
 from longctx.kernels.flash_op import (
     HEAD_SIZES,
     flash_backward,
-    flash_forward,
+    forward_for,
     implementation,
     runs_hopper,
 )
@@ -66,7 +66,7 @@ class Flash(Backend):
     ) -> tuple[Tensor, Tensor, str]:
         chosen = implementation(q.device, q.dtype, q.shape[3], kernel)
         intervals = mask.first, mask.last, mask.qfirst, mask.qlast
-        out, lse = flash_forward(q, k, v, *intervals, scale, chosen)
+        out, lse = forward_for(q, k, v)(q, k, v, *intervals, scale, chosen)
         return out, lse, chosen
 
     def backward(

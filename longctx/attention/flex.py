@@ -23,6 +23,8 @@ class Flex(Backend):
     """Any interval mask, on a GPU; its lse is differentiable."""
 
     differentiable_lse = True
+    # a block mask has a part for each pair of tiles
+    reuses_masks = False
 
     def refusal(self, request: Request) -> str | None:
         if request.device.type != "cuda":

@@ -1,10 +1,10 @@
 """The registry of attention backends, and the two ways to call one.
 
-A backend is a file of this package (or any module outside it) that registers a `Backend`. Nothing
+A backend is a file of this package, or any module outside it, that registers a `Backend`. Nothing
 falls back: the backend that was asked for runs, or a ValueError says what to use instead.
 
-`attention()` checks everything on every call. `Attention` is for a layer that calls the same
-backend in every step: it looks the backend and its options up once.
+`attention()` checks shapes and types on every call. `Attention` is for a layer that calls the same
+backend in every step: it looks up the backend and its options once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import importlib
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -21,16 +22,17 @@ from torch import Tensor
 
 from longctx.attention.attention_sinks import check_sinks, with_sinks
 from longctx.attention.exchange import WHOLE_ROWS
-from longctx.attention.kept_masks import bound, newly_bound
 from longctx.attention.mask import Mask
 from longctx.config.model_config import check_options
+from longctx.kernels.flash_op import unobserved
+from longctx.kernels.relaunch import stream_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
 
 class Request(NamedTuple):
-    """What a backend is asked to do, known before any tensor exists. `mask` None: any mask."""
+    """The properties of a call, known before any tensor exists. `mask` None: any mask."""
 
     device: torch.device
     dtype: torch.dtype
@@ -46,19 +48,22 @@ class Backend(ABC):
     # option name → its allowed values, the default first
     options: Mapping[str, tuple[Any, ...]] = {}
 
-    # kernel → those of "out", "dq", "dk", "dv" that have the same bits whenever that kernel runs on
+    # kernel → the results of "out", "dq", "dk", "dv" that have the same bits in every run of it on
     # one machine; the kernel lock of a run holds their hashes
     reproducible: Mapping[str, tuple[str, ...]] = {}
 
-    # whether a mask may be of free intervals, on every device
+    # True if a mask may have free intervals, on every device
     takes_intervals = True
 
-    # whether gradients flow through the lse, as training with sinks needs
+    # True if gradients flow through the lse, as training with sinks needs
     differentiable_lse = False
+
+    # True if bound causal and full masks may be reused by later calls of the same lengths
+    reuses_masks = True
 
     @abstractmethod
     def refusal(self, request: Request) -> str | None:
-        """Why this backend cannot serve the request (and what to use instead), or None.
+        """Return why this backend cannot serve the request and what to use instead, or None.
 
         Of a mask only its kind and window may count: `Attention` remembers the answer for both.
         """
@@ -67,7 +72,7 @@ class Backend(ABC):
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, *_: Any, **options: Any
     ) -> tuple[Tensor, Tensor, str]:
-        """out (B, Tq, Hq, D), lse (B, Hq, Tq) float32, and the name of the kernel that ran.
+        """Return out (B, Tq, Hq, D), lse (B, Hq, Tq) float32, and the name of the kernel that ran.
 
         `mask` is bound, and q, k, v are contiguous in their last dimension.
         """
@@ -85,13 +90,10 @@ class Backend(ABC):
         *_: Any,
         **options: Any,
     ) -> Gradients:
-        """dq, dk, dv from a forward's out and lse; without it, recomputation runs `run` again."""
+        """Return dq, dk, dv from a forward's out and lse; without it recomputation runs `run`."""
         raise NotImplementedError(f"{type(self).__name__} has no backward of its own")
 
 
-MOST_CALLERS = 16
-_callers: dict[tuple[str, float | None], Attention] = {}  # that `attention()` keeps
-_CAUSAL = Mask.causal()
 _backends: dict[str, Backend] = {}
 _ran: dict[str, str] = {}
 
@@ -117,12 +119,12 @@ def load_backends() -> None:
 
 
 def registered() -> list[Backend]:
-    """Every registered backend, whether it runs here or not."""
+    """Return every registered backend, also those that do not run here."""
     return list(_backends.values())
 
 
 def backends() -> dict[str, str | None]:
-    """Every registered backend: name → None if it runs on this machine, else the reason why not."""
+    """Return name → None for each backend that runs on this machine, else the reason why not."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return {name: b.refusal(Request(device, dtype, 64)) for name, b in sorted(_backends.items())}
@@ -145,17 +147,17 @@ def check(
 
 
 def reproducible(backend: str) -> dict[str, tuple[str, ...]]:
-    """Kernel → the outputs with the same bits in every run of it; empty where none is promised."""
+    """Return kernel → its outputs with the same bits in every run; {} if none is promised."""
     return dict(_backends[backend].reproducible)
 
 
 def takes_intervals(backend: str) -> bool:
-    """Whether a mask for `backend` may be of free intervals, on every device."""
+    """Return True if a mask for `backend` may have free intervals, on every device."""
     return _backends[backend].takes_intervals
 
 
 def kernels_run() -> dict[str, str]:
-    """Backend → the kernel that it last ran with in this process."""
+    """Return backend → the kernel that it last ran with in this process."""
     return dict(_ran)
 
 
@@ -178,69 +180,39 @@ class Attention:
 
     @property
     def saves_output(self) -> bool:
-        """Whether `backward` takes the forward's out and lse, and need not run it again."""
+        """Return True if `backward` takes the forward's out and lse and need not run it again."""
         return type(self.backend).backward is not Backend.backward
 
-    @overload
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, return_lse: Literal[False] = False
-    ) -> Tensor: ...
-    @overload
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, return_lse: Literal[True]
-    ) -> tuple[Tensor, Tensor]: ...
-    @overload
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, return_lse: bool
-    ) -> Tensor | tuple[Tensor, Tensor]: ...
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, return_lse: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """out (B, Tq, Hq, D), with `return_lse` also lse (B, Hq, Tq); see `attention`.
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        """Return out (B, Tq, Hq, D); see `with_lse`."""
+        return self.with_lse(q, k, v, mask)[0]
 
-        Where ranks share rows, q, k, v and out are of this rank's tokens. Mask and lse are those of
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+        """Return out (B, Tq, Hq, D) and lse (B, Hq, Tq) float32; see `attention`.
+
+        If ranks share sequences, q, k, v and out have this rank's tokens. Mask and lse are those of
         attention after the mask's exchange.
         """
-        if torch.is_autocast_enabled(q.device.type):
+        autocast = torch.is_autocast_enabled(q.device.type)
+        if autocast:
             dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        exchange = mask.exchange
-        if exchange is None:
-            out, lse = self._run(mask, q, k, v)
-            return (out, lse) if return_lse else out
-        outs, lses = [], []
+        scale = self._scale(q.shape[3])
+        exchange = mask.exchange or WHOLE_ROWS
+        outs: list[Tensor] = []
+        lses: list[Tensor] = []
         for part in exchange.parts(q, k, v):
-            out, lse = self._run(mask, *part)
+            qs, ks, vs = [x if x.stride(3) == 1 else x.contiguous() for x in part]
+            self._check_served(qs, mask)
+            bound = _bound(mask, qs, ks.shape[1], self.backend.reuses_masks)
+            with torch.autocast(q.device.type, enabled=False) if autocast else nullcontext():
+                out, lse, kernel = self.backend.run(qs, ks, vs, bound, scale, **self.options)
+            _record(self.name, kernel)
             outs.append(exchange.output(out))
             lses.append(lse)
-            del part, out
-        out = exchange.joined(outs)
-        return (out, lses[0] if len(lses) == 1 else torch.cat(lses, dim=1)) if return_lse else out
-
-    def _run(self, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """out and lse of the backend."""
-        q = q if q.stride(3) == 1 else q.contiguous()
-        k = k if k.stride(3) == 1 else k.contiguous()
-        v = v if v.stride(3) == 1 else v.contiguous()
-        # While compiling, every trace asks: its answer holds for the code that it makes.
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        kind = (q.device, q.dtype, q.shape[3], mask.kind, mask.window, deterministic)
-        if torch.compiler.is_compiling():
-            self._ask(q, mask, deterministic)
-        elif kind not in self._served:
-            self._ask(q, mask, deterministic)
-            self._served.add(kind)
-        # flex holds much more with a mask: a part for each pair of tiles
-        bind = newly_bound if self.name == "flex" else bound
-        mask = bind(mask, q, k.shape[1])
-        scale = self._scale(q.shape[3])
-        if torch.is_autocast_enabled(q.device.type):
-            with torch.autocast(q.device.type, enabled=False):
-                out, lse, kernel = self.backend.run(q, k, v, mask, scale, **self.options)
-        else:
-            out, lse, kernel = self.backend.run(q, k, v, mask, scale, **self.options)
-        _record(self.name, kernel)
-        return out, lse
+            # free before the next part is exchanged
+            del part, qs, ks, vs, out, lse
+        return exchange.joined(outs), lses[0] if len(lses) == 1 else torch.cat(lses, dim=1)
 
     def backward(
         self,
@@ -252,7 +224,7 @@ class Attention:
         lse: Tensor | None,
         mask: Mask,
     ) -> Gradients:
-        """dq, dk, dv for the gradient `do` of the `out` that an earlier call gave for q, k, v.
+        """Return dq, dk, dv for the gradient `do` of the `out` that an earlier call returned.
 
         Unless `saves_output`, it runs the forward again and needs no lse.
         """
@@ -266,21 +238,28 @@ class Attention:
         exchange, scale, heads = mask.exchange or WHOLE_ROWS, self._scale(q.shape[3]), 0
         parts: list[Gradients] = []
         for qs, ks, vs, dos, outs in exchange.parts(q16, k16, v16, do, out):
-            bound_mask = newly_bound(mask, qs, ks.shape[1])
+            bound = mask.bind(qs.shape[0], qs.shape[1], ks.shape[1], qs.device)
             lses = lse[:, heads : heads + qs.shape[2]].contiguous()
             heads += qs.shape[2]
             with torch.autocast(q.device.type, enabled=False):
                 gradients = self.backend.backward(
-                    dos, qs, ks, vs, outs, lses, bound_mask, scale, **self.options
+                    dos, qs, ks, vs, outs, lses, bound, scale, **self.options
                 )
             parts.append(exchange.gradients(*gradients, k.shape[2]))
             del qs, ks, vs, dos, outs, gradients
         dq, dk, dv = (exchange.joined(each) for each in zip(*parts, strict=True))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
-    def _ask(self, q: Tensor, mask: Mask, deterministic: bool) -> None:
-        request = Request(q.device, q.dtype, q.shape[3], mask, self.options, deterministic)
-        _refuse(self.name, self.backend, request)
+    def _check_served(self, q: Tensor, mask: Mask) -> None:
+        """Raise ValueError if the backend cannot serve such a call; its answers are remembered."""
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        properties = (q.device, q.dtype, q.shape[3], mask.kind, mask.window, deterministic)
+        is_compiling = torch.compiler.is_compiling()  # compiled code asks again at each trace
+        if is_compiling or properties not in self._served:
+            request = Request(q.device, q.dtype, q.shape[3], mask, self.options, deterministic)
+            _refuse(self.name, self.backend, request)
+            if not is_compiling:
+                self._served.add(properties)
 
     def _scale(self, head_dim: int) -> float:
         return head_dim**-0.5 if self.scale is None else self.scale
@@ -338,15 +317,19 @@ def attention(
     """
     _check_inputs(q, k, v, scale)
     if mask is None:
-        mask = Mask.causal() if torch.compiler.is_compiling() else _CAUSAL
+        mask = Mask.causal()
     elif not isinstance(mask, Mask):
         raise ValueError(
             f"mask is a {type(mask).__name__}; give a longctx.attention.Mask, such as "
             "Mask.causal(), Mask.documents(doc_ids) or Mask.intervals(first, last)"
         )
-    caller = _caller(backend, options, scale)
+    if options or torch.compiler.is_compiling() or backend not in _backends:
+        caller = Attention(backend, options, scale)
+    else:
+        caller = _caller(_backends[backend], backend, scale)
     if sinks is None:
-        return caller(q, k, v, mask, return_lse)
+        out, lse = caller.with_lse(q, k, v, mask)
+        return (out, lse) if return_lse else out
     check_sinks(sinks, q)
     if mask.exchange is not None:
         raise ValueError("sinks are for whole rows, not for rows that ranks share; leave them out")
@@ -356,24 +339,45 @@ def attention(
             f"attention={backend} cannot train with sinks: its lse has no gradient; "
             "use attention=flash, flex or naive, or torch.no_grad()"
         )
-    out, lse = with_sinks(*caller(q, k, v, mask, True), sinks)
+    out, lse = with_sinks(*caller.with_lse(q, k, v, mask), sinks)
     return (out, lse) if return_lse else out
 
 
-def _caller(backend: str, options: dict[str, Any], scale: float | None) -> Attention:
-    """The Attention that `attention()` calls; those without options are kept, and their answers."""
-    if options or torch.compiler.is_compiling() or backend not in _backends:
-        return Attention(backend, options, scale)
-    caller = _callers.get((backend, scale))
-    if caller is None or caller.backend is not _backends[backend]:
-        if len(_callers) >= MOST_CALLERS:
-            _callers.clear()
-        caller = _callers[backend, scale] = Attention(backend, None, scale)
-    return caller
+@functools.lru_cache(maxsize=16)
+def _caller(backend: Backend, name: str, scale: float | None) -> Attention:
+    """Return the Attention without options that `attention()` calls, with its answers."""
+    assert _backends[name] is backend
+    return Attention(name, None, scale)
+
+
+def _bound(mask: Mask, q: Tensor, keys: int, reuses: bool) -> Mask:
+    """Return `mask` bound to q (B, Tq, Hq, D) and so many keys.
+
+    Binding launches several small kernels, and callers of `attention()` with a causal or full mask
+    would pay for them in every call. Such masks depend on lengths alone, so that the last ones are
+    reused: on the same stream, since other streams do not wait for those kernels.
+    """
+    is_plain = mask.qfirst is None and mask.exchange is None and mask.kind in ("causal", "full")
+    if not (reuses and is_plain and unobserved(q)):
+        return mask.bind(q.shape[0], q.shape[1], keys, q.device)
+    stream = 0
+    if q.is_cuda:
+        if torch.cuda.is_current_stream_capturing():  # a graph would outlive the cached tensors
+            return mask.bind(q.shape[0], q.shape[1], keys, q.device)
+        stream = stream_of(q.get_device())
+    inference = torch.is_inference_mode_enabled()
+    return _plain_mask(mask.kind, mask.window, q.shape[1], keys, q.device, stream, inference)
+
+
+@functools.lru_cache(maxsize=4)  # 16 bytes a token each
+def _plain_mask(
+    kind: str, window: int | None, queries: int, keys: int, device: torch.device, *_: Any
+) -> Mask:
+    return Mask(kind, window).bind(1, queries, keys, device)
 
 
 def _lookup(backend: str, options: Mapping[str, Any]) -> Backend:
-    """The backend of that name; ValueError for one or for an option that does not exist."""
+    """Return the backend of that name; ValueError if it or one of the options does not exist."""
     if backend not in _backends:
         names = ", ".join(sorted(_backends))
         raise ValueError(f"attention={backend} is not a backend; choose one of {names}")

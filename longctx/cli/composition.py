@@ -27,6 +27,7 @@ from longctx.cli.overrides import (
     split_positional,
 )
 from longctx.config.fields import check
+from longctx.config.memory_config import MemoryConfig
 from longctx.config.presets import AUTO_MODEL, CONFIGS, auto_model
 from longctx.config.request import Request
 from longctx.config.train_config import TrainConfig
@@ -93,6 +94,8 @@ def from_file(command: str, path: Path, overrides: list[str]) -> Request[Any]:
     with _plain_errors(schema, overrides):
         if changed.get("max_tokens", "null") != "null":
             merged.max_steps = None
+        if "memory.policy" in changed:  # all values of the run's policy give way to the new one's
+            merged.memory = MemoryConfig()
         _update(merged, schema, overrides)
         config = _instance(merged)
     try:

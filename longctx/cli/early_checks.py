@@ -19,6 +19,8 @@ from longctx.planner import hardware
 from longctx.planner.workload import workload_of
 from longctx.runs import run_folder
 
+MOST_PER_CORE = 16  # processes on a CPU: each takes some 300 MB and seconds of a core to start
+
 
 def check_training(config: TrainConfig) -> None:
     """Raise ValueError or OSError for what is not there, or there already. A model of the Hub in
@@ -111,6 +113,11 @@ def check_device(config: TrainConfig | EvalConfig) -> None:
         raise ValueError(hardware.NO_LONGEST)
     processes, cores = launched(config), hardware.cores()
     here = processes.local_ranks
+    if here > MOST_PER_CORE * cores:
+        raise ValueError(
+            f"devices={here}: {here} processes on {cores} cores; give at most devices="
+            f"{MOST_PER_CORE * cores}, {MOST_PER_CORE} a core"
+        )
     if here > cores and number_here() == 0 and processes.nodes == 1:  # of others when all are here
         print(
             f"warning: devices={here}: {here} processes share the {cores} "

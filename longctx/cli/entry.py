@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import signal
 import sys
@@ -39,6 +40,8 @@ def answer(
     A mistake is a ValueError or an OSError; LONGCTX_TRACEBACK=1 shows where it was raised. A signal
     is one also where a compiled module raises another error for it, as numpy's import does.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # an arrow must not end a run in latin-1
+        sys.stdout.reconfigure(errors="replace")
     with stop_signal.caught() as stop:
         try:
             if asks_help(argv):
@@ -64,7 +67,8 @@ def answer(
                 raise
             if os.environ.get("LONGCTX_TRACEBACK"):
                 traceback.print_exception(error)
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            line = files.printable(" ".join(str(error).split()))
+            print(f"error: {line}", file=sys.stderr)
             return files.exit_code(error)
 
 

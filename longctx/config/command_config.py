@@ -80,9 +80,10 @@ class ExportOptions:
         "", "a run, of which the newest checkpoint is taken, or a checkpoint", positional=True
     )
     out: str = key("", "a new folder, or an empty one", positional=True)
-    dtype: str = key(
-        "fp32",
-        "of the weights: fp32, as they are trained, or bf16, fp16: half the size",
+    dtype: str | None = key(
+        None,
+        "of the weights, bf16 and fp16 have half the size; null: as they were trained, in fp32, or "
+        "with LoRA as those of init",
         choices=("fp32", "bf16", "fp16"),
     )
     shard_gb: float = key(

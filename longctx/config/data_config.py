@@ -34,6 +34,12 @@ class DataConfig:
         False,
         "rows are `messages`, written by the tokenizer's chat template; the assistant's are scored",
     )
+    turns: str = key(
+        "auto",
+        "conversations: the answers that are learned; all, those of the last turn, or (auto) all "
+        "unless the template rewrites earlier turns, as Qwen3's does",
+        choices=("auto", "all", "last"),
+    )
     errors: str = key(
         "strict",
         "text: bytes that are not UTF-8 stop it (strict) or are replaced (replace)",
@@ -48,7 +54,9 @@ class DataConfig:
         None,
         "hub: the files to read, with a builder: data.path=json data.files=a.jsonl",
     )
-    revision: str | None = key(None, "hub: commit, tag or branch; null: the newest")
+    revision: str | None = key(
+        None, "hub: commit, tag or branch; null: the newest; a run keeps the commit"
+    )
     documents: int | None = key(None, "documents to read at most; null: all", between=(1, 10**12))
     length: int = key(8192, "needles: characters of a document", between=(256, 2**30))
     mix: dict[str, Any] = key({}, "mix: data.mix.NAME.KEY=..., any key of data, and weight")
@@ -72,6 +80,11 @@ class DataConfig:
         self.paths()
         self.data_files()
         check(self, "data.")
+        if self.turns != "auto" and not self.chat:
+            raise ValueError(
+                f"data.turns={self.turns}: only conversations have turns; leave it out, or give "
+                "data.chat=true"
+            )
         if self.val_fraction is not None and not 0 <= self.val_fraction < 1:
             raise ValueError(
                 f"data.val_fraction={self.val_fraction}: not a share; "

@@ -252,7 +252,7 @@ class EvalConfig:
         if find_spec("lm_eval") is None:
             raise ValueError(
                 f"tasks=[{','.join(self.tasks)}]: lm-evaluation-harness is not installed; "
-                "pip install 'longctx[lm-eval]'"
+                "pip install -e '.[lm-eval]'"
             )
 
     def _check_unused(self, kind: str, *names: str) -> None:

@@ -46,6 +46,7 @@ class MemoryConfig:
         "auto",
         "set by memory=NAME; auto: the first of fast, balanced, long that fits",
         choices=("auto", *POLICIES),
+        short=True,
     )
     recompute: str | None = key(
         None,

@@ -95,8 +95,8 @@ class Source(ABC):
         """
         return {}
 
-    def absolute(self, config: DataConfig) -> DataConfig:
-        """The same configuration with paths that hold from every folder."""
+    def pinned(self, config: DataConfig) -> DataConfig:
+        """Return the configuration with absolute paths and, for the Hub, a commit as revision."""
         return config
 
     @abstractmethod

@@ -21,7 +21,7 @@ from longctx.data.cache import cached, fingerprint
 from longctx.data.packing import Packing, pack
 from longctx.data.progress import Progress
 from longctx.data.sources import open_corpus
-from longctx.data.split import Rule, by_bytes, by_hash
+from longctx.data.split import by_bytes
 from longctx.data.store import NothingToPredict, Store, build
 from longctx.data.tokenizer import Tokenizer, train
 
@@ -39,11 +39,14 @@ SPLITS = ("train", "val")
 class EncodedDocument(NamedTuple):
     """A document of a split, or the part of one that is in it: tokens (tokens,) int64, at the end
     of a document end-of-text, and UTF-8 bytes of its text.
+
+    scored: which tokens of a conversation are learned, (tokens,) bool; None: all of a text.
     """
 
     name: str
     ids: np.ndarray
     n_bytes: int
+    scored: np.ndarray | None = None
 
 
 class SplitDocuments(NamedTuple):
@@ -80,15 +83,19 @@ class Data:
         self.fingerprint: str = fingerprint([_VERSION, *content])
         self.packings = self._pack()
 
-    def as_begun(self, began: str) -> Data | None:
-        """The same documents in the split whose fingerprint is `began`, which an older version may
-        have made; None where they are in none.
-        """
-        if self.fingerprint == began:
-            return self
-        older = split_documents(self.config, rule=by_hash)
-        data = Data(self.config, self.seq_len, older)
-        return data if data.fingerprint == began else None
+    def at(self, seq_len: int) -> Data:
+        """Return the same documents and split in rows of `seq_len`; no file of theirs is opened."""
+        return Data(self.config, seq_len, SplitDocuments(self.tokenizer, self.store, self.trained))
+
+    def identity(self) -> dict[str, str]:
+        """Describe what all ranks must agree on: documents, tokenizer and split, not `seq_len`."""
+        split = f"{len(self.split['train']):,} + {len(self.split['val']):,}"
+        tokens = f"{int(self.store.lengths.sum()):,}"
+        return {
+            "documents": f"{len(self.store):,} of {tokens} tokens, {self.store.content()}",
+            "tokenizer": f"{self.tokenizer.vocab_size:,} tokens, {self.tokenizer.fingerprint}",
+            "split": f"{split} documents, {fingerprint(self.trained.tolist())}",
+        }
 
     @property
     def lengths(self) -> np.ndarray:
@@ -121,9 +128,9 @@ class Data:
             name, n_bytes = self.store.name(document), int(self.store.n_bytes[document])
             if len(ids) < self.store.lengths[document]:
                 name += " (end)" if start else " (before its end)"
-                text = self.tokenizer.decode(ids[:-1] if ids[-1] == self.tokenizer.eos_id else ids)
-                n_bytes = len(text.encode())
-            yield EncodedDocument(name, ids, n_bytes)
+                ends = (self.tokenizer.bos_id, self.tokenizer.eos_id)  # which are no text
+                n_bytes = len(self.tokenizer.decode(x for x in ids if x not in ends).encode())
+            yield EncodedDocument(name, ids, n_bytes, self.store.scored(document, start, stop))
 
     def tokens(self, split: str) -> int:
         """How many tokens `train` or `val` has."""
@@ -138,6 +145,7 @@ class Data:
             "source": self.config.source,
             "documents": len(self.store),
             "documents_dropped": self.store.dropped,
+            "conversations_shortened": self.store.shortened,
             "near_duplicates": len(self.store) - len(np.unique(self.store.groups)),
             "bytes": int(self.store.n_bytes.sum()),
             "tokens": int(self.store.lengths.sum()),
@@ -187,12 +195,10 @@ class Data:
         return packings
 
 
-def split_documents(
-    config: DataConfig, without: Set[bytes] = frozenset(), rule: Rule = by_bytes
-) -> SplitDocuments:
-    """Tokenize the documents of one source and choose by `rule` which of them validate."""
+def split_documents(config: DataConfig, without: Set[bytes] = frozenset()) -> SplitDocuments:
+    """Tokenize the documents of one source and choose which of them validate."""
     tokenizer, store = tokenize(config, without)
-    (trained,) = rule([store], {"data": config.val_fraction}, tokenizer)
+    (trained,) = by_bytes([store], {"data": config.val_fraction}, tokenizer)
     return SplitDocuments(tokenizer, store, trained)
 
 

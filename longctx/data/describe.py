@@ -82,8 +82,10 @@ def _facts(data: Data | Mixture, counts: dict[str, Any]) -> Table:
     table.add_column(justify="right")
     empty = counts["documents_dropped"]
     about = f"{counts['near_duplicates']:,} near-duplicates of others"
-    about += f", {empty:,} empty left out" if empty else ""
+    about += f", {empty:,} without text left out" if empty else ""
     table.add_row("documents", f"{counts['documents']:,} ({about})")
+    if counts["conversations_shortened"]:
+        table.add_row("learned in the last turn only", f"{counts['conversations_shortened']:,}")
     table.add_row("bytes", f"{counts['bytes']:,}")
     table.add_row("tokens", f"{counts['tokens']:,}")
     table.add_row("vocabulary", f"{counts['vocab_size']:,} tokens")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from longctx.data.dataset import (
     train_tokenizer,
 )
 from longctx.data.sources import check, mix, open_corpus
-from longctx.data.split import Rule, by_bytes, by_hash
+from longctx.data.split import by_bytes
 from longctx.data.store import Store
 from longctx.data.tokenizer import Tokenizer
 
@@ -55,7 +56,7 @@ class Mixture:
     `parts` are their data sets by name, in the order of the configuration.
     """
 
-    def __init__(self, config: DataConfig, seq_len: int, rule: Rule = by_bytes) -> None:
+    def __init__(self, config: DataConfig, seq_len: int) -> None:
         members = mix.members(config)
         self.config = config
         self.seq_len = seq_len
@@ -63,7 +64,7 @@ class Mixture:
         sources = {name: source for name, (_, source) in members.items()}
         tokenizer = config.tokenizer or _train_on_all(sources, config)
         sources = {name: replace(one, tokenizer=tokenizer) for name, one in sources.items()}
-        documents = _split_together(sources, rule)
+        documents = _split_together(sources)
         self.parts: dict[str, Data] = {}
         for name, source in sources.items():
             with _name_in_errors(name):
@@ -74,14 +75,20 @@ class Mixture:
         ]
         self.fingerprint: str = fingerprint(["mix 1", content])
 
-    def as_begun(self, began: str) -> Mixture | None:
-        """The same documents in the split whose fingerprint is `began`, which an older version may
-        have made; None where they are in none.
-        """
-        if self.fingerprint == began:
-            return self
-        older = Mixture(self.config, self.seq_len, by_hash)
-        return older if older.fingerprint == began else None
+    def at(self, seq_len: int) -> Mixture:
+        """Return the same documents and split in rows of `seq_len`; no file of theirs is opened."""
+        other = copy(self)
+        other.seq_len = seq_len
+        other.parts = {name: part.at(seq_len) for name, part in self.parts.items()}
+        return other
+
+    def identity(self) -> dict[str, str]:
+        """Describe what all ranks must agree on, see `Data.identity`, of every source."""
+        return {
+            f"mix.{name} {key}": value
+            for name, part in self.parts.items()
+            for key, value in part.identity().items()
+        }
 
     @property
     def lengths(self) -> np.ndarray:
@@ -153,7 +160,7 @@ def _name_in_errors(name: str) -> Iterator[None]:
         raise ValueError(f"data.mix.{name}: {error}") from error
 
 
-def _split_together(sources: dict[str, DataConfig], rule: Rule) -> dict[str, SplitDocuments]:
+def _split_together(sources: dict[str, DataConfig]) -> dict[str, SplitDocuments]:
     """Tokenize and split every source so that no text is on both sides.
 
     Near-duplicates in several sources lie on one side; generated documents have no text in them
@@ -168,14 +175,14 @@ def _split_together(sources: dict[str, DataConfig], rule: Rule) -> dict[str, Spl
     if encoded:
         stores = [store for _, store in encoded.values()]
         fractions = {f"data.mix.{name}": sources[name].val_fraction for name in encoded}
-        splits = rule(stores, fractions, next(iter(encoded.values()))[0])
+        splits = by_bytes(stores, fractions, next(iter(encoded.values()))[0])
         for (name, (tokenizer, store)), trained in zip(encoded.items(), splits, strict=True):
             documents[name] = SplitDocuments(tokenizer, store, trained)
     unseen = {key for one in documents.values() for key in one.unseen()}
     for name, source in sources.items():
         if name not in documents:
             with _name_in_errors(name):
-                documents[name] = split_documents(source, unseen, rule)
+                documents[name] = split_documents(source, unseen)
     return documents
 
 

@@ -119,9 +119,11 @@ def _decode(column: str, most: int, limit: python_child.TimeLimit) -> None:
     while (batch := limit.run(lambda: next(batches, None), earned)) is not None:
         earned = 0.0
         for value in batch.column(0):
-            if isinstance(value, pyarrow.DictionaryScalar):
+            if isinstance(value, pyarrow.DictionaryScalar) and value.is_valid:
                 value = value.value
-            if isinstance(value, pyarrow.StringScalar) and value.is_valid:
+            if not value.is_valid:  # null: a document without text, which is left out and counted
+                _answer(_TEXT)
+            elif isinstance(value, pyarrow.StringScalar):
                 content = value.as_buffer()
                 earned += EARNED * len(content)
                 _answer(_TEXT, content)

@@ -10,7 +10,7 @@ document are trained on, and the rest of them validates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -28,7 +28,6 @@ SHORTEST = 2  # tokens of a part: one that is shown and one to predict
 
 # Place of the key, such as data, → val_fraction of each store.
 Fractions = Mapping[str, float | None]
-Rule = Callable[[Sequence[Store], Fractions, Tokenizer], list[np.ndarray]]
 
 
 def by_bytes(
@@ -70,30 +69,6 @@ def by_bytes(
             raise _cannot_split(place, fractions[place], len(store))
         splits.append(trained)
     return splits
-
-
-def by_hash(
-    stores: Sequence[Store], fractions: Fractions, tokenizer: Tokenizer
-) -> list[np.ndarray]:
-    """The split of older runs, by which they go on: the documents whose group's smallest hash lies
-    in the lowest `fractions` of all hashes.
-    """
-    group = _groups(stores)
-    smallest = np.full(len(group), 2**64 - 1, np.uint64)
-    np.minimum.at(smallest, group, np.concatenate([store.hashes() for store in stores]))
-    bounds = np.cumsum([len(store) for store in stores])[:-1]
-    chosen = []
-    parts = np.split(smallest[group], bounds)
-    for keys, fraction in zip(parts, fractions.values(), strict=True):
-        share = SHARE if fraction is None else fraction
-        below = keys < np.uint64(share * 2**63) * np.uint64(2)
-        if share and (below.all() or not below.any()):
-            below = keys == keys.min()
-        chosen.append(below)
-    trained = np.zeros(len(group), bool)
-    np.logical_or.at(trained, group, ~np.concatenate(chosen))
-    validating = np.split(np.concatenate(chosen) & ~trained[group], bounds)
-    return [np.where(one, 0, store.lengths) for one, store in zip(validating, stores, strict=True)]
 
 
 def _groups(stores: Sequence[Store]) -> np.ndarray:

@@ -36,6 +36,8 @@ class Store:
     lengths: (documents,) tokens of each. n_bytes: (documents,) of the text in UTF-8.
     groups: (documents,) the first of its near-duplicates. keys: (documents, 16) `content_key`.
     signatures: see `duplicates`. dropped: how many documents had nothing to predict.
+    shortened: how many conversations are learned in their last turn alone, since the chat template
+    rewrites the turns before.
     """
 
     def __init__(self, folder: Path):
@@ -44,16 +46,19 @@ class Store:
         untrusted.check_file(documents)
         with pa.memory_map(str(documents)) as source:
             self.table = pa.ipc.open_stream(source).read_all()
-        extra = read_arrays(folder / "documents.npz", ("groups", "keys", "signatures", "dropped"))
+        names = ["groups", "keys", "signatures", "dropped"]
+        of_chats = "scored" in self.table.column_names
+        extra = read_arrays(folder / "documents.npz", names + ["shortened"] * of_chats)
         self.groups: np.ndarray = extra["groups"]
         self.keys: np.ndarray = extra["keys"]
         self.signatures: np.ndarray = extra["signatures"]
         self.dropped = int(extra["dropped"])
+        self.shortened = int(extra.get("shortened", 0))
         self.table.validate()
         chunks = self.table.column("input_ids").chunks
         self._ids = [view(chunk.values) for chunk in chunks]
         self._scored: list[np.ndarray] | None = None
-        if "scored" in self.table.column_names:
+        if of_chats:
             marks = [chunk.values for chunk in self.table.column("scored").chunks]
             self._scored = [view(one).view(bool) for one in marks]
         offsets = [view(chunk.offsets) for chunk in chunks]
@@ -155,7 +160,7 @@ def build(folder: Path, corpus: Corpus, tokenizer: Tokenizer, chat: bool = False
     schema = pa.schema(fields | ({"scored": pa.list_(pa.uint8())} if chat else {}))
     keys: list[bytes] = []
     signatures: list[np.ndarray] = []
-    dropped = 0
+    dropped = shortened = 0
     shortest = 2 if chat else tokenizer.shortest
     with (
         Progress("tokenizing", corpus.total) as progress,
@@ -166,6 +171,7 @@ def build(folder: Path, corpus: Corpus, tokenizer: Tokenizer, chat: bool = False
             encoded, scored = _encoded(batch, tokenizer, chat)
             chosen = [n for n, ids in enumerate(encoded) if len(ids) >= shortest]
             dropped += len(batch) - len(chosen)
+            shortened += sum(isinstance(one, Conversation) and one.shortened for one in batch)
             n_bytes = []
             for n in chosen:
                 n_bytes.append(len(batch[n].text.encode()))
@@ -186,8 +192,10 @@ def build(folder: Path, corpus: Corpus, tokenizer: Tokenizer, chat: bool = False
             f"none of {dropped:,} documents has 2 tokens" if dropped else "there is no document"
         )
     stacked = np.stack(signatures)
+    counts: dict[str, Any] = {"shortened": shortened} if chat else {}
     np.savez(
         folder / "documents.npz",
+        **counts,
         groups=duplicates.groups(stacked),
         signatures=stacked,
         keys=np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16),

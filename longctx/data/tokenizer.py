@@ -94,10 +94,11 @@ class Tokenizer:
     def encode_conversation(
         self, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids (tokens,) int32 of a rendered conversation, and which begin in one of `spans`,
-        (tokens,) bool.
+        """Return token ids (tokens,) int32 of a rendered conversation, and which of them have text
+        in one of `spans`, (tokens,) bool.
 
-        Special tokens in the text count as such, and none is put before or after it.
+        `spans` are ascending and apart. Special tokens in the text count as such, and none is put
+        before or after it.
         """
         self._tokenizer.encode_special_tokens = False
         try:
@@ -105,11 +106,12 @@ class Tokenizer:
                 encoding = self._tokenizer.encode(text, add_special_tokens=False)
         finally:
             self._tokenizer.encode_special_tokens = True
-        begins = np.asarray([first for first, _ in encoding.offsets], np.int64).reshape(-1)
-        inside = np.zeros(len(begins), bool)
-        for first, end in spans:
-            inside |= (begins >= first) & (begins < end)
-        return np.asarray(encoding.ids, np.int32), inside
+        begins, ends = np.asarray(encoding.offsets, np.int64).reshape(-1, 2).T
+        ends = np.maximum(ends, begins + 1)  # a token without text counts as its next character
+        firsts, lasts = np.asarray(spans, np.int64).reshape(-1, 2).T
+        # Spans that begin before the token's end, less those that end before it begins
+        overlapping = np.searchsorted(firsts, ends) - np.searchsorted(lasts, begins, side="right")
+        return np.asarray(encoding.ids, np.int32), overlapping > 0
 
     @property
     def shortest(self) -> int:

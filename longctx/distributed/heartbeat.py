@@ -21,6 +21,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from longctx.distributed.rendezvous import Arrival
+from longctx.python_child import typed_command
 from longctx.runs.run_folder import checkpoints
 
 EVERY = 2.0  # seconds between beats
@@ -188,7 +189,7 @@ def go_on() -> str:
     folder = Path(os.environ.get(RUN_VARIABLE) or "runs/NAME")
     if folder.is_dir() and not checkpoints(folder):  # another machine may not have the folder
         return "it has no checkpoint yet; start it anew"
-    return f"longctx train resume={folder} goes on"
+    return f"{typed_command()} train resume={folder} goes on"
 
 
 def is_alive(pid: int) -> bool:

@@ -74,10 +74,20 @@ def launched(config: TrainConfig | EvalConfig, environ: Mapping[str, str] = os.e
 
 
 def number_here(environ: Mapping[str, str] = os.environ) -> int:
-    """This process's number, also where other variables are wrong."""
-    names = ("LOCAL_RANK",) if OWN_VARIABLE in environ else ("RANK", "SLURM_PROCID")
-    value = next((environ[name] for name in names if name in environ), "0")
-    return int(value) if value.isdecimal() else 0
+    """Return this process's number; 0 if the environment is not that of one process of several.
+
+    The others are silent, so a number alone, such as RANK=7, must not silence the only process.
+    """
+    if OWN_VARIABLE in environ:
+        name, total = "LOCAL_RANK", OWN_VARIABLE
+    elif all(name in environ for name in TORCHRUN):
+        name, total = "RANK", "WORLD_SIZE"
+    else:
+        name, total = "SLURM_PROCID", "SLURM_NTASKS"
+        total = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else total
+    number, count = environ.get(name, ""), environ.get(total, "")
+    is_known = number.isdecimal() and count.isdecimal()
+    return int(number) if is_known and int(number) < int(count) else 0
 
 
 def leave_to_first() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from longctx.evaluation.windows import Window
+from longctx.evaluation.windows import Document, Window, window_of
 
 MOST_GAINS = 20  # tokens that gain most, in the result
 MOST_OF_ONE = 3  # of them in one document
@@ -60,26 +60,23 @@ class Contexts:
         """Tokens that are scored at the end of each stretch."""
         return max(1, self.contexts[0] // 2)
 
-    def windows(self, owner: int, ids: np.ndarray) -> Iterator[Window]:
+    def windows(self, owner: int, document: Document) -> Iterator[Window]:
         """Every stretch of a document at every context, of which there is one at least."""
-        limit = self.contexts[-1]
-        self.documents += len(ids) > limit
-        for end in range(limit, len(ids), limit):
+        limit, tokens = self.contexts[-1], len(document.ids)
+        self.documents += tokens > limit
+        for end in range(limit, tokens, limit):
             for context in self.contexts:
-                yield Window(
-                    owner,
-                    end - context,
-                    ids[end - context : end + 1],
-                    context - self.targets,
-                    context,
-                )
+                seen = context - self.targets
+                window = window_of(owner, document, end - context, end, seen, context)
+                if window.targets:
+                    yield window
 
     def add(self, window: Window, nats: np.ndarray) -> None:
         """Take in the losses of one of `windows`."""
         number = self.contexts.index(window.context)
         self.nats[number] += math.fsum(nats)
         if number == 0:
-            self.tokens += len(nats)
+            self.tokens += window.targets
         if len(self.contexts) > 1 and number in (0, len(self.contexts) - 1):
             end = window.begin + window.context
             both = self.waiting.setdefault((window.owner, end), {})

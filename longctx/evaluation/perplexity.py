@@ -2,13 +2,13 @@
 allows (see `windows`).
 
 Sums of nats are added up, never means of windows. All tokens of a document but the first are
-scored, and nats = Σ -ln p(token | context) over them:
+scored, of a conversation those that are learned, and nats = Σ -ln p(token | context) over them:
 
     perplexity       exp(nats / scored tokens)
     word perplexity  exp(nats / words), PG-19's convention (arXiv 1911.05507)
     bits per byte    nats / ln 2 / bytes
 
-Words, which white space separates, and UTF-8 bytes are those of the text after the first token. A
+Words, which white space separates, and UTF-8 bytes are those of the text of the scored tokens. A
 token that ends the text has no bytes and is scored like any other.
 """
 
@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -129,23 +130,32 @@ def perplexity(
             if window.context:
                 result.contexts.add(window, nats)
                 continue
-            result.of_windows.append((math.fsum(nats), len(nats)))
+            result.of_windows.append((math.fsum(nats), window.targets))
             result.documents[window.owner].nats += result.of_windows[-1][0]
             if window.begin == 0:
-                result.positions.add(window.owner, nats)
+                result.positions.add(window.owner, nats[: leading(window)])
             scored = f"document {len(result.documents):,}, window {result.windows:,}"
             line.update(task, description=f"scoring {scored}")
     return result
 
 
 def _windows(documents: Iterable[Document], result: Perplexity) -> Iterator[Window]:
-    for owner, (name, ids, n_bytes, n_words) in enumerate(documents):
-        result.documents.append(Score(name, max(0, len(ids) - 1), n_bytes, 0.0, n_words))
-        for window in sliding(owner, ids, result.context, result.stride):
+    for owner, document in enumerate(documents):
+        name, ids, n_bytes, n_words, scored = document
+        tokens = max(0, len(ids) - 1) if scored is None else int(np.count_nonzero(scored[1:]))
+        result.documents.append(Score(name, tokens, n_bytes, 0.0, n_words))
+        for window in sliding(owner, document, result.context, result.stride):
             result.windows += 1
             yield window
         if result.contexts.contexts:
-            yield from result.contexts.windows(owner, ids)
+            yield from result.contexts.windows(owner, document)
+
+
+def leading(window: Window) -> int:
+    """Return how many tokens are scored before the first one that is not."""
+    if window.scored is None or window.scored[1:].all():
+        return len(window.ids) - 1
+    return int(np.argmin(window.scored[1:]))
 
 
 def error_of_ratio(pairs: Sequence[tuple[float, float]]) -> float:

@@ -30,6 +30,7 @@ NIAH = (
     "What are all the special magic {kind} for {query} mentioned in the provided text? "
     "The special magic {kind} for {query} mentioned in the provided text are"
 )
+# RULER's answer begins with "variables are assgined the value": here it is spelled right
 CHAINS = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
     "{context}\n"

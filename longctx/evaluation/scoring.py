@@ -54,7 +54,8 @@ def losses(
     rows: int,
     speed: Speed | None = None,
 ) -> Iterator[tuple[Window, np.ndarray]]:
-    """Each window with -ln p of the tokens that it scores, (scored,) float64, in any order.
+    """Each window with -ln p of the tokens after those `seen`, (tokens,) float64, in any order; 0
+    for a token that is not scored.
 
     `rows` rows of `context` tokens go through the model at a time, on each data rank.
     """
@@ -111,6 +112,8 @@ def _launch(scorer: Scorer, batch: list[list[Window]]) -> _Launched:
             end = at + len(window.ids) - 1
             tokens[b, at:end] = window.ids[:-1]
             targets[b, at + window.seen : end] = window.ids[1 + window.seen :]
+            if window.scored is not None:
+                targets[b, at:end][~window.scored[1:]] = IGNORED
             doc_ids[b, at:end] = n
             at = end
         doc_ids[b, at:] = len(row) + padding_ids(T - at).numpy()

@@ -2,7 +2,8 @@
 
 The model is that of a run, one of its checkpoints, or a Hugging Face folder. Documents are scored
 as they are, uncut, in the model's tokens: those of the run's own split or of any other source.
-Bytes and words are counted in the text after the first token, which is not scored.
+Bytes and words are counted in the text after the first token, which is not scored. Of a run's
+conversations the tokens that it learns are scored, as in its val_loss.
 """
 
 from __future__ import annotations
@@ -176,24 +177,27 @@ def of_run(
     """
     config = replace(DataConfig(**run["data"]), tokenizer=str(folder))
     data = load(config, run["seq_len"])
-    began_with = data.as_begun(fingerprint)
-    data = began_with or data
     if not len(data.split[split]):
         raise ValueError(
             f"split={split}: the run has no such documents; use the other split or "
             "data=text data.path=..."
         )
-    if began_with is None:
+    if data.fingerprint != fingerprint:
         print(
             f"data: the documents are not those that {folder} began with; "
             "it may have seen some of them",
             file=sys.stderr,
         )
     tokenizer = data.tokenizer
-    for name, ids, n_bytes in islice(data.documents(split), most):
+    for name, ids, n_bytes, scored in islice(data.documents(split), most):
         after = ids[1:-1] if ids[-1] == tokenizer.eos_id else ids[1:]
         scored_bytes = n_bytes - tokenizer.n_bytes(int(ids[0]))
-        yield Document(name, ids, scored_bytes, len(tokenizer.decode(after).split()))
+        if scored is not None:  # a conversation, in whose text special tokens are written
+            text = tokenizer.decode(ids[1:][scored[1:]], special=False)
+            scored_bytes, n_words = len(text.encode()), len(text.split())
+        else:
+            n_words = len(tokenizer.decode(after).split())
+        yield Document(name, ids, scored_bytes, n_words, scored)
 
 
 def of_source(

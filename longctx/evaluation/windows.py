@@ -21,14 +21,15 @@ AHEAD = (4, 32)
 
 
 class Document(NamedTuple):
-    """A document to score: token ids (tokens,), and UTF-8 bytes and words of the text that ids[1:]
-    stand for.
+    """A document to score: token ids (tokens,), and UTF-8 bytes and words of the text of the tokens
+    that are scored: of ids[1:] all, or those in `scored` (tokens,) bool.
     """
 
     name: str
     ids: np.ndarray
     n_bytes: int
     n_words: int = 0
+    scored: np.ndarray | None = None
 
 
 class Window(NamedTuple):
@@ -36,7 +37,8 @@ class Window(NamedTuple):
     scored here.
 
     `begin` is the place of ids[0] in document number `owner`. `context` is 0, or for a window that
-    scores some tokens a second time the context that they are given.
+    scores some tokens a second time the context that they are given. `scored` (length + 1,) bool
+    says which tokens are scored, if not all are; the losses of the others are 0.
     """
 
     owner: int
@@ -44,6 +46,14 @@ class Window(NamedTuple):
     ids: np.ndarray
     seen: int
     context: int = 0
+    scored: np.ndarray | None = None
+
+    @property
+    def targets(self) -> int:
+        """How many tokens are scored here."""
+        if self.scored is None:
+            return len(self.ids) - 1 - self.seen
+        return int(np.count_nonzero(self.scored[1 + self.seen :]))
 
 
 def stride_of(stride: int | None, context: int) -> int:
@@ -68,10 +78,22 @@ def spans(tokens: int, context: int, stride: int) -> Iterator[tuple[int, int, in
         begin, first = begin + stride, end + 1
 
 
-def sliding(owner: int, ids: np.ndarray, context: int, stride: int) -> Iterator[Window]:
-    """The windows that score every token of a document but the first, each once."""
-    for begin, end, first in spans(len(ids), context, stride):
-        yield Window(owner, begin, ids[begin : end + 1], first - begin - 1)
+def sliding(owner: int, document: Document, context: int, stride: int) -> Iterator[Window]:
+    """Yield the windows that score every token of a document but the first, each once, or those
+    that `document.scored` names.
+    """
+    for begin, end, first in spans(len(document.ids), context, stride):
+        window = window_of(owner, document, begin, end, first - begin - 1)
+        if window.targets:
+            yield window
+
+
+def window_of(
+    owner: int, document: Document, begin: int, end: int, seen: int, context: int = 0
+) -> Window:
+    """Return the window that shows the tokens begin .. end - 1 and predicts the last at `end`."""
+    scored = None if document.scored is None else document.scored[begin : end + 1]
+    return Window(owner, begin, document.ids[begin : end + 1], seen, context, scored)
 
 
 def batches(windows: Iterable[Window], context: int, rows: int) -> Iterator[list[list[Window]]]:

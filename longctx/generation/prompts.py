@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ def read_prompts(config: GenerateConfig, tokenizer: Tokenizer, folder: Path) -> 
     if not rows:
         raise ValueError(f"prompts={config.prompts}: no prompt in it")
     chats = any(isinstance(row, dict) for _, row in rows) or config.chat
-    template = Template(folder) if chats else None
+    template = Template(folder, today=datetime.now()) if chats else None
     prompts = []
     for place, row in rows:
         if config.chat and isinstance(row, str):
@@ -45,8 +46,7 @@ def read_prompts(config: GenerateConfig, tokenizer: Tokenizer, folder: Path) -> 
             prompts.append(Prompt(tokenizer.encode_prompt(row), row))
         else:
             assert template is not None
-            text = text_up_to_answer(template, place, row)
-            ids, _ = tokenizer.encode_conversation(text, [])
+            ids, _ = tokenizer.encode_conversation(template.prompt(place, row), [])
             prompts.append(Prompt(ids.tolist(), row["messages"]))
     return prompts
 
@@ -65,18 +65,6 @@ def _rows(config: GenerateConfig) -> Iterator[tuple[str, Any]]:
     for n, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             yield f"{file}:{n}", _row(f"{file}:{n}", line)
-
-
-def text_up_to_answer(template: Template, place: str, row: dict[str, Any]) -> str:
-    """The conversation of `row`, its messages and the tools if there are any, as text, up to where
-    the assistant's next message begins.
-    """
-    messages = row["messages"]
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{place}: 'messages' must be a list of messages")
-    answered = [*messages, {"role": "assistant", "content": "."}]
-    [written] = template.conversations([("prompt", place, row | {"messages": answered})])
-    return str(written.text)[: written.spans[-1][0]]
 
 
 def _row(place: str, line: str) -> Any:

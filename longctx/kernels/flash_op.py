@@ -1,8 +1,8 @@
 """The flash operator, registered with torch.
 
-Autograd, torch.compile and CUDA graphs see one opaque call. `flash_forward` and `flash_backward`
-pass by torch's dispatcher, which takes as long as the launches, where nobody else looks at the
-call: plain tensors, not compiled, not traced.
+Autograd, torch.compile and CUDA graphs see one opaque call. For plain tensors, neither compiled nor
+traced, `forward_for` and `flash_backward` pass by torch's dispatcher, which takes as long as the
+launches.
 
 Implementations: "triton-portable" (any GPU, and a CPU under TRITON_INTERPRET=1), "triton-hopper"
 (Hopper's own instructions), "triton-hopper-ordered" (the same, with a backward that sums dq in one
@@ -51,12 +51,8 @@ def runs_hopper(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool
         return False
     if dtype not in (torch.bfloat16, torch.float16) or head_dim not in HOPPER_HEAD_SIZES:
         return False
-    return _generation(device) == 9
-
-
-@functools.cache
-def _generation(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).major
+    # not cached: torch.compile takes it as a constant, and warns of what functools caches
+    return torch.cuda.get_device_properties(device).major == 9
 
 
 class Kernels(NamedTuple):
@@ -109,7 +105,7 @@ def forward_op(
 
     q is (B, Tq, Hq, D), k and v (B, Tk, Hkv, D).
     """
-    return _forward(q, k, v, first, last, scale, implementation)
+    return trusted("forward", implementation, q, k)(q, k, v, first, last, scale)
 
 
 @torch.library.custom_op("longctx::flash_backward", mutates_args=())
@@ -132,26 +128,8 @@ def backward_op(
 
     It has no derivative of its own.
     """
-    inputs = do, dlse, q, k, v, out, lse, first, last, qfirst, qlast, scale
-    return _backward(implementation, *inputs)
-
-
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    first: Tensor,
-    last: Tensor,
-    scale: float,
-    implementation: str,
-) -> tuple[Tensor, Tensor]:
-    return trusted("forward", implementation, q, k)(q, k, v, first, last, scale)
-
-
-def _backward(
-    implementation: str, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, *others: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return trusted("backward", implementation, q, k)(do, dlse, q, k, *others)
+    run = trusted("backward", implementation, q, k)
+    return run(do, dlse, q, k, v, out, lse, first, last, qfirst, qlast, scale)
 
 
 def _refuse_tangents(*tensors: Tensor) -> None:
@@ -223,14 +201,12 @@ forward_op.register_autograd(_differentiate, setup_context=_save)
 
 
 class _Flash(torch.autograd.Function):
-    """The operator for callers that need no dispatcher."""
+    """`forward_op` without the dispatcher, which takes as long as the launches."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, others: tuple[Any, ...]
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
         first, last, _, _, scale, implementation = others
-        output = _forward(q, k, v, first, last, scale, implementation)
+        output = trusted("forward", implementation, q, k)(q, k, v, first, last, scale)
         ctx.save_for_backward(q, k, v, *output)
         ctx.set_materialize_grads(False)
         ctx.others = others  # tensors among them have no gradient
@@ -240,35 +216,48 @@ class _Flash(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         do = torch.zeros_like(out) if do is None else do
-        return *flash_backward(do, dlse, q, k, v, out, lse, *ctx.others), None
+        return *flash_backward(do, dlse, q, k, v, out, lse, *ctx.others), *[None] * 6
 
 
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    """As `forward_op`, whose other arguments are `others`."""
-    output: tuple[Tensor, Tensor]
-    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+def forward_for(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return the shortest way to the forward kernels, with the arguments of `forward_op`.
+
+    Compilers, transforms and profilers see the operator. Raises NotImplementedError for
+    derivatives that the kernels do not have.
+    """
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and forward_ad._current_level >= 0:
         _refuse_tangents(q, k, v)
     if not unobserved(q, k, v):
-        if not torch.compiler.is_compiling():
+        if not is_compiling:
             _refuse_transforms(q, k, v)
-        output = forward_op(q, k, v, *others)
-    elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        output = _Flash.apply(q, k, v, others)
-    else:
-        first, last, _, _, scale, implementation = others
-        output = _forward(q, k, v, first, last, scale, implementation)
+        return forward_op
+    needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad
+    if torch.is_grad_enabled() and needs_gradient:
+        return _Flash.apply
+    return _without_gradient
+
+
+def _without_gradient(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, *others: Any
+) -> tuple[Tensor, Tensor]:
+    _, _, scale, implementation = others
+    output: tuple[Tensor, Tensor] = trusted("forward", implementation, q, k)(
+        q, k, v, first, last, scale
+    )
     return output
 
 
 def flash_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `backward_op`, whose other arguments are `others`; the operator refuses derivatives."""
+    """Return dq, dk, dv as `backward_op` does; the operator refuses second derivatives."""
     gradients: tuple[Tensor, Tensor, Tensor]
     if torch.is_grad_enabled() or not unobserved(do, q, k, v):
         gradients = backward_op(do, dlse, q, k, v, *others)
         return gradients
-    return _backward(others[-1], do, dlse, q, k, v, *others[:-1])
+    gradients = trusted("backward", others[-1], q, k)(do, dlse, q, k, v, *others[:-1])
+    return gradients
 
 
 def unobserved(*tensors: Tensor) -> bool:

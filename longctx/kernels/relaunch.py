@@ -17,6 +17,7 @@ import functools
 import inspect
 import itertools
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -226,6 +227,32 @@ def compile_side_by_side(
     with ThreadPoolExecutor(len(calls)) as pool:
         for one in [pool.submit(compiled, *call) for call in calls]:
             one.result()
+
+
+@functools.cache
+def load_one_at_a_time() -> None:
+    """Make threads take turns when Triton loads a kernel; call it before they start.
+
+    Triton 3.6 builds an extension module for the launcher of each kernel, and gives all of them one
+    name. CPython keeps one module object per name, so two threads that load launchers at the same
+    time can both get the same one.
+    """
+    from triton.compiler import CompiledKernel
+    from triton.runtime import driver
+
+    _ = driver.active  # loads a module, too
+    load, turn = CompiledKernel._init_handles, threading.Lock()
+
+    def load_in_turn(kernel: Any) -> None:
+        with turn:
+            try:
+                load(kernel)
+            finally:
+                # else the next call would launch a kernel that is not on the GPU
+                if kernel.module is None:
+                    kernel._run = None
+
+    CompiledKernel._init_handles = load_in_turn
 
 
 def keep(launches: dict[Hashable, Any], key: Hashable, value: Any) -> None:

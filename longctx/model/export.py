@@ -7,6 +7,7 @@ it is complete.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from longctx.config.model_config import GPTConfig
 from longctx.model.families import family_of, read_json
 from longctx.model.families.tensors import Piece
 from longctx.model.gpt import GPT
+from longctx.runs.tensor_checks import not_finite
 
 SHARD_BYTES = 5_000_000_000
 TOKENIZER_FILES = (
@@ -42,8 +44,8 @@ def export(
 ) -> None:
     """Write `model` to the new folder `out`, in files of at most about `shard_bytes`.
 
-    `context` is the length that it is for, by default that of `model.config`; `dtype` is by default
-    that of the model. Tokenizer files come from `tokenizer_folder`. Raises ValueError where `out`
+    `context` is the length that it is for, by default that of `model.config`. Without `dtype` each
+    weight keeps its own. Tokenizer files come from `tokenizer_folder`. Raises ValueError if `out`
     has something in it or transformers has no class for the model, OSError if it cannot be written;
     then nothing is left behind.
     """
@@ -54,7 +56,6 @@ def export(
         raise ValueError(
             f"{out}: the context is not known, which becomes max_position_embeddings; give it"
         )
-    dtype = dtype or model.embed.weight.dtype
     if not (tokenizers / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{tokenizers}: no tokenizer.json to go with the model")
 
@@ -65,7 +66,7 @@ def export(
     special = {
         f"{key}_token_id": generation.get(f"{key}_token_id") for key in ("bos", "eos", "pad")
     }
-    keys |= special | {"dtype": str(dtype).removeprefix("torch.")}
+    keys |= special | {"dtype": str(dtype or model.embed.weight.dtype).removeprefix("torch.")}
     try:
         with files.atomic(out) as folder:
             folder.mkdir(parents=True)
@@ -98,30 +99,45 @@ def architecture(config: GPTConfig, context: int) -> dict[str, Any]:
     return family_of(config).write(config, context)
 
 
-def _write_weights(model: GPT, dtype: torch.dtype, shard_bytes: int, folder: Path) -> None:
+def _write_weights(model: GPT, dtype: torch.dtype | None, shard_bytes: int, folder: Path) -> None:
     parameters = dict(model.named_parameters())
-    shards = list(_shards(model.config, dtype.itemsize, shard_bytes))
+    itemsize = (dtype or model.embed.weight.dtype).itemsize
+    shards = list(_shards(model.config, itemsize, shard_bytes))
     placed: dict[str, str] = {}
+    flawed: str | None = None
     for number, shard in enumerate(shards, start=1):
         name = (
             f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             if len(shards) > 1
             else "model.safetensors"
         )
-        tensors = {piece.theirs: _rows(parameters[piece.ours], piece).to(dtype) for piece in shard}
+        tensors = {piece.theirs: _rows(parameters[piece.ours], piece, dtype) for piece in shard}
+        flawed = flawed or not_finite(tensors)
         save_file(tensors, folder / name, metadata={"format": "pt"})
         files.as_umask_allows(folder / name)
         placed |= dict.fromkeys(tensors, name)
+    warn_of_not_finite(flawed)
     if len(shards) > 1:
-        size = dtype.itemsize * sum(x.numel() for x in parameters.values())
+        size = sum(x.numel() * (dtype or x.dtype).itemsize for x in parameters.values())
         write_json(
             folder / "model.safetensors.index.json",
             {"metadata": {"total_size": size}, "weight_map": placed},
         )
 
 
-def _rows(parameter: Tensor, piece: Piece) -> Tensor:
-    return parameter.detach()[piece.first : piece.first + piece.shape[0]]
+def warn_of_not_finite(name: str | None) -> None:
+    """Print a warning that the tensor `name`, if any, is written with NaN or infinity in it."""
+    if name is not None:
+        print(
+            f"warning: {name} has numbers that are not finite: the weights are damaged, or, with "
+            "dtype=fp16, larger than the 65,504 that it can hold",
+            file=sys.stderr,
+        )
+
+
+def _rows(parameter: Tensor, piece: Piece, dtype: torch.dtype | None) -> Tensor:
+    rows = parameter.detach()[piece.first : piece.first + piece.shape[0]]
+    return rows if dtype is None else rows.to(dtype)
 
 
 def _shards(config: GPTConfig, itemsize: int, most: int) -> Iterator[list[Piece]]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from longctx import hub_snapshot
 from longctx.config.command_config import ExportOptions
 from longctx.config.model_config import GPTConfig
-from longctx.model import lora
+from longctx.model import GPT, huggingface, lora
 from longctx.model.export import SHORT_NAMES, architecture, check_out, export
-from longctx.model.huggingface import read_config
-from longctx.model.restore import lora_of, mapped_model
+from longctx.model.restore import copy_weights, lora_of, mapped_model
 from longctx.runs import run_folder
-from longctx.runs.checkpoints import opened, verify
+from longctx.runs.checkpoints import opened, read, verify
 
 
 def run(options: ExportOptions) -> None:
@@ -28,13 +32,54 @@ def run(options: ExportOptions) -> None:
         run_adapter(model, file, checkpoint, added, seq_len, out)
         return
     if added.rank is not None:
-        model = lora.merge(model.float())
+        model = merged(model, str(checkpoint["longctx"]["config"].get("init")))
     context = max(seq_len, model.config.context or 0)
     tokenizer_folder = file.resolve().parent.parent
-    dtype, shard_bytes = SHORT_NAMES[options.dtype], int(options.shard_gb * 1e9)
-    export(model, tokenizer_folder, out, context, dtype, shard_bytes)
+    dtype = SHORT_NAMES[options.dtype] if options.dtype else None
+    export(model, tokenizer_folder, out, context, dtype, int(options.shard_gb * 1e9))
+    written = dtype or model.embed.weight.dtype
+    name = next(name for name, short in SHORT_NAMES.items() if short == written)
     parameters = f"{model.config.parameters():,} parameters of {file}"
-    print(f"{out}: {parameters}, {options.dtype}, for {context:,} tokens")
+    print(f"{out}: {parameters}, {name}, for {context:,} tokens")
+
+
+def merged(model: GPT, init: str) -> GPT:
+    """Add LoRA's products to the weights of `init`, in their own dtype.
+
+    The run rounded its copy of these weights to its precision. If they are gone or have changed,
+    that copy is merged, and a line on stderr says so.
+    """
+    try:
+        visit(model, init, check_rounded)
+    except (OSError, ValueError) as error:
+        copy = f"the run's own copy, in {model.embed.weight.dtype}, is merged"
+        print(f"warning: init={init}: {error}; {copy}", file=sys.stderr)
+        return lora.merge(model.float())
+    visit(model, init, put_unrounded)
+    return lora.merge(model)
+
+
+def visit(model: GPT, init: str, write: Callable[[Tensor, Tensor, int], None]) -> None:
+    """Call `write` with each weight of `model`, the values that `init` has for it, and the row of
+    the first of them.
+    """
+    path = huggingface.with_weights(init, "init")
+    if run_folder.is_run(path):
+        copy_weights(model, path, read(path), lambda rows, weight: write(weight, rows[:], 0))
+    else:
+        huggingface.load_weights(model, path, write)
+
+
+def check_rounded(weight: Tensor, values: Tensor, first: int) -> None:
+    """Raise ValueError unless rows of `weight` are `values`, as the run rounded them."""
+    if not torch.equal(weight[first : first + len(values)], values.to(weight.dtype)):
+        raise ValueError("its weights are not those that the run began with")
+
+
+def put_unrounded(weight: Tensor, values: Tensor, first: int) -> None:
+    """Put `values` in the place of rows of `weight`, which takes their dtype."""
+    weight.data = weight.data.to(values.dtype)
+    weight.data[first : first + len(values)] = values
 
 
 def run_adapter(
@@ -59,7 +104,8 @@ def run_adapter(
         base = str(Path(base).resolve())
         positions = ("rope_theta", "rope_scaling", "context")
         stretched = any(
-            getattr(model.config, key) != getattr(read_config(base), key) for key in positions
+            getattr(model.config, key) != getattr(huggingface.read_config(base), key)
+            for key in positions
         )
     context = max(seq_len, model.config.context or 0)
     opened_with = architecture(model.config, context) if stretched else None

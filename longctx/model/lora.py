@@ -23,10 +23,11 @@ from torch import Tensor, nn
 
 from longctx import files
 from longctx.config.model_config import LoraConfig
-from longctx.model.export import write_json
+from longctx.model.export import warn_of_not_finite, write_json
 from longctx.model.families import family_of
 from longctx.model.gpt import GPT, Draw
 from longctx.model.layers import Linear, RMSNorm
+from longctx.runs.tensor_checks import not_finite
 
 OF_BLOCK = {"qkv": "attention", "out": "attention", "gate_up": "mlp", "down": "mlp"}
 
@@ -168,6 +169,7 @@ def export_adapter(
             tensors[f"{place}.lora_A.weight"] = layer.lora_a.detach().clone()
             tensors[f"{place}.lora_B.weight"] = layer.lora_b.detach()[rows].clone()
 
+    warn_of_not_finite(not_finite(tensors))
     adapter: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

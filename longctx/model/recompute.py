@@ -106,7 +106,7 @@ class _Tape:
         with self.precision.restored():
             q, k, v = (self.rows(t) for t in self.before(i, x))
             if attend.saves_output:
-                out, lse = attend(q, k, v, self.masks[i], return_lse=True)
+                out, lse = attend.with_lse(q, k, v, self.masks[i])
             else:
                 out, lse = attend(q, k, v, self.masks[i]), None
             del q, k, v

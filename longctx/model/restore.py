@@ -28,10 +28,6 @@ def check_weights(path: Path, checkpoint: dict[str, Any], model: GPT) -> None:
     name, shape, precision, and how they lie in the file. None of them is read.
     """
     weights = checkpoint["state_dict"]
-    if not isinstance(weights, dict):
-        raise ValueError(
-            f"{path}: its state_dict is a {type(weights).__name__}, not names of weights"
-        )
     mine = {f"model.{name}": x for name, x in model.named_parameters()}
     for name in [*mine, *(weights.keys() - mine.keys())]:
         wrong: str | None
@@ -60,13 +56,8 @@ def mapped_model(path: Path, checkpoint: dict[str, Any], config: GPTConfig) -> G
     """
     model = skeleton(config, "naive", lora_of(checkpoint))
     check_weights(path, checkpoint, model)
-    model.load_state_dict(
-        {
-            name.removeprefix("model."): x if isinstance(x, Tensor) else x[:]
-            for name, x in checkpoint["state_dict"].items()
-        },
-        assign=True,
-    )
+    rows = checkpoint["state_dict"].items()
+    model.load_state_dict({name.removeprefix("model."): x[:] for name, x in rows}, assign=True)
     return model
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from longctx.files import printable
 from longctx.report import page
 from longctx.report.locks import lock_differences
 from longctx.report.run_tables import not_ranked, rendered, tables
 from longctx.report.run_view import Run, read
 from longctx.runs.metrics import Shown, shown
 from longctx.runs.run_folder import NotARun
-from longctx.tables import show
+from longctx.tables import console, show
 
 POINTS = 250_000  # in all curves of a page, which makes it 7 MB
 
@@ -33,8 +31,9 @@ def compare(paths: Sequence[Path], out: Path) -> None:
         show(rendered(table), table.keys)
         print()
     for note in notes:
-        print(note if note.startswith("warning: ") else f"note: {note}", file=sys.stderr)
-    print(f"curves     {printable(str(out))}")
+        line = note if note.startswith("warning: ") else f"note: {note}"
+        console(stderr=True).print(line, soft_wrap=True)
+    console().print(f"curves     {out}", soft_wrap=True)
 
 
 def read_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
@@ -57,8 +56,8 @@ def read_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
     counts = Counter(run.label for run in runs)
     for run in runs:
         if counts[run.label] > 1:
-            run.label = printable(str(run.folder))
+            run.label = str(run.folder)
     notes = [note for run in runs for note in run.notes]
     notes += not_ranked(runs)
     notes += lock_differences((run.label, run.config, run.lock) for run in runs)
-    return runs, [*notes, *(f"left out: {printable(str(problem))}" for problem in problems)]
+    return runs, [*notes, *(f"left out: {problem}" for problem in problems)]

@@ -153,7 +153,7 @@ def require() -> None:
     """Raise ValueError where wandb-workspaces is not installed."""
     if find_spec("wandb_workspaces") is None:
         raise ValueError(
-            "dashboard: wandb-workspaces is not installed; pip install 'longctx[dashboard]'"
+            "dashboard: wandb-workspaces is not installed; pip install -e '.[dashboard]'"
         )
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from longctx import untrusted
-from longctx.files import printable
 from longctx.runs.metrics import Row
 
 
@@ -28,16 +27,14 @@ def kernel_lock(folder: Path) -> dict[str, str]:
     cells: dict[str, str] = {}
     for key, value in lock.items():
         if key == "machine" and isinstance(value, dict):
-            cells |= {
-                printable(str(name)): printable(str(version)) for name, version in value.items()
-            }
+            cells |= {str(name): str(version) for name, version in value.items()}
         elif isinstance(value, dict | list):
             if key not in ("compiled", "earlier", "not_reproducible"):
-                cells[printable(key)] = hashlib.sha256(
-                    json.dumps(value, sort_keys=True).encode()
-                ).hexdigest()[:10]
+                cells[key] = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[
+                    :10
+                ]
         elif key not in ("format", "backend"):
-            cells[printable(key)] = printable(str(value))
+            cells[key] = str(value)
     return cells
 
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from longctx.files import printable
 from longctx.report.run_view import Run
 from longctx.runs.metrics import Metric, Shown, finite, shown
 
@@ -55,7 +54,7 @@ def configured(run: Run, key: str) -> str:
     value = run.config[key]
     if value is None:
         return "null"
-    return str(value).lower() if isinstance(value, bool) else printable(str(value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def differences(runs: list[Run]) -> Table:

@@ -12,7 +12,6 @@ from statistics import fmean
 from typing import Any
 
 from longctx import untrusted
-from longctx.files import printable
 from longctx.report.locks import kernel_lock
 from longctx.runs.evaluations import Evaluations, Line, read_evaluations
 from longctx.runs.metrics import (
@@ -26,7 +25,7 @@ from longctx.runs.metrics import (
     is_step,
     shown,
 )
-from longctx.runs.metrics_file import read_rows
+from longctx.runs.metrics_file import odd_value, read_rows
 from longctx.runs.run_folder import NotARun, is_training, read_config
 
 # A curve: "t" tokens seen, "s" seconds of training, "y" values; where rows were joined, also "lo"
@@ -77,10 +76,12 @@ def read(folder: Path, points: int) -> Run:
             f"{folder}: no metrics yet; wait for the first row of metrics.jsonl, or start the run "
             "again"
         )
+    if odd := odd_value(rows):
+        raise NotARun(f"{folder}: {odd} in metrics.jsonl, which no run writes; take that line out")
     numbers = figures(rows)
     run = Run(
         folder,
-        label=printable(folder.resolve().name),
+        label=folder.resolve().name,
         config=config,
         figures=numbers,
         curves=curves(rows, points),
@@ -89,20 +90,19 @@ def read(folder: Path, points: int) -> Run:
         positions=positions(rows),
         facts=facts(rows),
     )
-    name = printable(str(folder))
     if cut:
-        run.notes.append(f"{name}: left out as incomplete: {cut} of metrics.jsonl")
+        run.notes.append(f"{folder}: left out as incomplete: {cut} of metrics.jsonl")
     for path in run.evaluations.unreadable:
-        run.notes.append(f"{printable(str(path))}: not an evaluation's JSON, left out")
+        run.notes.append(f"{path}: not an evaluation's JSON, left out")
     with (
         suppress(OSError, ValueError),
-        untrusted.open_file(folder / "tokenizer.json", untrusted.TOKENIZER_SIZE) as file,
+        untrusted.open_file(folder / "tokenizer.json", untrusted.TOKENIZER_SIZE, folder) as file,
     ):
         run.tokenizer = hashlib.sha256(file.read()).hexdigest()
     try:
         run.lock = kernel_lock(folder)
     except (OSError, ValueError):
-        run.notes.append(f"{name}: kernel.lock.json cannot be read, left out")
+        run.notes.append(f"{folder}: kernel.lock.json cannot be read, left out")
     return run
 
 
@@ -129,8 +129,8 @@ def facts(rows: list[Row]) -> dict[str, dict[int, float]]:
     for members in families_last_first(rows, FACTS_FOUND):
         for key, share in members.items():
             kind, _, length = key.rpartition("/")
-            if length.isdigit() and finite([share]):
-                shares.setdefault(printable(kind), {})[int(length)] = share
+            if length.isdecimal() and finite([share]):
+                shares.setdefault(kind, {})[int(length)] = share
         if shares:
             break
     return shares
@@ -159,7 +159,7 @@ def curves(rows: list[Row], points: int) -> dict[str, Curve]:
     now = 0.0
     timed: dict[bool, list[tuple[Row, float]]] = {True: [], False: []}
     for row in rows:
-        now = row.get("seconds", now)
+        now = next(iter(finite([row.get("seconds")])), now)
         timed[is_step(row)].append((row, now))
     result: dict[str, Curve] = {}
     for group in timed.values():

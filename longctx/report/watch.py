@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from longctx import tables, untrusted
-from longctx.files import printable
 from longctx.report.run_view import ending
 from longctx.runs.metrics import Row, Shown, duration, finite, line, present
 from longctx.runs.metrics_file import parsed
@@ -35,7 +34,7 @@ class Tail:
     def rows(self) -> list[Row]:
         """The rows since the last call; all of them where a resumed run has replaced the file."""
         try:
-            with untrusted.open_file(self.path) as file:
+            with untrusted.open_file(self.path, within=self.path.parent) as file:
                 now = os.fstat(file.fileno())
                 if now.st_ino != self._file or now.st_size < self._place:
                     self._place, self._rest, self._file = 0, b"", now.st_ino
@@ -68,9 +67,7 @@ class Latest:
 
     def view(self, training: bool) -> Table:
         """The numbers one below the other, the loss as a curve."""
-        table = Table(
-            title=printable(str(self.folder)), title_justify="left", show_header=False, box=None
-        )
+        table = Table(title=str(self.folder), title_justify="left", show_header=False, box=None)
         table.add_column(style="bold")
         table.add_column(overflow="fold")
         table.add_row("run", Text(self.ended(training)))
@@ -107,8 +104,9 @@ def watch(folder: Path) -> None:
         for row in following(folder, tail, rows[-1:]):
             if row is not None:
                 latest.add(row)
-                print(f"step {row['step']:,}  {line(row, Shown.WATCH)}", flush=True)
-        print(latest.ended(is_training(folder)), flush=True)
+                text = f"step {row['step']:,}  {line(row, Shown.WATCH)}"
+                console.print(text, soft_wrap=True)
+        console.print(latest.ended(is_training(folder)))
 
 
 def following(folder: Path, tail: Tail, rows: list[Row]) -> Iterator[Row | None]:

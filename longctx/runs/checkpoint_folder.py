@@ -30,9 +30,7 @@ class Rows:
         self.folder, self.name = folder, name
         self.shape = torch.Size(entry["shape"])
         self.dtype = DTYPES[entry["dtype"]]
-        self.parts = [
-            (Path(file).name, int(first), int(count)) for file, first, count in entry["rows"]
-        ]
+        self.parts = [(str(file), int(first), int(count)) for file, first, count in entry["rows"]]
 
     @property
     def ndim(self) -> int:
@@ -88,12 +86,15 @@ class Sharded(NamedTuple):
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The checkpoint in the folder `path`, with `Rows` for tensors; ValueError, which says why, if
-    it is not whole.
+    """Return the checkpoint in the folder `path`, with `Rows` for tensors; ValueError, which says
+    why, if it is not whole. Rows are in listed files alone, which `checkpoint_index.verify` checks.
     """
     content = checkpoint_index.read(path)
     try:
         tensors = {name: Rows(path, name, x) for name, x in content.pop("tensors").items()}
+        for x in tensors.values():
+            if unlisted := {file for file, _, _ in x.parts} - content["files"].keys():
+                raise ValueError(f"{x.name} is in {unlisted.pop()}, which is not listed")
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{INDEX} is not what runs write ({error})") from error
     return content | {"tensors": tensors}

@@ -3,7 +3,7 @@
 A checkpoint is a folder of safetensors and JSON (see checkpoint_folder.py), of which reading never
 runs code: weights, optimizer state, random state, the counters of the run and its configuration,
 enough to continue exactly. It appears under its name only once it is complete on disk; `last.ckpt`
-points at the newest. Files of torch, which longctx wrote before, are read as well (torch_file.py).
+points at the newest.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from longctx import files
 from longctx.files import by_step
-from longctx.runs import checkpoint_folder, checkpoint_index, run_folder, tensor_checks, torch_file
+from longctx.runs import checkpoint_folder, checkpoint_index, run_folder, tensor_checks
 from longctx.runs.checkpoint_folder import Sharded
 from longctx.runs.checkpoint_write import ALONE, Saving, Writers
 from longctx.runs.removal import Removal
@@ -81,11 +80,6 @@ CUDA_BYTES = 16  # of the state of a GPU's generator: its seed and its offset
 TO_RESUME = {"state_dict", "optimizer_states", "meter", "random", "steps_done"}
 
 
-def path_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint after `step` steps lies."""
-    return folder / "checkpoints" / f"step-{step:08d}.ckpt"
-
-
 def describe(
     config: Any, data_fingerprint: str, world_size: int, kernel_lock: dict[str, Any] | None
 ) -> dict[str, Any]:
@@ -99,18 +93,29 @@ def describe(
     }
 
 
-def tidy(folder: Path, keep: int, best_step: int = 0) -> Removal:
-    """Point last.ckpt at the newest checkpoint, and best.ckpt at that after `best_step`, if it is
-    there; begin to delete all but these and the newest `keep`, and what killed processes left.
+def tidy(folder: Path, step: int, keep: int, best_step: int = 0) -> Removal:
+    """Point last.ckpt at the checkpoint after `step`, and best.ckpt at that after `best_step`, if
+    it is there; begin to delete all but these and the newest `keep`, and what killed processes
+    left. Only whole checkpoints up to `step` count, so none is deleted for one that is not.
     """
-    paths, best = run_folder.checkpoints(folder), path_of(folder, best_step)
-    _link("last.ckpt", paths[-1])
+    saved, best = (run_folder.checkpoint_path(folder, n) for n in (step, best_step))
+    there = [x for x in run_folder.checkpoints(folder) if by_step(x) <= by_step(saved)]
+    paths = [path for path in there if is_complete(path)]
+    _link("last.ckpt", saved)
     if best in paths:
         _link("best.ckpt", best)
     else:
         files.remove(folder / "checkpoints" / "best.ckpt")
     leftovers = list((folder / "checkpoints").glob(".step-*.ckpt*"))
     return Removal([path for path in paths[:-keep] if path != best], leftovers)
+
+
+def is_complete(path: Path) -> bool:
+    """Return True if all files of the checkpoint at `path` are there and of the right size."""
+    try:
+        return checkpoint_index.verify(path, reads=False) is None
+    except ValueError:
+        return False
 
 
 def _link(name: str, target: Path) -> None:
@@ -122,7 +127,7 @@ def _link(name: str, target: Path) -> None:
 
 
 def read(path: Path, parts: Collection[str] = ("state_dict",)) -> dict[str, Any]:
-    """The checkpoint at `path`, its tensors mapped from disk, or `Rows` where it is sharded.
+    """Return the checkpoint at `path`, with `Rows` for tensors.
 
     Raises ValueError where it is missing, not one of ours, or lacks one of `parts`.
     """
@@ -175,8 +180,10 @@ def saving(
     return Saving(path, plain, tensors, writers)
 
 
-def _of_folder(path: Path) -> dict[str, Any]:
-    """The checkpoint in a folder, with `Rows` for tensors, in the layout of a file of torch."""
+def opened(path: Path) -> dict[str, Any]:
+    """Return the content of the checkpoint at `path`, whichever parts it has, with `Rows` for
+    tensors; ValueError if no run wrote it.
+    """
     try:
         content = checkpoint_folder.read(path)
     except ValueError as error:
@@ -209,28 +216,18 @@ def _of_folder(path: Path) -> dict[str, Any]:
         ArithmeticError,
     ) as error:
         raise ValueError(f"{path}: not a whole checkpoint ({error})") from error
-    optimizer = {"state": states, "param_groups": groups}
-    return content | {"state_dict": weights, "optimizer_states": [optimizer]}
-
-
-def opened(path: Path) -> dict[str, Any]:
-    """The content of the checkpoint at `path`, whichever parts it has; ValueError if no run wrote
-    it.
-    """
-    checkpoint = _of_folder(path) if path.is_dir() else torch_file.read(path)
-    if checkpoint is None:
-        raise _not_whole(path, "torch cannot open it")
-    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("longctx"), dict):
+    if not isinstance(content.get("longctx"), dict):
         raise ValueError(
             f"{path}: a checkpoint of another program; longctx reads those that train.py wrote"
         )
-    return checkpoint
+    optimizer = {"state": states, "param_groups": groups}
+    return content | {"state_dict": weights, "optimizer_states": [optimizer]}
 
 
 def verify(path: Path) -> None:
     """Raise Damaged, with a remedy, where the checkpoint at `path` is not what was written."""
     try:
-        damaged = (checkpoint_index if path.is_dir() else torch_file).verify(path)
+        damaged = checkpoint_index.verify(path)
     except ValueError as error:
         raise _not_whole(path, str(error)) from error
     if damaged is not None:
@@ -282,10 +279,6 @@ def check_states(
                     f"{path}: its optimizer_states are not those of the model: {key} of weight "
                     f"{number} is {wrong}"
                 )
-    in_memory = {name: x for name, x in _states(checkpoint).items() if isinstance(x, Tensor)}
-    shared = tensor_checks.overlapping(in_memory)
-    if shared:
-        raise ValueError(f"{path}: {shared} shares its memory with another tensor")
 
 
 def _states(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -357,10 +350,8 @@ def _not_whole(path: Path, why: str) -> Damaged:
 def _remedy(path: Path) -> str:
     """What to do about a damaged checkpoint."""
     target = path.resolve()  # last.ckpt is a link
-    older = sorted(
-        (x for x in target.parent.glob("step-*.ckpt") if by_step(x) < by_step(target)), key=by_step
-    )
-    if older:
+    saved = run_folder.checkpoints(target.parent.parent)
+    if older := [path for path in saved if by_step(path) < by_step(target)]:
         return f"copy it here again, or delete it to go on from {older[-1]}"
     return "copy it here again, or start anew: there is no older one"
 

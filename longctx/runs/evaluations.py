@@ -15,7 +15,6 @@ from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from longctx import files, untrusted
-from longctx.files import printable
 from longctx.runs.metrics import Row
 
 FOLDER = "eval"  # beside the checkpoints of a run, or in a Hugging Face folder
@@ -94,10 +93,12 @@ def paths(folder: Path) -> list[Path]:
     return [*sorted((folder / FOLDER).glob("*.json")), *([older] if older.is_file() else [])]
 
 
-def read(path: Path) -> Content:
-    """The content of `path`; ValueError for NaN, infinity, and numbers beyond a float."""
+def read(path: Path, folder: Path) -> Content:
+    """Return the content of `path`, a file of the run in `folder`; ValueError for NaN, infinity,
+    and fractions beyond a float.
+    """
     content: Content = untrusted.read_json(
-        path, SIZE, path.parent, parse_float=finite, parse_constant=finite
+        path, SIZE, folder, parse_float=finite, parse_constant=finite
     )
     return content
 
@@ -170,7 +171,7 @@ def read_evaluations(folder: Path) -> Evaluations:
     result = Evaluations([], [], [], [], [])
     for path in paths(folder):
         try:
-            content = read(path)
+            content = read(path, folder)
             if kind(content) == "passkey":
                 result.passkeys.extend(passkeys(content, path.name))
             elif kind(content) == "ruler":
@@ -179,7 +180,7 @@ def read_evaluations(folder: Path) -> Evaluations:
                 result.tasks.extend(tasks(content))
             else:
                 result.perplexities.append(perplexity(content, path.name))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError):
             result.unreadable.append(path)
     return result
 
@@ -188,7 +189,7 @@ def perplexity(content: Row, name: str) -> Row:
     """A perplexity, without those of its single documents."""
     total = content["total"]
     return {
-        "file": printable(name),
+        "file": name,
         "context": int(content["context"]),
         "stride": int(content["stride"]),
         "tokens": int(total["tokens"]),
@@ -219,8 +220,8 @@ def passkeys(content: Row, name: str) -> list[Row]:
             raise ValueError(f"{name}: accuracy is not [length][depth]")
         maps.append(
             {
-                "file": printable(name),
-                "kind": printable(name_of_kind),
+                "file": name,
+                "kind": name_of_kind,
                 "lengths": lengths,
                 "depths": depths,
                 "accuracy": accuracy,
@@ -235,9 +236,9 @@ def ruler(content: Content, name: str) -> Row:
     if any(len(scores) != len(lengths) for scores in rows.values()):
         raise ValueError(f"{name}: scores are not of each length")
     return {
-        "file": printable(name),
+        "file": name,
         "lengths": lengths,
-        "scores": {printable(task): scores for task, scores in rows.items()},
+        "scores": rows,
     }
 
 
@@ -261,7 +262,7 @@ def tasks(content: Content) -> list[Row]:
     context = int(content["context"])
     return [
         {
-            "name": printable(f"{score.task} {score.metric}"),
+            "name": f"{score.task} {score.metric}",
             "value": score.value,
             "context": context,
         }

@@ -7,12 +7,15 @@ still trains or was killed may leave its last line cut.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from longctx import files, untrusted
-from longctx.runs.metrics import Row
+from longctx.runs.metrics import BY_POSITION, SAMPLE, Row
 from longctx.runs.run_folder import NotARun
+
+LARGEST = 1e300  # a sum of 100 million such numbers is still a float
 
 
 def read(folder: Path) -> list[Row]:
@@ -24,10 +27,10 @@ def read_rows(folder: Path) -> tuple[list[Row], str]:
     """The rows of metrics.jsonl, and which of its lines hold none, such as a last one cut off by a
     kill ("" if all do).
 
-    Raises NotARun where it is no regular file.
+    Raises NotARun if it is no regular file in `folder`.
     """
     try:
-        with untrusted.open_file(folder / "metrics.jsonl") as file:
+        with untrusted.open_file(folder / "metrics.jsonl", within=folder) as file:
             content = file.read()
     except FileNotFoundError:
         return [], ""
@@ -63,6 +66,19 @@ def is_row(value: Any) -> bool:
         and type(value.get("step")) is int
         and type(value.get("tokens_seen")) is int
     )
+
+
+def odd_value(rows: list[Row]) -> str:
+    """Return the first `key=value` that no run writes, such as a list; empty if there is none."""
+    for row in rows:
+        for key, value in row.items():
+            if value is None or (key == SAMPLE and isinstance(value, str)):
+                continue
+            is_number = isinstance(value, int | float) and not LARGEST < abs(value) < math.inf
+            family, _, position = key.partition("/")
+            if not is_number or (family == BY_POSITION and not position.isdecimal()):
+                return f"{key}={value}"[:80]
+    return ""
 
 
 def drop_after(folder: Path, step: int) -> None:

@@ -15,7 +15,6 @@ import json
 import os
 import re
 import tempfile
-import zipfile
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,11 +23,13 @@ from typing import Any
 import yaml
 
 from longctx import files, untrusted
+from longctx.config.memory_config import MemoryConfig
 from longctx.runs import checkpoint_index
 
-# What resume= may change: where and by how many devices it is computed, how long and how closely
-# watched the run is. A new length changes the learning rate of the steps to come; nothing else
-# changes what is computed.
+# What resume= may change: where, in which pieces and by how many devices it is computed, how long
+# and how closely watched the run is. A new length changes the learning rate of the steps to come,
+# memory.optimizer_state=bf16 rounds the optimizer's state; all else changes the order of sums at
+# most.
 RESUMABLE = {
     *(
         "max_steps",
@@ -44,6 +45,8 @@ RESUMABLE = {
         "sample_prompt",
     ),
     *("workers", "device", "devices", "compile", "graphs", "kernel.lock"),
+    *("batch_size", "accumulate", "memory"),
+    *(f"memory.{item.name}" for item in dataclasses.fields(MemoryConfig)),
     *("strategy", "strategy.name", "context.degree", "context.method", "context.check"),
     *(f"passkey.{key}" for key in ("enabled", "lengths", "depths", "samples", "kinds")),
     *(
@@ -66,16 +69,8 @@ NOT_IN_NAMES = {
     *RESUMABLE,
 }
 # They change how the same is computed, so a name has them only where a sweep varies them.
-IN_NAMES_IF_VARIED = {
-    "batch_size",
-    "accumulate",
-    "memory",
-    "precision",
-    "deterministic",
-    "warmup_steps",
-}
+IN_NAMES_IF_VARIED = {"precision", "deterministic", "warmup_steps"}
 QUICK = 1 << 30  # bytes that are read in about a second
-CHECKPOINT_NAME = re.compile(r"step-(\d+)\.ckpt")
 
 
 class NotARun(ValueError):
@@ -226,7 +221,8 @@ def find(path: str) -> Path:
         with locked(folder):  # a run that still trains may yet write one, so it says that instead
             pass
         raise ValueError(
-            f"resume={path}: the run was stopped before its first checkpoint; start it anew"
+            f"resume={path}: the run has no checkpoint, a step-N.ckpt that holds step N; "
+            "start it anew"
         )
     if not read_config(folder):
         raise ValueError(
@@ -255,13 +251,8 @@ def check_unfinished(folder: Path, max_steps: int | None) -> None:
 def _is_whole(checkpoint: Path) -> bool:
     """Whether a checkpoint of at most QUICK bytes is what was written; False for larger ones."""
     try:
-        if checkpoint.is_dir():
-            return checkpoint_index.verify(checkpoint, QUICK) is None
-        if checkpoint.stat().st_size > QUICK:
-            return False
-        with zipfile.ZipFile(checkpoint) as file:
-            return file.testzip() is None
-    except Exception:  # whatever is wrong with it: the run looks closer
+        return checkpoint_index.verify(checkpoint, QUICK) is None
+    except ValueError:  # the run looks closer
         return False
 
 
@@ -325,8 +316,8 @@ def check_unedited(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> 
     `saved` in a checkpoint.
     """
     free = {"name", "runs", "resume", "init", *RESUMABLE}
-    if rows_per_step(saved) == rows_per_step(now):
-        free |= {"batch_size", "accumulate"}
+    if rows_per_step(saved) != rows_per_step(now):
+        free -= {"batch_size", "accumulate"}
     for name in sorted(saved.keys() & now.keys() - free):
         old, new, prefix = saved[name], now[name], f"{name}."
         if not isinstance(old, dict):
@@ -348,12 +339,32 @@ def rows_per_step(settings: dict[str, Any]) -> int:
     return rows
 
 
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Return the path of the checkpoint after `step` steps."""
+    return folder / "checkpoints" / f"step-{step:08d}.ckpt"
+
+
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first."""
+    """Return the checkpoints of a run, oldest first, damaged ones too. A folder without an index,
+    or with the index of another step than its name, is none: somebody copied or made it.
+    """
     paths = (folder / "checkpoints").glob("step-*.ckpt")
-    return sorted(
-        (path for path in paths if CHECKPOINT_NAME.fullmatch(path.name)), key=files.by_step
-    )
+    return sorted((path for path in paths if _is_checkpoint(path)), key=files.by_step)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Return True if the index of the checkpoint at `path` gives the step of its name, or cannot be
+    read, which its reader reports.
+    """
+    if not re.fullmatch(r"step-\d{8,}\.ckpt", path.name):
+        return False
+    if path.is_dir() and not os.path.lexists(path / checkpoint_index.INDEX):
+        return False
+    try:
+        steps = checkpoint_index.read(path)["steps_done"]
+    except (ValueError, KeyError):
+        return True
+    return not isinstance(steps, int) or path.name == checkpoint_path(path, steps).name
 
 
 def write_config(folder: Path, settings: Any) -> None:
@@ -386,7 +397,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             remedy = f"it holds runs, so give {folder}/*"
         raise NotARun(f"{folder}: not the folder of a run, {remedy}")
     try:
-        values = untrusted.load_yaml(path)
+        values = untrusted.load_yaml(path, within=folder)
     except ValueError as error:
         raise NotARun(str(error)) from error
     if not isinstance(values, dict):

@@ -1,7 +1,7 @@
 """Checks of tensors in checkpoints, before anything computes with them.
 
-Torch's fused kernels trust shapes, strides and storage of what they are given: a state of another
-shape, or one number expanded to a matrix, is read and written out of bounds.
+Torch's fused kernels trust shapes of what they are given: a state of another shape is read and
+written out of bounds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from longctx.runs.checkpoint_folder import DTYPES, Rows
 
@@ -18,36 +18,18 @@ READABLE = frozenset(DTYPES.values())  # in which weights and moments are writte
 CHUNK = 1 << 26  # numbers of a sharded tensor that are looked at together
 
 
-def flaw(x: Any, shape: Iterable[int], dtypes: Collection[torch.dtype] = READABLE) -> str | None:
-    """Say why x of a checkpoint cannot go where a tensor of `shape` is, in one of `dtypes`; None
-    where it can.
+def flaw(
+    x: Rows | Tensor, shape: Iterable[int], dtypes: Collection[torch.dtype] = READABLE
+) -> str | None:
+    """Return why x of a checkpoint cannot be read into a tensor of `shape`, in one of `dtypes`;
+    None if it can.
     """
-    if not isinstance(x, Rows):
-        if type(x) not in (Tensor, nn.Parameter):
-            return f"a {type(x).__name__} in the checkpoint, a tensor in the model"
-        if x.is_nested or x.layout != torch.strided or x.device.type != "cpu":
-            return "a tensor of another layout than runs write"
     if x.shape != torch.Size(shape):
         return f"{list(x.shape)} in the checkpoint, {list(shape)} in the model"
     if x.dtype not in dtypes:
         names = " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         return f"{str(x.dtype).removeprefix('torch.')} in the checkpoint, where {names} is written"
-    if isinstance(x, Rows):
-        return x.flaw()
-    last = x.storage_offset() + x.numel()
-    if not x.is_contiguous() or x.is_neg() or x.untyped_storage().nbytes() < last * x.itemsize:
-        return "not one block of memory, as runs write it"
-    return None
-
-
-def overlapping(tensors: Mapping[str, Tensor]) -> str | None:
-    """The name of a tensor that shares memory with another one; None where none does."""
-    end = 0
-    for name, x in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):
-        if x.numel() and x.data_ptr() < end:
-            return name
-        end = max(end, x.data_ptr() + x.nbytes)
-    return None
+    return x.flaw() if isinstance(x, Rows) else None
 
 
 def not_finite(tensors: Mapping[str, Any]) -> str | None:

@@ -15,6 +15,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -26,7 +27,15 @@ from longctx import python_child
 from longctx.config.train_config import WandbConfig
 from longctx.runs import metrics_file
 from longctx.runs.metrics import Row
-from longctx.runs.wandb_process import BEGUN, PROBLEM, SENT, positions, samples
+from longctx.runs.wandb_process import (
+    BEGUN,
+    PROBLEM,
+    RUN_ID,
+    SENT,
+    offline_runs,
+    positions,
+    samples,
+)
 
 HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")  # in .netrc: `wandb login` wrote either
 PATIENCE = 9.0  # seconds that the end of a run waits for wandb
@@ -97,16 +106,24 @@ class Tracker:
         if self._copy is not None:
             self._copy.finish(exit_code)
 
-    def how_to_look(self) -> str | None:
-        """How to see a run that does not go to wandb's server; None for others."""
-        if self.mode != "offline":
+    def opening(self) -> str | None:
+        """Return the lines that say where the rows go, which the config.yaml of a resumed run may
+        have decided; None if they go nowhere else.
+        """
+        if self.mode == "disabled":
             return None
+        entity = self.config.entity or os.environ.get("WANDB_ENTITY") or "your default entity"
+        content = "rows and checkpoints" if self.config.artifacts else "rows"
         why = "" if self.config.mode == "offline" or _has_key() else " (no API key)"
+        lines = [f"{self.mode}{why}: {content} for {entity}/{self.config.project}"]
         folder = self.folder / "wandb"
-        return (
-            f"wandb      offline{why}\n           look: wandb leet {folder}\n"
-            f"           upload: wandb sync {folder}/offline-run-*"
-        )
+        if self.mode == "offline":
+            lines += [f"look: wandb leet {folder}", f"upload: wandb sync {folder}/offline-run-*"]
+        elif why:
+            lines.append("`wandb login` sets one; without it all is copied offline")
+        if offline_runs(self.folder) or (self.mode == "offline" and (folder / RUN_ID).exists()):
+            lines.append("several runs there: each start offline is a run of its own")
+        return "wandb      " + "\n           ".join(lines)
 
 
 class Copy:
@@ -122,6 +139,7 @@ class Copy:
         self._news: str | None = None
         self.scratch: Path | None = None
         request = about | {"config": vars(config), "folder": str(folder.absolute())}
+        request |= {"argv": sys.argv}
         try:
             scratch = Path(tempfile.mkdtemp(prefix="longctx-wandb-"))
             self.file = open(scratch / SENT, "w", encoding="utf-8")  # noqa: SIM115
@@ -178,7 +196,7 @@ class Copy:
     def _start(self) -> None:
         assert self.scratch is not None
         self.attempts += 1
-        self.before = self._offline_runs()
+        self.before = offline_runs(self.folder)
         self.process = subprocess.Popen(
             python_child.command(
                 "longctx.runs.wandb_process", str(self.scratch), self.mode, str(os.getpid())
@@ -201,7 +219,7 @@ class Copy:
         problem = problem or f"its process ended with code {process.returncode}"
         if self.attempts > 1:
             return self._end(problem)
-        for leftover in self._offline_runs() - self.before:  # the next copy has it all
+        for leftover in offline_runs(self.folder) - self.before:  # the next copy has it all
             shutil.rmtree(leftover, ignore_errors=True)
         for file in (PROBLEM, BEGUN):
             (self.scratch / file).unlink(missing_ok=True)
@@ -232,9 +250,6 @@ class Copy:
         with suppress(OSError):
             return (self.scratch / BEGUN).read_text(encoding="utf-8")
         return ""
-
-    def _offline_runs(self) -> set[Path]:
-        return set((self.folder / "wandb").glob("offline-run-*"))
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

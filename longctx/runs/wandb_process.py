@@ -25,6 +25,7 @@ from longctx.runs.metrics import BY_POSITION, SAMPLE, Row
 from longctx.stop_signal import exit_within
 
 SENT, BEGUN, PROBLEM = "sent.jsonl", "begun", "problem"  # the files of a copy
+RUN_ID = "run-id"  # in a run's wandb/: its id at the server, once it has gone online
 PAUSE = 0.05  # seconds between two looks for something to send
 LASTS = 600.0  # seconds after which a process that still sends ends itself
 
@@ -37,6 +38,7 @@ def main(scratch: Path, mode: str, parent: int) -> NoReturn:
     code = 0
     try:
         request = next(messages)
+        sys.argv = request["argv"]  # wandb records it: the run's own command, not this process's
         send = {"run": send_run, "eval": send_evaluation}[request["kind"]]
         send(request, mode, messages, scratch / BEGUN)
     except BaseException as error:  # wandb's own errors, the network's, the disk's
@@ -74,7 +76,7 @@ def send_run(
     each leg, in one group.
     """
     config, folder = WandbConfig(**request["config"]), Path(request["folder"])
-    leg = len(list((folder / "wandb").glob("offline-run-*"))) + 1
+    leg = len(offline_runs(folder)) + 1
     name, group = folder.name, config.group
     if mode == "offline":
         group = group or name
@@ -124,12 +126,17 @@ def by_position(points: list[list[Any]]) -> dict[str, Any]:
     return {"loss_by_position": plot(("tokens seen", "tokens before", "loss"), points, title)}
 
 
+def offline_runs(folder: Path) -> set[Path]:
+    """Return the copies that were written offline, one for each start of the run in `folder`."""
+    return set((folder / "wandb").glob("offline-run-*"))
+
+
 def run_id(folder: Path) -> str:
     """The id of this run at the server, in a file so that a resumed run continues its curves.
 
     In a sweep, `wandb agent` has chosen it.
     """
-    file = folder / "wandb" / "run-id"
+    file = folder / "wandb" / RUN_ID
     if not file.exists():
         file.parent.mkdir(exist_ok=True)
         chosen = os.environ.get("WANDB_RUN_ID") if "WANDB_SWEEP_ID" in os.environ else None
@@ -150,7 +157,9 @@ def init(settings: WandbConfig, folder: Path, mode: str, **about: Any) -> Any:
         dir=str(folder),
         mode=mode,  # type: ignore[arg-type]
         allow_val_change=True,  # a resumed run may be longer than it was
-        settings=wandb.Settings(silent=True, console="off", quiet=True, show_errors=False),
+        settings=wandb.Settings(
+            program=sys.argv[0], silent=True, console="off", quiet=True, show_errors=False
+        ),
         **about,
     )
     define_metrics(run)

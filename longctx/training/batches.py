@@ -7,12 +7,10 @@ nothing. B rows per micro-batch, T = seq_len tokens per row.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from longctx import python_child
 from longctx.attention import Mask
 from longctx.attention.mask import causal_pairs
 from longctx.data.rows import IGNORED, padding_ids
@@ -270,17 +269,7 @@ def _begin_worker(worker: int) -> None:
     signal.signal(
         signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL) and None
     )
-    _end_with_parent()
-
-
-def _end_with_parent() -> None:
-    """Have the kernel kill this process when its parent has ended, however that came: torch's own
-    look takes 5 s, and one that is stopped never looks.
-    """
+    # torch's own look at the parent takes 5 s, and a stopped worker never looks
     parent = multiprocessing.parent_process()
-    if sys.platform != "linux" or parent is None:
-        return
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != parent.pid:  # it ended before
-        os.kill(os.getpid(), signal.SIGKILL)
+    if parent is not None and parent.pid is not None:
+        python_child.end_with_parent(parent.pid, signal.SIGKILL)

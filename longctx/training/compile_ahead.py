@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from longctx.distributed.devices import dtype_of
-from longctx.kernels import flash_op
+from longctx.kernels import HAS_TRITON, flash_op, relaunch
 from longctx.model import GPT, compile_cache
 from longctx.planner.workload import Workload
 from longctx.stop_signal import UNNEEDED
@@ -31,6 +31,8 @@ def begin(work: Workload) -> Callable[[], object]:
     """Begin to compile for a run of `work`, in threads; returns what waits for them."""
     if work.device != "cuda" or not torch.cuda.is_available():
         return lambda: None
+    if HAS_TRITON:
+        relaunch.load_one_at_a_time()
     device = torch.cuda.current_device()
     tasks: list[Task] = [compile_cache.preload] if work.compile else []
     if work.attention.backend == "flash":

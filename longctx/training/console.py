@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from pathlib import Path
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from longctx import files, tables
+from longctx import files, python_child, tables
 from longctx.runs import metrics, metrics_file
 from longctx.runs.metrics import Metric, Row, Shown, figures, is_step
 from longctx.runs.run_folder import checkpoints
@@ -137,9 +138,10 @@ def closing_table(
     if checkpoints(folder):
         more = f" max_steps={2 * numbers['step']}" if finished else ""
         more += " patience=null" if out_of_patience else ""
-        table.add_row("evaluate", f"longctx eval checkpoint={folder}")
-        table.add_row("write text", f"longctx generate {folder} prompt='Once upon a time'")
-        table.add_row("train on", f"longctx train resume={folder}{more}")
+        longctx, path = python_child.typed_command(), shlex.quote(str(folder))
+        table.add_row("evaluate", f"{longctx} eval checkpoint={path}")
+        table.add_row("write text", f"{longctx} generate {path} prompt='Once upon a time'")
+        table.add_row("train on", f"{longctx} train resume={path}{more}")
     return table
 
 

@@ -155,10 +155,10 @@ def rows_of_groups(
     """The first rows of each data rank, cut short, and how many of them were given a border."""
     every = parallel.all_gather_objects(cut_rows(run, data, parallel.data_rank))
     context = run.workload.context
-    for rank, (numbers, _, _) in enumerate(every):
+    for rank, (hashes, _, _) in enumerate(every):
         first = rank - rank % context
-        if numbers != every[first][0]:
-            raise failed(run, f"ranks {first} and {rank} share rows, and take different ones")
+        if hashes != every[first][0]:
+            raise failed(run, f"ranks {first} and {rank} share rows, and have different tokens")
     groups = every[::context]
     return [rows for _, rows, _ in groups], sum(borders for _, _, borders in groups)
 

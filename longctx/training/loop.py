@@ -29,7 +29,7 @@ from longctx.kernels.selftest import SelfTestFailed
 from longctx.model.offload import HostBuffers
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import PARAMETERS, predict
-from longctx.runs import checkpoints, run_folder, tensor_checks
+from longctx.runs import run_folder, tensor_checks
 from longctx.stop_signal import StopSignal
 from longctx.training import context_check, out_of_memory
 from longctx.training.batches import (
@@ -98,10 +98,10 @@ def train(request: Request[TrainConfig]) -> int:
 
 def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal, saver: Saver) -> None:
     """Every step of `run`: forward and backward, clipping and update, log, validate, save, stop."""
-    data = run.data or data_of(run, run.workload.seq_len)
+    data = shared_data(run, parallel)
     if run.config.context.check:
         log.checked(context_check.compare_with_one(run, data, parallel))
-    shorter = [data_of(run, seq_len) for seq_len, _ in run.config.seq_len_schedule or []]
+    shorter = [data.at(seq_len) for seq_len, _ in run.config.seq_len_schedule or []]
     schedule = Schedule(run, [*shorter, data])
     state = TrainState(run, parallel)
     spikes = Spikes(run.config.spike, run.config.spike_budget)
@@ -179,12 +179,26 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stop: StopSignal, saver: Sav
         meter.waits()
 
 
-def data_of(run: Run, seq_len: int) -> Data | Mixture:
-    """The documents of `run` in rows of `seq_len`, in the split that it began with."""
-    data = load(data_config(run.config), seq_len)
-    if run.checkpoint is None:
-        return data
-    return data.as_begun(checkpoints.read(run.checkpoint)["longctx"]["data"]) or data
+class DataDiffers(ValueError):
+    """Ranks see different documents, or split or tokenize them differently."""
+
+
+def shared_data(run: Run, parallel: Parallel) -> Data | Mixture:
+    """Open the data of `run`; raise DataDiffers, on every rank, unless all ranks see the same.
+
+    Each rank opens files of its own machine at a time of its own, so they may differ.
+    """
+    data = run.data or load(data_config(run.config), run.workload.seq_len)
+    expected, *others = parallel.all_gather_objects(data.identity())
+    for rank, found in enumerate(others, start=1):
+        for name, value in expected.items():
+            if found[name] != value:
+                raise DataDiffers(
+                    f"data={run.config.data.source}: ranks do not have the same {name}: "
+                    f"rank 0 has {value}, rank {rank} has {found[name]}; give all ranks the same "
+                    "files, and change none while the run starts"
+                )
+    return data
 
 
 def step_batches(run: Run, schedule: Schedule, parallel: Parallel) -> Iterator[StepBatch]:
@@ -341,7 +355,8 @@ def train_and_report(
         parallel.abandon()
         code = stop.code
         raise
-    except context_check.CheckFailed as error:  # on every rank
+    except (context_check.CheckFailed, DataDiffers) as error:  # on every rank
+        code = files.exit_code(error)
         parallel.shut_down()
         if not parallel.is_first:
             return 0  # the first says it for all
@@ -369,5 +384,5 @@ def train_and_report(
     if problem:
         if parallel.is_first:
             print(f"error: {problem}", file=sys.stderr, flush=True)
-        parallel.fail(problem)
+        parallel.fail(problem, code)
     return code

@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -66,10 +66,10 @@ def resolve(request: Request[TrainConfig], machine: Machine, say: Say = print) -
     check_attention(config, model, device)
     open_layouts = layouts.each(config, model)
     if resumed:
-        open_layouts = with_steps_of_run(open_layouts)
+        open_layouts = with_steps_of_run(open_layouts, request.overrides)
 
-    if not resumed:  # before the data is read, whose fingerprint holds the names of files
-        config = replace(config, data=sources.absolute(config.data))
+    if not resumed:  # before the data is read: every process and every resume reads the same
+        config = replace(config, data=sources.pinned(config.data))
 
     # Length of a row, its vocabulary with it where the length depends on memory
     seq_len = config.seq_len
@@ -274,37 +274,43 @@ def check_schedule(run: Run) -> None:
         )
 
 
-def with_steps_of_run(open_layouts: list[TrainConfig]) -> list[TrainConfig]:
-    """The layouts in which a resumed run can go on with the rows of its steps, spread over the
-    devices there are now.
+def with_steps_of_run(open_layouts: list[TrainConfig], given: Collection[str]) -> list[TrainConfig]:
+    """Return the layouts in which a resumed run can continue with its sequences per step, split
+    over the devices that are here, and into the batch_size and accumulate that are `given`.
 
-    ValueError where they can be spread evenly in none.
+    Raises ValueError if none can.
     """
     path = Path(open_layouts[0].resume or "")
     saved = run_folder.read_config(path)
-    devices, degree = saved.get("devices", 1), saved.get("context.degree", 1)
-    if not (isinstance(devices, int) and isinstance(degree, int) and 0 < degree <= devices):
+    of_layout = {name: saved.get(name, 1) for name in ("devices", "context.degree")}
+    numbers = of_layout | {name: saved.get(name) for name in ("batch_size", "accumulate")}
+    devices, degree, *of_batch = numbers.values()
+    is_count = [isinstance(number, int) and number > 0 for number in numbers.values()]
+    if not all(is_count) or degree > devices:
+        listed = ", ".join(f"{name}={number}" for name, number in numbers.items())
         raise ValueError(
-            f"resume={path}: its config.yaml says devices={devices} and context.degree={degree}, "
-            "which no run writes; put back the numbers it trained with"
+            f"resume={path}: its config.yaml says {listed}, which no run writes; put back the "
+            "numbers it trained with"
         )
-    before = devices // degree
+    rows = math.prod(of_batch) * (devices // degree)
     possible = []
     for config in open_layouts:
-        if config.batch_size is None or config.accumulate is None:
-            name = "batch_size" if config.batch_size is None else "accumulate"
-            raise ValueError(f"{name}=null: a resumed run needs the number that it trained with")
         assert isinstance(config.context.degree, int)
-        rows = config.batch_size * config.accumulate * before
         groups = config.devices // config.context.degree
-        if rows % groups == 0:
-            batch_size = math.gcd(config.batch_size, rows // groups)
-            accumulate = rows // groups // batch_size
+        batch_size = config.batch_size if "batch_size" in given else None
+        accumulate = config.accumulate if "accumulate" in given else None
+        if batch_size is None and accumulate is None:
+            batch_size = math.gcd(of_batch[0], rows // groups)
+        batch_size = batch_size or rows // groups // (accumulate or 1)
+        accumulate = accumulate or rows // groups // batch_size
+        if batch_size * accumulate * groups == rows:
             possible.append(replace(config, batch_size=batch_size, accumulate=accumulate))
     if not possible:
+        names = ["devices", *(name for name in ("batch_size", "accumulate") if name in given)]
+        asked = " ".join(f"{name}={getattr(open_layouts[0], name)}" for name in names)
         raise ValueError(
-            f"devices={config.devices}: a step of the run has {rows} rows, which {groups} groups "
-            "of devices cannot share evenly; choose another number"
+            f"{asked}: a step of the run has {rows} sequences, which cannot be divided so; give "
+            f"numbers with groups of devices × batch_size × accumulate = {rows}"
         )
     return possible
 
@@ -316,8 +322,6 @@ def continued(run: Run) -> Run:
     config, folder = run.config, Path(run.config.resume or "")
     path, checkpoint, damaged = newest_whole(run, folder)
     about, steps_done = checkpoint["longctx"], checkpoint["steps_done"]
-    assert run.data is not None
-    run = replace(run, data=run.data.as_begun(about["data"]))
     best = checkpoint.get("best") or {"since": 0}
     if config.patience is not None and best["since"] >= config.patience:
         raise ValueError(
@@ -369,10 +373,10 @@ def whole_checkpoint(run: Run, folder: Path, path: Path) -> dict[str, Any]:
     checkpoints.check_plain(path, checkpoint)
     about = checkpoint["longctx"]
     assert run.data is not None
-    if run.data.as_begun(about["data"]) is None:
+    if run.data.fingerprint != about["data"]:
         raise ValueError(
-            f"resume={folder}: the documents or the tokenizer are no longer those that the run "
-            "began with"
+            f"resume={folder}: the documents, their split or the tokenizer are no longer those "
+            "that the run began with"
         )
     try:
         run_folder.check_unedited(folder, about["config"], run.settings())

@@ -9,7 +9,6 @@ import torch
 
 from longctx import attention
 from longctx.distributed.parallel import Parallel
-from longctx.files import printable
 from longctx.planner.hardware import GIB
 from longctx.planner.overview import count_of
 from longctx.planner.peak_memory import predict
@@ -39,8 +38,8 @@ class RunLog:
         if self.first:
             for line in opening(run):
                 self.display.say(line)
-        if self.tracker is not None and (how := self.tracker.how_to_look()):
-            self.display.say(how)
+        if self.tracker is not None and (where := self.tracker.opening()):
+            self.display.say(where)
 
     def checked(self, finding: Finding) -> None:
         """Show what context.check found; its figures stand in the next row."""
@@ -77,8 +76,7 @@ class RunLog:
         if self.tracker is not None:
             self.tracker.log({"step": step, "tokens_seen": tokens_seen, SAMPLE: text})
             self.say_problem()
-        lines = [printable(line) for line in text.splitlines()]
-        self.display.say("\n".join([f"sample at step {step:,}:", *lines, ""]))
+        self.display.say(f"sample at step {step:,}:\n{text}\n")
 
     def start_wandb(self, kernels: dict[str, str]) -> None:
         """Begin the copy at wandb, once."""
@@ -171,6 +169,17 @@ def spread_of(work: Workload) -> str:
     return f"{groups} on {work.devices} devices ({work.strategy}{shared})"
 
 
+def learned_turns(counts: dict[str, Any]) -> list[str]:
+    """Return a line about conversations that are learned in their last turn only, if any are."""
+    shortened = counts["conversations_shortened"]
+    if not shortened:
+        return []
+    return [
+        f"turns      only the last of {count_of(shortened, 'conversation')} is learned: the chat "
+        "template writes earlier answers differently once others follow; data.turns=all learns all"
+    ]
+
+
 def validates(counts: dict[str, Any]) -> list[str]:
     """What validates of a data set with these `counts`, and a warning where that is little."""
     documents, tokens = counts["val_documents"], counts["val_tokens"]
@@ -200,6 +209,21 @@ def short_on_cpu(run: Run) -> str:
     return ", under 5 minutes on most CPUs; max_steps= sets more"
 
 
+def beyond_trained(run: Run) -> list[str]:
+    """Return a warning if sequences reach beyond the positions that the weights of init know."""
+    model, seq_len = run.workload.model, run.workload.seq_len
+    trained = model.context or seq_len
+    is_kept = run.config.init is not None and run.config.rope.type == "keep"
+    stretches_itself = model.rope_scaling.get("rope_type") == "dynamic"
+    if not is_kept or stretches_itself or run.steps_done or seq_len <= trained:
+        return []
+    return [
+        f"warning: seq_len={seq_len:,} is {seq_len / trained:,.1f} times the "
+        f"{trained:,} tokens that the weights were trained for; at positions beyond them the "
+        "loss starts far higher, and training first has to undo that. rope=auto stretches positions"
+    ]
+
+
 def opening(run: Run) -> list[str]:
     """The lines that a run begins with."""
     work, config, data = run.workload, run.config, run.data
@@ -218,7 +242,7 @@ def opening(run: Run) -> list[str]:
     counts = data.summary()
     empty = counts["documents_dropped"]
     documents = count_of(counts["documents"], "document") + (
-        f" ({empty:,} empty left out)" if empty else ""
+        f" ({empty:,} without text left out)" if empty else ""
     )
     pieces = "micro-batch" if work.accumulate == 1 else "micro-batches"
     shorter = ", ".join(
@@ -229,10 +253,12 @@ def opening(run: Run) -> list[str]:
         f"run        {run.folder}{continued}",
         f"device     {several}{device}, {work.precision}{compiled}",
         f"model      {source}{work.model.parameters():,} parameters{lora}",
+        *beyond_trained(run),
         f"attention  {work.attention.backend}{options}",
         f"memory     {work.memory}",
         f"data       {config.data.source}, {documents}, {counts['tokens']:,} tokens, "
         f"{count_of(len(data.train), 'row')} of {work.seq_len:,}",
+        *learned_turns(counts),
         *validates(counts),
         f"step       {work.tokens_per_step:,} tokens = {count_of(work.batch_size, 'row')} × "
         f"{work.accumulate} {pieces}{spread_of(work)}",

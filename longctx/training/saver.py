@@ -20,7 +20,7 @@ from longctx.distributed.parallel import Parallel
 from longctx.model.offload import pinned
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB
-from longctx.runs import checkpoints
+from longctx.runs import checkpoints, run_folder
 from longctx.runs.checkpoint_write import ALONE, Saving, Snapshot, Writers, use_device
 from longctx.runs.removal import Removal
 from longctx.training.best import Best
@@ -170,7 +170,7 @@ class Saver:
             run.settings(), self.fingerprint, self.parallel.ranks, run.kernel_lock
         )
         saving = checkpoints.saving(
-            checkpoints.path_of(run.folder, self.step),
+            run_folder.checkpoint_path(run.folder, self.step),
             about,
             content,
             sharding.parts(state.module),
@@ -178,8 +178,8 @@ class Saver:
             sharding.trained_names(state.module, optimizer),
             self.writers,
         )
-        keep = run.config.keep_checkpoints
-        saving.then = lambda: checkpoints.tidy(run.folder, keep, best_step)
+        step, keep = self.step, run.config.keep_checkpoints
+        saving.then = lambda: checkpoints.tidy(run.folder, step, keep, best_step)
         return saving
 
     def _has_copy(self, saving: Saving, last: bool) -> bool:

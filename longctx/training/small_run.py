@@ -7,6 +7,7 @@ rounding of every token depend on all others.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from itertools import islice
 
@@ -95,16 +96,22 @@ def in_fp32(run: Run) -> Run:
     return replace(run, workload=work, config=replace(run.config, precision="fp32"))
 
 
-def cut_rows(run: Run, data: Data | Mixture, data_rank: int) -> tuple[list[int], list[Row], int]:
-    """The first rows that the run's order gives to this data rank: their numbers, themselves cut
-    short, and how many of them were given a border.
+def cut_rows(run: Run, data: Data | Mixture, data_rank: int) -> tuple[list[str], list[Row], int]:
+    """Return the first rows of this data rank: their hashes, the rows cut short, and how many of
+    them were given a border.
     """
     work = run.workload
     assert work.model.vocab_size is not None
     order = data.order(run.config.seed, data_rank, work.data_ranks, 0)
-    numbers = list(islice(order, work.batch_size * work.accumulate))
-    cuts = [cut(data.train[number], work.seq_len, work.model.vocab_size) for number in numbers]
-    return numbers, [row for row, _ in cuts], sum(has_new_border for _, has_new_border in cuts)
+    rows = [data.train[number] for number in islice(order, work.batch_size * work.accumulate)]
+    cuts = [cut(row, work.seq_len, work.model.vocab_size) for row in rows]
+    hashes = [hash_of(row) for row in rows]
+    return hashes, [row for row, _ in cuts], sum(has_new_border for _, has_new_border in cuts)
+
+
+def hash_of(row: Row) -> str:
+    """Return a hash of all tensors of `row`: its tokens, targets, documents and padding."""
+    return hashlib.sha256(b"".join(row[key].numpy().tobytes() for key in sorted(row))).hexdigest()
 
 
 def cut(row: Row, length: int, words: int) -> tuple[Row, bool]:

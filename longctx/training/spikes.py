@@ -36,8 +36,14 @@ class Spikes:
         self.found = self.skipped = 0  # since the run began
         self.lost = False  # the last step was dropped, and its loss or norm is not finite
 
-    def drops(self, loss: float, norm: float) -> bool:
-        """Whether a step is to be dropped, which then leaves weights and optimizer as they are."""
+    def drops(self, loss: float | None, norm: float) -> bool:
+        """Whether a step is to be dropped, which then leaves weights and optimizer as they are.
+
+        A step without a target has no loss and counts nowhere.
+        """
+        if loss is None:
+            self.lost = False
+            return False
         finite = math.isfinite(loss) and math.isfinite(norm)
         outlier = is_outlier(loss, self.losses) or is_outlier(norm, self.norms)
         drop = outlier and sum(self.dropped) < self.budget

@@ -4,10 +4,12 @@ Torch-free.
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import subprocess
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,7 +57,7 @@ def sweep(overrides_of_jobs: list[list[str]]) -> int:
     tables.show(sweep_table(jobs), output=out)
     folders = [shlex.quote(str(job.folder)) for job in jobs if job.folder and job.folder.exists()]
     if len(folders) > 1:
-        text = f"compare    longctx compare {' '.join(folders)}"
+        text = f"compare    {python_child.typed_command()} compare {' '.join(folders)}"
         out.print(text, soft_wrap=True)
     stopped = jobs[-1].code in stop_signal.EXIT_CODES
     return jobs[-1].code if stopped else int(any(job.code for job in jobs))
@@ -77,7 +79,8 @@ def _run(overrides: list[str], varied: set[str]) -> Job:
         command = python_child.command("longctx", "train", *overrides)
         variables = {RESULT_VARIABLE: str(result), VARIED_VARIABLE: ",".join(sorted(varied))}
         env = python_child.environment(**variables)
-        process = subprocess.Popen(command, env=env)
+        end = partial(python_child.end_with_parent, os.getpid(), signal.SIGTERM)
+        process = subprocess.Popen(command, env=env, preexec_fn=end)  # it saves first
 
         def pass_on(number: int, frame: Any) -> None:
             process.send_signal(number)

@@ -32,7 +32,7 @@ def optimizer_step(
     batch: StepBatch,
     parallel: Parallel,
     mark: Callable[[str], None] = lambda part: None,
-    drops: Callable[[float, float], bool] | None = None,
+    drops: Callable[[float | None, float], bool] | None = None,
 ) -> Tensor:
     """One update of the weights; returns the loss summed over this rank's scored tokens.
 
@@ -52,7 +52,7 @@ def optimizer_step(
             first, last = micro is batch.micro[0], micro is batch.micro[-1]
             total += parts.forward_backward(micro, first, last, mark) / weight
     parts.clip()
-    if drops is None or not drops(*step_figures(state, total, weight, parallel)):
+    if drops is None or not drops(*step_figures(state, batch, total * weight, parallel)):
         parts.update()
     parts.zero_grad()
     state.scheduler.step()
@@ -62,11 +62,15 @@ def optimizer_step(
 
 
 def step_figures(
-    state: TrainState, total: Tensor, weight: Tensor, parallel: Parallel
-) -> tuple[float, float]:
-    """The mean loss of a step over all ranks and its gradient norm; waits for the device."""
-    loss = parallel.all_reduce_sum(total * weight / parallel.ranks)
-    return float(loss), float(state.module.grad_norm)
+    state: TrainState, batch: StepBatch, weighted: Tensor, parallel: Parallel
+) -> tuple[float | None, float]:
+    """Return the mean loss of a step over all ranks, None if it has no target, and its gradient
+    norm; waits for the device.
+    """
+    scored = weighted.new_tensor(float(parallel.counted_once(batch.scored)))
+    sums = parallel.all_reduce_sum(torch.stack([weighted / parallel.ranks, scored]))
+    loss, targets = sums.tolist()
+    return loss if targets else None, float(state.module.grad_norm)
 
 
 class TrainState:

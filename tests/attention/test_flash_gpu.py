@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from longctx.attention import Mask, attention, kept_masks, kernels_run
+from longctx.attention import Mask, attention, kernels_run, registry
 from longctx.kernels import flash_op, portable
 from tests.attention.rule import Case, check, inputs, run
 
@@ -102,11 +102,11 @@ def test_a_thousand_lengths_compile_few_kernels(kernel):
     before = compiled(kernel)
     for _ in range(100):
         step()
-    kept_masks.forget()  # at most MOST_KEPT causal masks, of lengths that came twice
+    registry._plain_mask.cache_clear()
     held = torch.cuda.memory_allocated()
     for _ in range(900):
         step()
-    kept_masks.forget()
+    registry._plain_mask.cache_clear()
     assert compiled(kernel) - before <= 4
     assert torch.cuda.memory_allocated() <= held
 

@@ -1,6 +1,7 @@
 """flash with kernel=hopper: the correctness rule over the grid, and what it is refused for."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -188,6 +189,7 @@ def test_the_order_of_dq_is_all_that_varies(head_dim):
 
 @pytest.mark.gpu
 @pytest.mark.hopper
+@pytest.mark.filterwarnings("error:.*lru_cache")
 def test_auto_on_hopper_is_ordered_where_runs_must_repeat():
     q = torch.randn(1, 100, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     attend = torch.compile(attention, fullgraph=True)
@@ -202,6 +204,18 @@ def test_auto_on_hopper_is_ordered_where_runs_must_repeat():
             torch.use_deterministic_algorithms(False)
     attention(*(x.float() for x in (q, q, q)))
     assert kernels_run()["flash"] == "triton-portable", "32 bits"
+
+
+@pytest.mark.filterwarnings("error:.*lru_cache")
+def test_auto_is_compiled_without_a_warning(monkeypatch):
+    hopper, gpu = SimpleNamespace(major=9), torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper)
+
+    def choose(x):
+        return x, flash_op.implementation(gpu, torch.bfloat16, 128)
+
+    compiled = torch.compile(choose, backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(1))[1] == "triton-hopper"
 
 
 def test_auto_by_device_and_head_size(monkeypatch):

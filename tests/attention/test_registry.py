@@ -2,6 +2,7 @@
 outside.
 """
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from longctx.attention import (
 )
 from longctx.attention.naive import Naive
 from longctx.config.parallel_config import FREE_INTERVALS
+from longctx.kernels import tiled
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs" / "attention"
 q = torch.randn(1, 5, 2, 16)
@@ -147,7 +149,7 @@ def test_handle_refuses_at_the_first_call_and_again():
 def test_handle_has_the_gradients_of_autograd(backend):
     attend = Attention(backend)
     leaves = [q.clone().requires_grad_() for _ in range(3)]
-    out, lse = attend(*leaves, Mask.causal(), return_lse=True)
+    out, lse = attend.with_lse(*leaves, Mask.causal())
     do = torch.randn_like(out)
     expected = torch.autograd.grad(out, leaves, do)
     saved_lse = lse.detach() if attend.saves_output else None
@@ -182,3 +184,39 @@ def test_lse_is_natural_log():
 def test_the_planner_knows_who_takes_free_intervals() -> None:
     own = ("naive", "sdpa", "flash", "flex", "flash_attn")
     assert [name for name in own if takes_intervals(name)] == list(FREE_INTERVALS)
+
+
+def test_few_calls_lie_between_attention_and_its_kernel(monkeypatch):
+    original, files = tiled.forward, []
+
+    def forward(*args):
+        frame = inspect.currentframe().f_back
+        while frame.f_code.co_name != "attention":
+            files.append(frame.f_code.co_filename)
+            frame = frame.f_back
+        return original(*args)
+
+    monkeypatch.setattr(tiled, "forward", forward)
+    attention(q, q.clone().requires_grad_(), q, backend="flash")
+    assert len([file for file in files if "longctx" in file]) <= 3
+
+
+def test_plain_masks_are_reused_for_every_batch():
+    def bound(mask, batch, queries, keys, reuses=True):
+        return registry._bound(mask, torch.ones(batch, queries, 1, 16), keys, reuses)
+
+    for mask in (Mask.causal(), Mask.causal(2), Mask.full()):
+        first = bound(mask, 1, 5, 6)
+        assert bound(mask, 4, 5, 6) is first
+        assert bound(mask, 1, 6, 6) is not first
+        fresh = bound(mask, 1, 5, 6, reuses=False)
+        assert fresh is not first
+        assert torch.equal(fresh.first, first.first) and torch.equal(fresh.last, first.last)
+
+
+def test_masks_of_one_batch_are_not_reused():
+    ids = torch.tensor([[0, 0, 1, 1, 1, 2]])
+    for mask in (Mask.documents(ids), Mask.intervals(torch.zeros(1, 6).int(), ids.int())):
+        before = registry._plain_mask.cache_info().currsize
+        registry._bound(mask, torch.ones(1, 6, 1, 16), 6, True)
+        assert registry._plain_mask.cache_info().currsize == before

@@ -63,6 +63,7 @@ def write_checkpoint(path: Path) -> None:
         pytest.param(["train", "device=cuda"], "finds no GPU here", marks=NO_GPU),
         pytest.param(["train", "attention=flex"], "attention=flex cannot run", marks=NO_GPU),
         pytest.param(["train", "attention.options.kernel=hopper"], "Hopper GPU", marks=NO_GPU),
+        (["train", "device=cpu", "devices=4096"], "devices=4096: 4096 processes on"),
         pytest.param(["train", "seq_len=max"], "seq_len=max: finds what fits a GPU", marks=NO_GPU),
         pytest.param(["eval", "checkpoint=runs/done", "device=cuda"], "finds no GPU", marks=NO_GPU),
     ],
@@ -90,6 +91,14 @@ def test_no_large_library_is_imported_before(here: Path) -> None:
     process = subprocess.run(command, env={"PYTHONPATH": root}, capture_output=True, text=True)
     assert process.returncode == 2, process.stderr
     assert "nowhere.txt" in process.stderr
+
+
+def test_stray_rank_is_a_line(here: Path) -> None:
+    command = [sys.executable, "-m", "longctx", "train"]
+    env = {"PYTHONPATH": str(Path(__file__).parents[2]), "RANK": "7"}
+    process = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert process.returncode == 2
+    assert "WORLD_SIZE" in process.stderr and "RANK" in process.stderr
 
 
 def test_a_damaged_last_checkpoint_is_no_end_of_a_run(tmp_path: Path) -> None:

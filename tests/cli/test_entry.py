@@ -1,12 +1,16 @@
 """Exit codes, arguments given twice, and the garbage collector around large imports."""
 
 import gc
+import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from longctx import stop_signal
 from longctx.cli import answer, libraries
+from tests.processes import PYTHONPATH
 
 
 def test_the_collector_pauses_while_libraries_are_imported() -> None:
@@ -42,6 +46,17 @@ def test_a_key_with_two_values_or_bytes_that_are_no_text_is_a_mistake(
     code = answer(overrides, lambda: "", calls.append)
     assert (code, calls) == ((2, []) if message else (0, [overrides]))
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "ascii"])
+def test_output_that_cannot_be_encoded_ends_nothing(encoding: str) -> None:
+    code = "from longctx.cli import answer; exit(answer([], str, lambda argv: print('9 → 5 ▁ 3')))"
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": PYTHONPATH, "PYTHONIOENCODING": encoding},
+        capture_output=True,
+    )
+    assert (process.returncode, process.stdout) == (0, b"9 ? 5 ? 3\n"), process.stderr
 
 
 @pytest.mark.parametrize("number", stop_signal.SIGNALS)

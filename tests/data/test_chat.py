@@ -8,26 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 from transformers import AutoTokenizer
 
 from longctx.data import DataConfig, load
 from longctx.data.chat import Template
 from longctx.data.rows import IGNORED
+from longctx.training.run_log import learned_turns
+from tests.data.chat_templates import CHATML, INST, QWEN3, write, write_tokenizer
 
-CHATML = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}"
-    "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-INST = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
-    "{% elif m.role == 'assistant' %}"
-    "{% generation %} {{ m.content }}{{ eos_token }}{% endgeneration %}"
-    "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
-)
 TALK = [
     {"role": "user", "content": "What is a rose — 水?"},
     {"role": "assistant", "content": "A rose is a rose. \u00e9t\u00e9 "},
@@ -39,29 +27,9 @@ TALK = [
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A tokenizer's folder with a chat template."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(["a rose is a rose user assistant system"], trainer)
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    write_tokenizer(tmp_path)
     write(tmp_path, CHATML)
     return tmp_path
-
-
-def write(folder: Path, template: Any) -> None:
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|im_end|>",
-        "bos_token": "<|endoftext|>",
-    }
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(settings | {"chat_template": template})
-    )
 
 
 def chats(folder: Path, *rows: Any, **changes: Any) -> DataConfig:
@@ -156,7 +124,7 @@ def test_a_wrong_conversation_is_one_line(folder: Path, row: dict[str, Any], mes
         ("{{ messages[9].role }}", "chats.jsonl:1: "),
         (
             "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
-            "chats.jsonl:1: message 2 ",
+            "chats.jsonl:1: .*generation",
         ),
         (None, "no chat template.*data.tokenizer="),
         ([{"name": "other", "template": CHATML}], "no chat template.*data.tokenizer="),
@@ -216,3 +184,17 @@ def test_half_of_a_surrogate_pair_stops_a_conversation_or_is_replaced(folder: Pa
     data = load(chats(folder, {"messages": talk}, errors="replace"), 64)
     scored = [t for t in data.train[0]["targets"].tolist() if t != IGNORED]
     assert AutoTokenizer.from_pretrained(folder).decode(scored) == "rose ?<|im_end|>\n"
+
+
+def test_shortened_conversations_are_counted_and_said(folder: Path) -> None:
+    write(folder, QWEN3)
+    rows = [{"messages": TALK}, {"messages": TALK[:2]}, {"messages": TALK[2:] + TALK}]
+    for turns, count in (("auto", 2), ("auto", 2), ("all", 0)):  # built, from the cache
+        counts = load(chats(folder, *rows, turns=turns), 512).summary()
+        assert counts["conversations_shortened"] == count
+        assert ["data.turns=all" in line for line in learned_turns(counts)] == [True] * bool(count)
+
+
+def test_turns_of_plain_text_are_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"data\.turns=last: .*data\.chat=true"):
+        load(chats(folder, {"text": "a"}, chat=False, turns="last"), 64)

@@ -110,7 +110,7 @@ def files_of(folder: Path) -> list[Path]:
 def content_of(data: Data) -> list[list[int]]:
     """Every row that is trained on and every document, as numbers."""
     rows = [data.train[n]["tokens"].tolist() for n in range(len(data.train))]
-    return rows + [ids.tolist() for _, ids, _ in data.documents("val")]
+    return rows + [ids.tolist() for _, ids, *_ in data.documents("val")]
 
 
 def pretend_built(folder: Path) -> None:
@@ -226,7 +226,7 @@ def test_other_choices_have_other_places(text_config, corpus) -> None:
     for other in (text_config(vocab_size=300), text_config(documents=9)):
         data = Data(other, 32)
         assert data.fingerprint != one.fingerprint
-        name, ids, _ = next(iter(data.documents("train")))
+        name, ids, *_ = next(iter(data.documents("train")))
         assert data.tokenizer.decode(ids[:-1]) == (corpus / name).read_text(encoding="utf-8")
     assert Data(text_config(), 31).packings["train"].rows != 0
 

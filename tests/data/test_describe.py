@@ -50,7 +50,7 @@ def test_it_prints_and_draws(corpus, tmp_path, capsys) -> None:
         "> 16K",
         "Rows of 64 tokens",
         "near-duplicates",
-        "1 empty left out",
+        "1 without text left out",
         str(out),
     ):
         assert text in shown

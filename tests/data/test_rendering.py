@@ -1,98 +1,258 @@
-"""Chat templates without end are refused in one line, also those that explode on some rows."""
+"""Chat templates as models have them: the text is that of transformers, and the assistant's part is
+found in it without a rendering for each turn.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
-from longctx.data.rendering import Renderer, Request, Written
+from longctx.data import Tokenizer
+from longctx.data.chat import Conversation, Template
+from longctx.data.rendering import Renderer
+from tests.data import chat_templates
+from tests.data.chat_templates import write, write_tokenizer
 
-QUESTION = {"role": "user", "content": "a question"}
-TALK = [QUESTION, {"role": "assistant", "content": "an answer"}]
-EXPLODING = [*TALK, {"role": "user", "content": "boom"}, TALK[1]]
-PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-PLAIN += "{% if add_generation_prompt %}<assistant>{% endif %}"
-ENDLESS = {
-    "loops": "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}",
-    "power of numbers known": "{{ 10**(10**9) }}",
-    "repeated text": "{{ 'x' * 10**10 }}",
-    "padded number": "{{ '%10000000000d' % 1 }}",
-    "doubled text": "{% set n = namespace(s='x') %}"
-    "{% for a in range(40) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}",
-    "long text": "{{ 'x' * 20000000 }}",
-    "wide lines": "{{ messages | tojson(indent=100000000) }}",
-}
+MODELS = ("CHATML", "LLAMA3", "QWEN3", "NEMO", "GPT_OSS", "PHI", "R1", "SPACE")
 
 
-def renderer(source: str) -> Renderer:
-    return Renderer(Path("templates"), source, {"eos_token": "</s>"})
+def asks(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
 
 
-def written(template: Renderer, *talks: Any, tools: Any = None) -> Iterator[Written]:
-    """The texts of `talks`, whose places are talk:1, talk:2, ..."""
-    return template.write(
-        Request.of(f"{n}", f"talk:{n}", talk, tools) for n, talk in enumerate(talks, start=1)
+def says(content: str | None, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+PLAIN = [asks("q1"), says("a1"), asks("q2"), says("a2")]
+THINKING = [
+    asks("q1"),
+    says("a1"),
+    asks("q2"),
+    says("<think>\nt2\n</think>\n\na2"),
+    asks("q3"),
+    says("a3", reasoning="t3"),
+]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+CALLING = [
+    *PLAIN[:2],
+    asks("q2"),
+    says(None, tool_calls=[CALL], reasoning_content=None),
+    {"role": "tool", "content": "42", "tool_calls": None},
+    says("a2", thinking="t2"),
+]
+ALL = ["a1", "a2"]
+LAST = ["a2"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_tokenizer(tmp_path)
+    return tmp_path
+
+
+def written(
+    folder: Path, template: str, messages: Any, tools: Any = None, learned: str = "auto"
+) -> Conversation:
+    write(folder, template)
+    rows = [("name", "here", {"messages": messages, "tools": tools})]
+    (conversation,) = Template(folder, learned, datetime.now()).conversations(rows)
+    return conversation
+
+
+def parts(conversation: Conversation) -> list[str]:
+    return [conversation.text[first:end] for first, end in conversation.spans]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_text_is_that_of_transformers(folder: Path, name: str) -> None:
+    template = getattr(chat_templates, name)
+    talks = [(PLAIN, None), (PLAIN[:2], None), (THINKING, None)]
+    for messages, tools in [*talks, (CALLING, TOOLS)] if name != "R1" else talks:
+        ours = written(folder, template, messages, tools)
+        theirs = AutoTokenizer.from_pretrained(folder)
+        assert ours.text == theirs.apply_chat_template(messages, tools=tools, tokenize=False)
+        row = {"messages": messages[:-1], "tools": tools}
+        prompt = theirs.apply_chat_template(
+            messages[:-1], tools=tools, tokenize=False, add_generation_prompt=True
+        )
+        assert Template(folder, today=datetime.now()).prompt("here", row) == prompt
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "tools", "learned"),
+    [
+        ("CHATML", PLAIN, None, ["a1<|im_end|>\n", "a2<|im_end|>\n"]),
+        ("CHATML", [says("hi"), *PLAIN[2:]], None, ["hi<|im_end|>\n", "a2<|im_end|>\n"]),
+        ("LLAMA3", [SYSTEM, *PLAIN], None, ["a1<|eot|>", "a2<|eot|>"]),
+        (
+            "LLAMA3",
+            CALLING,
+            TOOLS,
+            ["a1<|eot|>", '{"name": "f", "parameters": {"x": 1}}<|eot|>', "a2<|eot|>"],
+        ),
+        ("PHI", PLAIN, None, ["a1<|end|>\n", "a2<|end|>\n<|im_end|>"]),
+        ("SPACE", PLAIN, None, ["a1\n", "a2\n"]),
+        ("NEMO", PLAIN, None, ["a1<|im_end|>", "a2<|im_end|>"]),
+        # Earlier turns are written differently than they were asked for
+        ("NEMO", [SYSTEM, *PLAIN], None, ["a2<|im_end|>"]),
+        (
+            "NEMO",
+            CALLING,
+            TOOLS,
+            [f"[TOOL_CALLS][{json.dumps(CALL)}]<|im_end|>", "a2<|im_end|>"],
+        ),
+        ("QWEN3", PLAIN[:2], None, ["<think>\n\n</think>\n\na1<|im_end|>\n"]),
+        ("QWEN3", PLAIN, None, ["<think>\n\n</think>\n\na2<|im_end|>\n"]),
+        ("QWEN3", THINKING, None, ["<think>\nt3\n</think>\n\na3<|im_end|>\n"]),
+        ("QWEN3", THINKING[:5], None, ["<think>\nt2\n</think>\n\na2<|im_end|>\n"]),
+        (
+            "QWEN3",
+            CALLING,
+            TOOLS,
+            [
+                '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>\n',
+                "<think>\nt2\n</think>\n\na2<|im_end|>\n",
+            ],
+        ),
+        (
+            "GPT_OSS",
+            CALLING,
+            TOOLS,
+            [
+                ' to=f<|channel|>commentary<|message|>{"x": 1}<|call|>',
+                "<|channel|>analysis<|message|>t2<|end|>"
+                "<|start|>assistant<|channel|>final<|message|>a2<|return|>",
+            ],
+        ),
+        ("R1", PLAIN, None, ["a2<|im_end|>"]),
+    ],
+)
+def test_the_answers_of_known_templates_are_learned(
+    folder: Path, name: str, messages: Any, tools: Any, learned: list[str]
+) -> None:
+    assert parts(written(folder, getattr(chat_templates, name), messages, tools)) == learned
+
+
+def test_a_last_turn_follows_its_prompt(folder: Path) -> None:
+    messages = [SYSTEM, *PLAIN, asks("q3")]
+    ours = written(folder, chat_templates.NEMO, messages)
+    prompt = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        messages[:4], tokenize=False, add_generation_prompt=True
     )
+    assert "Be brief." in prompt
+    assert ours.text == prompt + "a2<|im_end|>"
+    assert ours.shortened
 
 
-@pytest.mark.parametrize("name", ENDLESS)
-def test_a_template_without_end_is_refused_in_a_line(name: str) -> None:
-    with pytest.raises(ValueError, match=r"^(talk:1|templates): .*chat template") as error:
-        list(written(renderer(ENDLESS[name]), TALK))
-    assert "\n" not in str(error.value)
+def test_the_wish_decides_which_turns_are_learned(folder: Path) -> None:
+    every = written(folder, chat_templates.QWEN3, THINKING, learned="all")
+    assert [part.split("<|im_end|>")[0] for part in parts(every)[:2]] == ALL
+    last = written(folder, chat_templates.CHATML, PLAIN, learned="last")
+    assert parts(last) == ["a2<|im_end|>\n"]
+    assert not every.shortened
+    assert not last.shortened
+    with pytest.raises(ValueError, match=r"data\.turns=last: .*generation"):
+        written(folder, chat_templates.INST, PLAIN, learned="last")
 
 
-def test_a_template_that_explodes_on_one_conversation_is_refused_there() -> None:
-    template = renderer(
-        "{% for m in messages if m.content == 'boom' %}"
-        "{{ 10**(10**(messages | length + 8)) }}{% endfor %}" + PLAIN
+def test_thinking_left_out_in_a_middle_turn_is_found(folder: Path) -> None:
+    """The first and the last turn stand in the text as they are asked for."""
+    template = chat_templates.QWEN3.replace("(loop.last or thinking)", "thinking")
+    conversation = written(folder, template, [*THINKING[:5], says("a3")])
+    assert conversation.shortened
+    assert parts(conversation) == ["a3<|im_end|>\n"]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        chat_templates.INST,
+        # The first token of an answer begins before the mark
+        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}\n{% endgeneration %}{% else %}{{ m.content }}\n"
+        "{% endif %}{% endfor %}",
+        # Some answers, and of one two parts
+        "{% for m in messages %}{{ m.role }}{% if m.role == 'assistant' and not loop.last %}"
+        "{%- generation -%}[{{ m.content }}{%- endgeneration -%} | {%- generation -%}]"
+        "{%- endgeneration -%}{% else %}{{ m.content }}{% endif %}{% endfor %}",
+    ],
+)
+def test_generation_marks_decide_as_in_transformers(folder: Path, template: str) -> None:
+    messages = [asks("a rose"), says("a rose is"), asks("a"), says("user a rose")] * 3
+    conversation = written(folder, template, messages)
+    ids, learned = Tokenizer.load(folder).encode_conversation(conversation.text, conversation.spans)
+    theirs = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
     )
-    for _ in range(2):
-        answers = written(template, TALK, TALK, EXPLODING, TALK)
-        for _, text, spans in (next(answers), next(answers)):
-            assert [text[first:end] for first, end in spans] == ["an answer"]
-        with pytest.raises(ValueError, match=r"^talk:3: the chat template of templates takes more"):
-            next(answers)
+    assert ids.tolist() == theirs["input_ids"]
+    assert learned.astype(int).tolist() == theirs["assistant_masks"]
+    assert 0 < learned.sum() < len(ids)
 
 
-def test_time_that_many_conversations_waste_together_is_bounded() -> None:
-    some = "{% for a in range(99999) %}{% endfor %}" * 4
-    template = renderer(some + PLAIN)
-    with pytest.raises(ValueError, match="takes more than 3 s"):
-        list(written(template, *[TALK] * 1000))
+def test_the_word_after_a_prompts_space_is_learned(folder: Path) -> None:
+    conversation = written(folder, chat_templates.SPACE, [asks("who"), says("a rose")])
+    tokenizer = Tokenizer.load(folder)
+    ids, learned = tokenizer.encode_conversation(conversation.text, conversation.spans)
+    assert tokenizer.decode(ids[learned]) == " a rose\n"
 
 
-def test_an_honest_template_never_runs_out_of_time() -> None:
-    long = [{"role": role, "content": "some words " * 20} for role in ("user", "assistant")] * 150
-    for _, text, spans in written(renderer(PLAIN), *[long] * 5):
-        assert len(spans) == 150 and text.endswith("some words ")
+def test_a_token_counts_if_a_span_reaches_into_it(folder: Path) -> None:
+    text = "a rose is a rose"
+    _, learned = Tokenizer.load(folder).encode_conversation(text, [(3, 4), (6, 7), (12, 16)])
+    assert np.flatnonzero(learned).tolist() == [1, 2, 4]
 
 
-def test_conversations_before_one_that_cannot_be_read_come_first() -> None:
-    def requests() -> Iterator[Request]:
-        yield Request.of("1", "talk:1", TALK, None)
-        raise ValueError("talk:2: no conversation")
+@pytest.mark.parametrize("name", ["CHATML", "INST", "QWEN3", "GPT_OSS", "NEMO"])
+def test_long_conversations_take_linear_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    characters: list[int] = []
+    render = Renderer.render
 
-    answers = renderer(PLAIN).write(requests())
-    assert next(answers).name == "1"
-    with pytest.raises(ValueError, match=r"^talk:2"):
-        next(answers)
+    def counted(self: Renderer, *arguments: Any, **more: Any) -> Any:
+        rendered = render(self, *arguments, **more)
+        characters.append(len(rendered.text))
+        return rendered
 
-
-def test_conversations_that_nobody_reads_answer_no_later_one() -> None:
-    template = renderer(PLAIN)
-    others = [[{"role": "user", "content": name}, TALK[1]] for name in "abcde"]
-    assert "<user>a" in next(written(template, *others[:3])).text
-    texts = [one.text for one in written(template, *others[3:])]
-    assert ["<user>d" in texts[0], "<user>e" in texts[1]] == [True, True]
+    monkeypatch.setattr(Renderer, "render", counted)
+    text = written(folder, getattr(chat_templates, name), PLAIN * 1600).text
+    assert sum(characters) < (2 if name == "INST" else 5) * len(text)
 
 
-def test_halves_of_surrogate_pairs_and_nested_tools_pass_through() -> None:
-    talk = [QUESTION, {"role": "assistant", "content": "\ud83d é 水"}]
-    template = renderer("{{ tools | tojson }}" + PLAIN)
-    ((_, text, spans),) = written(template, talk, tools=[{"f": [1.5]}])
-    assert text == '[{"f": [1.5]}]<user>a question<assistant>\ud83d é 水'
-    assert [text[first:end] for first, end in spans] == ["\ud83d é 水"]
+def test_generation_renders_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(folder, chat_templates.QWEN3)
+    counts: list[int] = []
+    render = Renderer.render
+    monkeypatch.setattr(
+        Renderer, "render", lambda *a, **more: counts.append(1) or render(*a, **more)
+    )
+    Template(folder).prompt("here", {"messages": [*THINKING, asks("q4")]})
+    assert len(counts) == 1
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for n in range(messages | length) %}{{ messages[n].content }}{% endfor %}",
+        "{% macro all() %}{% for m in messages %}{{ m.content }}{% endfor %}{% endmacro %}"
+        "{% for m in messages %}{% endfor %}{{ all() }}",
+    ],
+)
+def test_answers_that_cannot_be_told_apart_are_refused(folder: Path, template: str) -> None:
+    with pytest.raises(ValueError, match=r"here: .*\{% generation %\}"):
+        written(folder, template, PLAIN)
+
+
+def test_training_writes_the_same_day_every_day(folder: Path) -> None:
+    write(folder, chat_templates.LLAMA3)
+    (talk,) = Template(folder).conversations([("name", "here", {"messages": PLAIN})])
+    assert "Today: 26 Jul 2024" in talk.text

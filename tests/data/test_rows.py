@@ -100,7 +100,7 @@ def test_documents_are_uncut_and_decode_to_their_files(text_config, corpus) -> N
     data = load(text_config(), 16)
     names = []
     for split in ("train", "val"):
-        for name, ids, n_bytes in data.documents(split):
+        for name, ids, n_bytes, _ in data.documents(split):
             assert ids.dtype == np.int64
             assert ids[-1] == data.tokenizer.eos_id
             text = (corpus / name).read_text(encoding="utf-8")

@@ -63,7 +63,7 @@ def test_local_files_are_looked_for_early_and_hold_from_every_folder(files, monk
     monkeypatch.chdir(files)
     config = hub(files, files=["*.jsonl"])
     sources.check_files(config)
-    kept = sources.absolute(config)
+    kept = sources.pinned(config)
     mixed = DataConfig("mix", mix={"a": {"source": "hub", "path": "json", "files": "a.jsonl"}})
     monkeypatch.chdir(files.parent)
     assert len(list(read_documents(kept))) == 40
@@ -72,12 +72,13 @@ def test_local_files_are_looked_for_early_and_hold_from_every_folder(files, monk
     with pytest.raises(FileNotFoundError, match=r"a\.jsonl: "):
         sources.check_files(mixed)
     monkeypatch.chdir(files)
-    mixed = sources.absolute(mixed)
+    mixed = sources.pinned(mixed)
     monkeypatch.chdir(files.parent)
     sources.check_files(mixed)
-    on_the_hub = hub(files, path="me/texts", files=["data/a.parquet"])  # lies there, not here
+    # These files are at the Hub, not here.
+    on_the_hub = hub(files, path="me/texts", files=["data/a.parquet"], revision="c" * 40)
     sources.check_files(on_the_hub)
-    assert sources.absolute(on_the_hub).files == ["data/a.parquet"]
+    assert sources.pinned(on_the_hub).files == ["data/a.parquet"]
 
 
 def test_changed_files_are_read_again(files) -> None:

@@ -20,7 +20,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from longctx.data import DataConfig, read_documents
+from longctx.data import DataConfig, load, read_documents
 
 TEXTS = ["first document\nof two lines", "zweites — mit Ümläuten", "第三个文件 😀"]
 
@@ -188,12 +188,42 @@ def test_a_name_that_is_not_utf8_is_told(tmp_path: Path) -> None:
         read(str(tmp_path))
 
 
-def test_parquet_without_the_column_or_with_a_hole(tmp_path) -> None:
-    pyarrow.parquet.write_table(pyarrow.table({"body": ["x", None]}), tmp_path / "a.parquet")
+def test_parquet_without_the_column_or_without_strings(tmp_path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"body": [None, 7]}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=r"a\.parquet: .*'text' .*body"):
         read(str(tmp_path))
-    with pytest.raises(ValueError, match=r"a\.parquet: row 2: 'body' .*NoneType"):
+    with pytest.raises(ValueError, match=r"a\.parquet: row 2: 'body' .*int"):
         read(str(tmp_path), text_column="body")
+
+
+@pytest.mark.parametrize(
+    "kind", ["jsonl", "json of the Hub", "string", "large_string", "dictionary", "null"]
+)
+def test_null_texts_are_left_out_and_counted(tmp_path, kind) -> None:
+    texts = ["many words of a text", None, "others of another", None]
+    options = {"source": "text", "path": str(tmp_path / "docs"), "val_fraction": 0}
+    (tmp_path / "docs").mkdir()
+    if "json" in kind:
+        (tmp_path / "docs" / "a.jsonl").write_bytes(jsonl(texts))
+        if "Hub" in kind:
+            options |= {"source": "hub", "path": "json", "files": f"{tmp_path}/docs/a.jsonl"}
+    else:
+        types = {
+            "string": pyarrow.string(),
+            "large_string": pyarrow.large_string(),
+            "dictionary": pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
+            "null": pyarrow.null(),
+        }
+        if kind == "null":
+            (tmp_path / "docs" / "b.jsonl").write_bytes(jsonl([texts[0], texts[2]]))
+            texts = [None, None]
+        column = pyarrow.array(texts, types[kind])
+        pyarrow.parquet.write_table(
+            pyarrow.table({"text": column}), tmp_path / "docs" / "a.parquet"
+        )
+    config = DataConfig(**options, vocab_size=300, cache=str(tmp_path / "cache"))
+    counts = load(config, 16).summary()
+    assert (counts["documents"], counts["documents_dropped"]) == (2, 2)
 
 
 def test_a_string_of_parquet_that_is_not_utf8_is_named_or_replaced(tmp_path) -> None:

@@ -18,9 +18,9 @@ from longctx.data.sources import (
     Document,
     Shard,
     Source,
-    absolute,
     check,
     check_overrides,
+    pinned,
     read_documents,
     register,
 )
@@ -129,13 +129,17 @@ def test_absolute_paths_are_those_of_the_sources_that_read_files(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     here = str(tmp_path)
-    assert absolute(DataConfig(source="text", path="a")).path == f"{here}/a"
-    assert absolute(DataConfig(source="needles", path=["a", "b"])).path == [
+    assert pinned(DataConfig(source="text", path="a")).path == f"{here}/a"
+    assert pinned(DataConfig(source="needles", path=["a", "b"])).path == [
         f"{here}/a",
         f"{here}/b",
     ]
-    assert absolute(DataConfig(source="hub", path="a/b")).path == "a/b"
-    assert absolute(DataConfig(cache="c", tokenizer="t")).cache == f"{here}/c"
-    members = {"x": {"path": "a", "weight": 2}, "y": {"source": "hub", "path": "a/b"}}
-    mix = absolute(DataConfig(source="mix", mix=members)).mix
+    on_the_hub = DataConfig(source="hub", path="a/b", revision="c" * 40)
+    assert pinned(on_the_hub) == on_the_hub
+    assert pinned(DataConfig(cache="c", tokenizer="t")).cache == f"{here}/c"
+    members = {
+        "x": {"path": "a", "weight": 2},
+        "y": {"source": "hub", "path": "a/b", "revision": "c" * 40},
+    }
+    mix = pinned(DataConfig(source="mix", mix=members)).mix
     assert mix == {"x": {"path": f"{here}/a", "weight": 2}, "y": members["y"]}

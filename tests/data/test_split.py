@@ -4,7 +4,6 @@ split of older runs.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 
 from longctx.config.data_config import DataConfig
 from longctx.data import load
-from longctx.data.split import ENOUGH, MOST, SHARE, by_bytes, by_hash
+from longctx.data.split import ENOUGH, MOST, SHARE, by_bytes
 from longctx.data.store import Store
 from longctx.data.tokenizer import Tokenizer
 from longctx.data.tokenizer import train as train_tokenizer
@@ -207,26 +206,20 @@ def test_ends_change_the_fingerprint(text_config: Make, one_file: Path) -> None:
     )
 
 
-def test_the_split_of_an_older_run_is_found_by_its_fingerprint(text_config: Make) -> None:
-    data = load(text_config(), 32)
-    (older,) = by_hash([data.store], {"data": 0.2}, data.tokenizer)
-    again = type(data)(data.config, 32, (data.tokenizer, data.store, older))  # type: ignore[arg-type]
-    assert again.fingerprint != data.fingerprint
-    as_begun: Any = data.as_begun(again.fingerprint)
-    assert (as_begun.trained == older).all()
-    assert data.as_begun(data.fingerprint) is data
-    assert data.as_begun("0" * 32) is None
-
-
-def test_a_mix_of_older_runs_is_found_too(text_config: Make, tmp_path: Path) -> None:
-    (tmp_path / "more").mkdir()
-    for n in range(30):
-        (tmp_path / "more" / f"{n}.txt").write_text(prose(random.Random(n).choice([9, 80]), 50 + n))
-    mix = {name: {"path": str(tmp_path / name)} for name in ("corpus", "more")}
-    data: Any = load(text_config(source="mix", path=None, mix=mix), 32)
-    older = type(data)(data.config, 32, by_hash)
-    assert older.fingerprint != data.fingerprint
-    assert data.as_begun(older.fingerprint).fingerprint == older.fingerprint
+@pytest.mark.parametrize("mixed", [False, True])
+def test_other_rows_are_of_the_same_split(text_config: Make, corpus: Path, mixed: bool) -> None:
+    changes = {"source": "mix", "path": None, "mix": {"a": {"path": str(corpus)}}} if mixed else {}
+    data: Any = load(text_config(**changes), 32)
+    expected = load(text_config(**changes), 64)
+    (corpus / "more.txt").write_text(prose(90, 99))
+    longer = data.at(64)
+    assert (longer.seq_len, longer.identity()) == (64, data.identity())
+    assert longer.fingerprint == expected.fingerprint
+    assert len(longer.train) == len(expected.train)
+    assert all(
+        (longer.train[n]["tokens"] == row["tokens"]).all() for n, row in enumerate(expected.train)
+    )
+    assert load(text_config(**changes), 32).identity() != data.identity()
 
 
 def test_characters_are_not_cut_by_the_split(text_config: Make, tmp_path: Path) -> None:

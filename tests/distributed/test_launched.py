@@ -45,6 +45,11 @@ def test_the_processes_are_those_that_a_launcher_has_started() -> None:
     assert number_here(TORCHRUN) == 3 and number_here(SRUN) == 2 and number_here({}) == 0
 
 
+@pytest.mark.parametrize("alone", [{"RANK": "7"}, {"SLURM_PROCID": "7"}, TORCHRUN | {"RANK": "7"}])
+def test_number_without_others_silences_nobody(alone: dict[str, str]) -> None:
+    assert number_here(alone) == 0
+
+
 def test_one_task_of_srun_starts_the_others_itself() -> None:
     shell = SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "0"}
     assert launched(replace(CONFIG, devices=4), shell).by == "train.py"

@@ -52,7 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = load(dataclasses.replace(config.data, tokenizer=str(folder)), config.seq_len)
     about = checkpoints.describe(config, data.fingerprint, 1, None)
     state = {"random": checkpoints.random_state()}
-    write(checkpoints.saving(checkpoints.path_of(folder, 3), about, state, weights))
+    write(checkpoints.saving(run_folder.checkpoint_path(folder, 3), about, state, weights))
     run_folder.write_config(folder, config)
     return folder
 

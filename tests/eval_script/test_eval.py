@@ -18,7 +18,7 @@ import torch
 import eval as evaluation
 from longctx import files
 from longctx.cli import main as export
-from longctx.runs import checkpoints, evaluations
+from longctx.runs import checkpoints, evaluations, run_folder
 from longctx.runs.checkpoint_folder import Sharded
 from tests.eval_script.sample import SCRIPT, Evaluate, write_task
 from tests.written import write
@@ -56,7 +56,7 @@ def test_memory_that_runs_out_on_a_cpu_is_one_line(
 def test_what_is_no_finite_number_is_null_and_the_report_reads_it(
     value: float, run: Path, evaluate: Evaluate, tmp_path: Path
 ) -> None:
-    path = checkpoints.path_of(run, 3)
+    path = run_folder.checkpoint_path(run, 3)
     intact = path.rename(tmp_path / "intact")
     checkpoint = checkpoints.read(intact)
     weights = {name: x[:] for name, x in checkpoint["state_dict"].items()}
@@ -79,7 +79,7 @@ def test_what_is_no_finite_number_is_null_and_the_report_reads_it(
 
 def test_splits_lengths_limits_and_backends(run: Path, evaluate: Evaluate) -> None:
     file = run / "checkpoints" / "last.ckpt"
-    file.symlink_to(checkpoints.path_of(run, 3).name)
+    file.symlink_to(run_folder.checkpoint_path(run, 3).name)
     scores = {}
     for attention in ("naive", "flash"):
         overrides = ["seq_len=200", "stride=50", "split=train", "documents=4"]
@@ -195,7 +195,7 @@ def test_tasks_without_the_harness_name_what_to_install(
 ) -> None:
     monkeypatch.setattr("longctx.config.eval_config.find_spec", lambda name: None)
     error = refused(script.main([f"checkpoint={run}", "tasks=[a,b]"]), "tasks=[a,b]: ")
-    assert "longctx[lm-eval]" in error
+    assert "'.[lm-eval]'" in error
 
 
 def test_tasks_run_from_the_command_line(
@@ -207,7 +207,7 @@ def test_tasks_run_from_the_command_line(
     evaluate: Evaluate,
 ) -> None:
     pytest.importorskip(
-        "lm_eval", reason="needs lm-evaluation-harness: pip install 'longctx[lm-eval]'"
+        "lm_eval", reason="needs lm-evaluation-harness: pip install -e '.[lm-eval]'"
     )
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     write_task(tmp_path)

@@ -37,7 +37,7 @@ from longctx.evaluation.subject import load_model
 from longctx.evaluation.windows import Document
 from longctx.model import GPT, lora
 from longctx.planner.hardware import Machine
-from longctx.runs import checkpoints
+from longctx.runs import checkpoints, run_folder
 from longctx.runs.checkpoint_write import ALONE, Writers
 from tests.written import write
 
@@ -91,7 +91,7 @@ def write_run(run: TrainConfig, folder: Path, sharded: bool, parallel: Parallel)
         tokenizer = train([TEXT * 40 + "The pass key is 12345. The secret number of 67890"], 400)
         tokenizer.save(folder / "tokenizer.json")
     parallel.barrier()
-    module, path = nn.ModuleDict({"model": model}), checkpoints.path_of(folder, 1)
+    module, path = nn.ModuleDict({"model": model}), run_folder.checkpoint_path(folder, 1)
     about = checkpoints.describe(run, "data", parallel.ranks, None)
     writers = ALONE
     if sharded:

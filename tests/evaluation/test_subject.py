@@ -1,14 +1,21 @@
 """Documents for evaluation: uncut, in the run's tokens, with the bytes of what is scored."""
 
+import json
 from pathlib import Path
 
 import pytest
 import tokenizers
+import torch
 
+from longctx.attention import Mask
 from longctx.data import DataConfig, Tokenizer, load
+from longctx.data.rows import IGNORED
 from longctx.data.tokenizer import train
+from longctx.evaluation.perplexity import perplexity
+from longctx.evaluation.scorer import Scorer
 from longctx.evaluation.subject import Subject, of_run, of_source
-from longctx.model import GPTConfig
+from longctx.model import GPT, GPTConfig
+from tests.data.chat_templates import CHATML, write, write_tokenizer
 
 TEXTS = {
     f"{n:02d}.txt": f"# file {n}\n" + "a rose is a rose – naïve 𝄞\n" * (n + 1) for n in range(30)
@@ -33,7 +40,7 @@ def test_documents_of_files_are_uncut_and_count_bytes_after_the_first_token(
 ) -> None:
     documents = list(of_source(DataConfig(source="text", path=str(folder / "docs")), tokenizer))
     assert len(documents) == len(TEXTS)
-    for name, ids, n_bytes, n_words in documents:
+    for name, ids, n_bytes, n_words, _ in documents:
         text = TEXTS[Path(name).name]
         assert n_words == len(tokenizer.decode(ids[1:-1]).split())
         assert tokenizer.decode(ids[:-1]) == text
@@ -139,6 +146,61 @@ def test_documents_of_a_run_are_those_of_its_split(
     (folder / "docs" / "new.txt").write_text("a new one")
     assert list(of_run(run, {"data": data, "seq_len": 64}, "train", began))
     assert str(run) in capsys.readouterr().err
+
+
+def test_begin_of_text_has_no_bytes_in_a_cut_document(folder: Path, tokenizer: Tokenizer) -> None:
+    plain = tokenizers.Tokenizer.from_str(tokenizer._tokenizer.to_str())
+    plain.add_special_tokens(["<s>"])
+    plain.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", plain.token_to_id("<s>"))]
+    )
+    run = folder / "run"
+    run.mkdir()
+    Tokenizer(plain, tokenizer.eos).save(run / "tokenizer.json")
+    (folder / "one.txt").write_text("a rose is a rose \n" * 90)
+    data = {"source": "text", "path": str(folder / "one.txt"), "cache": str(folder / "cache")}
+    (cut,) = of_run(run, {"data": data | {"val_fraction": 0.5}, "seq_len": 64}, "train", "")
+    assert cut.name.endswith("(before its end)")
+    assert cut.n_bytes == len(tokenizer.decode(cut.ids[1:]).encode())
+
+
+def test_a_conversation_is_scored_as_its_val_loss(folder: Path) -> None:
+    run = folder / "run"
+    run.mkdir()
+    write_tokenizer(run)
+    write(run, CHATML)
+    rows = [
+        [
+            {"role": "user", "content": f"a rose {n}"},
+            {"role": "assistant", "content": "user " * (n % 5 + 1)},
+        ]
+        * (n % 3 + 1)
+        for n in range(20)
+    ]
+    (folder / "chats.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+    settings = {"source": "text", "path": str(folder / "chats.jsonl"), "chat": True}
+    settings |= {"val_fraction": 0.4, "cache": str(folder / "cache")}
+    data = load(DataConfig(**settings, tokenizer=str(run)), 512)
+    torch.manual_seed(0)
+    config = GPTConfig(data.tokenizer.vocab_size, layers=1, channels=32, heads=4, init_std=0.3)
+    model = GPT(config, "naive").eval()
+    packed = [data.val[n] for n in range(len(data.val))]
+    nats, targets = 0.0, 0
+    for row in packed:
+        x, y, ids = (row[key][None] for key in ("tokens", "targets", "doc_ids"))
+        with torch.no_grad():
+            nats += float(model(x, y, Mask.documents(ids), reduction="none").sum())
+        targets += int((y != IGNORED).sum())
+    documents = list(of_run(run, {"data": settings, "seq_len": 512}, "val", data.fingerprint))
+    result = perplexity(Scorer(model), documents, 512, contexts=[16])
+    assert result.total.tokens == targets < sum(len(document.ids) - 1 for document in documents)
+    assert result.total.nats == pytest.approx(nats, rel=1e-5)
+    # Windows that are shorter than the documents score the same tokens.
+    assert sum(n for _, n in perplexity(Scorer(model), documents, 16).of_windows) == targets
+    for document in documents:
+        answers = data.tokenizer.decode(document.ids[document.scored], special=False)
+        assert set(answers.split()) == {"user"}, "no letter of a special token"
+        assert (document.n_bytes, document.n_words) == (len(answers), len(answers.split()))
 
 
 def test_the_first_documents_alone_are_read(folder: Path, tokenizer: Tokenizer) -> None:

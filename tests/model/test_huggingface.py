@@ -67,6 +67,7 @@ def test_shards_hold_what_one_file_holds(llama: Path, tmp_path: Path, dtype: tor
 def test_keys_without_effect_are_accepted(changed: Change, llama: Path) -> None:
     keys = {"torch_dtype": "bfloat16", "unsloth_version": "2025.1", "use_cache": False}
     keys |= {"pretraining_tp": 2, "attention_dropout": 0.1, "an_unknown_key": None}
+    keys |= {"_commit_hash": "5e1f", "_of_another_tool": {"x": 1}}
     assert read_config(changed(**keys)) == read_config(llama)
 
 
@@ -92,7 +93,7 @@ def test_scaling_of_the_older_form_is_read_as_transformers_reads_it(changed: Cha
     [
         (
             {"model_type": "gemma"},
-            "model_type=gemma is not covered yet; there are llama, mistral, qwen2, qwen3, smollm3",
+            "model_type=gemma is not covered yet; there are cwm, llama, ministral, mistral, qwen2,",
         ),
         (
             {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}},
@@ -156,6 +157,7 @@ def test_scaling_of_the_older_form_is_read_as_transformers_reads_it(changed: Cha
             {"model_type": "smollm3", "no_rope_layer_interval": 0},
             "no_rope_layer_interval=0 must be a whole number",
         ),
+        ({"is_causal": None}, "is_causal=null is not covered yet; only true is"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu is not covered yet; only silu is"),
         ({"attention_bias": 1}, "attention_bias=1 must be true or false"),
         ({"quantization_config": {"bits": 4}}, "quantization_config={.*} is not covered yet"),

@@ -81,8 +81,8 @@ def test_gradients_are_those_of_saving_all(
 @pytest.mark.parametrize("way", WAYS)
 def test_attention_runs_once(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    forward = flash.flash_forward
-    monkeypatch.setattr(flash, "flash_forward", lambda *args: calls.append(1) or forward(*args))
+    forward_for = flash.forward_for
+    monkeypatch.setattr(flash, "forward_for", lambda *args: calls.append(1) or forward_for(*args))
     gradients(make(WAYS[way]))
     assert len(calls) == CONFIG.layers
 

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from longctx import cli, tables
 from longctx.report import compare as compare_module
 from longctx.report.compare import compare
 from longctx.report.run_tables import differing
 from longctx.report.run_view import read, reduced
+from longctx.report.watch import Latest
 from longctx.runs import run_folder
 from tests.report.run_files import make, step
 
@@ -136,8 +138,33 @@ def test_hostile_names_stay_text(tmp_path, capsys):
     assert Page(text).elements == Page((tmp_path / "y.html").read_text()).elements
     assert "alert(1)" in Page(text).scripts[0] and not set("<>&") & set(Page(text).scripts[0])
     data = page_data(tmp_path / "x.html")
-    assert data["runs"][1]["label"] == HOSTILE.replace("\x1b", "\ufffd").replace("\u2028", "\ufffd")
+    assert data["runs"][1]["label"] == HOSTILE
     assert "\x1b" not in capsys.readouterr().out
+
+
+def test_no_text_of_a_run_drives_the_terminal(tmp_path, capsys):
+    rows = [step(1), {"step": 1, "tokens_seen": 100, "facts_found/\x1b[2J/64": 0.5}]
+    folders = [
+        make(tmp_path / "a\x1b[31m", rows, tail="{", config='notes: "\\x1b]0;title\\x07"'),
+        make(tmp_path / "b", rows, config="notes: plain"),
+        tmp_path / "no\x1bfolder",
+    ]
+    folders[2].mkdir()
+    for folder in folders[:2]:
+        (folder / "kernel.lock.json").write_text(
+            json.dumps({"backend": "x", "\x9b1m": folder.name})
+        )
+    for words in (["compare", *map(str, folders), "out=x.html"], ["watch", str(folders[0])]):
+        words = [word.replace("out=", f"out={tmp_path}/") for word in words]
+        assert cli.main(words) == 0
+    assert cli.main(["watch", str(folders[2])]) == 2
+    live = Latest(folders[0])
+    for row in rows:
+        live.add(row)
+    tables.console().print(live.view(training=False))
+    printed = "".join(capsys.readouterr())
+    assert [x for x in ("[31m", "[2J", "]0;title", "1m") if x not in printed] == []
+    assert not [x for x in printed if not x.isprintable() and x != "\n"]
 
 
 def test_the_page_asks_for_nothing_and_makes_no_html_of_data(tmp_path):

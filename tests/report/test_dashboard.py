@@ -41,7 +41,7 @@ def test_without_a_key_only_the_plan_is_printed(capsys, monkeypatch):
 def test_what_goes_wrong_is_one_line(monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setattr(dashboard, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"longctx\[dashboard\]"):
+    with pytest.raises(ValueError, match=r"\[dashboard\]"):
         dashboard.dashboard("p")
     monkeypatch.setattr(dashboard, "find_spec", lambda name: True)
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from longctx.report.compare import compare
 from longctx.report.locks import kernel_lock, lock_differences
 from longctx.report.page import described
 from longctx.report.run_view import curves, read
+from longctx.report.watch import watch
 from longctx.runs.evaluations import read_evaluations
 
 GRID = {"lengths": [64, 128], "depths": [0, 0.5, 1], "accuracy": [[1, 1, 1], [0.25, 0.5, 0]]}
@@ -105,6 +107,7 @@ def test_passkey_maps_in_either_place_and_form(tmp_path):
         '{"lengths": [1], "depths": [0], "accuracy": [[1e999]]}',
         '{"context": 1, "stride": 1, "total": {"tokens": 1, "perplexity": Infinity}}',
         '{"context": 1, "stride": 1, "total": {"tokens": 1}, "by_position": [{"first": 1}]}',
+        f'{{"lengths": [1], "depths": [0], "accuracy": [[{10**400}]]}}',
         '{"kinds": []}',
         "[]",
         '{"kinds',
@@ -128,6 +131,46 @@ def test_a_fifo_is_left_out_with_a_note(tmp_path, capsys, file, message):
     os.mkfifo(runs[0] / file)
     compare(runs, tmp_path / "x.html")
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["config.yaml", "metrics.jsonl", "eval", "tokenizer.json"])
+def test_links_out_of_a_run_are_not_followed(tmp_path, capsys, file):
+    runs = [make(tmp_path / name) for name in "ab"]
+    for run in runs:
+        (run / "tokenizer.json").write_text("{}")
+        (run / "eval" / "x.json").write_text(json.dumps(GRID))
+    shutil.move(runs[0] / file, tmp_path / "secret")
+    (runs[0] / file).symlink_to(tmp_path / "secret")
+    compare(runs, tmp_path / "x.html")
+    error = capsys.readouterr().err
+    if file == "eval":
+        assert "x.json: not an evaluation" in error
+    elif file == "tokenizer.json":
+        assert [bool(read(run, 100).tokenizer) for run in runs] == [False, True]
+    else:
+        assert f"{file}: a link" in error
+        with pytest.raises(ValueError, match=f"{file}: a link"):
+            watch(runs[0])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("loss", 10**400),
+        ("loss", [1]),
+        ("mfu", "high"),
+        ("tokens_seen", 10**400),
+        ("val_loss_by_position/x", 1.0),
+    ],
+)
+def test_run_with_an_odd_number_is_left_out(tmp_path, capsys, key, value):
+    folders = [make(tmp_path / name) for name in "ab"]
+    with open(folders[0] / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 3, "tokens_seen": 192, key: value}) + "\n")
+    compare(folders, tmp_path / "x.html")
+    printed = capsys.readouterr()
+    assert f"left out: {folders[0]}" in printed.err and f"{key}=" in printed.err
+    assert "finished" in printed.out
 
 
 def test_curves_of_an_evaluation_reach_the_page(tmp_path, capsys):
@@ -214,7 +257,7 @@ def test_a_lock_holds_anything(tmp_path):
         "list": [1],
         "kernel": None,
     }
-    assert kernel_lock(make(tmp_path / "a", lock))["a\ufffd"] == str(math.pi)
+    assert kernel_lock(make(tmp_path / "a", lock))["a\x1b"] == str(math.pi)
 
 
 def test_the_standard_error_of_a_perplexity_is_a_band_around_its_curve() -> None:

@@ -4,6 +4,9 @@ refused.
 
 import json
 import os
+import re
+import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,13 +148,58 @@ def test_a_number_that_is_not_finite_is_found_in_any_row(path: Path) -> None:
     assert tensor_checks.not_finite(checkpoint["state_dict"]) is None
 
 
-def test_files_outside_the_folder_are_not_read(path: Path) -> None:
+def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Let the index of the checkpoint at `path` say something else, with a checksum that fits."""
     index = path / checkpoint_index.INDEX
-    written = json.loads(index.read_text())
-    for entry in written["content"]["tensors"].values():
-        entry["rows"] = [[f"../../{file}", first, count] for file, first, count in entry["rows"]]
-    rows = checkpoint_folder.Rows(path, "model.b", written["content"]["tensors"]["model.b"])
-    assert torch.equal(rows[:], WHOLE["model.b"])
+    content = json.loads(index.read_text())["content"]
+    change(content)
+    crc32 = zlib.crc32(json.dumps(content).encode())
+    index.write_text(json.dumps({"crc32": crc32, "content": content}))
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "link", "outside"])
+def test_rows_in_a_file_that_is_not_listed_are_refused(kind: str, path: Path) -> None:
+    shard = "shard-00000-000.safetensors"
+    other = {"FIFO": "f.safetensors", "link": "l.safetensors", "outside": f"../{shard}"}[kind]
+    if kind == "FIFO":
+        os.mkfifo(path / other)
+    elif kind == "link":
+        (path / other).symlink_to(path / shard)
+    else:
+        shutil.copy(path / shard, path / other)
+
+    def change(content: dict[str, Any]) -> None:
+        rows = content["tensors"]["model.a"]["rows"]
+        rows[:] = [[other if file == shard else file, *counts] for file, *counts in rows]
+
+    rewrite(path, change)
+    with pytest.raises(ValueError, match=re.escape(other)):
+        checkpoints.read(path)
+
+
+def test_a_listed_file_outside_the_folder_is_refused(path: Path) -> None:
+    shard = "shard-00000-000.safetensors"
+    shutil.copy(path / shard, path.parent / shard)
+
+    def change(content: dict[str, Any]) -> None:
+        content["files"][f"../{shard}"] = content["files"][shard]
+
+    rewrite(path, change)
+    with pytest.raises(ValueError, match=f"../{shard}"):
+        checkpoints.verify(path)
+
+
+def test_a_file_of_another_size_is_not_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.truncate(path / "shard-00000-000.safetensors", 300 << 30)  # sparse
+    sizes, checksum = list[int](), checkpoint_index.checksum
+
+    def recorded(file: Any) -> int:
+        sizes.append(os.fstat(file.fileno()).st_size)
+        return checksum(file)
+
+    monkeypatch.setattr(checkpoint_index, "checksum", recorded)
+    assert checkpoint_index.verify(path) == "shard-00000-000.safetensors"
+    assert len(sizes) == RANKS - 1 and max(sizes) < 1 << 20
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "link"])

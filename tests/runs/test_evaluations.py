@@ -34,7 +34,7 @@ def test_paths_are_those_of_both_places(tmp_path: Path) -> None:
 def test_read_refuses_what_is_no_number(tmp_path: Path, number: str) -> None:
     (tmp_path / "x.json").write_text(f'{{"loss": {number}}}')
     with pytest.raises(ValueError, match=number):
-        read(tmp_path / "x.json")
+        read(tmp_path / "x.json", tmp_path)
 
 
 def test_kind_is_known_by_the_keys() -> None:

@@ -17,8 +17,8 @@ def checkpoint(run: Path, step: int) -> Path:
     """A folder with files of 100 bytes under the name of a checkpoint."""
     path = run / "checkpoints" / f"step-{step:08d}.ckpt"
     path.mkdir(parents=True)
-    for number in range(6):
-        (path / f"shard-00000-{number:03d}.safetensors").write_bytes(bytes(100))
+    for name in ("checkpoint.json", *(f"shard-00000-{n:03d}.safetensors" for n in range(5))):
+        (path / name).write_bytes(bytes(100))
     return path
 
 

@@ -28,7 +28,7 @@ from longctx.runs.tracking import (
     log_evaluation,
     wandb_mode,
 )
-from longctx.runs.wandb_process import evaluated, send_run
+from longctx.runs.wandb_process import evaluated, run_id, send_run
 from tests.processes import children
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +74,7 @@ def test_wandb_gets_the_rows_logged_before_and_after_its_start(
         tracker.log(row)
     tracker.finish(0)
     assert metrics_file.read(folder) == rows
-    assert "wandb leet" in str(tracker.how_to_look())
+    assert "wandb leet" in str(tracker.opening())
     assert capfd.readouterr() == ("", "")
     (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
     assert _history(file) == rows
@@ -174,6 +174,40 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     tracker.finish(1)
 
 
+def opening(folder: Path, **config: Any) -> str:
+    tracker = Tracker(folder, WandbConfig(**config))
+    tracker.finish(0)
+    return str(tracker.opening())
+
+
+def test_start_says_where_rows_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = {"entity": "acme", "project": "p", "artifacts": True}
+    without_key = opening(tmp_path, mode="online", **theirs)
+    assert "acme/p" in without_key and "checkpoints" in without_key
+    assert "no API key" in without_key and "wandb login" in without_key
+    assert "acme/p" in opening(tmp_path, mode="offline", **theirs)
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    monkeypatch.setenv("WANDB_ENTITY", "mine")
+    with_key = opening(tmp_path)
+    assert "mine/longctx" in with_key
+    assert "checkpoints" not in with_key and "no API key" not in with_key
+    assert opening(tmp_path, mode="disabled") == "None"
+
+
+def test_start_says_when_wandb_gets_several_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    several = "several runs"
+    assert several not in opening(tmp_path, mode="offline")
+    (tmp_path / "wandb" / "offline-run-1").mkdir(parents=True)
+    assert several in opening(tmp_path, mode="offline") and several in opening(tmp_path)
+    (tmp_path / "other" / "wandb").mkdir(parents=True)
+    run_id(tmp_path / "other")
+    assert several in opening(tmp_path / "other", mode="offline")
+    assert several not in opening(tmp_path / "other")
+
+
 def validation(step: int) -> dict[str, float]:
     by_position = {f"{BY_POSITION}/{2**b}": 5.0 / step - 0.1 * b for b in range(4)}
     return {
@@ -214,6 +248,8 @@ def test_a_resumed_run_is_a_new_leg_of_its_group_offline(tmp_path: Path) -> None
     assert {run["run_group"] for run in runs} == {"run-001"}
     assert {run["job_type"] for run in runs} == {"probe"}
     config = runs[1]["config"]["update"]
+    command = next(r["environment"] for r in records[1] if r["type"] == "environment")
+    assert (command["program"], command["args"]) == (sys.argv[0], sys.argv[1:])
     assert config["backend"] == "flash" and config["leg"] == 2 and len(config["commit"]) >= 40
     defined = {
         r["metric"].get("name") or r["metric"]["glob_name"]: r["metric"]

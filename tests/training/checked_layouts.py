@@ -26,7 +26,7 @@ from longctx.attention.registry import Attention
 from longctx.cli.composition import compose
 from longctx.cli.overrides import read
 from longctx.data import Data, load
-from longctx.data.rows import IGNORED
+from longctx.data.rows import IGNORED, Rows
 from longctx.distributed.parallel import Parallel
 from longctx.model import GPT
 from longctx.planner.hardware import Machine
@@ -38,6 +38,7 @@ from longctx.training.train_step import TrainState
 
 begin, attend, forward, masks = TrainState.__init__, Attention.__call__, GPT.forward, GPT._masks
 clip, order = optimizers.clip_gradients, Data.order
+read_row = Rows.__getitem__
 loss_weight, accumulates = Parallel.loss_weight, Parallel.accumulates
 work: Any = None  # of the model that computes now: faults are of several ranks alone
 
@@ -147,6 +148,12 @@ def larger_norm(optimizer: Any, most: Any) -> Tensor:
     return clip(optimizer, most) * work.devices**0.5
 
 
+def tokens_of_each_rank(self: Rows, row: int) -> dict[str, Tensor]:
+    """Row numbers are right; the tokens are those of another tokenizer."""
+    values = read_row(self, row)
+    return values | {"tokens": values["tokens"] + dist.get_rank()}
+
+
 FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "no mask": lambda: with_batch(no_mask),
     "full mask": lambda: with_batch(full_mask),
@@ -167,6 +174,7 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "rows of each rank": lambda: patch.object(
         Data, "order", lambda self, seed, *rest: order(self, seed + dist.get_rank(), *rest)
     ),
+    "tokens of each rank": lambda: patch.object(Rows, "__getitem__", tokens_of_each_rank),
 }
 
 

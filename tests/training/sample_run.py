@@ -10,8 +10,11 @@ from longctx import files
 from longctx.config.train_config import TrainConfig
 from longctx.planner.workload import workload_of
 from longctx.runs import checkpoints, metrics_file, run_folder
+from longctx.runs.checkpoint_folder import Sharded
+from longctx.runs.checkpoint_write import Saving
 from longctx.training.resolve import scheduled
 from longctx.training.run import Run
+from tests.written import write
 
 Overrides = Callable[..., list[str]]  # the fixture `overrides` of conftest.py
 
@@ -36,13 +39,30 @@ def newest(folder: Path) -> dict[str, Any]:
     return checkpoint
 
 
-def save_as_file(content: object, folder: Path) -> None:
-    """Put `content` in the place of the newest checkpoint of a run, in a file of torch, as longctx
-    wrote before it wrote folders.
-    """
+def replace_newest(content: dict[str, Any], folder: Path) -> None:
+    """Write `content`, changed from what `newest` returns, as the newest checkpoint of a run."""
     path = run_folder.checkpoints(folder)[-1]
+    plain = dict(content)
+    weights, (optimizer,) = plain.pop("state_dict"), plain.pop("optimizer_states")
+    saving = checkpoints.saving(path, plain.pop("longctx"), plain, {})
+    saving.about["param_groups"] = optimizer["param_groups"]
+    tensors = dict(weights)
+    for number, values in optimizer["state"].items():
+        for key, x in values.items():
+            if x.ndim:
+                tensors[f"optimizer.{number}.{key}"] = x
+            else:
+                scalars = saving.about["optimizer_scalars"]
+                scalars.setdefault(str(number), {})[key] = float(x)
     files.remove(path)
-    torch.save(content, path)
+    write(Saving(path, saving.about, {name: Sharded.whole(x) for name, x in tensors.items()}))
+
+
+def write_checkpoint(folder: Path, step: int) -> Path:
+    """Write a whole checkpoint of a single tensor to the folder of a run; return its path."""
+    path = run_folder.checkpoint_path(folder, step)
+    write(Saving(path, {"steps_done": step}, {"x": Sharded.whole(torch.zeros(3))}))
+    return path
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ import train
 from longctx.runs import checkpoints, run_folder
 from longctx.training import loop
 from longctx.training.best import Best
-from tests.training.sample_run import Overrides, check_equal_weights, steps
+from tests.training.sample_run import Overrides, check_equal_weights, steps, write_checkpoint
 
 EVERY = {"val_every": 1, "checkpoint_every": 3, "keep_checkpoints": 1}
 
@@ -78,12 +78,12 @@ def test_a_best_one_that_is_gone_is_not_linked(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     for step in (1, 2, 3):
-        checkpoints.path_of(tmp_path, step).mkdir()
-    checkpoints.tidy(tmp_path, 1, best_step=1).wait()
+        write_checkpoint(tmp_path, step)
+    checkpoints.tidy(tmp_path, 3, keep=1, best_step=1).wait()
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
-    checkpoints.tidy(tmp_path, 1).wait()
+    checkpoints.tidy(tmp_path, 3, keep=1).wait()
     assert not (folder / "best.ckpt").is_symlink()
-    checkpoints.tidy(tmp_path, 1, best_step=2).wait()
+    checkpoints.tidy(tmp_path, 3, keep=1, best_step=2).wait()
     assert names(tmp_path) == ["step-00000003"]
     assert not (folder / "best.ckpt").exists()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
@@ -139,3 +140,35 @@ def test_a_step_of_one_block_compiles_what_a_step_of_the_model_needs(
         loss = model(tokens, tokens, reduction="sum", scale=torch.ones((), device="cuda"))
     loss.backward()
     assert compiled == []
+
+
+@pytest.mark.gpu
+def test_a_hundred_warm_starts_end_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each start compiles nothing and loads every kernel anew, with launchers seen before."""
+    triton = pytest.importorskip("triton")
+    from longctx.kernels import selftest
+
+    errors: list[Exception] = []
+    on = compile_ahead.on
+
+    def note(device: int, task: compile_ahead.Task) -> None:
+        try:
+            on(device, task)
+        except Exception as error:
+            errors.append(error)
+            raise
+
+    monkeypatch.setattr(compile_ahead, "on", note)
+    work = training_run(["model=124m", "seq_len=4096"], "cuda").workload
+    compile_ahead.begin(work)()
+    kernels = [x for x in gc.get_objects() if isinstance(x, triton.JITFunction)]
+    modules = [x for name, x in sys.modules.items() if name.startswith("longctx.kernels.hopper")]
+    for _ in range(100):
+        selftest._trusted.clear()
+        for kernel in kernels:
+            kernel.device_caches.clear()
+        for module in modules:
+            getattr(module, "_launches", {}).clear()
+        compile_ahead.begin(work)()
+        assert errors == []
+        assert {key[0] for key in selftest._trusted} == {"forward", "backward"}

@@ -8,6 +8,7 @@ import pytest
 from rich.table import Table
 
 from longctx import tables
+from longctx.python_child import typed_command
 from longctx.runs.metrics import Row, duration, figures
 from longctx.training.console import Display, brief, closing_table
 from longctx.training.loss_curve import loss_curve
@@ -85,8 +86,8 @@ def test_the_closing_table_says_what_to_type_next(tmp_path: Path) -> None:
         "40.0%",
         "4.50 GiB",
         "flash: triton-portable",
-        f"longctx train resume={folder} max_steps=18",
-        f"longctx eval checkpoint={folder}",
+        f"{typed_command()} train resume='{folder}' max_steps=18",
+        f"{typed_command()} eval checkpoint='{folder}'",
     ):
         assert part in text
     assert "max_steps" not in printed(closing_table(folder, {}, finished=False, steps=9))

@@ -97,6 +97,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "larger norm": ({}, "gradient norm"),
     "no average": ({"context": 1}, "gradient of"),
     "rows of each rank": ({}, "ranks 0 and 1 share rows"),
+    "tokens of each rank": ({}, "ranks 0 and 1 share rows"),
 }
 
 

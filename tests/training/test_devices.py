@@ -115,4 +115,4 @@ def test_a_resumed_step_keeps_its_rows(
     assert train.main(overrides(name="r", batch_size=2, accumulate=2, max_steps=1)) == 0
     capsys.readouterr()
     code = train.main([f"resume={tmp_path}/runs/r", "devices=3", "max_steps=2"])
-    refused(code, "devices=3: a step of the run has 4 rows")
+    refused(code, "devices=3: a step of the run has 4 sequences")

@@ -153,7 +153,7 @@ def test_a_run_finds_its_documents_from_every_folder(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n' * 3)
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n{"text": null}\n' * 3)
     monkeypatch.chdir(corpus.parent)
     command = overrides(
         name="r",
@@ -162,7 +162,7 @@ def test_a_run_finds_its_documents_from_every_folder(
         runs=tmp_path / "runs",
     )
     assert train.main(command) == 0
-    assert "60 documents (3 empty left out)" in capsys.readouterr().out
+    assert "60 documents (6 without text left out)" in capsys.readouterr().out
     monkeypatch.chdir(tmp_path)
     assert train.main(["resume=runs/r", "max_steps=3"]) == 0
 

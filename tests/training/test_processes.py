@@ -18,7 +18,7 @@ import train
 from longctx import files, stop_signal
 from longctx.runs import checkpoints, metrics_file, run_folder
 from longctx.training.saver import Saver
-from tests.training.sample_run import Overrides, newest, steps, weights
+from tests.training.sample_run import Overrides, newest, steps, weights, write_checkpoint
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train.py"
 
@@ -135,9 +135,7 @@ def test_a_run_stopped_before_its_first_checkpoint(
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.yaml").write_text("")
     assert train.main([f"resume={tmp_path}"]) == 2
-    assert (
-        "the run was stopped before its first checkpoint; start it anew" in capsys.readouterr().err
-    )
+    assert "the run has no checkpoint" in capsys.readouterr().err
 
 
 def test_a_killed_run_resumes_bit_for_bit(overrides: Overrides, tmp_path: Path) -> None:
@@ -231,9 +229,9 @@ def test_a_run_stopped_while_it_starts_leaves_nothing_or_a_checkpoint(
 
 def test_what_a_kill_left_of_a_checkpoint_goes_with_the_next(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
-    for name in ("step-00000001.ckpt", ".step-00000002.77.ckpt"):
-        (tmp_path / "checkpoints" / name).touch()
-    checkpoints.tidy(tmp_path, keep=2).wait()
+    (tmp_path / "checkpoints" / ".step-00000002.77.ckpt").touch()
+    write_checkpoint(tmp_path, 1)
+    checkpoints.tidy(tmp_path, 1, keep=2).wait()
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
         "step-00000001.ckpt",
         "last.ckpt",
@@ -346,6 +344,18 @@ def test_a_sweep_that_is_told_to_end_has_its_job_save_first(
     assert f"stopped by {name}" in out
     assert "val perplexity" in out, "the table of all jobs"
     assert newest(folder)["steps_done"] == metrics_file.read(folder)[-1]["step"]
+
+
+@pytest.mark.slow
+def test_job_saves_when_its_sweep_is_killed(overrides: Overrides, tmp_path: Path) -> None:
+    process = start(["-m", *overrides(max_steps="100000,100001", workers=0)], tmp_path)
+    while not (folders := [x for x in (tmp_path / "runs").glob("*") if metrics_file.read(x)]):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    wait_for_step(folders[0], 1, process)
+    process.kill()
+    process.communicate(timeout=60)  # its output ends with the last process that writes there
+    assert newest(folders[0])["steps_done"] == metrics_file.read(folders[0])[-1]["step"]
 
 
 @pytest.mark.slow

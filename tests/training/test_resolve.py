@@ -175,19 +175,23 @@ def test_a_resumed_run_keeps_its_degree_unless_asked(tmp_path: Path) -> None:
         words = ["max_steps=900", *overrides]
         config = cli.from_file("train", tmp_path / "config.yaml", words).config
         config.resume = str(tmp_path)
-        each = resolve.with_steps_of_run(layouts.each(config, config.model))
+        given = [word.partition("=")[0] for word in overrides]
+        each = resolve.with_steps_of_run(layouts.each(config, config.model), given)
         return [(one.context.degree, one.batch_size * one.accumulate) for one in each]
 
     assert layouts_of() == [(4, 1)]
     assert layouts_of("devices=4") == [(4, 2)]
+    assert layouts_of("devices=4", "batch_size=2") == [(4, 2)]
+    with pytest.raises(ValueError, match="devices=8 batch_size=2: a step of the run has 2"):
+        layouts_of("batch_size=2")
     # Two rows are for one group of devices or for two
     every = layouts_of("context.degree=auto", "context.method=auto")
     assert set(every) == {(4, 1), (8, 2)}
     saved = (tmp_path / "config.yaml").read_text()
     for line, edited, message in (
-        ("devices: 8", "", "devices=1 and context.degree=4"),
-        ("devices: 8", "devices: '8'", "devices=8 and context.degree=4"),
-        ("batch_size: 1", "batch_size: null", "batch_size=null: a resumed run needs"),
+        ("devices: 8", "", "devices=1, context.degree=4"),
+        ("devices: 8", "devices: '8'", "devices=8, context.degree=4"),
+        ("batch_size: 1", "batch_size: null", "batch_size=None"),
     ):
         (tmp_path / "config.yaml").write_text(saved.replace(line, edited))
         with pytest.raises(ValueError, match=message):

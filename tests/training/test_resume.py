@@ -1,9 +1,12 @@
 """Resumed runs are the uninterrupted ones bit for bit, and what cannot be resumed is refused."""
 
+import gc
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 import train
@@ -11,7 +14,15 @@ from longctx import files
 from longctx.evaluation.subject import load_model
 from longctx.runs import checkpoints, metrics_file, run_folder
 from longctx.training import loop
-from tests.training.sample_run import Overrides, check_equal_weights, newest, save_as_file, steps
+from tests.training.sample_run import (
+    Overrides,
+    check_equal_weights,
+    newest,
+    replace_newest,
+    steps,
+    weights,
+    write_checkpoint,
+)
 
 
 def figures(folder: Path, *more: str) -> list[list[Any]]:
@@ -31,6 +42,67 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     assert train.main([f"resume={resumed}"]) == 0
     assert figures(resumed, "padding_share") == figures(straight, "padding_share")
     check_equal_weights(straight, resumed)
+
+
+def test_a_step_in_other_pieces_is_the_same_step(
+    overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, changes = tmp_path / "runs", {"batch_size": 2, "accumulate": 2, "checkpoint_every": 3}
+    for name in ("straight", "resumed"):
+        assert train.main(overrides(name=name, **changes)) == 0
+    files.remove(run_folder.checkpoints(runs / "resumed")[-1])
+    resume = f"resume={runs / 'resumed'}"
+    capsys.readouterr()
+    assert train.main([resume, "batch_size=3"]) == 2
+    assert "batch_size=3" in capsys.readouterr().err
+    assert train.main([resume, "batch_size=4", "memory=balanced", "memory.mlp_tile=32"]) == 0
+    saved = yaml.safe_load((runs / "resumed" / "config.yaml").read_text())
+    assert (saved["batch_size"], saved["accumulate"]) == (4, 1)
+    memory = saved["memory"]
+    assert (memory["policy"], memory["recompute"], memory["mlp_tile"]) == ("balanced", "block", 32)
+    straight, resumed = (weights(runs / name) for name in ("straight", "resumed"))
+    torch.testing.assert_close(straight, resumed, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("stored", ["bf16", "host"])
+def test_optimizer_state_resumes_as_it_is_stored(
+    stored: str, overrides: Overrides, tmp_path: Path
+) -> None:
+    straight, resumed = tmp_path / "runs" / "straight", tmp_path / "runs" / "resumed"
+    for folder in (straight, resumed):
+        changes = {"memory__optimizer_state": stored, "checkpoint_every": 3}
+        assert train.main(overrides(name=folder.name, **changes)) == 0
+    files.remove(run_folder.checkpoints(resumed)[-1])
+    assert train.main([f"resume={resumed}"]) == 0
+    for part in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(newest(resumed)[part], newest(straight)[part], rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stored", ["bf16", "host"])
+def test_a_resume_takes_no_more_gpu_memory(
+    stored: str, overrides: Overrides, tmp_path: Path
+) -> None:
+    """300 MB of weights, whose moments take 600 MB in fp32, are nearly all that a step takes."""
+    changes = {
+        "device": "cuda",
+        "compile": "false",
+        "graphs": "false",
+        "model__channels": 256,
+        "model__vocab_size": 300_000,
+        "data__val_fraction": 0,
+        "memory": "fast",
+        "memory__optimizer_state": stored,
+        "max_steps": 2,
+    }
+    folder, peaks = tmp_path / "runs" / "r", []
+    for argv in (overrides(name="r", **changes), [f"resume={folder}", "max_steps=4"]):
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        assert train.main(argv) == 0
+        peaks.append(torch.cuda.max_memory_allocated() / 2**20)
+    assert peaks[1] <= peaks[0] + 4
 
 
 def test_a_finished_run_goes_on_with_more_steps(
@@ -142,21 +214,36 @@ def test_a_checkpoint_that_lacks_a_part_is_one_clear_line(
     assert train.main(overrides(name="r", max_steps=1)) == 0
     path = run_folder.checkpoints(folder)[-1]
     complete = newest(folder)
-    for part in checkpoints.TO_RESUME:
-        save_as_file({key: value for key, value in complete.items() if key != part}, folder)
+    for part in ("meter", "steps_done"):
+        replace_newest({key: value for key, value in complete.items() if key != part}, folder)
         with pytest.raises(ValueError, match=f"not a whole checkpoint, it has no {part}"):
             checkpoints.read(path, checkpoints.TO_RESUME)
         assert train.main([f"resume={folder}", "max_steps=2"]) == 2
-    save_as_file({key: complete[key] for key in ("longctx", "state_dict")}, folder)
-    load_model(path)
-    save_as_file(complete | {"longctx": {"format": checkpoints.FORMAT}}, folder)
+        load_model(path)
+    replace_newest(complete | {"longctx": {"format": checkpoints.FORMAT}}, folder)
     with pytest.raises(ValueError, match="it has no config, data"):
         load_model(path)
     fewer = dict(list(complete["state_dict"].items())[1:])
-    save_as_file(complete | {"state_dict": fewer}, folder)
+    replace_newest(complete | {"state_dict": fewer}, folder)
     with pytest.raises(ValueError, match="its weights are not those of its model"):
         load_model(path)
     assert train.main([f"resume={folder}", "max_steps=2"]) == 2, "resume says so too"
+
+
+def test_a_checkpoint_in_one_file_names_its_version(
+    overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "runs" / "r"
+    assert train.main(overrides(name="r", max_steps=1)) == 0
+    (path,) = run_folder.checkpoints(folder)
+    files.remove(path)
+    torch.save({"longctx": {}}, path)
+    capsys.readouterr()
+    assert train.main([f"resume={folder}", "max_steps=2"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert path.name in line and "before 1.0" in line
+    with pytest.raises(ValueError, match=r"before 1\.0"):
+        load_model(folder)
 
 
 def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_it_taken(
@@ -185,6 +272,33 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_it_taken(
     assert figures(folder) == figures(straight)
     check_equal_weights(folder, straight)
     load_model(folder)
+
+
+def test_no_checkpoint_goes_for_one_that_is_not_whole(overrides: Overrides, tmp_path: Path) -> None:
+    """Foreign and renamed folders, and one that lost a file, older or newer than all others."""
+    folder = tmp_path / "runs" / "r"
+    every = {"checkpoint_every": 1, "keep_checkpoints": 2}
+    assert train.main(overrides(name="r", max_steps=2, **every)) == 0
+    places = folder / "checkpoints"
+    (places / "step-99999999.ckpt").mkdir()
+    (places / "step-00000000.ckpt").mkdir()
+    first, second = run_folder.checkpoints(folder)
+    for name in ("step-00000009.ckpt", "step-2.ckpt", "step-00000003.ckpt"):
+        shutil.copytree(second, places / name)
+    torn = write_checkpoint(folder, 8)
+    next(torn.glob("*.safetensors")).unlink()
+    before = {path.name for path in places.iterdir()} - {first.name, second.name}
+    assert (places / "last.ckpt").resolve() == second
+    assert train.main([f"resume={folder}", "max_steps=4"]) == 0
+    left = {path.name for path in places.iterdir()}
+    assert {"step-00000003.ckpt", "step-00000004.ckpt"} <= left
+    assert before - {"step-00000003.ckpt", torn.name} <= left
+    assert (places / "last.ckpt").resolve().name == "step-00000004.ckpt"
+    assert newest(folder)["steps_done"] == 4
+    assert run_folder.checkpoint_of(folder).name == "step-00000004.ckpt"
+    load_model(folder)
+    rows = [row["step"] for row in steps(folder)]
+    assert rows == [1, 2, 3, 4]
 
 
 def test_no_checkpoint_that_is_whole_is_one_clear_line_and_changes_nothing(

@@ -17,7 +17,7 @@ from torch import Tensor
 import train
 from longctx.evaluation.subject import load_model
 from longctx.runs import checkpoints, metrics_file, run_folder
-from tests.training.sample_run import newest, save_as_file
+from tests.training.sample_run import newest, replace_newest
 
 Checkpoint = dict[str, Any]
 EMBEDDING = "model.embed.weight"
@@ -41,7 +41,7 @@ def folder(finished: Path, tmp_path: Path) -> Path:
 
 def refused(folder: Path, content: Checkpoint, capsys: pytest.CaptureFixture[str]) -> str:
     """The one line that a resume from `content` is refused with."""
-    save_as_file(content, folder)
+    replace_newest(content, folder)
     rows = metrics_file.read(folder)
     capsys.readouterr()
     assert train.main([f"resume={folder}", "max_steps=3"]) == 2
@@ -59,20 +59,9 @@ MOMENTS: dict[str, Callable[[Tensor], Any]] = {
     "shorter": lambda x: x[:-1].clone(),
     "longer": lambda x: torch.cat([x, x]),
     "flat": lambda x: x.flatten(),
-    "of one number": lambda x: torch.zeros(()),
-    "expanded from one number": lambda x: torch.zeros(()).expand(x.shape),
-    "expanded from one row": lambda x: x[:1].expand(x.shape),
-    "not contiguous": lambda x: x.t().contiguous().t(),
-    "complex": lambda x: x.to(torch.complex64),
-    "whole numbers": lambda x: x.long(),
-    "fp64": lambda x: x.double(),
-    "sparse": lambda x: x.to_sparse(),
-    "on meta": lambda x: x.to("meta"),
-    "a number": lambda x: 0.0,
-    "none": lambda x: None,
+    "of one number": lambda x: torch.zeros(1),
     "NaN in it": lambda x: x.clone().fill_(math.nan),
 }
-FOREIGN = ("sparse", "on meta")  # of kinds that no run writes: refused before torch opens the file
 
 
 @pytest.mark.parametrize("kind", MOMENTS)
@@ -81,8 +70,7 @@ def test_an_average_that_is_not_of_the_model_is_refused(
 ) -> None:
     content = newest(folder)
     state(content)[0]["exp_avg"] = MOMENTS[kind](state(content)[0]["exp_avg"])
-    line = refused(folder, content, capsys)
-    assert ("more than tensors" if kind in FOREIGN else "exp_avg of ") in line
+    assert "exp_avg of " in refused(folder, content, capsys)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MOMENTS if kind != "NaN in it"])
@@ -92,23 +80,9 @@ def test_a_weight_that_is_not_of_the_model_is_refused(
     content = newest(folder)
     content["state_dict"][EMBEDDING] = MOMENTS[kind](content["state_dict"][EMBEDDING])
     why = f"its weights are not those of its model: {EMBEDDING} is "
-    if kind in FOREIGN:
-        why = "it holds more than tensors and plain values"
     assert why in refused(folder, content, capsys)
     with pytest.raises(ValueError, match=why.partition(":")[0]):
         load_model(folder)
-
-
-def without_states(content: Checkpoint) -> None:
-    content["optimizer_states"] = []
-
-
-def two_optimizers(content: Checkpoint) -> None:
-    content["optimizer_states"] *= 2
-
-
-def no_optimizer(content: Checkpoint) -> None:
-    content["optimizer_states"] = [3]
 
 
 def state_missing(content: Checkpoint) -> None:
@@ -131,32 +105,14 @@ def step_ahead(content: Checkpoint) -> None:
     state(content)[0]["step"] = torch.tensor(3.0)
 
 
-def step_nan(content: Checkpoint) -> None:
-    state(content)[0]["step"] = torch.tensor(math.nan)
-
-
-def step_matrix(content: Checkpoint) -> None:
-    state(content)[0]["step"] = torch.ones(2, 2)
-
-
-def averages_in_one_memory(content: Checkpoint) -> None:
-    state(content)[0]["exp_avg_sq"] = state(content)[0]["exp_avg"]
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        without_states,
-        two_optimizers,
-        no_optimizer,
         state_missing,
         average_missing,
         state_of_no_weight,
         other_groups,
         step_ahead,
-        step_nan,
-        step_matrix,
-        averages_in_one_memory,
     ],
 )
 def test_a_state_that_is_not_the_optimizers_is_refused(
@@ -173,57 +129,11 @@ def test_settings_of_the_optimizer_are_the_runs_and_not_the_files(
     straight = shutil.copytree(finished, tmp_path / "straight", symlinks=True)
     content = newest(folder)
     for group in content["optimizer_states"][0]["param_groups"]:
-        group |= {"eps": 1e9, "betas": ("a", None), "maximize": True, "weight_decay": math.nan}
-    save_as_file(content, folder)
+        group |= {"eps": 1e9, "betas": ("a", None), "maximize": True, "weight_decay": 1e9}
+    replace_newest(content, folder)
     for one in (folder, straight):
         assert train.main([f"resume={one}", "max_steps=3"]) == 0
     torch.testing.assert_close(newest(folder)["state_dict"], newest(straight)["state_dict"])
-
-
-@pytest.mark.parametrize(
-    ("part", "value"),
-    [
-        *[("steps_done", x) for x in ("2", -1, 0, True, 2.0, None, [2], 10**30)],
-        *[("meter", x) for x in (None, [], {}, "x")],
-        *[("meter.tokens_seen", x) for x in ("x", -1, 2.5, 10**30, None)],
-        *[("meter.loss", x) for x in (math.nan, math.inf, "1", None, [1.0])],
-        *[("meter.counts", x) for x in ([1, 2, 3], [1, 2, 3, "x"], 4, None, [1, 2, 3, math.nan])],
-        *[("random", x) for x in (None, [], {}, "x")],
-        *[("random.torch", x) for x in (None, torch.zeros(3), torch.zeros(3, dtype=torch.uint8))],
-        *[("random.cuda", x) for x in (None, [None], [torch.zeros(16)], 5)],
-        *[("random.python", x) for x in (None, (3,), (3, (1, 2), None), (3, "x", 5))],
-        *[
-            ("random.numpy", x)
-            for x in (
-                None,
-                ("MT19937", [1] * 624, 10**9, 0, 0.0),
-                ("MT19937", [1] * 624, -1, 0, 0.0),
-                ("MT19937", [-1] * 624, 1, 0, 0.0),
-                ("MT19937", [1] * 3, 1, 0, 0.0),
-                ("other", [1] * 624, 1, 0, 0.0),
-            )
-        ],
-        *[("longctx.config", x) for x in (None, [], "x", {}, {"devices": "x"})],
-        *[("longctx.config.devices", x) for x in ("x", None, [], {})],
-        *[("longctx.config.context", x) for x in ("x", None, [], {"degree": 0})],
-        *[("longctx.config.model", x) for x in ("x", None, [], 5)],
-        *[("longctx.data", x) for x in (None, [], {})],
-        *[("state_dict", x) for x in (None, [], {}, "x", {1: 2})],
-        *[("optimizer_states", x) for x in (None, {}, "x", [None], [{}], [{"state": 1}])],
-        *[("longctx.kernel_lock", x) for x in ({"fingerprint": 5}, {"machine": []})],
-    ],
-)
-def test_an_odd_value_in_a_plain_part_is_one_line(
-    part: str, value: object, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    content = newest(folder)
-    *path, last = part.split(".")
-    inner = content
-    for key in path:
-        inner = inner[key]
-    inner[last] = value
-    line = refused(folder, content, capsys)
-    assert line.startswith("error: ") and str(folder) in line
 
 
 SHARD = "shard-00000-000.safetensors"
@@ -233,15 +143,35 @@ SHARD = "shard-00000-000.safetensors"
     ("part", "value"),
     [
         *[("format", x) for x in (99, None, [])],
-        *[("steps_done", x) for x in ("2", 0, 2.5, 10**30)],
-        *[("meter", x) for x in (None, {}, {"loss": "x"})],
+        *[("steps_done", x) for x in ("2", 0, True, 2.5, None, [2], 10**30)],
+        *[("meter", x) for x in (None, [], {}, {"loss": "x"})],
+        *[("meter/tokens_seen", x) for x in ("x", -1, 2.5, 10**30, None)],
+        *[("meter/loss", x) for x in (math.nan, math.inf, "1", None, [1.0])],
+        *[("meter/counts", x) for x in ([1, 2, 3], [1, 2, 3, "x"], 4, None, [1, 2, 3, math.nan])],
         *[("meter/spikes", x) for x in ("x", {}, {"losses": 5})],
         *[("best", x) for x in ("x", {}, {"loss": "x", "step": 1, "since": 0})],
         *[("random", x) for x in (None, [], {"torch": [1] * 9})],
-        *[("random/torch", x) for x in (None, "x", [256], [1.5], [[1]])],
+        *[("random/torch", x) for x in (None, "x", [256], [1.5], [[1]], [0] * 3)],
+        *[("random/cuda", x) for x in (None, [None], [[0]], 5)],
         *[("random/python", x) for x in (None, [3], [3, ["x"], None])],
+        *[
+            ("random/numpy", x)
+            for x in (
+                None,
+                ("MT19937", [1] * 624, 10**9, 0, 0.0),
+                ("MT19937", [1] * 624, -1, 0, 0.0),
+                ("MT19937", [-1] * 624, 1, 0, 0.0),
+                ("MT19937", [1] * 3, 1, 0, 0.0),
+                ("other", [1] * 624, 1, 0, 0.0),
+            )
+        ],
         *[("longctx", x) for x in (None, [], {}, {"format": 1})],
-        *[("longctx/config/model", x) for x in (None, [], {"layers": 10**6}, {"channels": -1})],
+        *[("longctx/config", x) for x in (None, [], "x", {}, {"devices": "x"})],
+        *[("longctx/config/devices", x) for x in ("x", None, [], {})],
+        *[("longctx/config/context", x) for x in ("x", None, [], {"degree": 0})],
+        *[("longctx/config/model", x) for x in (None, [], 5, {"layers": 10**6}, {"channels": -1})],
+        *[("longctx/data", x) for x in (None, [], {})],
+        *[("longctx/kernel_lock", x) for x in ({"fingerprint": 5}, {"machine": []})],
         *[("param_groups", x) for x in (None, {}, [], [{}], [{"params": [0]}], [5])],
         *[("optimizer_scalars", x) for x in (None, [], {}, {"x": {}}, {"0": 5}, {"-1": {}})],
         *[("optimizer_scalars/0/step", x) for x in (None, "x", -1, 1e30, [1, 2])],

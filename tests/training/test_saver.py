@@ -102,10 +102,10 @@ def test_a_disk_that_fills_up_meanwhile_is_told_at_the_next_step(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
-    assert f"{checkpoints.path_of(folder, 3)}: the checkpoint could not be written" in line
+    assert f"{run_folder.checkpoint_path(folder, 3)}: the checkpoint could not be written" in line
     assert 3 <= steps(folder)[-1]["step"] < 100
     assert names(folder) == ["last.ckpt", "step-00000002.ckpt"]
-    checkpoints.verify(checkpoints.path_of(folder, 2))
+    checkpoints.verify(run_folder.checkpoint_path(folder, 2))
 
 
 def test_a_signal_while_a_checkpoint_is_written_ends_with_both_on_disk(
@@ -119,7 +119,7 @@ def test_a_signal_while_a_checkpoint_is_written_ends_with_both_on_disk(
     assert train.main(overrides(name="r", checkpoint_every=3, max_steps=100_000)) == 143
     folder = tmp_path / "runs" / "r"
     first, last = run_folder.checkpoints(folder)
-    assert first == checkpoints.path_of(folder, 3)
+    assert first == run_folder.checkpoint_path(folder, 3)
     for path in (first, last):
         checkpoints.verify(path)
     assert newest(folder)["steps_done"] == metrics_file.read(folder)[-1]["step"] > 3
@@ -159,7 +159,7 @@ def test_a_run_that_fails_meanwhile_leaves_a_whole_checkpoint(
     assert "saved      after step 3," in printed.out and "the loss is nan" in printed.err
     folder = tmp_path / "runs" / "r"
     assert names(folder) == ["last.ckpt", "step-00000003.ckpt"]
-    checkpoints.verify(checkpoints.path_of(folder, 3))
+    checkpoints.verify(run_folder.checkpoint_path(folder, 3))
 
 
 def test_counters_are_those_of_the_step_that_is_saved(
@@ -173,7 +173,7 @@ def test_counters_are_those_of_the_step_that_is_saved(
     for path in run_folder.checkpoints(folder):
         content = json.loads((path / checkpoint_index.INDEX).read_text())["content"]
         step = content["steps_done"]
-        assert path == checkpoints.path_of(folder, step)
+        assert path == run_folder.checkpoint_path(folder, step)
         assert content["meter"]["tokens_seen"] == tokens[step]
         assert content["best"]["step"] <= step
         assert len(content["meter"]["spikes"]["losses"]) == step
@@ -331,7 +331,7 @@ def test_a_signal_after_all_is_done_takes_nothing_away(
 
     monkeypatch.setattr(run_folder, "locked", then_terminated)
     assert train.main(overrides(name="r", max_steps=2)) == 0
-    checkpoints.verify(checkpoints.path_of(tmp_path / "runs" / "r", 2))
+    checkpoints.verify(run_folder.checkpoint_path(tmp_path / "runs" / "r", 2))
 
 
 def test_the_end_waits_for_memory_that_is_reserved_whatever_signals_came(

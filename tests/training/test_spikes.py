@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import train
+from longctx.data.rows import IGNORED
 from longctx.runs import checkpoints, run_folder
 from longctx.training.spikes import LEAST, WINDOW, Spikes, is_outlier
 from tests.processes import finished
@@ -45,6 +46,38 @@ def test_what_is_not_finite_is_dropped_and_is_no_measure_for_what_follows() -> N
         assert not spikes.lost
         assert not any(spikes.drops(5.0, 1.0) for _ in range(LEAST))
         assert set(spikes.losses) | set(spikes.norms) == {5.0, 1.0}
+
+
+def test_a_step_without_a_target_counts_nowhere() -> None:
+    spikes = Spikes("skip", budget=1)
+    assert spikes.drops(float("nan"), 1.0)
+    for _ in range(LEAST):
+        assert not spikes.drops(None, 0.0)
+        assert not spikes.lost
+        assert not spikes.drops(5.0, 1.0)
+    assert set(spikes.losses) | set(spikes.norms) == {5.0, 1.0}
+
+
+def test_a_run_keeps_steps_without_a_target_out(
+    overrides: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from longctx.training import loop
+
+    step_of_run = loop.optimizer_step
+
+    def emptied(state: Any, batch: Any, *rest: Any) -> torch.Tensor:
+        if state.steps_done % 2:
+            for micro in batch.micro:
+                micro.targets.fill_(IGNORED)
+                micro.scored = 0
+        return step_of_run(state, batch, *rest)
+
+    monkeypatch.setattr(loop, "optimizer_step", emptied)
+    assert train.main(overrides(name="r", spike="skip", max_steps=6)) == 0
+    last = run_folder.checkpoints(tmp_path / "runs" / "r")[-1]
+    spikes = checkpoints.read(last)["meter"]["spikes"]
+    assert len(spikes["losses"]) == len(spikes["norms"]) == 3
+    assert all(loss > 1 for loss in spikes["losses"])
 
 
 @pytest.fixture

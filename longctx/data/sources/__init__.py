@@ -32,11 +32,11 @@ __all__ = [
     "Document",
     "Shard",
     "Source",
-    "absolute",
     "check",
     "check_files",
     "check_overrides",
     "open_corpus",
+    "pinned",
     "read_documents",
     "register",
 ]
@@ -96,10 +96,12 @@ def check_files(config: DataConfig) -> None:
         )
 
 
-def absolute(config: DataConfig) -> DataConfig:
-    """The same configuration, with paths that hold from every folder."""
+def pinned(config: DataConfig) -> DataConfig:
+    """Return the configuration that means the same documents from every folder and after every
+    push to the Hub: with absolute paths, and commits as revisions.
+    """
     own = replace(config, cache=_absolute(config.cache), tokenizer=_absolute(config.tokenizer))
-    return source_of(own).absolute(own)
+    return source_of(own).pinned(own)
 
 
 def open_corpus(config: DataConfig, without: Set[bytes] = frozenset()) -> Corpus:

@@ -2,8 +2,8 @@
 builder such as `json`.
 
 Streaming reads no more than is asked for, so `data.documents` bounds a data set of any size. Code
-from a data set's repository is never run. The commit that was read is pinned; without a network,
-the one seen last is used again.
+from a data set's repository is never run. A run records the commit in its configuration, so that a
+push changes nothing for it; without a network, a new run takes the commit seen last.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Hub(Source):
     def check_files(self, config: DataConfig) -> None:
         _local_files(*_places(config))
 
-    def absolute(self, config: DataConfig) -> DataConfig:
+    def pinned(self, config: DataConfig) -> DataConfig:
         path, files = _places(config)
         if path not in _BUILDERS and not os.path.isdir(path):
-            return config
+            return replace(config, revision=_revision(path, config))
         path = path if path in _BUILDERS else os.path.abspath(path)
         files = [file if "://" in file else os.path.abspath(file) for file in files]
         return replace(config, path=path, files=files or None)
@@ -114,7 +114,7 @@ def _read(
                 f"data.path={path}: no field '{config.text_column}' (there are: {columns}); "
                 "set data.text_column"
             )
-        text = row[config.text_column]
+        text = "" if row[config.text_column] is None else row[config.text_column]
         if not isinstance(text, str):
             raise ValueError(
                 f"{place}: '{config.text_column}' is {type(text).__name__}, expected a string; "
@@ -165,7 +165,11 @@ def _local_files(path: str, files: list[str]) -> list[tuple[str, int, int]]:
 
 
 def _revision(path: str, config: DataConfig) -> str | None:
-    """The commit on the Hub that `config` means now, or without a network the one last time."""
+    """Return the commit that `config` means at the Hub now, or the one last time if there is no
+    network. A commit stands for itself, and nobody is asked.
+    """
+    if config.revision is not None and hub_snapshot.COMMIT.fullmatch(config.revision):
+        return config.revision
     record = config.cache_folder() / "revisions" / f"{fingerprint([path, config.revision])}.json"
     api = huggingface_hub.HfApi()
     try:

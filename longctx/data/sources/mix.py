@@ -14,6 +14,7 @@ from longctx.data.corpus import SOURCES, Corpus, Source, check_used, register, s
 
 _ONCE = ("mix", "tokenizer", "vocab_size", "cache")  # keys of the mix, not of a member
 _OWN = ("path", "files")  # keys of a member, not of the mix
+_PINNED = (*_OWN, "revision")  # keys of a member that `pinned` may change
 
 
 class Member(NamedTuple):
@@ -52,14 +53,13 @@ class Mix(Source):
         for _, one in members(config).values():
             source_of(one).check_files(one)
 
-    def absolute(self, config: DataConfig) -> DataConfig:
+    def pinned(self, config: DataConfig) -> DataConfig:
         mix = dict(config.mix)
         for name, (_, one) in members(config).items():
-            if mix[name].get("path"):
-                own = source_of(one).absolute(one)
-                mix[name] = {**mix[name], "path": own.path}
-                if mix[name].get("files"):
-                    mix[name] = {**mix[name], "files": own.files}
+            own = source_of(one).pinned(one)
+            values = {key: getattr(own, key) for key in _PINNED}
+            changed = {key: value for key, value in values.items() if value != getattr(one, key)}
+            mix[name] = {**mix[name], **changed}
         return replace(config, mix=mix)
 
     def open(self, config: DataConfig, without: Set[bytes]) -> Corpus:

@@ -41,8 +41,8 @@ class Needles(Source):
     def check_files(self, config: DataConfig) -> None:
         Text().check_files(config)
 
-    def absolute(self, config: DataConfig) -> DataConfig:
-        return Text().absolute(config)
+    def pinned(self, config: DataConfig) -> DataConfig:
+        return Text().pinned(config)
 
     def open(self, config: DataConfig, without: Set[bytes]) -> Corpus:
         filler = (Text() if config.paths() else Embedded()).open(config, without)

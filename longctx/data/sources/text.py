@@ -118,7 +118,7 @@ class Text(Source):
             return {"text_column": "no file of data.path has rows with fields"}
         return {}
 
-    def absolute(self, config: DataConfig) -> DataConfig:
+    def pinned(self, config: DataConfig) -> DataConfig:
         paths = [os.path.abspath(os.path.expanduser(path)) for path in config.paths()]
         if not paths:
             return config
@@ -320,7 +320,7 @@ def _read_jsonl(
     for number, place, row in rows:
         if config.text_column not in row:
             raise _no_column(place, config, list(row))
-        text = row[config.text_column]
+        text = "" if row[config.text_column] is None else row[config.text_column]
         if not isinstance(text, str):
             raise _no_string(place, config, type(text).__name__)
         yield Document(f"{name}:{number}", _encodable(text, place, config))

@@ -12,10 +12,10 @@ from typing import Any
 from longctx import untrusted
 from longctx.config.rope_config import ORIGINAL, is_number
 
-# Keys that transformers and tools around it write and that do not change what a model computes.
+# Keys of transformers and tools around it, without effect on what a model computes. Keys that begin
+# with _ are private to transformers and have none either.
 _HARMLESS = """
-_attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled
-_name_or_path architectures attention_dropout attn_implementation
+architectures attention_dropout attn_implementation
 bos_token_id chunk_size_feed_forward cls_token_id decoder_start_token_id dtype eos_token_id
 finetuning_task gradient_checkpointing hidden_dropout id2label is_decoder is_encoder_decoder
 is_llama_config keys_to_ignore_at_inference label2id mask_token_id max_sequence_length
@@ -40,7 +40,7 @@ HARMLESS = frozenset(_HARMLESS.split())
 COVERED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "partial_rotary_factor": (1.0, None),
-    "is_causal": (True, None),
+    "is_causal": (True,),
     "quantization_config": (None,),
     "rope_interleaved": (False, None),
     "use_mrope": (False, None),
@@ -167,7 +167,7 @@ class ConfigJson:
             if key not in read and key not in harmless:
                 self.refuse_unless(key, self.keys.get(key, values[0]), values)
         for key, value in self.keys.items():
-            known = key in read or key in harmless or key in COVERED
+            known = key in read or key in harmless or key in COVERED or key.startswith("_")
             if not known and key not in SHARED and key not in HARMLESS and value is not None:
                 raise self.error(
                     f"{key}={_short(value)} is not covered yet; "

@@ -191,7 +191,6 @@ def write_windows(config: GPTConfig) -> dict[str, Any]:
     """The windows of `config` in config.json, layer by layer."""
     sliding = windowed_layers(config)
     return {
-        "use_sliding_window": config.window is not None,
         "sliding_window": config.window,
         "layer_types": [
             "sliding_attention" if n in sliding else "full_attention" for n in range(config.layers)

@@ -1,12 +1,11 @@
 """Mistral: Llama without biases and with a sliding window in every layer.
 
-With layer_types in its config.json only the layers named there slide; transformers opens such a
-folder as Ministral.
+With layer_types in its config.json only the layers named there slide (see ministral.py).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from longctx.config.model_config import GPTConfig
 from longctx.model.families.config_json import ConfigJson
@@ -27,7 +26,7 @@ class Mistral(Family):
     }
     keys = ("sliding_window",)
     harmless = ("use_sliding_window",)
-    features = ("window",)
+    features: ClassVar[tuple[str, ...]] = ("window",)
 
     def suits(self, config: GPTConfig) -> bool:
         return config.window is not None and not config.qkv_bias

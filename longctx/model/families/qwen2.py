@@ -48,15 +48,6 @@ class Qwen2(Family):
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         return {"qkv_bias": True, **read_qwen_windows(source, layers)}
 
-    def check_features(self, config: GPTConfig) -> None:
-        if not config.qkv_bias:
-            raise self.cannot(config, "qkv_bias")
-        if config.head_size * config.heads != config.channels:
-            raise ValueError(
-                f"model.qkv_bias=true with model.head_dim={config.head_dim}: "
-                "Qwen2 has heads of channels / heads only"
-            )
-
     def write_features(self, config: GPTConfig) -> dict[str, Any]:
         return write_qwen_windows(config)
 
@@ -87,7 +78,7 @@ def read_qwen_windows(source: ConfigJson, layers: int) -> dict[str, Any]:
 def write_qwen_windows(config: GPTConfig) -> dict[str, Any]:
     """Windows by layer_types, and by max_window_layers for tools that do not know layer_types."""
     sliding = windowed_layers(config)
-    keys = write_windows(config)
+    keys = {"use_sliding_window": config.window is not None, **write_windows(config)}
     if sliding and sliding == list(range(sliding[0], config.layers)):
         keys["max_window_layers"] = sliding[0]
     return keys

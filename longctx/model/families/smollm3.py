@@ -35,7 +35,8 @@ class SmolLM3(Family):
 
     def suits(self, config: GPTConfig) -> bool:
         some_windowed = config.window_layers is not None
-        return bool(config.nope_layers) or (some_windowed and not config.qkv_bias)
+        is_biased = config.mlp_bias and not config.qkv_bias
+        return bool(config.nope_layers) or (some_windowed and is_biased)
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         biased = source.flag("attention_bias")
@@ -55,6 +56,7 @@ class SmolLM3(Family):
 
     def write_features(self, config: GPTConfig) -> dict[str, Any]:
         keys = {
+            "use_sliding_window": config.window is not None,
             **write_windows(config),
             "attention_bias": config.qkv_bias,
             "mlp_bias": config.mlp_bias,

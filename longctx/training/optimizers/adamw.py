@@ -67,8 +67,7 @@ class AdamW(torch.optim.AdamW):
     """AdamW by our kernel on a GPU, else by torch's. Its moments lie beside the weights in fp32
     ("fp32") or bf16 ("bf16"), or in pinned host memory ("host"), from where they come in slices.
 
-    The update itself is fp32, and "host" gives the bits of moments that never left. State that was
-    loaded from a checkpoint finds its place with the first step.
+    The update itself is fp32, and "host" gives the bits of moments that never left.
     """
 
     def __init__(
@@ -103,7 +102,8 @@ class AdamW(torch.optim.AdamW):
     ) -> None:
         step = count(state)
         for name in MOMENTS:
-            state[name] = self._stored(p, state.get(name))
+            if name not in state:
+                state[name] = self._zeros(p)
         in_place = by_kernel(p) and self.stored != "host"
         size = p.numel() if in_place else SLICE
         flat, grad = p.view(-1), grad.reshape(-1)
@@ -199,18 +199,21 @@ class AdamW(torch.optim.AdamW):
         for group in self.param_groups:
             self._rates_at(int(steps[0]), group)
 
-    def _stored(self, p: Tensor, moment: Tensor | None) -> Tensor:
-        """`moment` of p, zeros at first, where it is kept between steps."""
-        if self.stored != "host":
-            dtype = torch.bfloat16 if self.stored == "bf16" else torch.float32
-            if moment is None:
-                return torch.zeros_like(p, dtype=dtype)
-            return moment.to(p.device, dtype)
-        if (
-            moment is not None
-            and moment.device.type == "cpu"
-            and (moment.is_pinned() or not p.is_cuda)
-        ):
-            return moment
-        place = pinned(p.numel(), torch.float32).view(p.shape) if p.is_cuda else torch.empty_like(p)
-        return place.zero_() if moment is None else place.copy_(moment)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load each moment to where it is stored, in the dtype in which it is stored. Torch would
+        first cast all of them to fp32 next to the weights, where a full GPU has no room for them.
+        """
+        super().load_state_dict(state_dict | {"state": {}})
+        weights = [p for group in self.param_groups for p in group["params"]]
+        for number, values in state_dict["state"].items():
+            p = weights[number]
+            self.state[p] = {
+                name: torch.tensor(float(x)) if name == "step" else self._zeros(local(p)).copy_(x)
+                for name, x in values.items()
+            }
+
+    def _zeros(self, p: Tensor) -> Tensor:
+        """Return zeros for a moment of p, in the memory where it is stored between steps."""
+        if self.stored == "host" and p.is_cuda:
+            return pinned(p.numel(), torch.float32).view(p.shape)
+        return torch.zeros_like(p, dtype=torch.bfloat16 if self.stored == "bf16" else torch.float32)

@@ -113,9 +113,10 @@ class Muon(AdamW):
         """Update this rank's rows of p; every rank orthogonalizes the gathered matrices."""
         state, weight = self.state[p], local(p)
         count(state)
-        momentum = state["momentum"] = self._stored(weight, state.get("momentum"))
+        if "momentum" not in state:
+            state["momentum"] = self._zeros(weight)
         assert p.grad is not None
-        matrix = Matrix(weight, local(p.grad), momentum)
+        matrix = Matrix(weight, local(p.grad), state["momentum"])
         rows_of_rank = torch.zeros_like(weight, dtype=torch.bfloat16)
         self._directions([matrix], [rows_of_rank])
         direction = full(like(p, rows_of_rank))
@@ -132,9 +133,10 @@ class Muon(AdamW):
         for p in weights:
             state = self.state[p]
             count(state)  # torch's Adam expects it of every state that it loads
-            momentum = state["momentum"] = self._stored(p, state.get("momentum"))
+            if "momentum" not in state:
+                state["momentum"] = self._zeros(p)
             assert p.grad is not None
-            splits = (x.split(self.parts[p]) for x in (p, p.grad, momentum))
+            splits = (x.split(self.parts[p]) for x in (p, p.grad, state["momentum"]))
             yield from map(Matrix._make, zip(*splits, strict=True))
 
     def _stack(self, batch: list[Matrix]) -> Tensor:

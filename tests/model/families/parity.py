@@ -190,7 +190,8 @@ class FamilyTests:
     def test_stretched_computes_as_in_transformers(self, rope: str, tmp_path: Path) -> None:
         scaling = {"rope_parameters": {"rope_theta": 5000.0} | ROPES[rope]}
         keys = SIZES | scaling | dict(self.stretched) | dict(self.special)
-        check_parity(self.config_class(**keys), tmp_path)
+        same_class = "stretched" not in self.other_class
+        check_parity(self.config_class(**keys), tmp_path, same_class)
 
     def test_missing_keys_have_the_values_of_transformers(self, tmp_path: Path) -> None:
         keys = {k: SIZES[k] for k in ("vocab_size", "num_hidden_layers", "intermediate_size")}
@@ -237,7 +238,8 @@ class FamilyTests:
 
     def test_unknown_keys_are_refused_by_name(self, tmp_path: Path) -> None:
         """Every key that transformers writes for the family is known; any other is refused."""
-        content = self.config_class(**SIZES | SPECIAL, num_key_value_heads=2).to_dict()
+        keys = SIZES | SPECIAL | dict(self.special)
+        content = self.config_class(**keys, num_key_value_heads=2).to_dict()
         file = tmp_path / "config.json"
         file.write_text(json.dumps(content, default=str))
         read_config(tmp_path)

@@ -82,6 +82,18 @@ def test_what_the_weights_leave_open_can_be_said(start: Overrides, tmp_path: Pat
     assert (config["memory"]["recompute"], config["memory"]["loss_chunk"]) == ("block", 50)
 
 
+@pytest.mark.parametrize(
+    ("seq_len", "rope", "warns"), [(96, "keep", False), (192, "keep", True), (192, "auto", False)]
+)
+def test_positions_beyond_the_trained_ones_warn(
+    start: Overrides, capsys: pytest.CaptureFixture[str], seq_len: int, rope: str, warns: bool
+) -> None:
+    chosen = {} if rope == "keep" else {"rope": rope}
+    assert train.main(start(name="r", seq_len=seq_len, max_steps=1, **chosen)) == 0
+    assert ("2.0 times the 96 tokens" in (said := capsys.readouterr().out)) == warns
+    assert ("rope=auto" in said) == warns
+
+
 def test_conversations_by_the_folders_own_template(
     start: Overrides, folder: Path, tmp_path: Path
 ) -> None:

@@ -1,11 +1,13 @@
 """What was trained from a Hugging Face folder opens in transformers and peft."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import eval as evaluate
@@ -144,3 +146,62 @@ def test_an_adapter_of_weights_that_kept_their_positions_is_all_that_is_written(
     assert train.main(again) == 0
     assert export(["export", f"{tmp_path}/runs/again", f"{tmp_path}/no", "adapter=true"]) == 2
     assert "leave adapter out" in capsys.readouterr().err
+
+
+def lora_run(start: Overrides, **changes: object) -> None:
+    """Train the run `r` by LoRA in bf16."""
+    added = {"lora__rank": 2, "lora__targets": "[qkv,down]", "lr": 0.05}
+    assert train.main(start(name="r", precision="bf16", **added, **changes)) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_lora_is_merged_into_the_folders_weights(
+    start: Overrides, folder: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    LlamaForCausalLM.from_pretrained(folder).to(dtype).save_pretrained(folder)
+    lora_run(start)
+    run, out, adapter = tmp_path / "runs" / "r", tmp_path / "out", tmp_path / "adapter"
+    assert export(["export", str(run), str(out)]) == 0
+    assert export(["export", str(run), str(adapter), "adapter=true"]) == 0
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    merged = PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict()
+    ours, before = load_file(out / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert ours.keys() == merged.keys() == before.keys()
+    assert {x.dtype for x in ours.values()} == {dtype}
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == dtype
+    for name, x in ours.items():
+        if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj", "down_proj"):
+            assert not torch.equal(x, before[name]), name
+            rounding = torch.finfo(dtype).eps
+            torch.testing.assert_close(x, merged[name], rtol=rounding, atol=rounding / 16)
+        else:
+            assert torch.equal(x, before[name]), name
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_lora_without_the_folder_it_began_with(
+    start: Overrides,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    is_gone: bool,
+) -> None:
+    """The run's own copy, which is rounded, takes the place of weights that are gone or others."""
+    lora_run(start)
+    before = LlamaForCausalLM.from_pretrained(folder)
+    shutil.rmtree(folder) if is_gone else LlamaForCausalLM(before.config).save_pretrained(folder)
+    assert export(["export", str(tmp_path / "runs" / "r"), str(tmp_path / "out")]) == 0
+    assert f"{folder}" in (said := capsys.readouterr().err) and "bfloat16" in said
+    embedding = load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(embedding, before.get_input_embeddings().weight.bfloat16().float())
+
+
+def test_lora_is_merged_into_the_weights_of_a_run(start: Overrides, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    assert train.main(start(name="first", lr=0.01)) == 0
+    lora_run(start, init=runs / "first")
+    for name in ("first", "r"):
+        assert export(["export", str(runs / name), str(tmp_path / name)]) == 0
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "r"))
+    changed = {name.split(".")[-2] for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"q_proj", "k_proj", "v_proj", "down_proj"}

@@ -1,10 +1,13 @@
 """AdamW: which parameters decay, what clipping does, and where its averages are kept."""
 
+import gc
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.train_config import TrainConfig
@@ -122,6 +125,60 @@ def test_state_survives_saving_and_loading(stored: str) -> None:
         assert torch.equal(a, b)
     dtypes = {s["exp_avg_sq"].dtype for s in resumed[1].state.values()}
     assert dtypes == {torch.bfloat16 if stored == "bf16" else torch.float32}
+
+
+class DtypesOfLarge(TorchDispatchMode):
+    """Collect the dtypes of all tensors of `numel` numbers that are made in the block."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.made = numel, set[torch.dtype]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.numel() == self.numel:
+            self.made.add(result.dtype)
+        return result
+
+
+def test_loading_makes_no_fp32_copy_of_bf16_state() -> None:
+    model, optimizer = trained("bf16")
+    saved, weight = optimizer.state_dict(), model[0].weight
+    resumed = build(model, config(memory=MemoryConfig("fast", optimizer_state="bf16")))
+    with DtypesOfLarge(weight.numel()) as large:
+        resumed.load_state_dict(saved)
+    assert large.made == {torch.bfloat16}
+    for name in ("exp_avg", "exp_avg_sq"):
+        loaded, kept = resumed.state[weight][name], optimizer.state[weight][name]
+        assert loaded.dtype == torch.bfloat16 and loaded.data_ptr() != kept.data_ptr()
+        assert torch.equal(loaded, kept)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stored", ["fp32", "bf16", "host"])
+def test_loaded_state_takes_the_memory_it_took(stored: str) -> None:
+    model = torch.nn.Linear(4096, 4096, bias=False).cuda()
+    settings = config(memory=MemoryConfig("fast", optimizer_state=stored))
+    optimizer = build(model, settings)
+    model(torch.randn(3, 4096, device="cuda")).sum().backward()
+    before = torch.cuda.memory_allocated()
+    optimizer.step()
+    size = torch.cuda.memory_allocated() - before
+    saved = optimizer.state_dict()
+    saved["state"] = {
+        number: {name: x.cpu().clone() for name, x in values.items()}
+        for number, values in saved["state"].items()
+    }
+    del optimizer
+    gc.collect()
+    resumed, before = build(model, settings), torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    resumed.load_state_dict(saved)
+    assert torch.cuda.max_memory_allocated() - before <= size + 2**20
+    for name in ("exp_avg", "exp_avg_sq"):
+        x = resumed.state[model.weight][name]
+        assert x.is_pinned() if stored == "host" else x.is_cuda
+        assert torch.equal(x.cpu(), saved["state"][0][name])
 
 
 @pytest.mark.parametrize(

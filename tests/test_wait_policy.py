@@ -1,0 +1,40 @@
+"""OpenMP's threads sleep at barriers, unless the user has said otherwise."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.processes import ROOT
+
+OWN = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
+
+
+def spins(code: str, **environment: str) -> str:
+    """Return how long OpenMP's threads spin in a process that runs `code`, in its own words."""
+    others = {name: value for name, value in os.environ.items() if name not in OWN}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=others | {"OMP_DISPLAY_ENV": "verbose"} | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    _, found, rest = done.stderr.partition("GOMP_SPINCOUNT = '")
+    if not found:
+        pytest.skip("torch's OpenMP is not GNU's")
+    return rest.partition("'")[0]
+
+
+@pytest.mark.parametrize(
+    "module", ["train", "eval", "longctx.__main__", "tests.conftest", "longctx.model"]
+)
+def test_threads_of_openmp_sleep_at_barriers(module: str) -> None:
+    assert spins(f"import {module}, torch") == "0"
+
+
+def test_openmp_waits_as_the_user_has_set() -> None:
+    assert spins("import longctx, torch", GOMP_SPINCOUNT="7") == "7"
+    assert spins("import longctx, torch", OMP_WAIT_POLICY="ACTIVE") not in ("0", "7")
