@@ -1,4 +1,6 @@
-"""The size of the largest tensor that some code makes."""
+"""The size of the largest tensor that some code makes, and of all that it holds at one time."""
+
+import weakref
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,6 +14,30 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        sizes = [x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        sizes = [x.numel() for x in tensors(out)]
         self.numel = max([self.numel, *sizes])
         return out
+
+
+class LiveMemory(TorchDispatchMode):
+    """Records in `peak` the most bytes that new tensors hold at one time, on any device: on "meta"
+    nothing is computed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak, self.held = 0, dict[int, int]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        inputs = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        for storage in (x.untyped_storage() for x in tensors(out)):
+            if storage._cdata not in inputs | self.held.keys():
+                self.held[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.held.pop, storage._cdata)
+        self.peak = max(self.peak, sum(self.held.values()))
+        return out
+
+
+def tensors(tree: object) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]

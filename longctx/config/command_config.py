@@ -34,7 +34,9 @@ class PlanOptions:
 
     gpu: str = key("auto", "such as H100; auto: the one here, else an H200")
     gpu_memory: str = key("auto", "GiB of it, such as 80; auto: the GPU's")
-    host_memory: str = key("auto", "GiB of host memory; auto: this machine's")
+    host_memory: str = key(
+        "auto", "GiB of host memory; auto: this machine's, or 128 for each GPU if gpu= is not here"
+    )
     gpus_per_machine: int = key(
         8, "beyond them, GPUs reach each other by network", between=(1, 4096)
     )

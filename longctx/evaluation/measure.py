@@ -104,6 +104,7 @@ def measure_passkeys(setup: Setup, scorer: Scorer) -> Result:
         config.passkey.depths or DEPTHS,
         config.passkey.samples,
         config.passkey.kinds,
+        progress=True,
     )
     return Result(
         evaluations.passkey_stem(subject.name, max(lengths), config.attention.backend),

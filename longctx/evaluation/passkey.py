@@ -21,6 +21,7 @@ from longctx.config.eval_config import KINDS
 from longctx.data import Tokenizer
 from longctx.data.dataset import EncodedDocument
 from longctx.data.facts import Task, task
+from longctx.evaluation.progress import Progress
 from longctx.evaluation.scorer import Scorer, in_eval_mode
 from longctx.evaluation.windows import Document
 
@@ -67,17 +68,22 @@ def recall(
     depths: Sequence[float] = DEPTHS,
     samples: int = 10,
     kinds: Sequence[str] = KINDS,
+    together: int | None = None,
+    progress: bool = False,
 ) -> list[Cell]:
     """Score `samples` texts of each kind, length and depth, made of the tokens `filler`.
 
-    The same arguments give the same texts. Raises ValueError where `filler`
-    is shorter than a quarter of a text: it would be repeated too often to be a text.
+    The same arguments give the same texts. A forward takes at most `together` tokens per device, by
+    default TOKENS_TOGETHER, and one text at least. Raises ValueError if `filler` is shorter than a
+    quarter of a text: it would be repeated too often to be a text.
     """
     check_texts(tokenizer, filler, lengths, kinds)
     cells = [Cell(kind, length, depth) for kind in kinds for length in lengths for depth in depths]
-    with in_eval_mode(scorer.model):
-        for batch in _batches(_texts(cells, tokenizer, filler, samples), scorer):
+    line = Progress("texts", len(cells) * samples, scorer.device.type == "cuda", progress)
+    with in_eval_mode(scorer.model), line:
+        for batch in _batches(_texts(cells, tokenizer, filler, samples), scorer, together):
             _score(scorer, batch)
+            line.advance(len(batch))
     return cells
 
 
@@ -165,9 +171,9 @@ def _texts(
             yield Text(cell, *text(hidden, tokenizer, rotated, cell.length, cell.depth, others))
 
 
-def _batches(texts: Iterable[Text], scorer: Scorer) -> Iterator[list[Text]]:
-    """Texts of one length, as many as go through the model at a time."""
-    tokens = TOKENS_TOGETHER[scorer.device.type]
+def _batches(texts: Iterable[Text], scorer: Scorer, together: int | None) -> Iterator[list[Text]]:
+    """Yield texts of one length, as many as go through the model at a time."""
+    tokens = together or TOKENS_TOGETHER[scorer.device.type]
     for length, group in groupby(texts, lambda one: len(one.ids)):
         while batch := list(islice(group, scorer.rows_together(tokens, length))):
             yield batch

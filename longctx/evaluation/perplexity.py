@@ -15,16 +15,14 @@ token that ends the text has no bytes and is scored like any other.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from longctx.evaluation.contexts import Contexts
 from longctx.evaluation.positions import Positions
+from longctx.evaluation.progress import Progress
 from longctx.evaluation.scorer import Scorer, in_eval_mode
 from longctx.evaluation.scoring import Speed, losses
 from longctx.evaluation.windows import Document, Window, sliding, stride_of
@@ -123,10 +121,15 @@ def perplexity(
             f"contexts={list(contexts)}: a length does not fit; give 1 to seq_len={context}"
         )
     result = Perplexity(context, stride, contexts=Contexts(sorted(set(contexts))))
-    windows = _windows(documents, result)
-    with in_eval_mode(scorer.model), _progress_line(progress) as line:
-        task = line.add_task("scoring")
-        for window, nats in losses(scorer, windows, context, batch_size, result.speed):
+    line = Progress("tokens", warms_up=scorer.device.type == "cuda", visible=progress)
+    windows = line.counted(_windows(documents, result), lambda window: len(window.ids) - 1)
+
+    def read(tokens: int) -> None:
+        result.speed.add(tokens)
+        line.advance(tokens)
+
+    with in_eval_mode(scorer.model), line:
+        for window, nats in losses(scorer, windows, context, batch_size, read):
             if window.context:
                 result.contexts.add(window, nats)
                 continue
@@ -134,8 +137,6 @@ def perplexity(
             result.documents[window.owner].nats += result.of_windows[-1][0]
             if window.begin == 0:
                 result.positions.add(window.owner, nats[: leading(window)])
-            scored = f"document {len(result.documents):,}, window {result.windows:,}"
-            line.update(task, description=f"scoring {scored}")
     return result
 
 
@@ -173,10 +174,3 @@ def error_of_ratio(pairs: Sequence[tuple[float, float]]) -> float:
 def _exp(nats: float, count: int) -> float:
     mean = nats / count if count else math.nan
     return math.exp(mean) if not mean > 700 else math.inf
-
-
-def _progress_line(visible: bool) -> Progress:
-    """A line on the terminal that ends with its block; nothing where stderr is no terminal."""
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    hidden = not (visible and sys.stderr.isatty())
-    return Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden)

@@ -52,17 +52,17 @@ def losses(
     windows: Iterable[Window],
     context: int,
     rows: int,
-    speed: Speed | None = None,
+    read: Callable[[int], None] = lambda tokens: None,
 ) -> Iterator[tuple[Window, np.ndarray]]:
-    """Each window with -ln p of the tokens after those `seen`, (tokens,) float64, in any order; 0
-    for a token that is not scored.
+    """Yield each window with -ln p of the tokens after its `seen`, (tokens,) float64, in any order;
+    0 for a token that is not scored.
 
-    `rows` rows of `context` tokens go through the model at a time, on each data rank.
+    `rows` rows of `context` tokens go through the model at a time, on each data rank. `read` gets
+    the tokens of each batch whose losses were read.
     """
-    speed = speed or Speed()
     for launched in _in_turn(scorer, batches(windows, context, rows * scorer.data_ranks)):
         yield from launched.read()
-        speed.add(launched.tokens)
+        read(launched.tokens)
 
 
 def _in_turn(scorer: Scorer, every: Iterable[list[list[Window]]]) -> Iterator[_Launched]:

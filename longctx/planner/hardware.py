@@ -35,6 +35,7 @@ NO_GPU = "device=cuda: torch finds no GPU here; use device=cpu, or device=auto f
 NO_LONGEST = "seq_len=max: finds what fits a GPU, and this run is on a CPU; give a number of tokens"
 CONTROL = Path("/dev/nvidiactl")  # NVIDIA's driver on Linux has it
 ASSUMED = "NVIDIA H200", 139.8  # GiB; where there is no GPU and none is named
+ASSUMED_HOST = 128 * GIB  # for each GPU of a machine that is not here; eight have 1 to 2 TiB
 # What is predicted to take so many times the memory that there is, is refused. Of a training step
 # predictions are within a tenth on GPUs, of an evaluation they are rougher; on a CPU naive
 # attention took 6.1 GiB of 8.4 that were predicted.
@@ -62,7 +63,7 @@ class Chip:
     @property
     def fp8(self) -> bool:
         """Whether it has FP8 matrix products, as far as its name tells."""
-        return not _is_named(self.name, "A100")
+        return not is_named(self.name, "A100")
 
     @property
     def usable(self) -> float:
@@ -93,15 +94,15 @@ def without_fp8(device: str) -> str:
 
 def chip(name: str, memory: float) -> Chip:
     """The chip that torch calls `name`, with so many bytes of memory."""
-    figures = (CHIPS[of] for of in CHIPS if _is_named(name, of))
+    figures = (CHIPS[of] for of in CHIPS if is_named(name, of))
     flops, bandwidth, link = next(figures, (None, None, SLOWEST))
-    if _is_named(name, "MIG"):  # a part of the chip
+    if is_named(name, "MIG"):  # a part of the chip
         flops = bandwidth = None
     return Chip(name, memory, flops, bandwidth, REACHED * link)
 
 
-def _is_named(name: str, of: str) -> bool:
-    """Whether every word of `of` is one of `name`."""
+def is_named(name: str, of: str) -> bool:
+    """Return True if every word of `of` is one of `name`."""
     return set(of.upper().split()) <= set(name.upper().replace("-", " ").split())
 
 

@@ -55,11 +55,13 @@ def workspace(workload: Workload) -> float:
     slices = 2.0 * FP32 * min(SLICE, largest) if workload.memory.optimizer_state == "host" else 0.0
     if not iterations:
         return slices
-    # A batch in fp32 and bf16, or in bf16 before and after an iteration with two square matrices;
-    # its momentum where that is not kept in fp32 on the GPU.
-    each = 8 if workload.memory.optimizer_state in (None, "fp32") else 8 + FP32
-    stacks = [max(STACK, r * c) for r, c in block_matrices(model)]
-    return max(slices, float(each * min(max(stacks), trained(workload)[0])))
+    # A batch in bf16 before and after an iteration, with two square matrices no larger than it.
+    # While it is filled: itself, the same in fp32, and its momentum unless that changes in place.
+    each = 8 if workload.memory.optimizer_state in (None, "fp32") else 10
+    largest_matrix = max(rows * columns for rows, columns in block_matrices(model))
+    if workload.strategy == "fsdp":  # one matrix at a time, next to gate and up as gathered
+        return max(slices, 12.0 * largest_matrix)
+    return max(slices, float(each * min(max(STACK, largest_matrix), trained(workload)[0])))
 
 
 def bytes_moved(workload: Workload) -> float:

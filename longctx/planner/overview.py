@@ -15,7 +15,7 @@ from typing import Any
 from longctx.config.command_config import PlanOptions
 from longctx.config.train_config import TrainConfig
 from longctx.planner import fitting, hardware, layouts
-from longctx.planner.hardware import GIB, Chip
+from longctx.planner.hardware import GIB, Chip, is_named
 from longctx.planner.peak_memory import (
     ATTENTION,
     GRADIENTS,
@@ -42,7 +42,7 @@ def run(options: PlanOptions, requests: Mapping[str, TrainConfig]) -> None:
     """Print memory by term and time by policy, and the longest context, for the request of every
     attention backend.
     """
-    chip, host = machine(options)
+    chip, host, of_host = machine(options, next(iter(requests.values())).devices)
     if not chip.fp8 and any(request.precision == "fp8" for request in requests.values()):
         raise ValueError(hardware.without_fp8(chip.name))
     per_machine = options.gpus_per_machine
@@ -51,7 +51,7 @@ def run(options: PlanOptions, requests: Mapping[str, TrainConfig]) -> None:
         for backend, request in requests.items()
         for config in each_policy(request, chip, host, per_machine)
     ]
-    print_machine(configs[0][1], chip, host, assumed=options.host_memory == "auto")
+    print_machine(configs[0][1], chip, host, of_host)
     if configs[0][1].devices > 1:
         shown = "flash" if "flash" in requests else next(iter(requests))
         print_layouts(requests[shown], chip, host, per_machine)
@@ -169,17 +169,16 @@ def without_data(request: TrainConfig, device: str) -> Workload:
     return with_vocabulary(work, request.data.vocab_size)
 
 
-def print_machine(config: Workload, chip: Chip, host: float, assumed: bool) -> None:
-    """Print the model, the rows of a step and the machine; `assumed`: the host is this machine."""
+def print_machine(config: Workload, chip: Chip, host: float, of_host: str) -> None:
+    """Print the model, the rows of a step and the machine, of whose host `of_host` says more."""
     count = count_of(config.rows_per_step, "row")
     print(
         f"{config.model.parameters() / 1e6:,.0f} million parameters, "
         f"{count} of {config.seq_len:,} tokens a step, {config.precision}"
     )
-    advice = ", this machine: host_memory= says another" if assumed else ""
     print(
         f"{chip.name}, {chip.memory / GIB:.1f} GiB, {chip.usable / GIB:.1f} of them for tensors; "
-        f"host {host / GIB:.0f} GiB{advice}"
+        f"host {host / GIB:,.0f} GiB{of_host}"
     )
     if config.devices > 1:
         print(
@@ -195,8 +194,10 @@ def count_of(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def machine(options: PlanOptions) -> tuple[Chip, float]:
-    """The GPU and the bytes of host memory to plan for."""
+def machine(options: PlanOptions, devices: int) -> tuple[Chip, float, str]:
+    """Return the GPU to plan for, the bytes of its machine's host memory, and where these come from
+    if they are not given.
+    """
     there = hardware.here()
     if options.gpu != "auto":
         if hardware.chip(options.gpu, 0).flops is None:
@@ -210,12 +211,14 @@ def machine(options: PlanOptions) -> tuple[Chip, float]:
     assumed = hardware.chip(hardware.ASSUMED[0], hardware.ASSUMED[1] * GIB)
     base = (there or assumed) if options.gpu == "auto" else hardware.chip(options.gpu, 0)
     memory = base.memory if options.gpu_memory == "auto" else gib("gpu_memory", options.gpu_memory)
-    host = (
-        hardware.host_memory()
-        if options.host_memory == "auto"
-        else gib("host_memory", options.host_memory)
-    )
-    return replace(base, memory=memory, network=options.network / 8 * 1e9), host
+    base = replace(base, memory=memory, network=options.network / 8 * 1e9)
+    if options.host_memory != "auto":
+        return base, gib("host_memory", options.host_memory), ""
+    is_here = there is not None and (options.gpu == "auto" or is_named(there.name, options.gpu))
+    if is_here:
+        return base, hardware.host_memory(), ", this machine: host_memory= says another"
+    host = hardware.ASSUMED_HOST * min(devices, options.gpus_per_machine)
+    return base, host, " assumed, 128 for each GPU: host_memory= says another"
 
 
 def gib(key: str, text: str) -> float:

@@ -130,10 +130,9 @@ class _Step:
         here = [0.0] * self.away() + self.kept_by_block[self.away() :]
         self.kept_by_first = [0.0, *accumulate(here)]
 
-    def moments(self) -> Iterator[tuple[str, Terms]]:
-        """Every moment that can be the peak, with its bytes by term."""
-        outside = self.always()
-        always = _sum(outside, {PARAMETERS: self.held})
+    def of_passes(self) -> Iterator[tuple[str, Terms]]:
+        """Yield the moments of forward and backward."""
+        always = _sum(self.always(), {PARAMETERS: self.held})
         gradients = FP32 * self.trained / self.slices
         embedding = self.gradient * self.V * self.C
         kept = FP32 / self.slices if self.sharded and self.gradient else self.gradient
@@ -172,11 +171,27 @@ class _Step:
         last += 0.0 if sparse else embedding
         tokens = {GRADIENTS: last, KEPT: (FP32 + self.e) * self.C * self.N}
         yield "backward of the embedding", _sum(always, tokens)
-        workspace = optimizer_cost.workspace(self.workload)
-        yield "optimizer", _sum(outside, {GRADIENTS: gradients, OPTIMIZER: workspace})
-        if self.workload.validates:  # CUDA graphs write the gradients of all steps to one place
-            still = gradients if self.workload.captured else 0.0
-            yield "validation", _sum(outside, {GRADIENTS: still}, self.validation())
+
+    def moments(self) -> Iterator[tuple[str, Terms]]:
+        """Yield every moment that can be the peak, with its bytes by term."""
+        passes = list(self.of_passes())
+        yield from passes
+        resting = self.always()
+        gradients = {GRADIENTS: FP32 * self.trained / self.slices}
+        if self.workload.captured:
+            # The graphs' memory pool, gradients among it, stays as large as the passes need: what
+            # is no graph of theirs comes on top.
+            resting = max((terms for _, terms in passes), key=lambda terms: sum(terms.values()))
+            gradients = {}
+        workspace = {OPTIMIZER: optimizer_cost.workspace(self.workload)}
+        yield "optimizer", _sum(resting, gradients, workspace)
+        if not self.workload.validates:
+            return
+        yield "validation", _sum(resting, self.validation(self.B, self.T))
+        length = self.workload.passkey_length
+        if length > self.T:  # shorter texts together are no more than a batch
+            texts = max(1, self.B * self.T // length)
+            yield "pass keys", _sum(resting, self.validation(texts, length))
 
     def tile_of(self, most: int) -> int:
         """Tokens of a tile of at most so many: all tiles are about equal, see
@@ -399,10 +414,11 @@ class _Step:
         repeated = 2 * e * q * N if q != kv else 0
         return rows + FP32 * q * N + repeated + again
 
-    def validation(self) -> Terms:
-        """A batch without gradient: blocks run uncompiled."""
-        N, C, F, e = self.N, self.C, self.F, self.e
-        scores = (e + 2 * FP32) * self.H * N * self.T if self.backend == "naive" else 0
+    def validation(self, rows: int, length: int) -> Terms:
+        """Return the bytes of a forward without gradient, in which blocks run uncompiled."""
+        C, F, e = self.C, self.F, self.e
+        N = rows * -(-length // self.workload.context)
+        scores = (e + 2 * FP32) * self.H * N * length if self.backend == "naive" else 0
         inner = max(3 if self.fused else 4, self.lora_gate_up)
         mlp = e * (2 * C + self.q) * N + e * (2 * C + inner * F) * min(self.memory.mlp_tile or N, N)
         logits = self.logits(FP32) + self.copy * self.V * C + e * C * N

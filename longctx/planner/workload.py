@@ -46,6 +46,7 @@ class Workload:
     graphs: str = "auto"  # as asked: auto | true | false
     machines: int = 1  # that the devices are spread over evenly, those of one row side by side
     bf16_layers: tuple[int, ...] = ()  # that stay in bf16 under precision=fp8
+    passkey_length: int = 0  # of passkey.lengths the longest; 0: none given
 
     @property
     def captured(self) -> bool:
@@ -175,6 +176,7 @@ def workload_of(
         validates=config.data.val_fraction != 0,
         graphs=config.graphs.lower(),
         bf16_layers=tuple(config.bf16_layers),
+        passkey_length=max(config.passkey.lengths or [0]) if config.passkey.enabled else 0,
     )
 
 

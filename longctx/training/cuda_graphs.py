@@ -189,7 +189,8 @@ class ForwardGraph:
         if self.inputs is None:
             self.inputs = StaticBatch(micro)
             return self.function(micro)
-        if not self.inputs.fits(micro):  # the last rows of a data set
+        if not self.inputs.fits(micro):  # the last rows of a data set: the graph's memory is theirs
+            self.graph = self.result = None
             return self.function(micro)
         self.inputs.fill(micro)
         if self.graph is None:

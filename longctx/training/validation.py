@@ -22,7 +22,7 @@ from longctx.data import Data, Mixture
 from longctx.data.rows import IGNORED
 from longctx.distributed.devices import dtype_of
 from longctx.distributed.parallel import Parallel
-from longctx.evaluation.passkey import check_texts, filler_of, recall
+from longctx.evaluation.passkey import TOKENS_TOGETHER, check_texts, filler_of, recall
 from longctx.evaluation.positions import Filled, mean_losses, packed_buckets
 from longctx.evaluation.scorer import Scorer
 from longctx.runs.metrics import BY_POSITION, FACTS_FOUND
@@ -107,21 +107,24 @@ def validation_losses(module: Any, micro: MicroBatch, parallel: Parallel) -> Ten
 
 
 def facts_found(module: Any, data: Data | Mixture, run: Run) -> dict[str, float]:
-    """The share of hidden facts that the model finds, for each kind and length.
+    """Return the share of hidden facts that the model finds, for each kind and length.
 
-    Every rank asks for all of them.
+    Every rank asks for all of them. A forward takes a micro-batch's tokens at most, as predicted.
     """
-    keys, lengths = run.config.passkey, run.config.passkey.lengths or [run.workload.seq_len]
+    keys, work = run.config.passkey, run.workload
+    lengths = keys.lengths or [work.seq_len]
+    micro_batch = work.batch_size * work.seq_len
     depths = keys.depths or DEPTHS
     cells = _eager(
         recall,
-        Scorer(module.model, dtype_of(run.workload.precision)),
+        Scorer(module.model, dtype_of(work.precision)),
         data.tokenizer,
         _filler(data, lengths),
         lengths,
         depths,
         keys.samples,
         keys.kinds,
+        min(micro_batch, TOKENS_TOGETHER[work.device]),
     )
     right = {(cell.kind, cell.length): 0 for cell in cells}
     for cell in cells:

@@ -312,6 +312,33 @@ def test_speed_on_a_cpu_is_that_of_every_batch_but_the_first(
     assert (speed.tokens, speed.seconds) == (60, 2.0)
 
 
+@pytest.mark.parametrize("seconds", [1, 60])
+def test_a_long_evaluation_tells_its_time_early(
+    model: GPT,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    seconds: int,
+) -> None:
+    """By a clock that a forward moves on by `seconds`."""
+    forward = GPT.forward
+    printed: list[str] = []  # before each forward
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        printed.append(capsys.readouterr().err)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(GPT, "forward", counted)
+    clock = SimpleNamespace(monotonic=lambda: float(seconds * len(printed)))
+    monkeypatch.setattr("longctx.evaluation.progress.time", clock)
+    perplexity(Scorer(model), documents(31, 31, 31), 32, progress=True)
+    assert len(printed) == 3
+    assert [("90 tokens" in err, "3 minutes" in err) for err in printed] == [
+        (False, False),
+        (seconds == 60, seconds == 60),
+        (False, False),
+    ]
+
+
 ROPES = {
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
     "longrope": {

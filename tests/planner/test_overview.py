@@ -5,6 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from longctx.cli import main
+from longctx.config.command_config import PlanOptions
+from longctx.planner import hardware
 from longctx.planner import overview as plan
 from longctx.planner.hardware import GIB
 
@@ -30,6 +32,22 @@ def test_a_plan_for_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
         assert word in out
     assert main(["plan", "attention=flash", "memory=long", *words]) == 0
     assert "naive" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("here", [None, "NVIDIA GeForce RTX 4090", "NVIDIA H200"])
+def test_host_memory_is_of_the_gpu_planned_for(
+    here: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "here", lambda: here and hardware.chip(here, 24 * GIB))
+    monkeypatch.setattr(hardware, "host_memory", lambda: 7.0 * GIB)
+    named = PlanOptions(gpu="H200", gpu_memory="139")
+    assumed = hardware.ASSUMED_HOST
+    hosts = [plan.machine(named, devices)[1] for devices in (1, 8, 64)]
+    assert hosts == (
+        [7 * GIB] * 3 if here == "NVIDIA H200" else [assumed, 8 * assumed, 8 * assumed]
+    )
+    assert plan.machine(PlanOptions(), 1)[1] == (7 * GIB if here else assumed)
+    assert plan.machine(PlanOptions(host_memory="512"), 8)[1] == 512 * GIB
 
 
 def test_micro_batches_are_those_that_a_run_would_take(capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,6 +154,17 @@ def test_naive_attention_grows_with_the_square() -> None:
     assert peaks[1] > 3 * peaks[0]
 
 
+def test_texts_with_pass_keys_longer_than_rows_count() -> None:
+    def naive(*keys: str) -> Workload:
+        base = ("model=124m", "model.vocab_size=50304", "attention=naive", "memory=fast")
+        return workload(*base, "passkey.enabled=true", *keys, seq_len=1024, batch_size=4)
+
+    within, longer = naive("passkey.lengths=[512]"), naive("passkey.lengths=[512,32768]")
+    assert predict(within).peak == predict(naive()).peak
+    assert predict(longer).moment == "pass keys"
+    assert predict(longer).gpu[ATTENTION] == 12 * 32768**2 * 10
+
+
 def test_lora_needs_no_gradients_and_averages_of_resting_weights() -> None:
     full = one_b("memory=fast", seq_len=4096)
     thin = replace(full, lora=replace(full.lora, rank=8))
@@ -213,7 +224,7 @@ def test_a_step_has_as_few_micro_batches_as_fit_with_the_fastest_policy() -> Non
 
     small = ("model=124m", "model.vocab_size=50304")
     assert decided(139.8, *small) == (16, 1, "fast")
-    assert [decided(gib, *small) for gib in (20, 10, 7)] == [
+    assert [decided(gib, *small) for gib in (20, 11, 7)] == [
         (8, 2, "fast"),
         (4, 4, "fast"),
         (4, 4, "balanced"),

@@ -1,5 +1,6 @@
 """CUDA graphs of a step change no bit of a run, and what cannot be captured is refused by name."""
 
+from dataclasses import replace
 from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from longctx import cli, files
 from longctx.data.rows import IGNORED
 from longctx.model import GPT, GPTConfig
 from longctx.model.layers import Block
-from longctx.planner.peak_memory import GRADIENTS, predict
+from longctx.planner import optimizer_cost
+from longctx.planner.peak_memory import _Step, predict
 from longctx.planner.workload import Workload, with_vocabulary, workload_of
 from longctx.runs import metrics_file, run_folder
 from longctx.training.batches import MicroBatch, micro_batch
@@ -152,14 +154,22 @@ def test_what_cannot_be_captured_is_named(keys: list[str], named: str) -> None:
         work("seq_len=1024", "batch_size=4", *keys, "graphs=true").check_graphs()
 
 
-def test_gradients_stay_while_a_captured_run_validates() -> None:
-    with_graphs, without = (
-        predict(work("seq_len=8192", "memory.recompute=block", "batch_size=1", f"graphs={graphs}"))
-        for graphs in ("true", "false")
+def test_graphs_keep_their_memory_while_a_run_validates() -> None:
+    captured = work("seq_len=1024", "batch_size=4")
+    eager = _Step(replace(captured, graphs="false"))
+    validation = dict(eager.moments())["validation"]
+    added = sum(validation.values()) - sum(eager.always().values())
+    passes = predict(replace(captured, validates=False)).peak
+    assert predict(captured).peak == pytest.approx(passes + added)
+
+
+def test_graphs_keep_their_memory_in_muons_update() -> None:
+    keys = "seq_len=1024", "batch_size=4", "optimizer=muon"
+    captured = replace(work(*keys), validates=False)
+    added = predict(captured).peak - max(
+        sum(terms.values()) for _, terms in _Step(captured).of_passes()
     )
-    assert with_graphs.moment == "validation"
-    assert with_graphs.gpu[GRADIENTS] == 4 * work().model.parameters()
-    assert with_graphs.peak > without.peak
+    assert added == optimizer_cost.workspace(captured) > 2**27 / 2
 
 
 def test_graphs_on_a_cpu_are_refused(
@@ -275,10 +285,15 @@ def test_what_cannot_be_captured_is_one_line(overrides: Overrides) -> None:
 
 
 @pytest.mark.gpu
-def test_memory_of_captured_steps_is_predicted(overrides: Overrides, tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_memory_of_captured_steps_is_predicted(
+    overrides: Overrides, tmp_path: Path, optimizer: str
+) -> None:
+    """Reserved memory, since what a graph's pool keeps for its next replay is in no tensor."""
     shape = {"model": "124m", "model.vocab_size": 50304, "seq_len": 1024, "batch_size": 4}
     unset = dict.fromkeys(("model.channels", "model.heads", "model.kv_heads", "model.ffn"))
-    keys = shape | unset | {"model.layers": 12, "max_steps": 4, "log_every": 1, "compile": True}
-    folder = run(partial(overrides), tmp_path / "runs", True, **keys, deterministic=False)
+    keys = shape | unset | {"model.layers": 12, "max_steps": 6, "log_every": 1, "compile": True}
+    keys |= {"val_every": 3, "val_rows": 8, "optimizer": optimizer, "deterministic": False}
+    folder = run(partial(overrides), tmp_path / "runs", True, **keys)
     last = steps(folder)[-1]
-    assert last["memory_peak_gib"] == pytest.approx(last["memory_predicted_gib"], rel=0.03)
+    assert last["memory_reserved_gib"] == pytest.approx(last["memory_predicted_gib"], rel=0.1)

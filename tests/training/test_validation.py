@@ -4,6 +4,7 @@ in all of them.
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 import train
 from longctx.data.rows import IGNORED
 from longctx.evaluation.perplexity import error_of_ratio
+from longctx.model import GPT
 from longctx.runs import metrics_file
 from longctx.training.batches import micro_batch
 from longctx.training.validation import (
@@ -21,7 +23,7 @@ from longctx.training.validation import (
     places,
     row_sums,
 )
-from tests.training.sample_run import Overrides
+from tests.training.sample_run import Overrides, steps
 
 
 def row(lengths: list[int], padding: int) -> dict[str, torch.Tensor]:
@@ -107,3 +109,34 @@ def test_the_error_over_rows_is_that_of_a_ratio() -> None:
     ]
     assert error == pytest.approx(error_of_ratio([pair for pair in pairs if pair[1]]), rel=1e-9)
     assert error_over_rows(row_sums(losses[:1], targets[:1]).tolist(), 1.0, 9) is None
+
+
+def test_pass_keys_take_a_micro_batch_at_a_time(
+    overrides: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, forward = [], GPT.forward
+
+    def noted(model: GPT, tokens: torch.Tensor, *args: Any, **keys: Any) -> torch.Tensor:
+        if keys.get("at") is not None:
+            asked.append(tuple(tokens.shape))
+        return forward(model, tokens, *args, **keys)
+
+    monkeypatch.setattr(GPT, "forward", noted)
+    keys = {"passkey": "true", "passkey.lengths": "[250,600]", "passkey.kinds": "[passkey]"}
+    assert train.main(overrides(max_steps=1, seq_len=256, batch_size=2, **keys)) == 0
+    assert set(asked) == {(2, 249), (1, 599)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [1024, 8192])
+def test_memory_of_pass_keys_is_predicted(
+    overrides: Overrides, tmp_path: Path, length: int
+) -> None:
+    keys = {"device": "cuda", "attention": "naive", "seq_len": 2048, "batch_size": 2}
+    keys |= {"passkey": "true", "passkey.lengths": f"[{length}]", "passkey.samples": 3}
+    keys |= {"data": "embedded", "data.path": None, "data.vocab_size": 4096, "val_rows": 4}
+    keys |= {"model.channels": 256, "model.ffn": 768, "model.heads": 4, "kernel.lock": "off"}
+    keys |= {"graphs": "false", "memory": "fast", "max_steps": 2}
+    assert train.main(overrides(name="keys", **keys)) == 0
+    last = steps(tmp_path / "runs" / "keys")[-1]
+    assert last["memory_peak_gib"] == pytest.approx(last["memory_predicted_gib"], rel=0.1)

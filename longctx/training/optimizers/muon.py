@@ -103,11 +103,15 @@ class Muon(AdamW):
                 self._update_slice(p, lr, decay)
             return None
         for batch in batches(self._matrices(weights)):
-            moved = [matrix.weight for matrix in batch]
-            updates = orthogonalized(self._stack(batch), self.iterations)
-            along = [u.mT if is_tall(w) else u for u, w in zip(updates, moved, strict=True)]
-            torch._foreach_mul_(moved, 1 - lr * decay)
-            torch._foreach_add_(moved, along, alpha=-lr * SCALE * math.sqrt(max(moved[0].shape)))
+            self._update_batch(batch, lr, decay)
+
+    def _update_batch(self, batch: list[Matrix], lr: float, decay: float) -> None:
+        """Update the weights of `batch`; its updates are gone before the next batch has its own."""
+        moved = [matrix.weight for matrix in batch]
+        updates = orthogonalized(self._stack(batch), self.iterations)
+        along = [u.mT if is_tall(w) else u for u, w in zip(updates, moved, strict=True)]
+        torch._foreach_mul_(moved, 1 - lr * decay)
+        torch._foreach_add_(moved, along, alpha=-lr * SCALE * math.sqrt(max(moved[0].shape)))
 
     def _update_slice(self, p: DTensor, lr: float, decay: float) -> None:
         """Update this rank's rows of p; every rank orthogonalizes the gathered matrices."""
@@ -119,13 +123,12 @@ class Muon(AdamW):
         matrix = Matrix(weight, local(p.grad), state["momentum"])
         rows_of_rank = torch.zeros_like(weight, dtype=torch.bfloat16)
         self._directions([matrix], [rows_of_rank])
-        direction = full(like(p, rows_of_rank))
-        updates = []
-        for part in direction.split(self.parts[p]):
-            tall = is_tall(part)
-            update = orthogonalized((part.mT if tall else part)[None], self.iterations)[0]
-            updates.append((update.mT if tall else update) * math.sqrt(max(part.shape)))
-        update = torch.cat(updates)[rows(p)]
+        update = full(like(p, rows_of_rank))
+        for part in update.split(self.parts[p]):
+            upright = part.mT if is_tall(part) else part
+            upright.copy_(orthogonalized(upright[None], self.iterations)[0])
+            upright.mul_(math.sqrt(max(part.shape)))
+        update = update[rows(p)]
         weight.mul_(1 - lr * decay).add_(update, alpha=-lr * SCALE)
 
     def _matrices(self, weights: Iterable[Tensor]) -> Iterator[Matrix]:

@@ -1,11 +1,13 @@
 """Muon: what it orthogonalizes, that every matrix stands alone, and that it resumes to the bit."""
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
+from longctx import cli
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.optimizer_config import OptimizerConfig
 from longctx.config.train_config import TrainConfig
@@ -13,6 +15,7 @@ from longctx.model import GPT, GPTConfig
 from longctx.planner import optimizer_cost
 from longctx.training.optimizers import build, clip_gradients, muon
 from longctx.training.run import Run
+from tests.largest_tensor import LiveMemory
 from tests.training.sample_run import sample_run
 
 ODD = GPTConfig(
@@ -226,6 +229,42 @@ def test_the_planner_knows_the_state(name: str, stored: str) -> None:
     if isinstance(optimizer, muon.Muon):
         rows = [(n, p.shape[1]) for p, sizes in optimizer.parts.items() for n in sizes]
         assert sorted(rows) == sorted(parts)
+
+
+def two_updates(device: str, preset: str, stored: str) -> Iterator[Run]:
+    """Update the matrices of the blocks of `preset` twice; yield the run before the second time."""
+    keys = [f"model={preset}", "model.vocab_size=64", "model.layers=9"]
+    run = config(stored, model=cli.compose("train", keys).config.model)
+    with torch.device(device):
+        model = GPT(run.workload.model, "naive")
+    optimizer = build(model, run)
+    assert isinstance(optimizer, muon.Muon)
+    for p in optimizer.parts:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    yield run
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stored", ["fp32", "bf16"])
+@pytest.mark.parametrize("preset", ["124m", "1b", "8b"])
+def test_an_updates_memory_is_predicted(preset: str, stored: str) -> None:
+    updates = two_updates("meta", preset, stored)
+    predicted = optimizer_cost.workspace(next(updates).workload)
+    with LiveMemory() as live:
+        next(updates, None)
+    assert predicted / 1.35 < live.peak <= 1.001 * predicted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", ["124m", "1b"])
+def test_an_updates_memory_on_a_gpu_is_predicted(preset: str) -> None:
+    updates = two_updates("cuda", preset, "fp32")
+    predicted = optimizer_cost.workspace(next(updates).workload)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    next(updates, None)
+    assert torch.cuda.max_memory_allocated() - before == pytest.approx(predicted, rel=0.03)
 
 
 def test_lora_is_refused_by_name() -> None:
