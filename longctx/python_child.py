@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
 import shlex
 import shutil
-import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
-
-Result = TypeVar("Result")
 
 
 def command(module: str, *arguments: str) -> list[str]:
@@ -53,33 +47,3 @@ def end_with_parent(parent: int, number: int) -> None:
     ctypes.CDLL(None).prctl(set_parent_death_signal, number)
     if os.getppid() != parent:  # it ended before
         os.kill(os.getpid(), number)
-
-
-def limit_memory(more: int) -> None:
-    """Let this process take `more` bytes beyond those of now, and leave no core file."""
-    pages = Path("/proc/self/statm")
-    used = int(pages.read_text().split()[0]) * resource.getpagesize() if pages.exists() else 1 << 30
-    resource.setrlimit(resource.RLIMIT_AS, (used + more, used + more))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-class TimeLimit:
-    """The processor time that is left to this process, which SIGPROF ends where it runs out: a
-    leaky bucket of `seconds`, filled again by what is earned. `wait` bounds each piece of work in
-    seconds of a clock.
-    """
-
-    def __init__(self, seconds: float, wait: int) -> None:
-        self.most = self.left = seconds
-        self.wait = wait
-
-    def run(self, work: Callable[[], Result], earned: float) -> Result:
-        """work(), after which `earned` seconds are put back."""
-        signal.setitimer(signal.ITIMER_PROF, self.left)
-        signal.alarm(self.wait)
-        try:
-            return work()
-        finally:
-            signal.alarm(0)
-            left, _ = signal.setitimer(signal.ITIMER_PROF, 0)
-            self.left = min(self.most, left + earned)

@@ -22,7 +22,6 @@ SETTINGS_SIZE = 16 * MIB  # bytes of a JSON file of settings, or of a YAML or a 
 TOKENIZER_SIZE = 40 * MIB
 YAML_SIZE = MIB
 YAML_DEPTH = 32
-YAML_ALIASES = 8
 # What PyYAML raises for !!int x, !!int '', !!bool x, !!timestamp x, !!set [1]
 WRONG_VALUE = (ValueError, IndexError, KeyError, AttributeError, TypeError)
 
@@ -96,7 +95,7 @@ def read_json(
 
 
 def read_yaml(path: Path, within: Path | None = None) -> str:
-    """The text of a YAML file that has been found harmless to load: bounded in size, depth and
+    """Return the text of a YAML file that is harmless to load: bounded in size and depth, without
     aliases, which may stand for one another until they fill the memory, and with no key given
     twice, of which a loader drops the first. Raises as `open_file`.
     """
@@ -105,7 +104,6 @@ def read_yaml(path: Path, within: Path | None = None) -> str:
     text = read_text(path, YAML_SIZE, within)
     # The keys of each mapping that is open, and whether the next node in it is one; None: a list.
     opened: list[tuple[set[str], Iterator[bool]] | None] = []
-    aliases = 0
     try:
         for event in yaml.parse(text, getattr(yaml, "CLoader", yaml.Loader)):
             if isinstance(event, yaml.NodeEvent) and opened and opened[-1] is not None:
@@ -121,11 +119,9 @@ def read_yaml(path: Path, within: Path | None = None) -> str:
                 opened.append((set(), cycle([True, False])) if is_mapping else None)
             elif isinstance(event, yaml.CollectionEndEvent):
                 opened.pop()
-            aliases += isinstance(event, yaml.AliasEvent)
-            if len(opened) > YAML_DEPTH or aliases > YAML_ALIASES:
+            if len(opened) > YAML_DEPTH or isinstance(event, yaml.AliasEvent):
                 raise ValueError(
-                    f"{path}: nested more than {YAML_DEPTH} deep, or with more than "
-                    f"{YAML_ALIASES} aliases; write the values out"
+                    f"{path}: an alias, or nested more than {YAML_DEPTH} deep; write the values out"
                 )
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())

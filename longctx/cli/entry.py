@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from longctx import files, garbage, stop_signal
-from longctx.distributed.launched import number_here
+from longctx.distributed.launched import leave_to_first, number_here
 
 NOT_UTF8 = "not text in UTF-8; give other characters, or rename the file or folder"
 
@@ -50,6 +50,7 @@ def answer(
             for argument in argv:
                 files.check_utf8(argument, NOT_UTF8)
             check_given_once(argv)
+            check_home()
             code = do(argv) or 0
             sys.stdout.flush()
             return code
@@ -83,3 +84,15 @@ def check_given_once(argv: list[str]) -> None:
         key, equals, value = argument.lstrip("+").partition("=")
         if equals and "/" not in key and values.setdefault(key, value) != value:
             raise ValueError(f"{argument}: {key}={values[key]} is given too; leave one of them out")
+
+
+def check_home() -> None:
+    """Raise ValueError if this user has no home folder: our caches and those of libraries are
+    there.
+    """
+    if os.path.expanduser("~") == "~":
+        leave_to_first()
+        raise ValueError(
+            f"HOME: not set, and user {os.getuid()} has no entry in /etc/passwd; set HOME to a "
+            "folder in which this user may write"
+        )

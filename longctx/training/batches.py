@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
@@ -95,6 +96,15 @@ class StepBatch:
     def to(self, device: torch.device) -> StepBatch:
         return StepBatch([micro.to(device) for micro in self.micro])
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A data worker sends bytes through a pipe. Tensors would go through files of /dev/shm, of
+        # which Docker gives 64 MB, and through sockets of TMPDIR, whose path may be too long.
+        return _unpickled, (pickle.dumps(self.micro),)
+
+
+def _unpickled(micro: bytes) -> StepBatch:
+    return StepBatch(pickle.loads(micro))
+
 
 def collate(
     rows: list[dict[str, Tensor]], tokens: int, windows: Mapping[int | None, int] = NO_WINDOW
@@ -161,14 +171,20 @@ def read_ahead(loader: DataLoader[Any]) -> Iterator[StepBatch]:
 
 
 def _batches(iterator: Iterator[StepBatch], workers: Sequence[Any]) -> Iterator[StepBatch]:
-    while True:
-        try:
-            batch = next(iterator)
-        except (RuntimeError, ConnectionError, EOFError) as error:
-            if isinstance(error, RuntimeError) and not is_lost_worker(error):
-                raise
-            raise LostWorker(lost_worker(error, workers)) from None
-        yield batch
+    try:
+        while True:
+            try:
+                batch = next(iterator)
+            except (RuntimeError, ConnectionError, EOFError) as error:
+                if isinstance(error, RuntimeError) and not is_lost_worker(error):
+                    raise
+                raise LostWorker(lost_worker(error, workers)) from None
+            yield batch
+    finally:
+        pins: Any = getattr(iterator, "_pin_memory_thread", None)
+        if pins and not all(worker.is_alive() for worker in workers):
+            # It may wait for ever for the rest of a batch of the dead worker, and torch for it.
+            pins.join = lambda: None
 
 
 def is_lost_worker(error: BaseException) -> bool:

@@ -245,3 +245,24 @@ def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path, content, messa
     with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
         Tokenizer.load(tmp_path)
     assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["[" * 10**6, '{"model":' * 10**5, "\x00", "{}", "7"])
+def test_odd_tokenizer_is_one_line(tmp_path, content) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=r"tokenizer\.json") as error:
+        Tokenizer.load(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_endless_regular_expression_is_one_line(trained, tmp_path) -> None:
+    trained.save(tmp_path / "tokenizer.json")
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    pattern = {"Regex": "(\u0436|\u0436\u0436)+\u044f"}
+    content["normalizer"] = {"type": "Replace", "pattern": pattern, "content": "x"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("harmless")) == "harmless"
+    with pytest.raises(ValueError, match="the tokenizer does not get through a text") as error:
+        tokenizer.encode_documents(["\u0436" * 1000])
+    assert "\n" not in str(error.value)

@@ -145,6 +145,30 @@ def test_a_worker_whose_connection_is_reset_is_named() -> None:
     assert text == f"data worker {lost.pid} is gone (exit code -9)"
 
 
+@pytest.mark.parametrize("pinned", [False, pytest.param(True, marks=pytest.mark.gpu)])
+def test_worker_killed_amid_a_batch_is_lost(pinned: bool) -> None:
+    """The batch does not fit in the pipe, so a part of it is there and the rest never comes."""
+    rows = [row(1 << 20)] * 16
+    collated = partial(collate, tokens=1 << 20)
+    loader: Any = DataLoader(rows, 1, collate_fn=collated, num_workers=1, pin_memory=pinned)  # type: ignore[arg-type]
+    iterator: Any = iter(loader)
+    batches = _batches(iterator, iterator._workers)
+    next(batches)
+    results = iterator._worker_result_queue
+    if pinned:
+        assert results._rlock.acquire()  # or the thread that pins reads at once
+    while not results._reader.poll(10):
+        next(batches)
+    with pytest.raises(RuntimeError):  # noqa: PT012 (torch raises wherever this thread is)
+        os.kill(iterator._workers[0].pid, signal.SIGKILL)
+        if pinned:
+            results._rlock.release()
+        next(batches)
+        next(batches)
+    batches.close()
+    del iterator, batches  # torch ends its threads
+
+
 def test_a_lost_worker_is_one_error_though_torch_raises_its_own_later() -> None:
     """The connection to a worker closes before the signal comes that it has ended: here the signal
     is held back until then.

@@ -16,10 +16,8 @@ import json
 import lzma
 import os
 import re
-import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +25,6 @@ from typing import IO, TYPE_CHECKING, Any
 
 from longctx import untrusted
 from longctx.config.data_config import DataConfig
-from longctx.data import parquet_rows
 from longctx.data.corpus import Corpus, Document, Shard, Source, register
 from longctx.files import check_utf8
 
@@ -39,6 +36,7 @@ if TYPE_CHECKING:
 UNPACKED = 128 << 20
 RATIO = 20
 WINDOW = 128 << 20  # bytes that unpacking may keep: zstd's own limit; xz -9 needs 65 MiB
+ROWS = 256  # of a Parquet file, decoded together
 OF_LINES = (".jsonl", ".ndjson")
 OF_ROWS = (*OF_LINES, ".parquet")
 FORMATS = (".txt", ".md", *OF_ROWS)
@@ -360,24 +358,38 @@ def _json_object(line: str, place: str, config: DataConfig) -> dict[str, Any]:
 def _read_parquet(
     name: str, file: Path, stream: IO[bytes], config: DataConfig, most: int
 ) -> Iterator[Document]:
-    with ExitStack() as closes:
-        if _format(file)[1]:  # the child that decodes it needs a real file
-            packed, stream = stream, closes.enter_context(tempfile.TemporaryFile())
-            stream.write(_all_of(packed, file, most))
-            stream.flush()
-        values = closes.enter_context(
-            closing(parquet_rows.rows(file, stream, config.text_column, most))
-        )
-        try:
-            for row, value in enumerate(values, start=1):
-                place = f"{file}: row {row}"
-                if isinstance(value, parquet_rows.NoString):
-                    raise _no_string(place, config, value.type)
-                yield Document(f"{name}:{row}", _of_row(value, place, config))
-        except parquet_rows.NoColumn as error:
-            raise _no_column(str(file), config, error.columns) from error
-        except parquet_rows.TooLarge as error:
-            raise _too_large(file, most) from error
+    import pyarrow  # 0.2 s
+
+    if _format(file)[1]:  # Parquet is read from its end
+        stream = io.BytesIO(_all_of(stream, file, most))
+    try:
+        for row, value in enumerate(_column(file, stream, config), start=1):
+            place = f"{file}: row {row}"
+            if isinstance(value, pyarrow.DictionaryScalar) and value.is_valid:
+                value = value.value
+            if not value.is_valid:  # a document without text, which is left out and counted
+                yield Document(f"{name}:{row}", "")
+            elif isinstance(value, pyarrow.StringScalar):
+                yield Document(f"{name}:{row}", _of_row(bytes(value.as_buffer()), place, config))
+            else:
+                raise _no_string(place, config, str(value.type))
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk
+            raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
+        raise ValueError(f"{file}: not a readable .parquet file ({reason})") from error
+
+
+def _column(file: Path, stream: IO[bytes], config: DataConfig) -> Iterator[Any]:
+    """Yield the values of data.text_column, each a scalar of pyarrow."""
+    import pyarrow.parquet
+
+    table, column = pyarrow.parquet.ParquetFile(stream), config.text_column
+    names = table.schema_arrow.names
+    if names.count(column) != 1:
+        raise _no_column(str(file), config, names)
+    for batch in table.iter_batches(batch_size=ROWS, columns=[column], use_threads=False):
+        yield from batch.column(0)
 
 
 def _of_row(value: bytes, place: str, config: DataConfig) -> str:
@@ -390,7 +402,8 @@ def _of_row(value: bytes, place: str, config: DataConfig) -> str:
 def _no_column(place: str, config: DataConfig, columns: list[str]) -> ValueError:
     names = ", ".join(columns[:8]) or "none"
     return ValueError(
-        f"{place}: no field '{config.text_column}' (there are: {names}); set data.text_column"
+        f"{place}: needs one field '{config.text_column}' (there are: {names}); "
+        "set data.text_column"
     )
 
 
