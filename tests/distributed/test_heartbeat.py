@@ -15,7 +15,7 @@ import torch
 
 from longctx.distributed.heartbeat import RUN_VARIABLE, go_on, is_alive, state_of
 from longctx.python_child import typed_command
-from longctx.runs import metrics_file, run_folder
+from longctx.runs import checkpoint_index, metrics_file, run_folder
 from tests.processes import children, descendants, with_local_rank
 from tests.training.test_processes import SCRIPT, start, wait_for_step
 
@@ -75,7 +75,9 @@ def test_a_run_goes_on_from_its_checkpoint_or_is_started_anew(
 ) -> None:
     monkeypatch.setenv(RUN_VARIABLE, str(tmp_path))
     assert go_on() == "it has no checkpoint yet; start it anew"
-    (tmp_path / "checkpoints" / "step-00000005.ckpt").mkdir(parents=True)
+    checkpoint = tmp_path / "checkpoints" / "step-00000005.ckpt"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / checkpoint_index.INDEX).write_text('{"steps_done": 5}')
     assert go_on() == f"{typed_command()} train resume={tmp_path} goes on"
 
 
