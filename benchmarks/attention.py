@@ -349,9 +349,9 @@ def packed_rows(B: int, length: int) -> np.ndarray:
     """
     from longctx.config.data_config import DataConfig
     from longctx.data.packing import pack
-    from longctx.data.sources import open_corpus
+    from longctx.data.sources import read_documents
 
-    sizes = [size for _, size in open_corpus(DataConfig()).identity[1]]
+    sizes = [len(document.text.encode()) for document in read_documents(DataConfig())]
     packing = pack(np.maximum(np.array(sizes) // BYTES_PER_TOKEN, 1), length)
     pieces = np.split(packing.length, packing.row_starts[1:-1])
     pieces.sort(key=lambda row: int((row * (row + 1)).sum()))
