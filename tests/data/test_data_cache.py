@@ -46,7 +46,7 @@ def test_two_processes_build_once_and_agree(corpus, tmp_path) -> None:
     go = tmp_path / "go"
     processes = [start(BUILD, corpus, tmp_path / "cache", go) for _ in range(3)]
     go.touch()
-    outputs = [process.communicate(timeout=60) for process in processes]
+    outputs = [process.communicate() for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], outputs
     assert len({out for out, _ in outputs}) == 1
     assert sum(err.count("tokenizing") for _, err in outputs) == 1
@@ -62,7 +62,7 @@ def test_a_killed_build_leaves_nothing_that_counts(corpus, text_config, tmp_path
         f"m.{name} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n" + BUILD
     )
     process = start(dying, corpus, tmp_path / "cache")
-    process.communicate(timeout=60)
+    process.communicate()
     assert process.returncode == -signal.SIGKILL
     assert list((tmp_path / "cache").rglob("*.partial"))
     after = Data(text_config(), 32)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from longctx.distributed.heartbeat import RUN_VARIABLE, go_on, is_alive, state_of
+from longctx.distributed.heartbeat import RUN_VARIABLE, go_on, is_alive
 from longctx.python_child import typed_command
 from longctx.runs import checkpoint_index, metrics_file, run_folder
 from tests.processes import children, descendants, with_local_rank
@@ -21,7 +21,6 @@ from tests.training.test_processes import SCRIPT, start, wait_for_step
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 OverridesIn = Callable[..., list[str]]
-LIMIT = 75  # seconds: 60 until the run has ended, and what this test itself waits for
 
 
 @contextmanager
@@ -52,13 +51,11 @@ def running(
 
 def ended(process: subprocess.Popen[str], pids: list[int]) -> str:
     """The one error of a run that ends by itself and leaves none of `pids` behind."""
-    _, err = process.communicate(timeout=LIMIT)
+    _, err = process.communicate()
     assert process.returncode not in (0, None)
     print(err)  # seen where it is not what the test expects
     [error] = [line for line in err.splitlines() if line.startswith("error: ")]
-    deadline = time.monotonic() + 10
-    while alive := [pid for pid in pids if is_alive(pid)]:
-        assert time.monotonic() < deadline, [(pid, state_of(pid)) for pid in alive]
+    while any(map(is_alive, pids)):
         time.sleep(0.1)
     return error
 
@@ -168,9 +165,7 @@ def test_a_lost_process_ends_a_run_on_two_gpus(
     cuda |= {"compile": False, "kernel__lock": "off"}
     run = long_run(overrides_in, tmp_path, devices=devices, **cuda)
     with lost(victim, number, run, tmp_path, launcher) as loss:
-        since = time.monotonic()
         loss.check()
-        print(f"{time.monotonic() - since:.0f} s")
 
 
 @pytest.mark.slow

@@ -239,12 +239,13 @@ def test_one_that_is_given_up_at_its_end_is_whole_or_not_there(
         to_disk(path)
 
     def interrupt() -> None:
-        assert is_whole.wait(20)
-        time.sleep(0.2)  # until the main thread waits again
+        assert is_whole.wait(20) and waits.wait(20)
         os.kill(os.getpid(), signal.SIGUSR1)
 
     monkeypatch.setattr(files, "to_disk", slow)
     saving = Saving(tmp_path / "x", {}, whole(odd()))
+    waits, wait = threading.Event(), saving._has_ended.wait
+    monkeypatch.setattr(saving._has_ended, "wait", lambda: waits.set() or wait())
     before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
     try:
         saving.begin()

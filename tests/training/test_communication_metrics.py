@@ -11,13 +11,14 @@ from longctx.runs import metrics_file
 from longctx.runs.metrics import METRICS
 from tests.processes import finished
 from tests.training.sample_run import Overrides, steps
+from tests.training.uneven_run import HOUR
 
 UNEVEN = Path(__file__).parent / "uneven_run.py"
 OF_SEVERAL = {"communication_ms", "imbalance", "slowest_rank", "tokens_per_second_per_device"}
 
 
 def uneven_rows(overrides: list[str], cwd: Path) -> list[dict[str, Any]]:
-    """The rows of a run whose process 1 sleeps for 0.5 s in every step."""
+    """The rows of a run whose process 1 takes an hour for every step, by its own clock."""
     process = finished(UNEVEN, overrides, cwd)
     assert process.returncode == 0, process.stderr
     assert "slowest rank 1" in process.stdout
@@ -41,11 +42,10 @@ def test_the_process_that_others_wait_for_is_named(
         assert min(busy) > 0  # the others' validation and start are no part of a step
         assert row["imbalance"] == pytest.approx(max(busy) / fmean(busy))
         assert row["tokens_per_second_per_device"] == pytest.approx(row["tokens_per_second"] / 2)
-        assert max(busy) + row["communication_ms"] >= row["ms_per_step"] / 2
     for row in rows[1:]:  # the first warms up
         assert row["slowest_rank"] == 1
-        assert row["busy_ms/1"] >= row["busy_ms/0"] + 300, row
-        assert row["communication_ms"] >= 150
+        assert row["busy_ms/1"] == pytest.approx(1000 * HOUR, rel=0.1), row
+        assert row["communication_ms"] > 0
 
 
 def test_a_run_of_one_process_logs_none_of_it(overrides: Overrides, tmp_path: Path) -> None:

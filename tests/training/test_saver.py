@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from longctx.files import FULL_DISK
 from longctx.planner import hardware
 from longctx.runs import checkpoint_index, checkpoints, metrics_file, removal, run_folder
 from longctx.runs.checkpoint_write import Saving, Snapshot
+from longctx.stop_signal import StopSignal
 from longctx.training import loop, saver
 from longctx.training.run_log import RunLog
 from tests.processes import killed_at
@@ -74,8 +76,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(
     folder, seen = tmp_path / "runs" / "r", []
 
     def wait_for_steps() -> None:
-        deadline = time.monotonic() + 20
-        while not any(row["step"] == 4 for row in steps(folder)) and time.monotonic() < deadline:
+        while not any(row["step"] == 4 for row in steps(folder)):
             time.sleep(0.01)
         seen.extend(names(folder))
 
@@ -126,13 +127,34 @@ def test_a_signal_while_a_checkpoint_is_written_ends_with_both_on_disk(
 
 
 def test_a_second_signal_gives_up_what_is_written(
-    overrides: Overrides, tmp_path: Path, in_the_write: Callable[[Callable[[], Any]], None]
+    overrides: Overrides,
+    tmp_path: Path,
+    in_the_write: Callable[[Callable[[], Any]], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    handled, on_signal = threading.Semaphore(0), StopSignal.on_signal
+    is_given_up, cancel = threading.Event(), Saving.cancel
+
+    def noted(*arguments: Any) -> None:
+        try:
+            on_signal(*arguments)
+        finally:
+            handled.release()
+
     def terminate_twice() -> None:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(1.5 * stop_signal.TOGETHER)
+            handled.acquire()
+        is_given_up.wait()
 
+    def give_up(saving: Saving) -> None:
+        saving._is_cancelled.set()
+        is_given_up.set()
+        cancel(saving)
+
+    monkeypatch.setattr(Saving, "cancel", give_up)
+    monkeypatch.setattr(StopSignal, "on_signal", noted)
+    monkeypatch.setattr(stop_signal, "TOGETHER", 0.0)
     in_the_write(terminate_twice)
     assert train.main(overrides(name="r", checkpoint_every=3, max_steps=100_000)) == 143
     assert names(tmp_path / "runs" / "r") == []
@@ -347,11 +369,15 @@ def test_the_end_waits_for_memory_that_is_reserved_whatever_signals_came(
         SimpleNamespace(saves_between=lambda step: True), SimpleNamespace(**on_gpu), None
     )
 
+    def interrupt_and_go_on() -> None:
+        for step in (partial(os.kill, os.getpid(), signal.SIGUSR1), may_go_on.set):
+            time.sleep(0.3)
+            step()
+
     def save_and_be_interrupted() -> None:
         with one:
             one.prepare(1)
-            threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGUSR1]).start()
-            threading.Timer(0.6, may_go_on.set).start()
+            threading.Thread(target=interrupt_and_go_on).start()
             one._has_copy(parts, last=False)
 
     before = signal.signal(signal.SIGUSR1, signal.default_int_handler)

@@ -1,6 +1,5 @@
 """The arithmetic of a logged row, and the parts of a step."""
 
-import time
 from pathlib import Path
 
 import pytest
@@ -89,16 +88,19 @@ def test_mfu_counts_visible_pairs_of_real_tokens(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_parts_are_what_lies_between_marks(device: str) -> None:
+def test_parts_are_what_lies_between_marks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("longctx.training.throughput.time.perf_counter", lambda: clock[0])
     split = StepSplit(torch.device(device))
     split.begin(wanted=True)
     for _ in range(2):
         for part, seconds in (("forward", 0.004), ("backward", 0.008)):
-            time.sleep(seconds)
+            clock[0] += seconds
             split.mark(part)
     parts = split.row()
-    assert list(parts) == ["forward_ms", "backward_ms"]
-    assert 8 <= parts["forward_ms"] < parts["backward_ms"]
+    assert parts.keys() == {"forward_ms", "backward_ms"}
+    if device == "cpu":  # a GPU has its own clock
+        assert parts == pytest.approx({"forward_ms": 8, "backward_ms": 16})
     assert split.row() == {}
     split.begin(wanted=False)
     split.mark("forward")
@@ -112,4 +114,4 @@ def test_every_row_of_a_run_has_the_parts_of_its_step(overrides: Overrides, tmp_
     for row in rows:
         parts = [row[f"{part}_ms"] for part in ("forward", "backward", "optimizer")]
         assert min(parts) > 0
-    assert sum(parts) < 1.2 * rows[-1]["ms_per_step"] + 1
+    assert sum(parts) <= rows[-1]["ms_per_step"]
