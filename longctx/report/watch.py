@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -13,39 +12,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from longctx import tables, untrusted
+from longctx import tables
 from longctx.report.run_view import ending
 from longctx.runs.metrics import Row, Shown, duration, finite, line, present
-from longctx.runs.metrics_file import parsed
+from longctx.runs.metrics_file import Tail
 from longctx.runs.run_folder import NotARun, is_training, read_config
 
 PAUSE = 0.5  # seconds between two looks
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 40  # bars of a curve
-
-
-class Tail:
-    """The rows that a growing metrics.jsonl gains; the beginning of a line waits for its end."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "metrics.jsonl"
-        self._place, self._rest, self._file = 0, b"", 0
-
-    def rows(self) -> list[Row]:
-        """The rows since the last call; all of them where a resumed run has replaced the file."""
-        try:
-            with untrusted.open_file(self.path, within=self.path.parent) as file:
-                now = os.fstat(file.fileno())
-                if now.st_ino != self._file or now.st_size < self._place:
-                    self._place, self._rest, self._file = 0, b"", now.st_ino
-                file.seek(self._place)
-                new = file.read()
-        except FileNotFoundError:
-            return []
-        self._place += len(new)
-        *lines, self._rest = (self._rest + new).split(b"\n")
-        rows = (parsed(line.decode("utf-8", "replace")) for line in lines)
-        return [row for row in rows if row is not None]
 
 
 class Latest:

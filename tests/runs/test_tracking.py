@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import signal
 import socket
@@ -83,11 +84,14 @@ def test_wandb_gets_the_rows_logged_before_and_after_its_start(
 ROWS = [{"step": n, "tokens_seen": 10 * n, "loss": 1 / n} for n in range(1, 41)]
 
 
-def wait_until_begun(copy: Copy) -> None:
-    deadline = time.monotonic() + 60
+def begun(tracker: Tracker) -> Copy:
+    """The copy of `tracker`, once its run has begun at wandb."""
+    copy, deadline = tracker._copy, time.monotonic() + 60
+    assert copy is not None
     while not copy.begun():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    return copy
 
 
 def whole_copy(folder: Path) -> list[dict[str, object]]:
@@ -109,12 +113,10 @@ def test_a_wandb_that_is_killed_is_said_once_and_all_is_copied_anew(
 ) -> None:
     tracker = Tracker(tmp_path, WandbConfig(mode="offline"))
     tracker.start_wandb({})
-    copy = tracker._copy
-    assert copy is not None and copy.process is not None
     for row in ROWS[:20]:
         tracker.log(row)
-    wait_until_begun(copy)
-    process = copy.process
+    process = begun(tracker).process
+    assert process is not None
     [core] = children(process.pid)
     os.kill(core if victim == "its core" else process.pid, signal.SIGKILL)
     problems = []
@@ -126,6 +128,26 @@ def test_a_wandb_that_is_killed_is_said_once_and_all_is_copied_anew(
     [problem] = filter(None, problems)
     assert "upload: wandb sync" in problem
     assert metrics_file.read(tmp_path) == ROWS
+    assert whole_copy(tmp_path) == ROWS
+
+
+@pytest.mark.slow
+def test_a_wandb_that_hangs_costs_ten_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longctx.runs.tracking.PATIENCE", 1.0)
+    tracker = Tracker(tmp_path, WandbConfig(mode="offline"))
+    tracker.start_wandb({})
+    process = begun(tracker).process
+    assert process is not None
+    [core] = children(process.pid)
+    os.kill(core, signal.SIGSTOP)
+    for row in ROWS:
+        tracker.log(row)
+    tracker.finish(0)
+    assert "wandb sync" in str(tracker.problem()) and tracker.problem() is None
+    assert metrics_file.read(tmp_path) == ROWS
+    os.kill(core, signal.SIGCONT)
     assert whole_copy(tmp_path) == ROWS
 
 
@@ -275,12 +297,19 @@ def test_a_resumed_run_is_a_new_leg_of_its_group_offline(tmp_path: Path) -> None
     assert [len(json.loads(table.read_text())["data"]) for table in tables] == [4, 8]
 
 
-def send(folder: Path, mode: str, *messages: dict[str, Any], **config: Any) -> None:
-    """What the process of a copy does with `messages`."""
+def send(
+    folder: Path,
+    mode: str,
+    *commands: dict[str, Any],
+    rows: Any = (),
+    before: int = 0,
+    **config: Any,
+) -> None:
+    """Do what the process of a copy does with `commands` and the `rows` of a run."""
     folder.mkdir(exist_ok=True)
-    request = {"config": vars(WandbConfig(**config)), "folder": str(folder)}
-    request |= {"facts": {}, "positions": [], "samples": []}
-    send_run(request, mode, iter([*messages, {"finish": 0}]), folder / "begun")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    request = {"config": vars(WandbConfig(**config)), "folder": str(folder), "mode": mode}
+    send_run(request | {"facts": {}, "rows_before": before}, iter([*commands, {"finish": 0}]))
 
 
 def test_a_resumed_run_continues_online_under_its_id(
@@ -318,20 +347,19 @@ def test_a_checkpoint_is_uploaded_unless_a_newer_one_has_replaced_it(
     assert run.log_artifact.call_args.kwargs["aliases"] == ["latest", "step-3"]
 
 
-def test_samples_of_text_are_a_table_that_grows(
+def test_tables_hold_rows_of_earlier_starts_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wandb = pytest.importorskip("wandb")
     run = MagicMock(id="run", dir="/a/run-1/files")
     monkeypatch.setattr(wandb, "init", lambda **about: run)
-    rows = [{"step": n, "tokens_seen": 10 * n, "sample": f"text {n}"} for n in (1, 2)]
-    send(tmp_path, "offline", *({"row": row} for row in rows))
-    logged = [call.args[0] for call in run.log.call_args_list]
-    assert [row["samples"].data for row in logged] == [
-        [[10, "text 1"]],
-        [[10, "text 1"], [20, "text 2"]],
+    rows: list[dict[str, Any]] = [
+        {"step": n, "tokens_seen": 10 * n, "sample": f"text {n}"} for n in (1, 2)
     ]
-    assert all("sample" not in row for row in logged)
+    send(tmp_path, "offline", rows=[*rows, {"step": 3, "tokens_seen": 30, "loss": None}], before=1)
+    second, third = (call.args[0] for call in run.log.call_args_list)
+    assert second["samples"].data == [[10, "text 1"], [20, "text 2"]]
+    assert "sample" not in second and math.isnan(third["loss"])
 
 
 def test_an_evaluation_is_a_run_of_its_own_kind_with_tables_and_plots(tmp_path: Path) -> None:
