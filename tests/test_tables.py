@@ -31,7 +31,7 @@ def shown(view: Table, width: int, terminal: bool = True, keys: int = 1) -> list
     return file.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("width", [10, 31, 47, 61, 80, 97, 133, 240])
+@pytest.mark.parametrize("width", [20, 31, 47, 61, 80, 97, 133, 240])
 def test_nothing_is_cut_at_any_width(width: int) -> None:
     lines = shown(table(), width)
     text = "\n".join(lines)

@@ -12,8 +12,7 @@ import pytest
 
 from longctx import cli, tables
 from longctx.report import compare as compare_module
-from longctx.report.compare import compare
-from longctx.report.run_tables import differing
+from longctx.report.compare import compare, differing
 from longctx.report.run_view import read, reduced
 from longctx.report.watch import Latest
 from longctx.runs import run_folder

@@ -1,17 +1,15 @@
 """What lies beside a run's rows: evaluations, maps of facts, kernel locks, whoever wrote them."""
 
 import json
-import math
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from longctx.report.compare import compare
-from longctx.report.locks import kernel_lock, lock_differences
+from longctx.report.compare import compare, lock_differences, longest_context
 from longctx.report.page import described
-from longctx.report.run_view import curves, read
+from longctx.report.run_view import curves, kernel_lock, read
 from longctx.report.watch import watch
 from longctx.runs.evaluations import read_evaluations
 
@@ -86,15 +84,14 @@ def test_recall_of_validation_is_shown(tmp_path, capsys):
     assert line.split() == ["a", "last", "validation", "needle", "25%", "50%"]
 
 
-def test_passkey_maps_in_either_place_and_form(tmp_path):
+def test_passkey_maps_are_read(tmp_path):
     folder = make(tmp_path / "a")
-    (folder / "passkey.json").write_text(json.dumps(GRID))
     (folder / "eval" / "passkey-x.json").write_text(
         json.dumps({"kinds": {"needle": GRID, "passkey": GRID}})
     )
     evaluations = read_evaluations(folder)
     assert (evaluations.perplexities, evaluations.tasks, evaluations.unreadable) == ([], [], [])
-    assert [grid["kind"] for grid in evaluations.passkeys] == ["needle", "passkey", "passkey"]
+    assert [grid["kind"] for grid in evaluations.passkeys] == ["needle", "passkey"]
     assert evaluations.passkeys[0]["accuracy"] == GRID["accuracy"]
 
 
@@ -102,12 +99,12 @@ def test_passkey_maps_in_either_place_and_form(tmp_path):
     "content",
     [
         '{"kinds": {"a": {"lengths": [1], "depths": [0], "accuracy": []}}}',
-        '{"lengths": [1], "depths": [0, 1], "accuracy": [[1]]}',
-        '{"lengths": [1], "depths": [0], "accuracy": [[NaN]]}',
-        '{"lengths": [1], "depths": [0], "accuracy": [[1e999]]}',
+        '{"kinds": {"a": {"lengths": [1], "depths": [0, 1], "accuracy": [[1]]}}}',
+        '{"kinds": {"a": {"lengths": [1], "depths": [0], "accuracy": [[NaN]]}}}',
+        '{"kinds": {"a": {"lengths": [1], "depths": [0], "accuracy": [[1e999]]}}}',
         '{"context": 1, "stride": 1, "total": {"tokens": 1, "perplexity": Infinity}}',
         '{"context": 1, "stride": 1, "total": {"tokens": 1}, "by_position": [{"first": 1}]}',
-        f'{{"lengths": [1], "depths": [0], "accuracy": [[{10**400}]]}}',
+        f'{{"kinds": {{"a": {{"lengths": [1], "depths": [0], "accuracy": [[{10**400}]]}}}}}}',
         '{"kinds": []}',
         "[]",
         '{"kinds',
@@ -138,7 +135,7 @@ def test_links_out_of_a_run_are_not_followed(tmp_path, capsys, file):
     runs = [make(tmp_path / name) for name in "ab"]
     for run in runs:
         (run / "tokenizer.json").write_text("{}")
-        (run / "eval" / "x.json").write_text(json.dumps(GRID))
+        (run / "eval" / "x.json").write_text(json.dumps({"kinds": {"needle": GRID}}))
     shutil.move(runs[0] / file, tmp_path / "secret")
     (runs[0] / file).symlink_to(tmp_path / "secret")
     compare(runs, tmp_path / "x.html")
@@ -181,7 +178,7 @@ def test_curves_of_an_evaluation_reach_the_page(tmp_path, capsys):
     (folder / "eval" / "x.json").write_text(json.dumps(content))
     run = read(folder, 100)
     assert described(run)["contexts"] == {"x": [32, 256], "y": [2.0, 1.5]}
-    assert run.longest == "64, evaluated at 256"
+    assert longest_context(run) == "64, evaluated at 256"
     compare([folder], tmp_path / "x.html")
     assert "77.25" in capsys.readouterr().out
 
@@ -214,7 +211,7 @@ def test_lock_is_shown_by_short_hashes_and_versions(tmp_path):
         "2.13.0",
         10,
     )
-    assert kernel_lock(make(tmp_path / "b")) == {}
+    assert read(make(tmp_path / "b"), 100).lock == {}
 
 
 def test_locks_that_differ_are_a_warning_within_a_backend(tmp_path, capsys):
@@ -236,7 +233,7 @@ def test_locks_that_differ_are_a_warning_within_a_backend(tmp_path, capsys):
     assert "kernel locks" in printed.out
     runs = [read(folder, 100) for folder in folders]
     runs[2].config["seq_len"] = 64
-    warnings = lock_differences((run.label, run.config, run.lock) for run in runs)
+    warnings = lock_differences(runs)
     assert ["fingerprint" in warning for warning in warnings] == [False, True]
 
 
@@ -248,16 +245,6 @@ def test_broken_lock_is_a_note(tmp_path, capsys, content):
     (folder / "kernel.lock.json").write_text(content)
     compare([folder], tmp_path / "x.html")
     assert "kernel.lock.json" in capsys.readouterr().err
-
-
-def test_a_lock_holds_anything(tmp_path):
-    lock = {
-        "machine": {"a\x1b": math.pi},
-        "deep": {"x": [1, {"y": None}]},
-        "list": [1],
-        "kernel": None,
-    }
-    assert kernel_lock(make(tmp_path / "a", lock))["a\x1b"] == str(math.pi)
 
 
 def test_the_standard_error_of_a_perplexity_is_a_band_around_its_curve() -> None:
