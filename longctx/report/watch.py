@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean
 
@@ -32,16 +33,16 @@ class Latest:
         self.losses: deque[float] = deque(maxlen=10_000)
 
     def add(self, row: Row) -> None:
-        """Take in the next row."""
+        """Add the next row."""
         self.numbers |= row
         self.losses.extend(finite([row.get("loss")]))
 
     def ended(self, training: bool) -> str:
-        """How far the run is."""
+        """Say how far the run is."""
         return ending(self.numbers.get("step", 0), self.steps, training)
 
     def view(self, training: bool) -> Table:
-        """The numbers one below the other, the loss as a curve."""
+        """Return the numbers one below the other, the loss as a curve."""
         table = Table(title=str(self.folder), title_justify="left", show_header=False, box=None)
         table.add_column(style="bold")
         table.add_column(overflow="fold")
@@ -58,7 +59,7 @@ class Latest:
 def watch(folder: Path) -> None:
     """Show the run in `folder` until no process trains it.
 
-    Raises ValueError or OSError where there is none.
+    Raises ValueError or OSError if there is none.
     """
     latest, tail, console = Latest(folder), Tail(folder), tables.console()
     training, rows = is_training(folder), tail.rows()
@@ -66,27 +67,27 @@ def watch(folder: Path) -> None:
         raise NotARun(
             f"{folder}: no metrics yet and no process trains it; start the run, or watch another"
         )
-    if console.is_terminal:
-        with Live(console=console, auto_refresh=False, transient=False) as live:
-            for row in following(folder, tail, rows):
-                if row is not None:
-                    latest.add(row)
-                else:
-                    live.update(latest.view(is_training(folder)), refresh=True)
-    else:
-        for row in rows[:-1]:
-            latest.add(row)
-        for row in following(folder, tail, rows[-1:]):
-            if row is not None:
-                latest.add(row)
-                text = f"step {row['step']:,}  {line(row, Shown.WATCH)}"
-                console.print(text, soft_wrap=True)
+    # Plain lines begin with the newest row; the live view draws all losses so far.
+    for row in rows[:-1]:
+        latest.add(row)
+    with (
+        Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live
+    ):
+        for new in following(folder, tail, rows[-1:]):
+            if new is not None:
+                latest.add(new)
+                if live is None:
+                    text = f"step {new['step']:,}  {line(new, Shown.WATCH)}"
+                    console.print(text, soft_wrap=True)
+            elif live is not None:
+                live.update(latest.view(is_training(folder)), refresh=True)
+    if live is None:
         console.print(latest.ended(is_training(folder)))
 
 
 def following(folder: Path, tail: Tail, rows: list[Row]) -> Iterator[Row | None]:
-    """`rows` and the later ones, None whenever there are no more for now; ends with the process
-    that trains the run.
+    """Yield `rows` and the later ones, None whenever there are no more for now, until the process
+    that trains the run ends.
     """
     training = True
     while True:
@@ -94,7 +95,7 @@ def following(folder: Path, tail: Tail, rows: list[Row]) -> Iterator[Row | None]
         yield None
         if not training:
             return
-        # Before the rows are read, so that those of the last moment are not missed.
+        # Asked before the rows are read, so that rows of the last moment are not missed.
         training = is_training(folder)
         if training:
             time.sleep(PAUSE)
@@ -102,7 +103,7 @@ def following(folder: Path, tail: Tail, rows: list[Row]) -> Iterator[Row | None]
 
 
 def sparkline(values: list[float]) -> str:
-    """The values as at most WIDTH bars, each the mean of its share, between the least and the
+    """Draw the values as at most WIDTH bars, each the mean of its share, between the least and the
     largest.
     """
     if not values:
