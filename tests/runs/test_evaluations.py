@@ -1,12 +1,10 @@
-"""Files of evaluations: named once, replaced by the same evaluation only, read without NaN."""
+"""Files of evaluations: named once, replaced by the same evaluation only."""
 
 import json
 from pathlib import Path
 
-import pytest
-
 from longctx.runs import evaluations
-from longctx.runs.evaluations import TaskScore, place, read_evaluations, task_scores, write
+from longctx.runs.evaluations import TaskScore, place, task_scores, write
 
 
 def test_place_is_numbered_beside_another_result(tmp_path: Path) -> None:
@@ -18,14 +16,6 @@ def test_place_is_numbered_beside_another_result(tmp_path: Path) -> None:
     assert second.name == "val-a-2.json"
     second.write_text("not ours")
     assert place(tmp_path, "val-a", {"seq_len": 32}).name == "val-a-3.json"
-
-
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
-def test_a_file_with_no_number_is_unreadable(tmp_path: Path, number: str) -> None:
-    path = tmp_path / "eval" / "x.json"
-    write({}, path)
-    path.write_text(f'{{"context": 1, "stride": {number}, "total": {{"tokens": 1}}}}')
-    assert read_evaluations(tmp_path).unreadable == [path]
 
 
 def test_task_scores_are_the_metrics_with_their_errors() -> None:
