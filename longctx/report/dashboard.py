@@ -32,18 +32,16 @@ class Chart(NamedTuple):
     log: bool = False
 
 
+def _table(title: str, name: str, x: str, line: str) -> Chart:
+    return Chart("table", title, (name, x, "loss", line))
+
+
 FIXED: dict[str, tuple[Chart, ...]] = {
     "Context extension": (
         Chart("points", "Perplexity over context (eval.py)", ("eval/perplexity",), "context"),
-        Chart(
-            "table",
-            "Loss by position",
-            ("loss_by_position_table", "tokens before", "loss", "tokens seen"),
-        ),
-        Chart(
-            "table",
-            "The same tokens over context",
-            ("eval/loss_by_context_table", "tokens of context", "loss", "run"),
+        _table("Loss by position", "loss_by_position_table", "tokens before", "tokens seen"),
+        _table(
+            "The same tokens over context", "eval/loss_by_context_table", "tokens of context", "run"
         ),
     ),
     "Throughput": (),
@@ -53,11 +51,7 @@ FIXED: dict[str, tuple[Chart, ...]] = {
         Chart("bars", "Perplexity", ("eval/perplexity",)),
         Chart("bars", "Word perplexity", ("eval/word_perplexity",)),
         Chart("bars", "Bits per byte", ("eval/bits_per_byte",)),
-        Chart(
-            "table",
-            "Loss by position",
-            ("eval/loss_by_position_table", "tokens of position", "loss", "run"),
-        ),
+        _table("Loss by position", "eval/loss_by_position_table", "tokens of position", "run"),
         Chart("pictures", "Pictures of eval.py", ("eval/picture",)),
     ),
 }
@@ -141,16 +135,11 @@ def dashboard(
 def plan(project: str, entity: str | None, name: str) -> dict[str, Any]:
     """Return the panels of the workspace as plain values."""
     charts = [
-        {"name": title, "panels": [{**panel._asdict(), "y": list(panel.y)} for panel in panels]}
+        {"name": title, "panels": [panel._asdict() for panel in panels]}
         for title, panels in sections().items()
     ]
-    return {
-        "project": project,
-        "entity": entity,
-        "name": name,
-        "columns": columns(),
-        "sections": charts,
-    }
+    about = {"project": project, "entity": entity, "name": name}
+    return {**about, "columns": columns(), "sections": charts}
 
 
 def workspace(project: str, entity: str, name: str) -> Any:

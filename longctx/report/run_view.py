@@ -13,18 +13,9 @@ from statistics import fmean
 from typing import Any
 
 from longctx import untrusted
+from longctx.runs import metrics
 from longctx.runs.evaluations import Evaluations, Line, read_evaluations
-from longctx.runs.metrics import (
-    BY_POSITION,
-    FACTS_FOUND,
-    Row,
-    Shown,
-    all_finite,
-    figures,
-    finite,
-    is_step,
-    shown,
-)
+from longctx.runs.metrics import BY_POSITION, FACTS_FOUND, Row, Shown, finite, is_step
 from longctx.runs.metrics_file import odd_value, read_rows
 from longctx.runs.run_folder import NotARun, is_training, read_config
 
@@ -69,7 +60,7 @@ def read(folder: Path, points: int) -> Run:
         )
     if odd := odd_value(rows):
         raise NotARun(f"{folder}: {odd} in metrics.jsonl, which no run writes; take that line out")
-    numbers = figures(rows)
+    numbers = metrics.figures(rows)
     run = Run(
         folder,
         label=folder.resolve().name,
@@ -130,8 +121,8 @@ def ending(step: int, steps: Any, training: bool) -> str:
 def positions(rows: list[Row]) -> Line:
     """Return the loss over the number of tokens before, of the last validation that has it."""
     for members in families_last_first(rows, BY_POSITION):
-        if all_finite(list(members.values())):
-            return {"x": [int(key) for key in members], "y": short(members.values())}
+        if len(losses := finite(members.values())) == len(members):
+            return {"x": [int(key) for key in members], "y": short(losses)}
     return {}
 
 
@@ -177,7 +168,7 @@ def curves(rows: list[Row], points: int) -> dict[str, Curve]:
     for group in timed.values():
         tokens = [row["tokens_seen"] for row, _ in group]
         seconds = [time for _, time in group]
-        for metric in shown(Shown.CURVE):
+        for metric in metrics.shown(Shown.CURVE):
             column = [row.get(metric.key) for row, _ in group]
             curve = reduced(tokens, seconds, column, points)
             if curve["y"]:
@@ -206,14 +197,11 @@ def reduced(tokens: list[float], seconds: list[float], values: list[Any], points
     """Return the finite values as a curve of at most `points` points, each the mean, least and
     largest of its rows.
     """
-    if not all_finite(values):
-        drawn = [n for n, x in enumerate(values) if isinstance(x, int | float) and isfinite(x)]
-        tokens, seconds, values = (
-            [column[n] for n in drawn] for column in (tokens, seconds, values)
-        )
+    drawn = [n for n, x in enumerate(values) if isinstance(x, int | float) and isfinite(x)]
+    tokens, seconds, values = ([column[n] for n in drawn] for column in (tokens, seconds, values))
     size = -(-len(values) // points)  # rows per point
     if size <= 1:
-        return {"t": list(tokens), "s": short(seconds), "y": short(values)}
+        return {"t": tokens, "s": short(seconds), "y": short(values)}
     parts = [values[n : n + size] for n in range(0, len(values), size)]
     middles = [min(n + size // 2, len(values) - 1) for n in range(0, len(values), size)]
     return {

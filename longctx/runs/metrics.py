@@ -20,7 +20,6 @@ BY_POSITION = "val_loss_by_position"  # key/N: loss of targets with N to 2N - 1 
 FACTS_FOUND = "facts_found"  # key/kind/N: share of pass keys found in texts of N tokens
 SAMPLE = "sample"  # a sample of the model, in a row of its own
 BUSY_OF_RANK = "busy_ms"  # key/N: milliseconds per step in which rank N waits for no other
-MEDIAN_OF = 2000  # values at most, evenly spaced, so that a long run costs no more than a short one
 
 
 class Shown(Flag):
@@ -342,24 +341,11 @@ def figures(rows: list[Row]) -> Row:
         column = values(rows, key)
         if metric.of_run == "median":
             column = column[1:] or column
-            column = column[:: max(1, len(column) // MEDIAN_OF)]
         if numbers := finite(column):
             result[key] = median(numbers) if metric.of_run == "median" else max(numbers)
     return result
 
 
-def all_finite(column: list[Any]) -> bool:
-    """Return True if all values and their sum are finite numbers."""
-    # One addition of the column is faster than a check of each value.
-    try:
-        return math.isfinite(sum(column))
-    except TypeError:
-        return False
-
-
 def finite(column: Iterable[Any]) -> list[float]:
     """Return the finite numbers among the values."""
-    column = list(column)
-    if all_finite(column):
-        return column
     return [value for value in column if isinstance(value, int | float) and math.isfinite(value)]
