@@ -20,8 +20,10 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-FOLDED = 28  # columns of a terminal that a text of several lines is given at least
-WIDEST = 10_000  # columns, at which nothing is wrapped
+# Columns of a terminal that a text of several lines is given at least.
+FOLDED = 28
+# Columns at which nothing is wrapped.
+WIDEST = 10_000
 
 
 class _Console(Console):
@@ -70,8 +72,8 @@ def grid(title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]], key
 
 
 def show(table: Table, keys: int = 1, output: Console | None = None) -> None:
-    """Print `table`; on a terminal that is too narrow for it as several tables, which all begin
-    with its first `keys` columns.
+    """Print `table`, or several if the terminal is too narrow. Each begins with the first `keys`
+    columns.
 
     Only a column with overflow="fold" is broken into lines, and headings between words, unless
     `keys` and one more column are too wide.
@@ -89,6 +91,7 @@ def show(table: Table, keys: int = 1, output: Console | None = None) -> None:
     if measured(table, output).maximum <= output.width:
         output.print(table)
         return
+    # Each group takes as many columns as fit, with the cells of most columns unbroken.
     groups: list[list[int]] = [[]]
     for column in range(keys, len(table.columns)):
         wider = narrow(table, [*range(keys), *groups[-1], column])
@@ -97,6 +100,7 @@ def show(table: Table, keys: int = 1, output: Console | None = None) -> None:
         groups[-1].append(column)
     for number, group in enumerate(groups):
         part = narrow(table, [*range(keys), *group])
+        # Broken words are hard to read, but an ellipsis would lose figures.
         if measured(part, output).minimum > output.width:
             part = narrow(table, [*range(keys), *group], folds=True)
         part.title = None if number else table.title

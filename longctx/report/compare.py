@@ -17,8 +17,10 @@ from longctx.runs.metrics import Metric, Shown, finite, shown
 from longctx.runs.run_folder import NotARun
 from longctx.tables import console, show
 
-POINTS = 250_000  # in all curves of a page, which makes it 7 MB
-NOT_COMPARED = {"name", "runs", "resume"}  # where a run is, not what it does
+# Points in all curves of a page together: 7 MB.
+POINTS = 250_000
+# Keys for the place of a run, which change nothing of its results.
+NOT_COMPARED = {"name", "runs", "resume"}
 
 
 def compare(paths: Sequence[Path], out: Path) -> None:
@@ -29,6 +31,7 @@ def compare(paths: Sequence[Path], out: Path) -> None:
     """
     runs, notes = read_all(paths)
     tables = all_tables(runs)
+    # Before anything is printed: a mistake in `out` is one line.
     page.write(out, runs, tables, notes)
     for table in tables:
         show(rendered(table), table.keys)
@@ -56,6 +59,7 @@ def read_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
             problems.append(problem)
     if not runs:
         raise problems[0]
+    # Runs in different folders can have the same name.
     counts = Counter(run.label for run in runs)
     for run in runs:
         if counts[run.label] > 1:

@@ -61,6 +61,7 @@ def read(folder: Path, points: int) -> Run:
     if odd := odd_value(rows):
         raise NotARun(f"{folder}: {odd} in metrics.jsonl, which no run writes; take that line out")
     numbers = metrics.figures(rows)
+    # A broken evaluation or lock costs the run no other figure, so it is only a note.
     run = Run(
         folder,
         label=folder.resolve().name,
@@ -76,6 +77,7 @@ def read(folder: Path, points: int) -> Run:
         run.notes.append(f"{folder}: left out as incomplete: {cut} of metrics.jsonl")
     for path in run.evaluations.unreadable:
         run.notes.append(f"{path}: not an evaluation's JSON, left out")
+    # Two runs have the same tokens if their tokenizers are equal, wherever those came from.
     with (
         suppress(OSError, ValueError),
         untrusted.open_file(folder / "tokenizer.json", untrusted.TOKENIZER_SIZE, folder) as file,
@@ -199,7 +201,8 @@ def reduced(tokens: list[float], seconds: list[float], values: list[Any], points
     """
     drawn = [n for n, x in enumerate(values) if isinstance(x, int | float) and isfinite(x)]
     tokens, seconds, values = ([column[n] for n in drawn] for column in (tokens, seconds, values))
-    size = -(-len(values) // points)  # rows per point
+    # Rows per point, rounded up.
+    size = -(-len(values) // points)
     if size <= 1:
         return {"t": tokens, "s": short(seconds), "y": short(values)}
     parts = [values[n : n + size] for n in range(0, len(values), size)]

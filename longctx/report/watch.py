@@ -19,9 +19,11 @@ from longctx.runs.metrics import Row, Shown, duration, finite, line, present
 from longctx.runs.metrics_file import Tail
 from longctx.runs.run_folder import NotARun, is_training, read_config
 
-PAUSE = 0.5  # seconds between two looks
+# Seconds between two looks.
+PAUSE = 0.5
 BARS = "▁▂▃▄▅▆▇█"
-WIDTH = 40  # bars of a curve
+# Bars of a curve.
+WIDTH = 40
 
 
 class Latest:
@@ -61,8 +63,12 @@ def watch(folder: Path) -> None:
 
     Raises ValueError or OSError if there is none.
     """
-    latest, tail, console = Latest(folder), Tail(folder), tables.console()
-    training, rows = is_training(folder), tail.rows()
+    latest = Latest(folder)
+    tail = Tail(folder)
+    console = tables.console()
+    # Asked before the rows are read, as in `following`.
+    training = is_training(folder)
+    rows = tail.rows()
     if not rows and not training:
         raise NotARun(
             f"{folder}: no metrics yet and no process trains it; start the run, or watch another"

@@ -17,8 +17,10 @@ from longctx import files, untrusted
 from longctx.runs.metrics import Row
 
 FOLDER = "eval"  # next to the checkpoints of a run, or in a Hugging Face folder
-SIZE = 1 << 30  # bytes of one: RULER's holds every answer
-LONGEST_TASKS = 80  # characters of the tasks in a file's name
+# Largest file in bytes: RULER's holds every answer.
+SIZE = 1 << 30
+# Characters of the tasks in a file's name.
+LONGEST_TASKS = 80
 Content = dict[str, Any]  # of one JSON
 Line = dict[str, list[float]]  # points to draw: "x", such as tokens before, and "y", the losses
 # standard_error is of the mean nats per token, over documents.
@@ -59,7 +61,7 @@ def tasks_stem(tasks: list[str], checkpoint: str, context: int) -> str:
 def place(folder: Path, stem: str, keys: Content) -> Path:
     """Return the JSON in `folder` for the answer to `keys`, the keys that decide the measurement.
 
-    It is the file of that stem, or a numbered one if that file answers something else.
+    It is the file of that stem, or a numbered one if another request has taken the name.
     """
     keys = json.loads(json.dumps(keys))
     path = folder / f"{stem}.json"
@@ -151,7 +153,7 @@ def perplexity(content: Content, name: str) -> Row:
 
 
 def line(rows: Iterable[Row], x: str) -> Line:
-    """Return the losses of an evaluation over the key `x`, without those that are not finite."""
+    """Return the finite losses of an evaluation over the key `x`."""
     rows = [row for row in rows if row["loss"] is not None]
     return {
         "x": [int(row[x]) for row in rows],
@@ -163,7 +165,8 @@ def passkeys(content: Content, name: str) -> list[Row]:
     """Return the maps of one file, one for each kind of fact; `accuracy` is [length][depth]."""
     maps = []
     for kind, grid in content["kinds"].items():
-        lengths, depths = [int(x) for x in grid["lengths"]], [float(x) for x in grid["depths"]]
+        lengths = [int(x) for x in grid["lengths"]]
+        depths = [float(x) for x in grid["depths"]]
         accuracy = [[float(x) for x in row] for row in grid["accuracy"]]
         if list(map(len, accuracy)) != [len(depths)] * len(lengths):
             raise ValueError(f"{name}: accuracy is not [length][depth]")
@@ -217,7 +220,8 @@ def task_scores(results: dict[str, Any]) -> list[TaskScore]:
             metric, comma, filter_name = key.partition(",")
             if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
-            if metric.isdigit() and value == -1:  # RULER's value for a length that was not run
+            # lm-evaluation-harness gives -1 for a length of RULER that was not run.
+            if metric.isdigit() and value == -1:
                 continue
             error = values.get(f"{metric}_stderr,{filter_name}")
             error = float(error) if isinstance(error, int | float) else None

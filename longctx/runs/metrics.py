@@ -2,8 +2,8 @@
 
 One line of `METRICS` is a key of metrics.jsonl. The console, the closing table, `watch`, `compare`
 and its page, the metric definitions at wandb and the wandb workspace all read this table, so a new
-metric is one more line here, next to the code that computes it. A key that ends in `/*` covers all
-keys that begin with it.
+metric is one more line here, next to the code that computes it. The key `busy_ms/*` covers all
+keys that begin with `busy_ms/`.
 """
 
 from __future__ import annotations
@@ -99,10 +99,12 @@ class Metric(NamedTuple):
 
 
 METRICS: tuple[Metric, ...] = (
+    # Progress
     Metric("step", "steps", "{:,}".format, shown=TABLES),
     Metric("tokens_seen", "tokens", "{:,}".format, shown=TABLES | Shown.WATCH, hidden=True),
     Metric("seconds", "time", duration, shown=Shown.CLOSING),
     Metric("epoch", "epoch"),
+    # Learning
     Metric(
         "loss",
         "loss",
@@ -144,6 +146,7 @@ METRICS: tuple[Metric, ...] = (
         shown=Shown.WATCH | Shown.CURVE,
         panel=Panel("Loss", "Learning rate"),
     ),
+    # Speed: the first step compiles, so a run shows medians
     Metric(
         "tokens_per_second",
         "speed",
@@ -172,6 +175,7 @@ METRICS: tuple[Metric, ...] = (
         of_run="median",
         panel=Panel("Throughput", "MFU"),
     ),
+    # Several devices
     Metric(
         "tokens_per_second_per_device",
         "speed of a device",
@@ -217,11 +221,13 @@ METRICS: tuple[Metric, ...] = (
         panel=Panel("Several devices", "Busy time per step of each rank (ms)"),
         hidden=True,
     ),
+    # Parts of a step
     Metric("forward_ms", "forward", unit="ms", of_run="median", panel=STEP_PARTS),
     Metric("backward_ms", "backward", unit="ms", of_run="median", panel=STEP_PARTS),
     Metric("optimizer_ms", "optimizer", unit="ms", of_run="median", panel=STEP_PARTS),
     Metric("data_wait_ms", "data wait", unit="ms", of_run="median", panel=STEP_PARTS),
     Metric("padding_share", "padding", "{:.1%}".format, panel=Panel("Throughput", "Padding")),
+    # Memory: of the GPU, or of the process on a CPU
     Metric(
         "memory_peak_gib",
         "peak memory",
@@ -252,8 +258,9 @@ METRICS: tuple[Metric, ...] = (
         of_run="max",
         panel=Panel("Memory", "Peak memory of the process (GiB)"),
     ),
+    # Written before the first step: see longctx.training.context_check
     Metric(
-        "context_check/*",  # before the first step: see longctx.training.context_check
+        "context_check/*",
         "context.check:",
         hidden=True,
     ),
@@ -325,8 +332,8 @@ def values(rows: Iterable[Row], key: str) -> list[Any]:
 def figures(rows: list[Row]) -> Row:
     """Return one number for a whole run of each metric in its rows.
 
-    The median leaves out the first value, of a step that compiles and warms up. A last value that
-    is not finite, such as the loss of a run that diverged, is nan.
+    The median leaves out the first value: that step compiles and warms up. The last loss of a
+    diverged run is nan.
     """
     result: Row = {}
     held: set[str] = set().union(*rows)

@@ -17,7 +17,8 @@ from longctx.runs.metrics import BY_POSITION, SAMPLE, Row
 from longctx.runs.run_folder import NotARun
 
 FILE = "metrics.jsonl"
-LARGEST = 1e300  # a sum of 100 million such numbers is still a float
+# A sum of 100 million such numbers is still a float.
+LARGEST = 1e300
 
 
 class Writer:
@@ -40,7 +41,8 @@ class Writer:
 
     def close(self) -> None:
         """Close the file."""
-        with suppress(OSError):  # `write` has raised it already
+        # `write` has raised the error of a full disk already.
+        with suppress(OSError):
             self.file.close()
 
 
@@ -52,22 +54,34 @@ class Tail:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.position, self.rest, self.inode = 0, b"", 0
+        self.lines = 0
+        self.wrong = 0  # lines that hold no row
+        self._begin(inode=0)
+
+    def _begin(self, inode: int) -> None:
+        self.inode = inode
+        self.position = 0
+        self.rest = b""
 
     def rows(self) -> list[Row]:
         """Return the rows since the last call; all of them if a resumed run replaced the file."""
         try:
             with open_metrics(self.folder) as file:
                 now = os.fstat(file.fileno())
+                # Rows of steps that a resumed run computes again are dropped by a new file.
                 if now.st_ino != self.inode or now.st_size < self.position:
-                    self.position, self.rest, self.inode = 0, b"", now.st_ino
+                    self._begin(now.st_ino)
                 file.seek(self.position)
                 new = file.read()
         except FileNotFoundError:
             return []
         self.position += len(new)
         *lines, self.rest = (self.rest + new).split(b"\n")
-        return [row for line in lines if (row := parsed(line)) is not None]
+        values = [parsed(line) for line in lines if line]
+        rows = [value for value in values if value is not None]
+        self.lines += len(values)
+        self.wrong += len(values) - len(rows)
+        return rows
 
 
 def open_metrics(folder: Path) -> BinaryIO:
@@ -84,18 +98,18 @@ def read(folder: Path) -> list[Row]:
 
 
 def read_rows(folder: Path) -> tuple[list[Row], str]:
-    """Return the rows of metrics.jsonl, and which lines hold none ("" if all lines are rows)."""
-    try:
-        with open_metrics(folder) as file:
-            lines = [line for line in file.read().split(b"\n") if line]
-    except FileNotFoundError:
-        return [], ""
-    values = [parsed(line) for line in lines]
-    rows = [value for value in values if value is not None]
-    wrong = len(values) - len(rows)
-    if wrong == 1 and values[-1] is None:
+    """Return the rows of metrics.jsonl, and a remark on lines that hold none ("" without any)."""
+    tail = Tail(folder)
+    rows = tail.rows()
+    if not tail.rest and not tail.wrong:
+        return rows, ""
+    # The process was killed between a row and its line break, or in the middle of a row.
+    if (last := parsed(tail.rest)) is not None:
+        rows.append(last)
+    elif tail.rest and not tail.wrong:
         return rows, "the last line"
-    return rows, f"{wrong} of {len(values):,} lines" if wrong else ""
+    wrong = tail.wrong + (1 if tail.rest and last is None else 0)
+    return rows, f"{wrong} of {tail.lines + bool(tail.rest):,} lines" if wrong else ""
 
 
 def parsed(line: bytes) -> Row | None:
@@ -112,6 +126,7 @@ def parsed(line: bytes) -> Row | None:
 
 def odd_value(rows: list[Row]) -> str:
     """Return the first `key=value` that no run writes, such as a list; empty if there is none."""
+    # One such number would end a report on many runs, or draw curves that nobody can see.
     for row in rows:
         for key, value in row.items():
             if value is None or (key == SAMPLE and isinstance(value, str)):

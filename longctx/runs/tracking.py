@@ -27,9 +27,11 @@ from longctx.runs import metrics_file
 from longctx.runs.metrics import Row
 from longctx.runs.wandb_process import BEGUN, RUN_ID, offline_runs
 
-HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")  # in .netrc: `wandb login` wrote either
-PATIENCE = 9.0  # seconds that the end of a run waits for wandb
-# Seconds of them for a server that has not even answered; a copy offline takes the rest.
+# Names in .netrc: versions of `wandb login` wrote the one or the other.
+HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
+# Seconds that the end of a run waits for wandb; 10 are promised.
+PATIENCE = 9.0
+# Seconds of them for a server without any answer; a copy offline takes the rest.
 BEGINS = 4.0
 
 
@@ -37,7 +39,8 @@ class Tracker:
     """Append rows to metrics.jsonl in `folder`, which from `start_wandb` on are copied to wandb."""
 
     def __init__(self, folder: Path, config: WandbConfig) -> None:
-        self.folder, self.config = folder, config
+        self.folder = folder
+        self.config = config
         self.mode = wandb_mode(config)
         is_file = (folder / metrics_file.FILE).is_file()
         self._rows_before = len(metrics_file.read(folder)) if is_file else 0
@@ -77,8 +80,9 @@ class Tracker:
             self._copy.finish(exit_code)
 
     def opening(self) -> str | None:
-        """Return the lines that say where the rows go, which the config.yaml of a resumed run may
-        have decided; None if they go nowhere else.
+        """Return lines that show the user the target of the copy, or None without a copy.
+
+        The config.yaml of a resumed run may have decided it.
         """
         if self.mode == "disabled":
             return None
@@ -99,12 +103,14 @@ class Tracker:
 class Copy:
     """A process that copies to wandb, with commands on its stdin and its own words on its stdout.
 
-    Raises nothing: `news` has a line about a failure. A process that fails is followed by a second
-    one, which copies everything anew to a run offline.
+    Raises nothing: `news` has a line about a failure. After a failure a second process copies
+    everything anew to a run offline.
     """
 
     def __init__(self, config: WandbConfig, folder: Path, mode: str, about: dict[str, Any]) -> None:
-        self.folder, self.mode, self.attempts = folder, mode, 0
+        self.folder = folder
+        self.mode = mode
+        self.attempts = 0
         self.request = about | {"config": vars(config), "folder": str(folder.absolute())}
         self.request |= {"argv": sys.argv, "commands": []}
         self.process: subprocess.Popen[bytes] | None = None
@@ -117,7 +123,7 @@ class Copy:
         self.check()
         if self.process is None or self.process.stdin is None:
             return
-        # The process has ended, which `check` finds next, or it hangs with a full pipe.
+        # Errors are those of a process that has ended, or hangs with a full pipe.
         with suppress(OSError):
             os.write(self.process.stdin.fileno(), json.dumps(command).encode() + b"\n")
 
@@ -136,6 +142,7 @@ class Copy:
         deadline = time.monotonic() + PATIENCE
         self.send({"finish": exit_code})
         while self.process is not None:
+            # A copy offline needs the rest of the time if the server never answers.
             remaining = deadline - time.monotonic()
             if self.mode == "online" and not self.begun():
                 remaining -= PATIENCE - BEGINS
@@ -168,11 +175,12 @@ class Copy:
             )
         except OSError as error:
             return self._end(str(error))
+        # A process that hangs must not hold up the run when its pipe is full.
         assert self.process.stdin is not None
         os.set_blocking(self.process.stdin.fileno(), False)
 
     def _failed(self, problem: str = "") -> None:
-        """Follow a process that failed by one that copies offline, unless it was the second."""
+        """Start a second process, which copies offline, after the first one failed."""
         assert self.process is not None
         _kill(self.process)
         Path(self.file).unlink(missing_ok=True)
@@ -181,7 +189,8 @@ class Copy:
         problem = problem or f"its process ended with code {self.process.returncode}"
         if self.attempts > 1:
             return self._end(problem)
-        for leftover in offline_runs(self.folder) - self.before:  # the next copy has it all
+        # The next copy has all rows of this one, so `wandb sync` must not find both.
+        for leftover in offline_runs(self.folder) - self.before:
             shutil.rmtree(leftover, ignore_errors=True)
         self.mode = "offline"
         uploads = f"wandb sync {self.folder / 'wandb'}/offline-run-*"
@@ -202,7 +211,7 @@ class Copy:
         self._news = f"wandb is off: {problem}{rest}"
 
     def _output(self) -> list[str]:
-        # By its position: the offset of the file is also that of the process, which still writes.
+        # `pread` leaves the offset alone: the process shares it, and may still write.
         return os.pread(self.output.fileno(), 1 << 16, 0).decode("utf-8", "replace").splitlines()
 
     def begun(self) -> str:

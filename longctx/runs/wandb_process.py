@@ -28,10 +28,14 @@ from longctx.runs import metrics, metrics_file
 from longctx.runs.metrics import BY_POSITION, SAMPLE, Row
 from longctx.stop_signal import exit_within
 
-BEGUN = "begun "  # begins the line on stdout with the name of the run's folder at wandb
-RUN_ID = "run-id"  # in a run's wandb/: its id at the server, once it has gone online
-PAUSE = 0.2  # seconds between two looks for new rows
-LASTS = 600.0  # seconds after which a process that still sends ends itself
+# Begins the line on stdout with the name of the run's folder at wandb.
+BEGUN = "begun "
+# File in a run's wandb/ with its id at the server, once it has gone online.
+RUN_ID = "run-id"
+# Seconds between two looks for new rows.
+PAUSE = 0.2
+# Seconds that this process may still send after the end of the run.
+LASTS = 600.0
 
 
 def main(file: Path) -> NoReturn:
@@ -43,7 +47,8 @@ def main(file: Path) -> NoReturn:
     try:
         request = json.loads(file.read_text(encoding="utf-8"))
         file.unlink()
-        sys.argv = request["argv"]  # wandb records it: the run's own command, not this process's
+        # wandb records the command: the run's own, not the command of this process.
+        sys.argv = request["argv"]
         commands = chain(request["commands"], follow_stdin())
         send = {"run": send_run, "eval": send_evaluation}[request["kind"]]
         send(request, commands)
@@ -51,7 +56,8 @@ def main(file: Path) -> NoReturn:
         with suppress(OSError):
             print(" ".join(str(error).split()) or type(error).__name__, flush=True)
         code = 1
-    os._exit(code)  # wandb's own end may wait for a core that is gone
+    # wandb's own end may wait for a core that is gone or stopped.
+    os._exit(code)
 
 
 def follow_stdin() -> Iterator[dict[str, Any]]:
@@ -76,9 +82,11 @@ def send_run(request: dict[str, Any], commands: Iterator[dict[str, Any]]) -> Non
     """Send the rows of a run: online to the run at wandb that its first start began; offline to a
     new run for each start, all in one group.
     """
-    config, folder = WandbConfig(**request["config"]), Path(request["folder"])
+    config = WandbConfig(**request["config"])
+    folder = Path(request["folder"])
     leg = len(offline_runs(folder)) + 1
-    name, group = folder.name, config.group
+    name = folder.name
+    group = config.group
     if request["mode"] == "offline":
         group = group or name
         identity: dict[str, Any] = {"name": name if leg == 1 else f"{name}-leg{leg}"}
@@ -87,11 +95,12 @@ def send_run(request: dict[str, Any], commands: Iterator[dict[str, Any]]) -> Non
     about = {"config": request["facts"] | {"leg": leg}, "group": group, "job_type": config.job_type}
     run = init(config, folder, request["mode"], **about, **identity)
 
-    tail, rows_before = metrics_file.Tail(folder), request["rows_before"]
+    tail = metrics_file.Tail(folder)
+    rows_before = request["rows_before"]
     points: list[list[Any]] = []
     texts: list[list[Any]] = []
     for command in commands:
-        # Rows are read after a command arrives, so that those before the end are all sent.
+        # Reading rows after the command sends all rows that came before the end.
         for row in tail.rows():
             points += positions(row)
             texts += samples(row)
@@ -158,6 +167,7 @@ def init(settings: WandbConfig, folder: Path, mode: str, **about: Any) -> Any:
     import wandb
 
     logging.getLogger("wandb").setLevel(logging.ERROR)
+    # One line of the tracker replaces everything that wandb would print.
     run = wandb.init(
         project=settings.project,
         entity=settings.entity,
@@ -178,6 +188,7 @@ def init(settings: WandbConfig, folder: Path, mode: str, **about: Any) -> Any:
 
 def define_metrics(run: Any) -> None:
     """Draw every metric over tokens_seen; keep the last and the best of some in the summary."""
+    # Runs of different batch sizes are compared by tokens, not by steps.
     run.define_metric("tokens_seen", hidden=True)
     for metric in metrics.METRICS:
         if metric.key == "tokens_seen":
@@ -226,7 +237,9 @@ def send_evaluation(request: dict[str, Any], commands: Iterator[dict[str, Any]])
     """Send one evaluation."""
     import wandb
 
-    config, content, name = WandbConfig(**request["config"]), request["content"], request["run"]
+    config = WandbConfig(**request["config"])
+    content = request["content"]
+    name = request["run"]
     run = init(
         config,
         Path(request["folder"]),
@@ -240,6 +253,7 @@ def send_evaluation(request: dict[str, Any], commands: Iterator[dict[str, Any]])
         group=config.group or name,
         job_type="eval",
     )
+    # A thousand lines of a table are as many as anybody reads; the JSON has all.
     picture = request["picture"]
     media: dict[str, Any] = {} if picture is None else {"eval/picture": wandb.Image(picture)}
     for key, x in (("position", "first"), ("context", "context")):
