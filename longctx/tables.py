@@ -1,13 +1,15 @@
 """Tables of figures on the terminal, with every character of them.
 
-What does not fit beside the rest is not cut: it follows in a table below. Output that is no
-terminal has each table whole, without lines or colours, however wide it is.
+Columns that do not fit are not cut: they follow in a table below. Output that is no terminal has
+each table whole, without lines or colours, however wide it is.
 """
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 from rich import box
@@ -18,15 +20,17 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-FOLDED = 28  # columns of a terminal that a text which may be folded is given at least
-WIDEST = 10_000  # columns, at which nothing is wrapped
+# Columns of a terminal that a text of several lines is given at least.
+FOLDED = 28
+# Columns at which nothing is wrapped.
+WIDEST = 10_000
 
 
 class _Console(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
-        """Render without control characters: names, notes and keys of runs are anybody's text, and
+        """Render without control characters: anybody can write names, notes and keys of runs, and
         an escape sequence in them would drive the terminal.
         """
         for text, style, control in super().render(renderable, options):
@@ -39,7 +43,7 @@ class _Console(Console):
 
 
 def shown_for(letter: str) -> str:
-    """Return what stands for an unprintable letter, as wide as rich has measured it."""
+    """Return a substitute for an unprintable letter, as wide as rich has measured it."""
     return (" " if letter.isspace() else "\ufffd") * cell_len(letter)
 
 
@@ -56,7 +60,7 @@ def console(stderr: bool = False) -> Console:
 
 def grid(title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]], keys: int = 1) -> None:
     """Print `columns` of `rows`, of which the first `keys` name a row; numbers to three figures,
-    what a row lacks left empty.
+    an empty cell for a missing value.
     """
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.pad_edge = False
@@ -68,132 +72,77 @@ def grid(title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]], key
 
 
 def show(table: Table, keys: int = 1, output: Console | None = None) -> None:
-    """Print `table`; on a terminal that is too narrow for it as several, which all begin with its
-    first `keys` columns, or, where not even these fit, a value a line.
+    """Print `table`, or several if the terminal is too narrow. Each begins with the first `keys`
+    columns.
 
-    A column with overflow="fold" may be broken into lines, others never are; a heading only between
-    words.
+    Only a column with overflow="fold" is broken into lines, and headings between words, unless
+    `keys` and one more column are too wide.
     """
     output = output or console()
     if not output.is_terminal:
         output.width = WIDEST
-        plain = subset(table, range(len(table.columns)), output)
-        plain.box, plain.pad_edge, plain.title = None, False, None
+        table.box, table.pad_edge = None, False
         if table.title:
             output.print(table.title, highlight=False)
-        output.print(plain)
+            table.title = None
+        output.print(table)
         output.print()
         return
-    parts = grouped(table, keys, output)
-    if parts is None:
-        print_values(table, output)
+    if measured(table, output).maximum <= output.width:
+        output.print(table)
         return
-    for part in parts:
+    # Each group takes as many columns as fit, with the cells of most columns unbroken.
+    groups: list[list[int]] = [[]]
+    for column in range(keys, len(table.columns)):
+        wider = narrow(table, [*range(keys), *groups[-1], column])
+        if groups[-1] and measured(wider, output).minimum > output.width:
+            groups.append([])
+        groups[-1].append(column)
+    for number, group in enumerate(groups):
+        part = narrow(table, [*range(keys), *group])
+        # Broken words are hard to read, but an ellipsis would lose figures.
+        if measured(part, output).minimum > output.width:
+            part = narrow(table, [*range(keys), *group], folds=True)
+        part.title = None if number else table.title
         output.print(part)
 
 
-def grouped(table: Table, keys: int, output: Console) -> list[Table] | None:
-    """`table` cut into tables that fit `output`; None where a column does not fit beside the
-    first `keys`.
+def measured(table: Table, output: Console) -> Measurement:
+    """Return the least and the natural width of `table`."""
+    return Measurement.get(output, output.options.update(width=WIDEST), table)
+
+
+def narrow(table: Table, columns: Sequence[int], folds: bool = False) -> Table:
+    """Return the `columns` of `table`, with headings of several lines; `folds` lets every cell
+    have several, too.
     """
-    count = len(table.columns)
-    one_table = subset(table, range(count), output)
-    if natural_width(one_table, output) <= output.width:
-        return [one_table]
-    if least_width(table, range(count), output) <= output.width or count <= keys:
-        return [subset(table, range(count), output, wraps=True)]
-    groups: list[list[int]] = [[]]
-    for column in range(keys, count):
-        wider = [*range(keys), *groups[-1], column]
-        if groups[-1] and least_width(table, wider, output) > output.width:
-            groups.append([])
-        groups[-1].append(column)
-        if least_width(table, [*range(keys), *groups[-1]], output) > output.width:
-            return None
-    parts = [subset(table, [*range(keys), *group], output, wraps=True) for group in groups]
-    for part in parts[1:]:
-        part.title = None
-    return parts
-
-
-def subset(table: Table, columns: Sequence[int], output: Console, wraps: bool = False) -> Table:
-    """The `columns` of `table`, with headings of several lines where it `wraps`."""
-    part = Table(
-        title=table.title,
-        title_justify=table.title_justify,
-        title_style=table.title_style,
-        box=table.box,
-        padding=table.padding,
-        show_header=table.show_header,
-        pad_edge=table.pad_edge,
-    )
-    chosen = [table.columns[number] for number in columns]
-    for column in chosen:
-        heading, widest = text_of(column.header), 0
-        if wraps:
-            widest = max((width_of(one) for one in column.cells), default=0)
-            heading = Text("\n".join(wrapped(heading.plain, widest)), heading.style)
-        part.add_column(
-            heading,
-            justify=column.justify,
-            style=column.style,
-            overflow="fold",
-            no_wrap=column.overflow != "fold" or not wraps,
-            min_width=min(FOLDED, widest) if column.overflow == "fold" else None,
+    part = copy(table)
+    part.columns = []
+    for index, number in enumerate(columns):
+        column = table.columns[number]
+        heading = Text(str(column.header)) if not isinstance(column.header, Text) else column.header
+        words = heading.plain.split()
+        widest = max(
+            (cell_len(line) for x in column.cells for line in str(x).split("\n")), default=1
         )
-    for number, row in enumerate(table.rows):
-        cells = [text_of(list(column.cells)[number]) for column in chosen]
-        part.add_row(*cells, style=row.style, end_section=row.end_section)
+        width = max([widest, 1, *map(cell_len, words)])
+        lines = textwrap.wrap(heading.plain, width, break_long_words=False, break_on_hyphens=False)
+        can_fold = folds or column.overflow == "fold"
+        part.columns.append(
+            replace(
+                column,
+                _index=index,
+                header=Text("\n".join(lines), heading.style),
+                overflow="fold",
+                no_wrap=not can_fold,
+                min_width=None if folds else min(FOLDED, width) if can_fold else width,
+            )
+        )
     return part
 
 
-def wrapped(heading: str, width: int) -> list[str]:
-    """The lines of a heading over a column of `width`, broken between words."""
-    longest = max(map(len, heading.split()), default=0)
-    return textwrap.wrap(
-        heading, max(width, longest, 1), break_long_words=False, break_on_hyphens=False
-    ) or [""]
-
-
-def least_width(table: Table, columns: Sequence[int], output: Console) -> int:
-    """Columns of a terminal that `columns` of `table` take, with folded texts at FOLDED."""
-    part = subset(table, columns, output, wraps=True)
-    for column in part.columns:
-        if not column.no_wrap:
-            column.width = column.min_width
-    return natural_width(part, output)
-
-
-def natural_width(table: Table, output: Console) -> int:
-    """Columns of a terminal that `table` takes where nothing is folded."""
-    options = output.options.update(width=WIDEST)
-    return Measurement.get(output, options, table).maximum
-
-
-def text_of(cell: RenderableType) -> Text:
-    """A cell as text."""
-    return cell if isinstance(cell, Text) else Text(str(cell))
-
-
-def width_of(cell: RenderableType) -> int:
-    """Columns of a terminal that the longest line of a cell takes."""
-    return max((line.cell_len for line in text_of(cell).split()), default=0)
-
-
-def print_values(table: Table, output: Console) -> None:
-    """Print a value a line, its heading before it, an empty line after each row."""
-    if table.title:
-        output.print(table.title, style=table.title_style or "", soft_wrap=True)
-    headings = [text_of(column.header).plain for column in table.columns]
-    for number in range(table.row_count):
-        for heading, column in zip(headings, table.columns, strict=True):
-            value = text_of(list(column.cells)[number])
-            output.print(Text.assemble(f"  {heading}: ", value), soft_wrap=True)
-        output.print()
-
-
 def cell(value: Any) -> str:
-    """A value as a person reads it: thousands separated, fractions to three significant figures."""
+    """Write a value for a reader: thousands separated, fractions to three significant figures."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,7 +1,7 @@
 """The wandb workspace for the runs of a project. The only user of wandb-workspaces.
 
-It has the panels of the table of metrics (`longctx.runs.metrics`) and those of FIXED, which show
-something else than metrics over tokens. A dry run prints them and sends nothing.
+It has the panels of the table of metrics (`longctx.runs.metrics`) and the panels of FIXED, which
+do not show metrics over tokens. A dry run prints them and sends nothing.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ TOKENS = "tokens_seen"
 class Chart(NamedTuple):
     """One panel of the workspace.
 
-    `kind` is lines over tokens seen; shares, which are lines stacked on each other; points, a
-    summary value of each run over a value of its configuration; bars, a summary value of each run;
-    table, the plot of a logged table, whose name and columns (x, y, line) are in `y`; pictures.
+    `kind` is lines over tokens seen; shares: lines stacked on each other; points: a summary value
+    of each run over a value of its configuration; bars: a summary value of each run; table: the
+    plot of a logged table, with its name and columns (x, y, line) in `y`; pictures.
     """
 
     kind: str
@@ -32,18 +32,16 @@ class Chart(NamedTuple):
     log: bool = False
 
 
+def _table(title: str, name: str, x: str, line: str) -> Chart:
+    return Chart("table", title, (name, x, "loss", line))
+
+
 FIXED: dict[str, tuple[Chart, ...]] = {
     "Context extension": (
         Chart("points", "Perplexity over context (eval.py)", ("eval/perplexity",), "context"),
-        Chart(
-            "table",
-            "Loss by position",
-            ("loss_by_position_table", "tokens before", "loss", "tokens seen"),
-        ),
-        Chart(
-            "table",
-            "The same tokens over context",
-            ("eval/loss_by_context_table", "tokens of context", "loss", "run"),
+        _table("Loss by position", "loss_by_position_table", "tokens before", "tokens seen"),
+        _table(
+            "The same tokens over context", "eval/loss_by_context_table", "tokens of context", "run"
         ),
     ),
     "Throughput": (),
@@ -53,18 +51,14 @@ FIXED: dict[str, tuple[Chart, ...]] = {
         Chart("bars", "Perplexity", ("eval/perplexity",)),
         Chart("bars", "Word perplexity", ("eval/word_perplexity",)),
         Chart("bars", "Bits per byte", ("eval/bits_per_byte",)),
-        Chart(
-            "table",
-            "Loss by position",
-            ("eval/loss_by_position_table", "tokens of position", "loss", "run"),
-        ),
+        _table("Loss by position", "eval/loss_by_position_table", "tokens of position", "run"),
         Chart("pictures", "Pictures of eval.py", ("eval/picture",)),
     ),
 }
 
 
 def sections() -> dict[str, list[Chart]]:
-    """The panels of every section: of metrics over the context, the fixed ones, of metrics over
+    """Return the panels of every section: metrics over the context, the fixed ones, metrics over
     tokens.
     """
     result: dict[str, list[Chart]] = {}
@@ -87,7 +81,7 @@ def sections() -> dict[str, list[Chart]]:
 
 
 def over(metric: metrics.Metric) -> str:
-    """The key of the value that stands for a run in its summary at wandb: the least or the last.
+    """Return the key of the one value of a run in its summary at wandb: the least or the last.
 
     The summary has `key.last` beside the extreme that it keeps, and then no `key` alone.
     """
@@ -96,7 +90,7 @@ def over(metric: metrics.Metric) -> str:
 
 
 def columns() -> list[str]:
-    """The columns of the table of runs: what was asked for, and the metrics over the context."""
+    """Return the columns of the table of runs: two keys and the metrics over the context."""
     figures = [f"summary:{over(metric)}" for metric in metrics.shown(Shown.CONTEXT)]
     return ["config:backend", "config:seq_len", *figures]
 
@@ -106,19 +100,23 @@ def dashboard(
 ) -> None:
     """Create the workspace `name` in `project` of `entity` (your default) and print its address.
 
-    Without an API key, or with `dry_run`, prints as JSON what it would show.
+    Without an API key, or with `dry_run`, prints its plan as JSON.
 
-    Raises ValueError, one line, where wandb-workspaces is missing or the server refuses.
+    Raises ValueError, one line, if wandb-workspaces is missing or the server refuses.
     """
+    text = json.dumps(plan(project, entity, name), indent=1)
     if dry_run:
-        print(json.dumps(plan(project, entity, name), indent=1))
+        print(text)
         return
-    require()
+    if find_spec("wandb_workspaces") is None:
+        raise ValueError(
+            "dashboard: wandb-workspaces is not installed; pip install -e '.[dashboard]'"
+        )
     import wandb
 
     try:
         if not wandb.login(prompt=False):
-            print(json.dumps(plan(project, entity, name), indent=1))
+            print(text)
             print(
                 "nothing was sent: wandb has no API key here; after `wandb login`, the same again",
                 file=sys.stderr,
@@ -135,30 +133,17 @@ def dashboard(
 
 
 def plan(project: str, entity: str | None, name: str) -> dict[str, Any]:
-    """What the workspace shows, as plain values."""
+    """Return the panels of the workspace as plain values."""
     charts = [
-        {"name": title, "panels": [{**panel._asdict(), "y": list(panel.y)} for panel in panels]}
+        {"name": title, "panels": [panel._asdict() for panel in panels]}
         for title, panels in sections().items()
     ]
-    return {
-        "project": project,
-        "entity": entity,
-        "name": name,
-        "columns": columns(),
-        "sections": charts,
-    }
-
-
-def require() -> None:
-    """Raise ValueError where wandb-workspaces is not installed."""
-    if find_spec("wandb_workspaces") is None:
-        raise ValueError(
-            "dashboard: wandb-workspaces is not installed; pip install -e '.[dashboard]'"
-        )
+    about = {"project": project, "entity": entity, "name": name}
+    return {**about, "columns": columns(), "sections": charts}
 
 
 def workspace(project: str, entity: str, name: str) -> Any:
-    """The workspace, not yet saved."""
+    """Return the workspace, not yet saved."""
     import wandb_workspaces.workspaces as ws
 
     filled = [

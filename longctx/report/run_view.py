@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,31 +13,21 @@ from statistics import fmean
 from typing import Any
 
 from longctx import untrusted
-from longctx.report.locks import kernel_lock
+from longctx.runs import metrics
 from longctx.runs.evaluations import Evaluations, Line, read_evaluations
-from longctx.runs.metrics import (
-    BY_POSITION,
-    FACTS_FOUND,
-    Row,
-    Shown,
-    all_finite,
-    figures,
-    finite,
-    is_step,
-    shown,
-)
+from longctx.runs.metrics import BY_POSITION, FACTS_FOUND, Row, Shown, finite, is_step
 from longctx.runs.metrics_file import odd_value, read_rows
 from longctx.runs.run_folder import NotARun, is_training, read_config
 
-# A curve: "t" tokens seen, "s" seconds of training, "y" values; where rows were joined, also "lo"
-# and "hi" beside the mean "y", and where they have a standard error, that below and above it.
+# A curve: "t" tokens seen, "s" seconds of training, "y" values; if rows were joined, also "lo" and
+# "hi" next to the mean "y"; if they have a standard error, the values below and above it.
 Curve = dict[str, list[float]]
 
 
 @dataclass
 class Run:
-    """`figures` has no key for what the run's rows do not tell; `notes` are what a reader should
-    know about the files.
+    """`figures` has no key for a metric that the run's rows lack; `notes` are remarks on its files
+    for the reader.
     """
 
     folder: Path
@@ -48,27 +39,18 @@ class Run:
     ended: str
     notes: list[str] = field(default_factory=list)
     lock: dict[str, str] = field(default_factory=dict)
-    tokenizer: str = ""  # a hash of its tokenizer.json; empty where that cannot be read
+    tokenizer: str = ""  # a hash of its tokenizer.json; empty if that cannot be read
     positions: Line = field(default_factory=dict)  # loss over tokens before
     facts: dict[str, dict[int, float]] = field(default_factory=dict)  # kind → length → share
 
-    @property
-    def longest(self) -> str:
-        """The context that the run trained at; where eval.py went beyond it, that is said."""
-        trained = self.config.get("seq_len")
-        contexts = [score["context"] for score in self.evaluations.perplexities]
-        if not isinstance(trained, int):
-            return ""
-        beyond = max(contexts, default=0)
-        return f"{trained:,}" + (f", evaluated at {beyond:,}" if beyond > trained else "")
-
 
 def read(folder: Path, points: int) -> Run:
-    """The run in `folder`, with at most `points` points in a curve.
+    """Read the run in `folder`, with at most `points` points in a curve.
 
     Raises NotARun or FileNotFoundError, one line, if there is none.
     """
     config = read_config(folder)
+    # Before the rows are read: a run that ends in between has written all of them.
     training = is_training(folder)
     rows, cut = read_rows(folder)
     if not rows:
@@ -78,7 +60,8 @@ def read(folder: Path, points: int) -> Run:
         )
     if odd := odd_value(rows):
         raise NotARun(f"{folder}: {odd} in metrics.jsonl, which no run writes; take that line out")
-    numbers = figures(rows)
+    numbers = metrics.figures(rows)
+    # A broken evaluation or lock costs the run no other figure, so it is only a note.
     run = Run(
         folder,
         label=folder.resolve().name,
@@ -94,6 +77,7 @@ def read(folder: Path, points: int) -> Run:
         run.notes.append(f"{folder}: left out as incomplete: {cut} of metrics.jsonl")
     for path in run.evaluations.unreadable:
         run.notes.append(f"{path}: not an evaluation's JSON, left out")
+    # Two runs have the same tokens if their tokenizers are equal, wherever those came from.
     with (
         suppress(OSError, ValueError),
         untrusted.open_file(folder / "tokenizer.json", untrusted.TOKENIZER_SIZE, folder) as file,
@@ -101,30 +85,51 @@ def read(folder: Path, points: int) -> Run:
         run.tokenizer = hashlib.sha256(file.read()).hexdigest()
     try:
         run.lock = kernel_lock(folder)
-    except (OSError, ValueError):
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, AttributeError):
         run.notes.append(f"{folder}: kernel.lock.json cannot be read, left out")
     return run
 
 
+def kernel_lock(folder: Path) -> dict[str, str]:
+    """Return kernel.lock.json as cells of a table: the kernel, versions, and short hashes of its
+    sources and of its results.
+    """
+    lock = untrusted.read_json(folder / "kernel.lock.json", within=folder)
+    cells: dict[str, str] = {}
+    for key, value in lock.items():
+        if key in ("machine", "versions"):
+            cells |= {name: str(version) for name, version in value.items()}
+        elif key in ("sources", "fingerprint"):
+            text = json.dumps(value, sort_keys=True)
+            cells[key] = hashlib.sha256(text.encode()).hexdigest()[:10]
+        elif isinstance(value, str | bool):
+            cells[key] = str(value)
+    cells.pop("backend", None)
+    return cells
+
+
 def ending(step: int, steps: Any, training: bool) -> str:
-    """How far a run came and whether it still trains."""
+    """Say how far a run came and whether it still trains."""
+    of_steps = f" of {steps:,}" if isinstance(steps, int) else ""
     if training:
-        return f"training, step {step:,} of {steps:,}" if isinstance(steps, int) else "training"
+        return f"training, step {step:,}{of_steps}" if of_steps else "training"
     if isinstance(steps, int) and step >= steps:
         return "finished"
-    return f"stopped at step {step:,}" + (f" of {steps:,}" if isinstance(steps, int) else "")
+    return f"stopped at step {step:,}{of_steps}"
 
 
 def positions(rows: list[Row]) -> Line:
-    """Loss over the number of tokens before, of the last validation that tells it."""
+    """Return the loss over the number of tokens before, of the last validation that has it."""
     for members in families_last_first(rows, BY_POSITION):
-        if all_finite(list(members.values())):
-            return {"x": [int(key) for key in members], "y": short(members.values())}
+        if len(losses := finite(members.values())) == len(members):
+            return {"x": [int(key) for key in members], "y": short(losses)}
     return {}
 
 
 def facts(rows: list[Row]) -> dict[str, dict[int, float]]:
-    """The share of hidden facts that the last validation found, by kind and length."""
+    """Return the share of pass keys that the last validation found, by kind and length."""
     shares: dict[str, dict[int, float]] = {}
     for members in families_last_first(rows, FACTS_FOUND):
         for key, share in members.items():
@@ -137,8 +142,8 @@ def facts(rows: list[Row]) -> dict[str, dict[int, float]]:
 
 
 def families_last_first(rows: list[Row], family: str) -> Iterator[Row]:
-    """The members of a family of keys in each validation that has some, the newest first; without
-    the family's name.
+    """Yield the members of a family of keys in each validation that has some, the newest first;
+    without the family's name.
     """
     prefix = f"{family}/"
     for row in reversed(rows):
@@ -152,9 +157,9 @@ def families_last_first(rows: list[Row], family: str) -> Iterator[Row]:
 
 
 def curves(rows: list[Row], points: int) -> dict[str, Curve]:
-    """The curve of every metric that the page draws and the rows hold.
+    """Return the curve of every metric that the page draws and the rows hold.
 
-    A row that tells no time, such as a validation, has that of the row before it.
+    A row without a time, such as a validation, has the time of the row before it.
     """
     now = 0.0
     timed: dict[bool, list[tuple[Row, float]]] = {True: [], False: []}
@@ -165,7 +170,7 @@ def curves(rows: list[Row], points: int) -> dict[str, Curve]:
     for group in timed.values():
         tokens = [row["tokens_seen"] for row, _ in group]
         seconds = [time for _, time in group]
-        for metric in shown(Shown.CURVE):
+        for metric in metrics.shown(Shown.CURVE):
             column = [row.get(metric.key) for row, _ in group]
             curve = reduced(tokens, seconds, column, points)
             if curve["y"]:
@@ -176,8 +181,8 @@ def curves(rows: list[Row], points: int) -> dict[str, Curve]:
 
 
 def error_band(curve: Curve, rows: list[Row]) -> Curve:
-    """One standard error below and above the points of a curve of perplexities, as its "lo" and
-    "hi"; {} where there are none, or the curve has them of joined rows.
+    """Return one standard error below and above the points of a curve of perplexities, as "lo" and
+    "hi"; {} if there is none, or the curve has them of joined rows.
     """
     errors = {
         row["tokens_seen"]: x
@@ -191,17 +196,15 @@ def error_band(curve: Curve, rows: list[Row]) -> Curve:
 
 
 def reduced(tokens: list[float], seconds: list[float], values: list[Any], points: int) -> Curve:
-    """The finite values as a curve of at most `points` points, each the mean, least and largest of
-    its rows.
+    """Return the finite values as a curve of at most `points` points, each the mean, least and
+    largest of its rows.
     """
-    if not all_finite(values):
-        drawn = [n for n, x in enumerate(values) if isinstance(x, int | float) and isfinite(x)]
-        tokens, seconds, values = (
-            [column[n] for n in drawn] for column in (tokens, seconds, values)
-        )
-    size = -(-len(values) // points)  # rows per point
+    drawn = [n for n, x in enumerate(values) if isinstance(x, int | float) and isfinite(x)]
+    tokens, seconds, values = ([column[n] for n in drawn] for column in (tokens, seconds, values))
+    # Rows per point, rounded up.
+    size = -(-len(values) // points)
     if size <= 1:
-        return {"t": list(tokens), "s": short(seconds), "y": short(values)}
+        return {"t": tokens, "s": short(seconds), "y": short(values)}
     parts = [values[n : n + size] for n in range(0, len(values), size)]
     middles = [min(n + size // 2, len(values) - 1) for n in range(0, len(values), size)]
     return {
@@ -214,5 +217,5 @@ def reduced(tokens: list[float], seconds: list[float], values: list[Any], points
 
 
 def short(values: Any) -> list[float]:
-    """Numbers at the five digits that a drawing can show."""
+    """Round numbers to the five digits that a drawing can show."""
     return [float(f"{value:.5g}") for value in values]

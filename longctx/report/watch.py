@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean
 
@@ -13,39 +13,17 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from longctx import tables, untrusted
+from longctx import tables
 from longctx.report.run_view import ending
 from longctx.runs.metrics import Row, Shown, duration, finite, line, present
-from longctx.runs.metrics_file import parsed
+from longctx.runs.metrics_file import Tail
 from longctx.runs.run_folder import NotARun, is_training, read_config
 
-PAUSE = 0.5  # seconds between two looks
+# Seconds between two looks.
+PAUSE = 0.5
 BARS = "▁▂▃▄▅▆▇█"
-WIDTH = 40  # bars of a curve
-
-
-class Tail:
-    """The rows that a growing metrics.jsonl gains; the beginning of a line waits for its end."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "metrics.jsonl"
-        self._place, self._rest, self._file = 0, b"", 0
-
-    def rows(self) -> list[Row]:
-        """The rows since the last call; all of them where a resumed run has replaced the file."""
-        try:
-            with untrusted.open_file(self.path, within=self.path.parent) as file:
-                now = os.fstat(file.fileno())
-                if now.st_ino != self._file or now.st_size < self._place:
-                    self._place, self._rest, self._file = 0, b"", now.st_ino
-                file.seek(self._place)
-                new = file.read()
-        except FileNotFoundError:
-            return []
-        self._place += len(new)
-        *lines, self._rest = (self._rest + new).split(b"\n")
-        rows = (parsed(line.decode("utf-8", "replace")) for line in lines)
-        return [row for row in rows if row is not None]
+# Bars of a curve.
+WIDTH = 40
 
 
 class Latest:
@@ -57,16 +35,16 @@ class Latest:
         self.losses: deque[float] = deque(maxlen=10_000)
 
     def add(self, row: Row) -> None:
-        """Take in the next row."""
+        """Add the next row."""
         self.numbers |= row
         self.losses.extend(finite([row.get("loss")]))
 
     def ended(self, training: bool) -> str:
-        """How far the run is."""
+        """Say how far the run is."""
         return ending(self.numbers.get("step", 0), self.steps, training)
 
     def view(self, training: bool) -> Table:
-        """The numbers one below the other, the loss as a curve."""
+        """Return the numbers one below the other, the loss as a curve."""
         table = Table(title=str(self.folder), title_justify="left", show_header=False, box=None)
         table.add_column(style="bold")
         table.add_column(overflow="fold")
@@ -83,35 +61,39 @@ class Latest:
 def watch(folder: Path) -> None:
     """Show the run in `folder` until no process trains it.
 
-    Raises ValueError or OSError where there is none.
+    Raises ValueError or OSError if there is none.
     """
-    latest, tail, console = Latest(folder), Tail(folder), tables.console()
-    training, rows = is_training(folder), tail.rows()
+    latest = Latest(folder)
+    tail = Tail(folder)
+    console = tables.console()
+    # Asked before the rows are read, as in `following`.
+    training = is_training(folder)
+    rows = tail.rows()
     if not rows and not training:
         raise NotARun(
             f"{folder}: no metrics yet and no process trains it; start the run, or watch another"
         )
-    if console.is_terminal:
-        with Live(console=console, auto_refresh=False, transient=False) as live:
-            for row in following(folder, tail, rows):
-                if row is not None:
-                    latest.add(row)
-                else:
-                    live.update(latest.view(is_training(folder)), refresh=True)
-    else:
-        for row in rows[:-1]:
-            latest.add(row)
-        for row in following(folder, tail, rows[-1:]):
-            if row is not None:
-                latest.add(row)
-                text = f"step {row['step']:,}  {line(row, Shown.WATCH)}"
-                console.print(text, soft_wrap=True)
+    # Plain lines begin with the newest row; the live view draws all losses so far.
+    for row in rows[:-1]:
+        latest.add(row)
+    with (
+        Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live
+    ):
+        for new in following(folder, tail, rows[-1:]):
+            if new is not None:
+                latest.add(new)
+                if live is None:
+                    text = f"step {new['step']:,}  {line(new, Shown.WATCH)}"
+                    console.print(text, soft_wrap=True)
+            elif live is not None:
+                live.update(latest.view(is_training(folder)), refresh=True)
+    if live is None:
         console.print(latest.ended(is_training(folder)))
 
 
 def following(folder: Path, tail: Tail, rows: list[Row]) -> Iterator[Row | None]:
-    """`rows` and the later ones, None whenever there are no more for now; ends with the process
-    that trains the run.
+    """Yield `rows` and the later ones, None whenever there are no more for now, until the process
+    that trains the run ends.
     """
     training = True
     while True:
@@ -119,7 +101,7 @@ def following(folder: Path, tail: Tail, rows: list[Row]) -> Iterator[Row | None]
         yield None
         if not training:
             return
-        # Before the rows are read, so that those of the last moment are not missed.
+        # Asked before the rows are read, so that rows of the last moment are not missed.
         training = is_training(folder)
         if training:
             time.sleep(PAUSE)
@@ -127,7 +109,7 @@ def following(folder: Path, tail: Tail, rows: list[Row]) -> Iterator[Row | None]
 
 
 def sparkline(values: list[float]) -> str:
-    """The values as at most WIDTH bars, each the mean of its share, between the least and the
+    """Draw the values as at most WIDTH bars, each the mean of its share, between the least and the
     largest.
     """
     if not values:

@@ -1,8 +1,7 @@
-"""The files that eval.py leaves in a run's eval/: their names, and what stands in them. Torch-free.
+"""The files that eval.py leaves in a run's eval/: their names and their content. Torch-free.
 
-Evaluation writes them and the report reads them; what both must know stands here. A
-perplexity has "total", pass keys have "kinds", RULER has "ruler", tasks of lm-evaluation-harness
-have "results".
+Evaluation writes them and the report reads them. A perplexity has "total", pass keys have "kinds",
+RULER has "ruler", tasks of lm-evaluation-harness have "results".
 """
 
 from __future__ import annotations
@@ -12,14 +11,16 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from longctx import files, untrusted
 from longctx.runs.metrics import Row
 
-FOLDER = "eval"  # beside the checkpoints of a run, or in a Hugging Face folder
-SIZE = 1 << 30  # bytes of one: RULER's holds every answer
-LONGEST_TASKS = 80  # characters of the tasks in a file's name
+FOLDER = "eval"  # next to the checkpoints of a run, or in a Hugging Face folder
+# Largest file in bytes: RULER's holds every answer.
+SIZE = 1 << 30
+# Characters of the tasks in a file's name.
+LONGEST_TASKS = 80
 Content = dict[str, Any]  # of one JSON
 Line = dict[str, list[float]]  # points to draw: "x", such as tokens before, and "y", the losses
 # standard_error is of the mean nats per token, over documents.
@@ -27,7 +28,7 @@ SCORES = ("perplexity", "word_perplexity", "bits_per_byte", "standard_error")
 
 
 class TaskScore(NamedTuple):
-    """One number of lm-evaluation-harness; `metric` names its filter too where there is one."""
+    """One number of lm-evaluation-harness; `metric` names its filter too if there is one."""
 
     task: str
     metric: str
@@ -38,29 +39,29 @@ class TaskScore(NamedTuple):
 def perplexity_stem(
     documents: str, checkpoint: str, context: int, stride: int, backend: str
 ) -> str:
-    """Name of a perplexity's files, such as val-step-00000900-16384-8192-flash."""
+    """Name a perplexity's files, such as val-step-00000900-16384-8192-flash."""
     return f"{documents}-{checkpoint}-{context}-{stride}-{backend}"
 
 
 def passkey_stem(checkpoint: str, longest: int, backend: str) -> str:
-    """Name of the files about pass keys in texts of up to `longest` tokens."""
+    """Name the files about pass keys in texts of up to `longest` tokens."""
     return f"passkey-{checkpoint}-{longest}-{backend}"
 
 
 def ruler_stem(checkpoint: str, longest: int, backend: str) -> str:
-    """Name of the files about RULER's tasks in texts of up to `longest` tokens."""
+    """Name the files about RULER's tasks in texts of up to `longest` tokens."""
     return f"ruler-{checkpoint}-{longest}-{backend}"
 
 
 def tasks_stem(tasks: list[str], checkpoint: str, context: int) -> str:
-    """Name of the file with the scores of `tasks`."""
+    """Name the file with the scores of `tasks`."""
     return f"tasks-{'-'.join(tasks)[:LONGEST_TASKS]}-{checkpoint}-{context}"
 
 
 def place(folder: Path, stem: str, keys: Content) -> Path:
-    """The JSON in `folder` for the answer to `keys`, the keys that decide what is measured.
+    """Return the JSON in `folder` for the answer to `keys`, the keys that decide the measurement.
 
-    The file of that stem, or a numbered one beside it where the file answers something else.
+    It is the file of that stem, or a numbered one if another request has taken the name.
     """
     keys = json.loads(json.dumps(keys))
     path = folder / f"{stem}.json"
@@ -71,82 +72,6 @@ def place(folder: Path, stem: str, keys: Content) -> Path:
     return path
 
 
-def write(content: Content, path: Path) -> None:
-    """Write `content` to `path`, whole or not at all; null stands for what is no finite number."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(without_infinite(content), indent=1, allow_nan=False)
-    files.write_text(path, text + "\n")
-
-
-def without_infinite(value: Any) -> Any:
-    """`value`, made of dicts and lists, with None for every number in it that is not finite."""
-    if isinstance(value, dict):
-        return {key: without_infinite(x) for key, x in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_infinite(x) for x in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def paths(folder: Path) -> list[Path]:
-    """The files of evaluations in the folder of a run, older forms too."""
-    older = folder / "passkey.json"
-    return [*sorted((folder / FOLDER).glob("*.json")), *([older] if older.is_file() else [])]
-
-
-def read(path: Path, folder: Path) -> Content:
-    """Return the content of `path`, a file of the run in `folder`; ValueError for NaN, infinity,
-    and fractions beyond a float.
-    """
-    content: Content = untrusted.read_json(
-        path, SIZE, folder, parse_float=finite, parse_constant=finite
-    )
-    return content
-
-
-def finite(text: str) -> float:
-    """The number that `text` spells; ValueError unless it is finite."""
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text}: not a finite number")
-    return value
-
-
-def kind(content: Content) -> Literal["perplexity", "passkey", "ruler", "tasks"]:
-    """Which of the evaluations wrote `content`."""
-    if "ruler" in content:
-        return "ruler"
-    if "kinds" in content or "accuracy" in content:
-        return "passkey"
-    return "tasks" if "results" in content else "perplexity"
-
-
-def grids(content: Content) -> dict[str, Content]:
-    """Kind of fact → lengths, depths and accuracy as [length][depth], of a passkey evaluation."""
-    result: dict[str, Content] = content.get("kinds", {"passkey": content})
-    return result
-
-
-def task_scores(results: dict[str, Any]) -> list[TaskScore]:
-    """The scores in `results` of lm-evaluation-harness, in their order.
-
-    Its keys are "metric,filter" with a number, "metric_stderr,filter" with the standard error, and
-    others without a comma that are no scores.
-    """
-    scores = []
-    for task, values in results.items():
-        for key, value in values.items():
-            metric, comma, filter_name = key.partition(",")
-            if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
-                continue
-            if metric.isdigit() and value == -1:  # RULER's value for a length that was not run
-                continue
-            error = values.get(f"{metric}_stderr,{filter_name}")
-            error = float(error) if isinstance(error, int | float) else None
-            name = metric if filter_name in ("", "none") else f"{metric} ({filter_name})"
-            scores.append(TaskScore(task, name, float(value), error))
-    return scores
-
-
 def _request_of(path: Path) -> Any:
     try:
         return untrusted.read_json(path, SIZE, path.parent).get("asked")
@@ -154,9 +79,25 @@ def _request_of(path: Path) -> Any:
         return None  # not a file of ours: it stays
 
 
+def write(content: Content, path: Path) -> None:
+    """Write `content` to `path`, atomically; null stands for a number that is not finite."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(without_infinite(content), indent=1, allow_nan=False)
+    files.write_text(path, text + "\n")
+
+
+def without_infinite(value: Any) -> Any:
+    """Return `value`, made of dicts and lists, with None for every number that is not finite."""
+    if isinstance(value, dict):
+        return {key: without_infinite(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_infinite(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class Evaluations(NamedTuple):
-    """What eval.py left in a folder: perplexities, maps of facts found again, RULER's scores,
-    scores of tasks; and the files that are none of these.
+    """The content of a run's eval/: perplexities, maps of pass keys, RULER's scores, scores of
+    tasks; and the files that are none of these.
     """
 
     perplexities: list[Row]
@@ -167,26 +108,37 @@ class Evaluations(NamedTuple):
 
 
 def read_evaluations(folder: Path) -> Evaluations:
-    """Every evaluation in the folder of a run."""
+    """Read every evaluation in the folder of a run."""
     result = Evaluations([], [], [], [], [])
-    for path in paths(folder):
+    for path in sorted((folder / FOLDER).glob("*.json")):
         try:
-            content = read(path, folder)
-            if kind(content) == "passkey":
-                result.passkeys.extend(passkeys(content, path.name))
-            elif kind(content) == "ruler":
+            content = untrusted.read_json(
+                path, SIZE, folder, parse_float=finite, parse_constant=finite
+            )
+            if "ruler" in content:
                 result.rulers.append(ruler(content, path.name))
-            elif kind(content) == "tasks":
+            elif "kinds" in content:
+                result.passkeys.extend(passkeys(content, path.name))
+            elif "results" in content:
                 result.tasks.extend(tasks(content))
             else:
                 result.perplexities.append(perplexity(content, path.name))
+        # Anybody can write such a file, and a report of many runs must not end for one of them.
         except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError):
             result.unreadable.append(path)
     return result
 
 
-def perplexity(content: Row, name: str) -> Row:
-    """A perplexity, without those of its single documents."""
+def finite(text: str) -> float:
+    """Return the number in `text`; raises ValueError unless it is finite."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text}: not a finite number")
+    return value
+
+
+def perplexity(content: Content, name: str) -> Row:
+    """Return a perplexity, without the scores of single documents."""
     total = content["total"]
     return {
         "file": name,
@@ -201,51 +153,41 @@ def perplexity(content: Row, name: str) -> Row:
 
 
 def line(rows: Iterable[Row], x: str) -> Line:
-    """The losses of an evaluation over the key `x`."""
-    rows = [row for row in rows if row["loss"] is not None]  # else it was no finite number
+    """Return the finite losses of an evaluation over the key `x`."""
+    rows = [row for row in rows if row["loss"] is not None]
     return {
         "x": [int(row[x]) for row in rows],
         "y": [float(f"{float(row['loss']):.5g}") for row in rows],
     }
 
 
-def passkeys(content: Row, name: str) -> list[Row]:
-    """The maps of one file, one for each kind of fact; `accuracy` is [length][depth]."""
+def passkeys(content: Content, name: str) -> list[Row]:
+    """Return the maps of one file, one for each kind of fact; `accuracy` is [length][depth]."""
     maps = []
-    for name_of_kind, grid in grids(content).items():
+    for kind, grid in content["kinds"].items():
         lengths = [int(x) for x in grid["lengths"]]
         depths = [float(x) for x in grid["depths"]]
         accuracy = [[float(x) for x in row] for row in grid["accuracy"]]
-        if len(accuracy) != len(lengths) or any(len(row) != len(depths) for row in accuracy):
+        if list(map(len, accuracy)) != [len(depths)] * len(lengths):
             raise ValueError(f"{name}: accuracy is not [length][depth]")
         maps.append(
-            {
-                "file": name,
-                "kind": name_of_kind,
-                "lengths": lengths,
-                "depths": depths,
-                "accuracy": accuracy,
-            }
+            {"file": name, "kind": kind, "lengths": lengths, "depths": depths, "accuracy": accuracy}
         )
     return maps
 
 
 def ruler(content: Content, name: str) -> Row:
-    """RULER's scores of one file, of each task [length]."""
+    """Return RULER's scores of one file, of each task [length]."""
     lengths, rows = ruler_rows(content)
     if any(len(scores) != len(lengths) for scores in rows.values()):
         raise ValueError(f"{name}: scores are not of each length")
-    return {
-        "file": name,
-        "lengths": lengths,
-        "scores": rows,
-    }
+    return {"file": name, "lengths": lengths, "scores": rows}
 
 
 def ruler_rows(content: Content) -> tuple[list[int], dict[str, list[float]]]:
-    """The lengths, and the scores 0 to 1 at each of them, of every task and in the mean.
+    """Return the lengths, and the scores 0 to 1 at each of them, of every task and in the mean.
 
-    Tasks whose questions are made from one's own text say so.
+    A task is marked if its questions are made from one's own text.
     """
     lengths = [int(x) for x in content["ruler"]["lengths"]]
     rows = {
@@ -258,13 +200,31 @@ def ruler_rows(content: Content) -> tuple[list[int], dict[str, list[float]]]:
 
 
 def tasks(content: Content) -> list[Row]:
-    """The scores of lm-evaluation-harness, one for each task and metric."""
+    """Return the scores of lm-evaluation-harness, one for each task and metric."""
     context = int(content["context"])
     return [
-        {
-            "name": f"{score.task} {score.metric}",
-            "value": score.value,
-            "context": context,
-        }
+        {"name": f"{score.task} {score.metric}", "value": score.value, "context": context}
         for score in task_scores(content["results"])
     ]
+
+
+def task_scores(results: dict[str, Any]) -> list[TaskScore]:
+    """Return the scores in `results` of lm-evaluation-harness, in their order.
+
+    Its keys are "metric,filter" with a number, "metric_stderr,filter" with the standard error, and
+    others without a comma that are no scores.
+    """
+    scores = []
+    for task, values in results.items():
+        for key, value in values.items():
+            metric, comma, filter_name = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            # lm-evaluation-harness gives -1 for a length of RULER that was not run.
+            if metric.isdigit() and value == -1:
+                continue
+            error = values.get(f"{metric}_stderr,{filter_name}")
+            error = float(error) if isinstance(error, int | float) else None
+            name = metric if filter_name in ("", "none") else f"{metric} ({filter_name})"
+            scores.append(TaskScore(task, name, float(value), error))
+    return scores

@@ -1,9 +1,9 @@
-"""The table of metrics: what a run logs, how it reads, and where it is shown.
+"""The table of metrics: their names, formats and the views that show them.
 
 One line of `METRICS` is a key of metrics.jsonl. The console, the closing table, `watch`, `compare`
 and its page, the metric definitions at wandb and the wandb workspace all read this table, so a new
-metric is one more line here, beside the code that computes it. A key that ends in `/*` stands for
-all keys that begin so.
+metric is one more line here, next to the code that computes it. The key `busy_ms/*` covers all
+keys that begin with `busy_ms/`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from typing import Any, Literal, NamedTuple
 Row = dict[str, Any]  # of metrics.jsonl
 
 BY_POSITION = "val_loss_by_position"  # key/N: loss of targets with N to 2N - 1 tokens before them
-FACTS_FOUND = "facts_found"  # key/kind/N: share of hidden facts found in texts of N tokens
-SAMPLE = "sample"  # text that the model has written, in a row of its own
+FACTS_FOUND = "facts_found"  # key/kind/N: share of pass keys found in texts of N tokens
+SAMPLE = "sample"  # a sample of the model, in a row of its own
 BUSY_OF_RANK = "busy_ms"  # key/N: milliseconds per step in which rank N waits for no other
-MEDIAN_OF = 2000  # values at most, evenly spaced, so that a long run costs no more than a short one
 
 
 class Shown(Flag):
-    """Where a metric is shown, beside its panel at wandb."""
+    """Views that show a metric, besides its panel at wandb."""
 
     NOWHERE = 0
     CONSOLE = auto()  # the bar or line of a run that trains
@@ -40,7 +39,7 @@ TABLES = Shown.CLOSING | Shown.COMPARE
 
 
 class Panel(NamedTuple):
-    """A panel of the wandb workspace; metrics with the same one are drawn together."""
+    """A panel of the wandb workspace; metrics with the same panel are drawn together."""
 
     section: str
     title: str
@@ -54,7 +53,7 @@ PEAK_MEMORY = Panel("Memory", "Peak memory (GiB)")
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people write them: 3.2 s, 1 min 15 s, 1 h 1 min."""
+    """Write seconds for a reader: 3.2 s, 1 min 15 s, 1 h 1 min."""
     minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -63,10 +62,9 @@ def duration(seconds: float) -> str:
 
 
 class Metric(NamedTuple):
-    """One metric: `of_run` says which number stands for a whole run, `better` which of two runs
-    did better.
+    """One metric: `of_run` selects the number for a whole run, `better` the better of two runs.
 
-    A metric that is `hidden` gets no panel that wandb makes by itself.
+    For a metric that is `hidden`, wandb makes no panel of its own.
     """
 
     key: str
@@ -81,30 +79,32 @@ class Metric(NamedTuple):
 
     @property
     def heading(self) -> str:
-        """The name for a column or a chart."""
+        """Return the name for a column or a chart."""
         return f"{self.label} ({self.unit})" if self.unit else self.label
 
     @property
     def summary(self) -> Literal["min", "max"] | None:
-        """The extreme that wandb keeps for a run: its peak, or its best."""
+        """Return the extreme that wandb keeps for a run: its peak, or its best."""
         return "max" if self.of_run == "max" else self.better
 
     @property
     def prefix(self) -> str | None:
-        """What the keys of a family begin with; None for a single key."""
+        """Return the beginning of a family's keys; None for a single key."""
         return self.key[:-1] if self.key.endswith("/*") else None
 
     def text(self, value: Any) -> str:
-        """The value with its unit; metrics.jsonl holds null for what is no finite number."""
+        """Write the value with its unit; null in metrics.jsonl is a number that is not finite."""
         number = self.format(math.nan if value is None else value)
         return f"{number} {self.unit}" if self.unit else number
 
 
 METRICS: tuple[Metric, ...] = (
+    # Progress
     Metric("step", "steps", "{:,}".format, shown=TABLES),
     Metric("tokens_seen", "tokens", "{:,}".format, shown=TABLES | Shown.WATCH, hidden=True),
     Metric("seconds", "time", duration, shown=Shown.CLOSING),
     Metric("epoch", "epoch"),
+    # Learning
     Metric(
         "loss",
         "loss",
@@ -113,20 +113,8 @@ METRICS: tuple[Metric, ...] = (
         better="min",
         panel=Panel("Loss", "Loss", log=True),
     ),
-    Metric(
-        "loss_spikes",
-        "loss spikes",
-        "{:,}".format,
-        shown=LIVE | TABLES,
-        panel=SPIKES,
-    ),
-    Metric(
-        "steps_skipped",
-        "steps skipped",
-        "{:,}".format,
-        shown=LIVE | TABLES,
-        panel=SPIKES,
-    ),
+    Metric("loss_spikes", "loss spikes", "{:,}".format, shown=LIVE | TABLES, panel=SPIKES),
+    Metric("steps_skipped", "steps skipped", "{:,}".format, shown=LIVE | TABLES, panel=SPIKES),
     Metric(
         "val_loss",
         "val loss",
@@ -158,6 +146,7 @@ METRICS: tuple[Metric, ...] = (
         shown=Shown.WATCH | Shown.CURVE,
         panel=Panel("Loss", "Learning rate"),
     ),
+    # Speed: the first step compiles, so a run shows medians
     Metric(
         "tokens_per_second",
         "speed",
@@ -186,6 +175,7 @@ METRICS: tuple[Metric, ...] = (
         of_run="median",
         panel=Panel("Throughput", "MFU"),
     ),
+    # Several devices
     Metric(
         "tokens_per_second_per_device",
         "speed of a device",
@@ -231,11 +221,13 @@ METRICS: tuple[Metric, ...] = (
         panel=Panel("Several devices", "Busy time per step of each rank (ms)"),
         hidden=True,
     ),
+    # Parts of a step
     Metric("forward_ms", "forward", unit="ms", of_run="median", panel=STEP_PARTS),
     Metric("backward_ms", "backward", unit="ms", of_run="median", panel=STEP_PARTS),
     Metric("optimizer_ms", "optimizer", unit="ms", of_run="median", panel=STEP_PARTS),
     Metric("data_wait_ms", "data wait", unit="ms", of_run="median", panel=STEP_PARTS),
     Metric("padding_share", "padding", "{:.1%}".format, panel=Panel("Throughput", "Padding")),
+    # Memory: of the GPU, or of the process on a CPU
     Metric(
         "memory_peak_gib",
         "peak memory",
@@ -266,8 +258,9 @@ METRICS: tuple[Metric, ...] = (
         of_run="max",
         panel=Panel("Memory", "Peak memory of the process (GiB)"),
     ),
+    # Written before the first step: see longctx.training.context_check
     Metric(
-        "context_check/*",  # before the first step: see longctx.training.context_check
+        "context_check/*",
         "context.check:",
         hidden=True,
     ),
@@ -280,7 +273,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         f"{FACTS_FOUND}/*",
-        "",  # the kind of fact and the length say it: needle at 4096
+        "",  # the kind and the length are enough: needle at 4096
         "{:.0%}".format,
         shown=LIVE,
         panel=Panel("Context extension", "Facts found again"),
@@ -289,17 +282,17 @@ METRICS: tuple[Metric, ...] = (
 
 
 def is_step(row: Row) -> bool:
-    """Whether a row is of training steps, not of a validation."""
+    """Return True if a row is of training steps, not of a validation."""
     return "ms_per_step" in row
 
 
 def shown(place: Shown) -> list[Metric]:
-    """The single metrics that are shown in `place`, families left out."""
+    """Return the metrics that `place` shows, without families."""
     return [metric for metric in METRICS if metric.shown & place and metric.prefix is None]
 
 
 def named(key: str) -> Metric | None:
-    """The line of the table for a key of metrics.jsonl; None where there is none."""
+    """Return the line of the table for a key of metrics.jsonl; None if there is none."""
     for metric in METRICS:
         if key == metric.key or (metric.prefix is not None and key.startswith(metric.prefix)):
             return metric
@@ -307,7 +300,7 @@ def named(key: str) -> Metric | None:
 
 
 def present(row: Row, place: Shown) -> Iterator[tuple[Metric, str, float]]:
-    """Metric, label and value of every number of a row that is shown in `place`, in the table's
+    """Yield metric, label and value of every number of a row that `place` shows, in the table's
     order.
     """
     for metric in METRICS:
@@ -324,7 +317,7 @@ def present(row: Row, place: Shown) -> Iterator[tuple[Metric, str, float]]:
 
 
 def line(row: Row, place: Shown) -> str:
-    """A row in one line; a number with a unit needs no label."""
+    """Write a row in one line; a number with a unit needs no label."""
     return "  ".join(
         metric.text(value) if metric.unit else f"{label} {metric.text(value)}"
         for metric, label, value in present(row, place)
@@ -332,15 +325,15 @@ def line(row: Row, place: Shown) -> str:
 
 
 def values(rows: Iterable[Row], key: str) -> list[Any]:
-    """What the rows hold under `key`, null included."""
+    """Return the values of the rows under `key`, null included."""
     return [row[key] for row in rows if key in row]
 
 
 def figures(rows: list[Row]) -> Row:
-    """One number for a whole run of each metric that its rows hold.
+    """Return one number for a whole run of each metric in its rows.
 
-    The median leaves out the first value, that of a step that compiles and warms up. A last value
-    that is no finite number, such as the loss of a run that diverged, is nan.
+    The median leaves out the first value: that step compiles and warms up. The last loss of a
+    diverged run is nan.
     """
     result: Row = {}
     held: set[str] = set().union(*rows)
@@ -355,25 +348,11 @@ def figures(rows: list[Row]) -> Row:
         column = values(rows, key)
         if metric.of_run == "median":
             column = column[1:] or column
-            column = column[:: max(1, len(column) // MEDIAN_OF)]
         if numbers := finite(column):
             result[key] = median(numbers) if metric.of_run == "median" else max(numbers)
     return result
 
 
-def all_finite(column: list[Any]) -> bool:
-    """Whether all values are finite numbers and so is their sum: one addition tells, which is
-    faster than a look at each.
-    """
-    try:
-        return math.isfinite(sum(column))
-    except TypeError:
-        return False
-
-
 def finite(column: Iterable[Any]) -> list[float]:
-    """The finite numbers among the values."""
-    column = list(column)
-    if all_finite(column):
-        return column
+    """Return the finite numbers among the values."""
     return [value for value in column if isinstance(value, int | float) and math.isfinite(value)]

@@ -1,75 +1,132 @@
-"""metrics.jsonl of a run folder: a line per row. Torch-free.
+"""metrics.jsonl of a run folder, a line per row: its one writer and its one reader. Torch-free.
 
-The only reader of that file: training, evaluation and reports use it alike. It grows, so a run that
-still trains or was killed may leave its last line cut.
+The file grows, so a run that still trains or was killed may leave its last line cut.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from longctx import files, untrusted
 from longctx.runs.metrics import BY_POSITION, SAMPLE, Row
 from longctx.runs.run_folder import NotARun
 
-LARGEST = 1e300  # a sum of 100 million such numbers is still a float
+FILE = "metrics.jsonl"
+# A sum of 100 million such numbers is still a float.
+LARGEST = 1e300
+
+
+class Writer:
+    """Append rows to the metrics.jsonl in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = open(folder / FILE, "a", encoding="utf-8")  # noqa: SIM115 (`close` closes it)
+
+    def write(self, row: Row) -> None:
+        """Write one row at once; null stands for a number that is not finite."""
+        finite = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in row.items()
+        }
+        try:
+            self.file.write(json.dumps(finite, allow_nan=False) + "\n")
+            self.file.flush()
+        except OSError as error:
+            raise OSError(f"{self.file.name}: cannot be written: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Close the file."""
+        # `write` has raised the error of a full disk already.
+        with suppress(OSError):
+            self.file.close()
+
+
+class Tail:
+    """Read the rows that a growing metrics.jsonl gains; the beginning of a line waits for its end.
+
+    Raises NotARun if the file is not a regular file in `folder`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.lines = 0
+        self.wrong = 0  # lines that hold no row
+        self._begin(inode=0)
+
+    def _begin(self, inode: int) -> None:
+        self.inode = inode
+        self.position = 0
+        self.rest = b""
+
+    def rows(self) -> list[Row]:
+        """Return the rows since the last call; all of them if a resumed run replaced the file."""
+        try:
+            with open_metrics(self.folder) as file:
+                now = os.fstat(file.fileno())
+                # Rows of steps that a resumed run computes again are dropped by a new file.
+                if now.st_ino != self.inode or now.st_size < self.position:
+                    self._begin(now.st_ino)
+                file.seek(self.position)
+                new = file.read()
+        except FileNotFoundError:
+            return []
+        self.position += len(new)
+        *lines, self.rest = (self.rest + new).split(b"\n")
+        values = [parsed(line) for line in lines if line]
+        rows = [value for value in values if value is not None]
+        self.lines += len(values)
+        self.wrong += len(values) - len(rows)
+        return rows
+
+
+def open_metrics(folder: Path) -> BinaryIO:
+    """Open the metrics.jsonl of `folder`; raises NotARun or FileNotFoundError."""
+    try:
+        return untrusted.open_file(folder / FILE, within=folder)
+    except ValueError as error:
+        raise NotARun(str(error)) from error
 
 
 def read(folder: Path) -> list[Row]:
-    """The rows of metrics.jsonl, [] where there is none; lines that hold no row are left out."""
+    """Return the rows of metrics.jsonl, [] if there is no such file; raises NotARun as `Tail`."""
     return read_rows(folder)[0]
 
 
 def read_rows(folder: Path) -> tuple[list[Row], str]:
-    """The rows of metrics.jsonl, and which of its lines hold none, such as a last one cut off by a
-    kill ("" if all do).
-
-    Raises NotARun if it is no regular file in `folder`.
-    """
-    try:
-        with untrusted.open_file(folder / "metrics.jsonl", within=folder) as file:
-            content = file.read()
-    except FileNotFoundError:
-        return [], ""
-    except ValueError as error:
-        raise NotARun(str(error)) from error
-    lines = [line for line in content.decode("utf-8", "replace").split("\n") if line]
-    try:
-        values = json.loads(f"[{','.join(lines)}]")  # twice as fast as line by line
-        if len(values) != len(lines):
-            values = [parsed(line) for line in lines]
-    except (ValueError, RecursionError):
-        values = [parsed(line) for line in lines]
-    wrong = [number for number, value in enumerate(values) if not is_row(value)]
-    rows = [value for value in values if is_row(value)] if wrong else values
-    if wrong == [len(values) - 1]:
+    """Return the rows of metrics.jsonl, and a remark on lines that hold none ("" without any)."""
+    tail = Tail(folder)
+    rows = tail.rows()
+    if not tail.rest and not tail.wrong:
+        return rows, ""
+    # The process was killed between a row and its line break, or in the middle of a row.
+    if (last := parsed(tail.rest)) is not None:
+        rows.append(last)
+    elif tail.rest and not tail.wrong:
         return rows, "the last line"
-    return rows, f"{len(wrong)} of {len(values):,} lines" if wrong else ""
+    wrong = tail.wrong + (1 if tail.rest and last is None else 0)
+    return rows, f"{wrong} of {tail.lines + bool(tail.rest):,} lines" if wrong else ""
 
 
-def parsed(line: str) -> Row | None:
-    """The row in a line of metrics.jsonl; None if there is none."""
+def parsed(line: bytes) -> Row | None:
+    """Return the row in a line of metrics.jsonl; None if it is not a row as training logs them."""
     try:
-        value = json.loads(line)
+        value: Any = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return value if is_row(value) else None
-
-
-def is_row(value: Any) -> bool:
-    """Whether a value is a row as training logs them."""
-    return (
-        isinstance(value, dict)
-        and type(value.get("step")) is int
-        and type(value.get("tokens_seen")) is int
-    )
+    if not isinstance(value, dict):
+        return None
+    is_row = type(value.get("step")) is int and type(value.get("tokens_seen")) is int
+    return value if is_row else None
 
 
 def odd_value(rows: list[Row]) -> str:
     """Return the first `key=value` that no run writes, such as a list; empty if there is none."""
+    # One such number would end a report on many runs, or draw curves that nobody can see.
     for row in rows:
         for key, value in row.items():
             if value is None or (key == SAMPLE and isinstance(value, str)):
@@ -84,4 +141,4 @@ def odd_value(rows: list[Row]) -> str:
 def drop_after(folder: Path, step: int) -> None:
     """Remove the rows of steps past `step`, which a resumed run computes again."""
     rows = [row for row in read(folder) if row["step"] <= step]
-    files.write_text(folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    files.write_text(folder / FILE, "".join(json.dumps(row) + "\n" for row in rows))

@@ -1,15 +1,13 @@
 """Tracking: metrics.jsonl, the truth, and Weights & Biases, a copy.
 
-A row of metrics.jsonl is a row at wandb, drawn over `tokens_seen`. A table or plot is sent with the
-row that it shows. wandb lives in a process of its own (wandb_process.py), which reads from a file
-what it is to send, so that nothing it does can hold or end a run: a process that fails is followed
-by one that writes all of it anew offline.
+A row of metrics.jsonl is a row at wandb, drawn over `tokens_seen`. wandb lives in a process of its
+own (wandb_process.py), which follows metrics.jsonl. A thread would not do: at the end of a process
+wandb waits without a limit for its core, and an end without that wait drops unfinished uploads.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import netrc
 import os
 import shutil
@@ -27,68 +25,44 @@ from longctx import python_child
 from longctx.config.train_config import WandbConfig
 from longctx.runs import metrics_file
 from longctx.runs.metrics import Row
-from longctx.runs.wandb_process import (
-    BEGUN,
-    PROBLEM,
-    RUN_ID,
-    SENT,
-    offline_runs,
-    positions,
-    samples,
-)
+from longctx.runs.wandb_process import BEGUN, RUN_ID, offline_runs
 
-HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")  # in .netrc: `wandb login` wrote either
-PATIENCE = 9.0  # seconds that the end of a run waits for wandb
-BEGINS = 4.0  # of them, for a server that has not even answered: the rest is for a copy offline
+# Names in .netrc: versions of `wandb login` wrote the one or the other.
+HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
+# Seconds that the end of a run waits for wandb; 10 are promised.
+PATIENCE = 9.0
+# Seconds of them for a server without any answer; a copy offline takes the rest.
+BEGINS = 4.0
 
 
 class Tracker:
-    """Appends rows to metrics.jsonl in `folder` and, from `start_wandb` on, has the same rows sent
-    to wandb.
-    """
+    """Append rows to metrics.jsonl in `folder`, which from `start_wandb` on are copied to wandb."""
 
     def __init__(self, folder: Path, config: WandbConfig) -> None:
-        self.folder, self.config = folder, config
+        self.folder = folder
+        self.config = config
         self.mode = wandb_mode(config)
-        path = folder / "metrics.jsonl"
-        earlier = metrics_file.read(folder) if path.is_file() else []
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (`finish` closes it)
-        self._positions = [point for row in earlier for point in positions(row)]
-        self._samples = [one for row in earlier for one in samples(row)]
-        self._waiting: list[dict[str, Any]] = []
+        is_file = (folder / metrics_file.FILE).is_file()
+        self._rows_before = len(metrics_file.read(folder)) if is_file else 0
+        self._writer = metrics_file.Writer(folder)
         self._copy: Copy | None = None
 
     def log(self, row: Row) -> None:
-        """Record one row, `step` and `tokens_seen` among its keys; null in the file stands for what
-        is no finite number.
-        """
-        finite = {
-            key: None if isinstance(x, float) and not math.isfinite(x) else x
-            for key, x in row.items()
-        }
-        try:
-            self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-            self._file.flush()
-        except OSError as error:
-            raise OSError(f"{self._file.name}: cannot be written: {error.strerror}") from error
+        """Record one row, `step` and `tokens_seen` among its keys."""
+        self._writer.write(row)
         if self._copy is not None:
-            self._copy.send({"row": row})
-        elif self.mode != "disabled":
-            self._waiting.append({"row": row})
+            self._copy.check()
 
     def start_wandb(self, facts: dict[str, Any]) -> None:
-        """Begin the copy at wandb, configured as `facts`, once.
+        """Begin the copy at wandb, once, with `facts` as its configuration.
 
-        Called after the first step, before which it has nothing to show.
+        Called after the first step, before which there is nothing to show.
         """
         if self.mode == "disabled" or self._copy is not None:
             return
-        about: dict[str, Any] = {"kind": "run", "facts": facts | {"commit": commit()}}
-        about |= {"positions": self._positions, "samples": self._samples}
+        about: dict[str, Any] = {"kind": "run", "rows_before": self._rows_before}
+        about |= {"facts": facts | {"commit": commit()}}
         self._copy = Copy(self.config, self.folder, self.mode, about)
-        for message in self._waiting:
-            self._copy.send(message)
-        self._waiting.clear()
 
     def checkpoint(self, path: Path, step: int) -> None:
         """Upload a checkpoint, with wandb.artifacts=true."""
@@ -96,19 +70,19 @@ class Tracker:
             self._copy.send({"checkpoint": str(path.absolute()), "step": step})
 
     def problem(self) -> str | None:
-        """What has become of the copy, where it failed; said once."""
+        """Return a line about a copy that failed, once."""
         return None if self._copy is None else self._copy.news()
 
     def finish(self, exit_code: int) -> None:
         """Close the file, and wandb once it has everything, or after PATIENCE seconds."""
-        with suppress(OSError):  # `log` has raised it already
-            self._file.close()
+        self._writer.close()
         if self._copy is not None:
             self._copy.finish(exit_code)
 
     def opening(self) -> str | None:
-        """Return the lines that say where the rows go, which the config.yaml of a resumed run may
-        have decided; None if they go nowhere else.
+        """Return lines that show the user the target of the copy, or None without a copy.
+
+        The config.yaml of a resumed run may have decided it.
         """
         if self.mode == "disabled":
             return None
@@ -127,109 +101,101 @@ class Tracker:
 
 
 class Copy:
-    """What is sent to wandb, in a file that a process of its own follows.
+    """A process that copies to wandb, with commands on its stdin and its own words on its stdout.
 
-    Raises nothing: what goes wrong is `news`. A process that fails is followed by a second one,
-    which sends the file from its beginning to a run offline.
+    Raises nothing: `news` has a line about a failure. After a failure a second process copies
+    everything anew to a run offline.
     """
 
     def __init__(self, config: WandbConfig, folder: Path, mode: str, about: dict[str, Any]) -> None:
-        self.folder, self.mode, self.attempts = folder, mode, 0
+        self.folder = folder
+        self.mode = mode
+        self.attempts = 0
+        self.request = about | {"config": vars(config), "folder": str(folder.absolute())}
+        self.request |= {"argv": sys.argv, "commands": []}
         self.process: subprocess.Popen[bytes] | None = None
         self._news: str | None = None
-        self.scratch: Path | None = None
-        request = about | {"config": vars(config), "folder": str(folder.absolute())}
-        request |= {"argv": sys.argv}
-        try:
-            scratch = Path(tempfile.mkdtemp(prefix="longctx-wandb-"))
-            self.file = open(scratch / SENT, "w", encoding="utf-8")  # noqa: SIM115
-            self.scratch = scratch
-            self._write(request)
-            self._start()
-        except OSError as error:
-            self._news = f"wandb is off: {error}"
+        self._start()
 
-    def send(self, message: dict[str, Any]) -> None:
-        """Have one message sent; costs no more than a line in a file."""
-        if self.process is None:
+    def send(self, command: dict[str, Any]) -> None:
+        """Send one command: an upload, or the end."""
+        self.request["commands"].append(command)
+        self.check()
+        if self.process is None or self.process.stdin is None:
             return
-        try:
-            self._write(message)
-        except OSError as error:
-            self._end(f"{self.file.name}: {error.strerror}")
+        # Errors are those of a process that has ended, or hangs with a full pipe.
+        with suppress(OSError):
+            os.write(self.process.stdin.fileno(), json.dumps(command).encode() + b"\n")
+
+    def check(self) -> None:
+        """Start a second process if the first one has failed."""
         if self.process is not None and self.process.poll() is not None:
             self._failed()
 
     def news(self) -> str | None:
-        """What has gone wrong since this was asked before."""
+        """Return what has gone wrong since the last call."""
         news, self._news = self._news, None
         return news
 
     def finish(self, exit_code: int) -> None:
-        """Wait until all is sent, for PATIENCE seconds at most."""
+        """Wait until everything is sent, for PATIENCE seconds at most."""
         deadline = time.monotonic() + PATIENCE
         self.send({"finish": exit_code})
         while self.process is not None:
-            waits = deadline - time.monotonic()
+            # A copy offline needs the rest of the time if the server never answers.
+            remaining = deadline - time.monotonic()
             if self.mode == "online" and not self.begun():
-                waits -= PATIENCE - BEGINS
-            try:
-                self.process.wait(max(waits, 0.0))
-            except subprocess.TimeoutExpired:
-                if self.mode == "online" and not self.begun():
-                    self._failed("gave no answer")
-                elif time.monotonic() >= deadline:
-                    return self._leave()
-            else:
-                if self.process.returncode == 0:
-                    break
+                remaining -= PATIENCE - BEGINS
+            with suppress(subprocess.TimeoutExpired):
+                if self.process.wait(max(remaining, 0.0)) == 0:
+                    return
+            if self.process.returncode is not None:
                 self._failed()
-        if self.scratch is not None:
-            with suppress(OSError):
-                self.file.close()
-            shutil.rmtree(self.scratch, ignore_errors=True)
-
-    def _write(self, message: dict[str, Any]) -> None:
-        self.file.write(json.dumps(message, default=str) + "\n")
-        self.file.flush()
+            elif self.mode == "online" and not self.begun():
+                self._failed("gave no answer")
+            elif time.monotonic() >= deadline:
+                return self._leave()
 
     def _start(self) -> None:
-        assert self.scratch is not None
+        """Start the process, with the request in a file that it removes."""
         self.attempts += 1
         self.before = offline_runs(self.folder)
-        self.process = subprocess.Popen(
-            python_child.command(
-                "longctx.runs.wandb_process", str(self.scratch), self.mode, str(os.getpid())
-            ),
-            env=python_child.environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        try:
+            descriptor, self.file = tempfile.mkstemp(prefix="longctx-wandb-")
+            with open(descriptor, "w", encoding="utf-8") as file:
+                json.dump(self.request | {"mode": self.mode}, file, default=str)
+            self.output = tempfile.TemporaryFile()  # noqa: SIM115 (read until this process ends)
+            self.process = subprocess.Popen(
+                python_child.command("longctx.runs.wandb_process", self.file),
+                env=python_child.environment(),
+                stdin=subprocess.PIPE,
+                stdout=self.output,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return self._end(str(error))
+        # A process that hangs must not hold up the run when its pipe is full.
+        assert self.process.stdin is not None
+        os.set_blocking(self.process.stdin.fileno(), False)
 
     def _failed(self, problem: str = "") -> None:
-        """Follow a process that failed by one that copies offline, unless it was that."""
-        process = self.process
-        assert process is not None and self.scratch is not None
-        _kill(process)
-        reason = self.scratch / PROBLEM
-        if not problem and reason.exists():
-            problem = reason.read_text(encoding="utf-8")
-        problem = problem or f"its process ended with code {process.returncode}"
+        """Start a second process, which copies offline, after the first one failed."""
+        assert self.process is not None
+        _kill(self.process)
+        Path(self.file).unlink(missing_ok=True)
+        lines = [line for line in self._output() if not line.startswith(BEGUN)]
+        problem = problem or " ".join(lines)[:500]
+        problem = problem or f"its process ended with code {self.process.returncode}"
         if self.attempts > 1:
             return self._end(problem)
-        for leftover in offline_runs(self.folder) - self.before:  # the next copy has it all
+        # The next copy has all rows of this one, so `wandb sync` must not find both.
+        for leftover in offline_runs(self.folder) - self.before:
             shutil.rmtree(leftover, ignore_errors=True)
-        for file in (PROBLEM, BEGUN):
-            (self.scratch / file).unlink(missing_ok=True)
         self.mode = "offline"
         uploads = f"wandb sync {self.folder / 'wandb'}/offline-run-*"
         self._news = f"wandb      {problem}; all is copied offline; upload: {uploads}"
-        try:
-            self._start()
-        except OSError as error:
-            self._end(str(error))
+        self._start()
 
     def _leave(self) -> None:
         """Wait no longer for a process that still sends: it ends by itself."""
@@ -239,21 +205,23 @@ class Copy:
         )
 
     def _end(self, problem: str) -> None:
-        if self.process is not None:
-            _kill(self.process)
         self.process = None
-        self._news = f"wandb is off: {problem}; {self.folder / 'metrics.jsonl'} has every row"
+        file = self.folder / metrics_file.FILE
+        rest = f"; {file} has every row" if file.exists() else ""
+        self._news = f"wandb is off: {problem}{rest}"
+
+    def _output(self) -> list[str]:
+        # `pread` leaves the offset alone: the process shares it, and may still write.
+        return os.pread(self.output.fileno(), 1 << 16, 0).decode("utf-8", "replace").splitlines()
 
     def begun(self) -> str:
-        """The name of the run's folder at wandb, once it has begun; else empty."""
-        assert self.scratch is not None
-        with suppress(OSError):
-            return (self.scratch / BEGUN).read_text(encoding="utf-8")
-        return ""
+        """Return the name of the run's folder at wandb; empty until the run has begun there."""
+        names = (line.removeprefix(BEGUN) for line in self._output() if line.startswith(BEGUN))
+        return next(names, "")
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process and those that it has started, in a session of their own."""
+    """End a process and its own children, all in a session of their own."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):
@@ -263,10 +231,10 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 def log_evaluation(
     config: WandbConfig, folder: Path, content: dict[str, Any], picture: Path | None
 ) -> str:
-    """Send an evaluation of the run in `folder` (its JSON, its PNG) to wandb; returns the mode of
-    the copy. Raises RuntimeError, one line, where it failed.
+    """Send an evaluation of the run in `folder` (its JSON, its PNG) to wandb and return the mode of
+    the copy. Raises RuntimeError, one line, if it failed.
 
-    It is a run of its own, of job type eval and in the group of the run; its files lie in eval/.
+    It is a run of its own, of job type eval and in the group of the run; its files are in eval/.
     """
     shown = None if picture is None else str(picture.absolute())
     about = {"kind": "eval", "run": folder.name, "content": content, "picture": shown}
@@ -278,8 +246,8 @@ def log_evaluation(
 
 
 def commit() -> str | None:
-    """The commit of the checkout that holds this code, `-dirty` where it was changed since; None
-    outside of a checkout.
+    """Return the commit of the checkout that holds this code, `-dirty` if it was changed since;
+    None outside of a checkout.
     """
     folder = str(Path(__file__).parent)
     describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -292,8 +260,8 @@ def commit() -> str | None:
 
 
 def wandb_mode(config: WandbConfig) -> str:
-    """online, offline or disabled: as configured, else by WANDB_MODE, else by whether there is an
-    API key.
+    """Return online, offline or disabled: as configured, else by WANDB_MODE, else by whether there
+    is an API key.
     """
     mode = config.mode if config.mode != "auto" else os.environ.get("WANDB_MODE", "auto")
     if mode in ("disabled", "offline", "online"):
@@ -302,7 +270,7 @@ def wandb_mode(config: WandbConfig) -> str:
 
 
 def _has_key() -> bool:
-    """Whether wandb would find an API key, in the environment or in .netrc."""
+    """Return True if wandb would find an API key, in the environment or in .netrc."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL", "")).hostname

@@ -1,106 +1,125 @@
-"""The process that sends to Weights & Biases what a run or an evaluation writes to a file (see
-tracking.py): its rows, checkpoints and results. The only user of wandb but for the workspace.
+"""The process that copies a run or an evaluation to Weights & Biases (see tracking.py). The only
+user of wandb but for the workspace.
+
+It follows metrics.jsonl, which has every row, so nothing but uploads and the end is sent to it.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import secrets
-import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from statistics import fmean
+from threading import Thread
 from typing import Any, NoReturn
 
 from longctx import stop_signal
 from longctx.config.train_config import WandbConfig
-from longctx.runs import metrics
+from longctx.runs import metrics, metrics_file
 from longctx.runs.metrics import BY_POSITION, SAMPLE, Row
 from longctx.stop_signal import exit_within
 
-SENT, BEGUN, PROBLEM = "sent.jsonl", "begun", "problem"  # the files of a copy
-RUN_ID = "run-id"  # in a run's wandb/: its id at the server, once it has gone online
-PAUSE = 0.05  # seconds between two looks for something to send
-LASTS = 600.0  # seconds after which a process that still sends ends itself
+# Begins the line on stdout with the name of the run's folder at wandb.
+BEGUN = "begun "
+# File in a run's wandb/ with its id at the server, once it has gone online.
+RUN_ID = "run-id"
+# Seconds between two looks for new rows.
+PAUSE = 0.2
+# Seconds that this process may still send after the end of the run.
+LASTS = 600.0
 
 
-def main(scratch: Path, mode: str, parent: int) -> NoReturn:
-    """Send what a Copy writes to `scratch`, to its end or that of the process `parent`."""
-    for number in stop_signal.SIGNALS:  # which the whole job gets; the run decides
+def main(file: Path) -> NoReturn:
+    """Copy what the request in `file` says, until the command to finish or the parent's end."""
+    # A launcher sends signals to the whole job; the run alone decides what they mean.
+    for number in stop_signal.SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    messages = follow(scratch / SENT, parent)
     code = 0
     try:
-        request = next(messages)
-        sys.argv = request["argv"]  # wandb records it: the run's own command, not this process's
+        request = json.loads(file.read_text(encoding="utf-8"))
+        file.unlink()
+        # wandb records the command: the run's own, not the command of this process.
+        sys.argv = request["argv"]
+        commands = chain(request["commands"], follow_stdin())
         send = {"run": send_run, "eval": send_evaluation}[request["kind"]]
-        send(request, mode, messages, scratch / BEGUN)
+        send(request, commands)
     except BaseException as error:  # wandb's own errors, the network's, the disk's
-        problem = " ".join(str(error).split()) or type(error).__name__
         with suppress(OSError):
-            (scratch / PROBLEM).write_text(problem[:500], encoding="utf-8")
+            print(" ".join(str(error).split()) or type(error).__name__, flush=True)
         code = 1
-    if code == 0 or os.getppid() != parent:
-        shutil.rmtree(scratch, ignore_errors=True)
-    os._exit(code)  # wandb's own end may wait for what is gone
+    # wandb's own end may wait for a core that is gone or stopped.
+    os._exit(code)
 
 
-def follow(path: Path, parent: int) -> Iterator[dict[str, Any]]:
-    """The messages in a file as they come, the last one `finish`."""
-    with open(path, encoding="utf-8") as file:
-        line = ""
-        while True:
-            line += file.readline()
-            if line.endswith("\n"):
-                message = json.loads(line)
-                if "finish" in message:
-                    exit_within(LASTS, 1)
-                yield message
-                line = ""
-            elif os.getppid() != parent:
-                return exit_within(LASTS, 1)
-            else:
-                time.sleep(PAUSE)
+def follow_stdin() -> Iterator[dict[str, Any]]:
+    """Yield the commands of the parent, {} whenever there is none for PAUSE seconds."""
+    commands: SimpleQueue[dict[str, Any]] = SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            commands.put(json.loads(line))
+        exit_within(LASTS, 1)  # even if wandb hangs
+        commands.put({"finish": 1})  # the last one, unless the parent was killed
+
+    Thread(target=read, daemon=True).start()
+    while True:
+        try:
+            yield commands.get(timeout=PAUSE)
+        except Empty:
+            yield {}
 
 
-def send_run(
-    request: dict[str, Any], mode: str, messages: Iterator[dict[str, Any]], begun: Path
-) -> None:
-    """Send the rows of a run: online, to the one run at wandb that it began; offline, a new run for
-    each leg, in one group.
+def send_run(request: dict[str, Any], commands: Iterator[dict[str, Any]]) -> None:
+    """Send the rows of a run: online to the run at wandb that its first start began; offline to a
+    new run for each start, all in one group.
     """
-    config, folder = WandbConfig(**request["config"]), Path(request["folder"])
+    config = WandbConfig(**request["config"])
+    folder = Path(request["folder"])
     leg = len(offline_runs(folder)) + 1
-    name, group = folder.name, config.group
-    if mode == "offline":
+    name = folder.name
+    group = config.group
+    if request["mode"] == "offline":
         group = group or name
         identity: dict[str, Any] = {"name": name if leg == 1 else f"{name}-leg{leg}"}
     else:
         identity = {"name": name, "id": run_id(folder), "resume": "allow"}
     about = {"config": request["facts"] | {"leg": leg}, "group": group, "job_type": config.job_type}
-    run = init(config, folder, mode, **about, **identity)
-    begun.write_text(Path(run.dir).parent.name, encoding="utf-8")
-    points, texts, exit_code = request["positions"], request["samples"], 1
-    for message in messages:
-        if "row" in message:
-            row = message["row"]
+    run = init(config, folder, request["mode"], **about, **identity)
+
+    tail = metrics_file.Tail(folder)
+    rows_before = request["rows_before"]
+    points: list[list[Any]] = []
+    texts: list[list[Any]] = []
+    for command in commands:
+        # Reading rows after the command sends all rows that came before the end.
+        for row in tail.rows():
             points += positions(row)
             texts += samples(row)
-            shown = {key: value for key, value in row.items() if key != SAMPLE}
+            # Rows of earlier starts are at wandb already; only the tables show them again.
+            if rows_before > 0:
+                rows_before -= 1
+                continue
+            shown = {
+                key: math.nan if value is None else value
+                for key, value in row.items()
+                if key != SAMPLE
+            }
             shown |= by_position(points) if positions(row) else {}
             run.log(shown | (sample_table(texts) if samples(row) else {}))
-        elif "checkpoint" in message:
-            upload(run, Path(message["checkpoint"]), message["step"])
-        else:
-            exit_code = message["finish"]
-            break
-    run.finish(exit_code=exit_code)
+        if "checkpoint" in command:
+            upload(run, Path(command["checkpoint"]), command["step"])
+        if "finish" in command:
+            run.finish(exit_code=command["finish"])
+            return
 
 
 def upload(run: Any, path: Path, step: int) -> None:
@@ -116,12 +135,12 @@ def upload(run: Any, path: Path, step: int) -> None:
     except (OSError, ValueError):
         if path.exists():
             raise
-        return  # replaced while it was read
+        return  # a newer one replaced it while it was read
     run.log_artifact(artifact, aliases=["latest", f"step-{step}"])
 
 
 def by_position(points: list[list[Any]]) -> dict[str, Any]:
-    """Loss by position as a table and a plot, a line for each validation."""
+    """Return the loss by position as a table and a plot, a line for each validation."""
     title = "loss by position, a line per validation"
     return {"loss_by_position": plot(("tokens seen", "tokens before", "loss"), points, title)}
 
@@ -132,9 +151,8 @@ def offline_runs(folder: Path) -> set[Path]:
 
 
 def run_id(folder: Path) -> str:
-    """The id of this run at the server, in a file so that a resumed run continues its curves.
-
-    In a sweep, `wandb agent` has chosen it.
+    """Return the id of this run at the server, from a file so that a resumed run continues its
+    curves. In a sweep, `wandb agent` has chosen it.
     """
     file = folder / "wandb" / RUN_ID
     if not file.exists():
@@ -145,10 +163,11 @@ def run_id(folder: Path) -> str:
 
 
 def init(settings: WandbConfig, folder: Path, mode: str, **about: Any) -> Any:
-    """wandb.init, silent, for a run in `folder`, with the definitions of its metrics."""
+    """Begin a run at wandb, silently, for the run in `folder`, and define its metrics."""
     import wandb
 
     logging.getLogger("wandb").setLevel(logging.ERROR)
+    # One line of the tracker replaces everything that wandb would print.
     run = wandb.init(
         project=settings.project,
         entity=settings.entity,
@@ -163,11 +182,13 @@ def init(settings: WandbConfig, folder: Path, mode: str, **about: Any) -> Any:
         **about,
     )
     define_metrics(run)
+    print(f"{BEGUN}{Path(run.dir).parent.name}", flush=True)
     return run
 
 
 def define_metrics(run: Any) -> None:
-    """Every metric over tokens_seen, with the last and the best value of some in the summary."""
+    """Draw every metric over tokens_seen; keep the last and the best of some in the summary."""
+    # Runs of different batch sizes are compared by tokens, not by steps.
     run.define_metric("tokens_seen", hidden=True)
     for metric in metrics.METRICS:
         if metric.key == "tokens_seen":
@@ -182,7 +203,7 @@ def define_metrics(run: Any) -> None:
 
 
 def positions(row: Row) -> list[list[Any]]:
-    """(tokens seen, tokens before, loss) for each bucket of a validation; [] for other rows."""
+    """Return (tokens seen, tokens before, loss) of each bucket in a row of a validation."""
     return [
         [row["tokens_seen"], int(key.removeprefix(f"{BY_POSITION}/")), value]
         for key, value in row.items()
@@ -191,20 +212,20 @@ def positions(row: Row) -> list[list[Any]]:
 
 
 def samples(row: Row) -> list[list[Any]]:
-    """(tokens seen, text) of a sample; [] for other rows."""
+    """Return (tokens seen, text) of a sample; [] of other rows."""
     return [[row["tokens_seen"], row[SAMPLE]]] if SAMPLE in row else []
 
 
 def sample_table(texts: list[list[Any]]) -> dict[str, Any]:
-    """All samples of text so far, as a table."""
+    """Return all samples of text so far as a table."""
     import wandb
 
     return {"samples": wandb.Table(columns=["tokens seen", "text"], data=list(texts))}
 
 
 def plot(columns: tuple[str, str, str], rows: list[list[Any]], title: str) -> Any:
-    """wandb's plot of the third column over the second, a line for each value of the first, and the
-    table of all three.
+    """Return wandb's plot of the third column over the second, with a line for each value of the
+    first, and its table.
     """
     import wandb
 
@@ -212,17 +233,17 @@ def plot(columns: tuple[str, str, str], rows: list[list[Any]], title: str) -> An
     return wandb.plot.line(table, columns[1], columns[2], stroke=columns[0], title=title)
 
 
-def send_evaluation(
-    request: dict[str, Any], mode: str, messages: Iterator[dict[str, Any]], begun: Path
-) -> None:
+def send_evaluation(request: dict[str, Any], commands: Iterator[dict[str, Any]]) -> None:
     """Send one evaluation."""
     import wandb
 
-    config, content, name = WandbConfig(**request["config"]), request["content"], request["run"]
+    config = WandbConfig(**request["config"])
+    content = request["content"]
+    name = request["run"]
     run = init(
         config,
         Path(request["folder"]),
-        mode,
+        request["mode"],
         config={
             key: value
             for key, value in content.items()
@@ -232,7 +253,7 @@ def send_evaluation(
         group=config.group or name,
         job_type="eval",
     )
-    begun.write_text(Path(run.dir).parent.name, encoding="utf-8")
+    # A thousand lines of a table are as many as anybody reads; the JSON has all.
     picture = request["picture"]
     media: dict[str, Any] = {} if picture is None else {"eval/picture": wandb.Image(picture)}
     for key, x in (("position", "first"), ("context", "context")):
@@ -251,7 +272,7 @@ def send_evaluation(
 
 
 def evaluated(content: dict[str, Any]) -> dict[str, float]:
-    """The numbers of an evaluation's JSON: perplexities, shares of facts found, scores of tasks."""
+    """Return the numbers of an evaluation: perplexities, shares of facts found, task scores."""
     total = {f"eval/{key}": value for key, value in content.get("total", {}).items()}
     facts = {
         f"eval/{kind}/{length}": fmean(shares)
@@ -273,4 +294,4 @@ def evaluated(content: dict[str, Any]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    main(Path(sys.argv[1]))

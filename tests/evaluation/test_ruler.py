@@ -22,7 +22,7 @@ from longctx.evaluation.ruler_texts import among, sentences, words_of
 from longctx.evaluation.scorer import Scorer
 from longctx.model import GPT, GPTConfig
 from longctx.report import run_view
-from longctx.report.run_tables import rulers
+from longctx.report.compare import rulers
 from longctx.runs import evaluations
 
 LENGTH = 3001

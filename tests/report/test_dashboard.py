@@ -30,7 +30,7 @@ def test_a_dry_run_prints_the_plan(capsys):
 
 def test_without_a_key_only_the_plan_is_printed(capsys, monkeypatch):
     wandb = pytest.importorskip("wandb")
-    monkeypatch.setattr(dashboard, "require", lambda: None)
+    monkeypatch.setattr(dashboard, "find_spec", lambda name: True)
     monkeypatch.setattr(wandb, "login", lambda **_: False)
     dashboard.dashboard("p", entity="e")
     captured = capsys.readouterr()

@@ -1,14 +1,10 @@
-"""Files of evaluations: named once, replaced by the same evaluation only, read without NaN."""
+"""Files of evaluations: named once, replaced by the same evaluation only."""
 
 import json
 from pathlib import Path
 
-import pytest
-
 from longctx.runs import evaluations
-from longctx.runs.evaluations import TaskScore, grids, kind, place, read, task_scores, write
-
-GRID = {"lengths": [64], "depths": [0, 1], "accuracy": [[1, 0.5]]}
+from longctx.runs.evaluations import TaskScore, place, task_scores, write
 
 
 def test_place_is_numbered_beside_another_result(tmp_path: Path) -> None:
@@ -20,29 +16,6 @@ def test_place_is_numbered_beside_another_result(tmp_path: Path) -> None:
     assert second.name == "val-a-2.json"
     second.write_text("not ours")
     assert place(tmp_path, "val-a", {"seq_len": 32}).name == "val-a-3.json"
-
-
-def test_paths_are_those_of_both_places(tmp_path: Path) -> None:
-    assert evaluations.paths(tmp_path) == []
-    for name in ("passkey.json", "eval/b.json", "eval/a.json"):
-        write({}, tmp_path / name)
-    names = [str(path.relative_to(tmp_path)) for path in evaluations.paths(tmp_path)]
-    assert names == ["eval/a.json", "eval/b.json", "passkey.json"]
-
-
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
-def test_read_refuses_what_is_no_number(tmp_path: Path, number: str) -> None:
-    (tmp_path / "x.json").write_text(f'{{"loss": {number}}}')
-    with pytest.raises(ValueError, match=number):
-        read(tmp_path / "x.json", tmp_path)
-
-
-def test_kind_is_known_by_the_keys() -> None:
-    assert kind({"total": {}}) == "perplexity"
-    assert kind({"results": {}}) == "tasks"
-    assert kind({"kinds": {"needle": GRID}}) == kind(GRID) == "passkey"
-    assert grids({"kinds": {"needle": GRID}}) == {"needle": GRID}
-    assert grids(GRID) == {"passkey": GRID}
 
 
 def test_task_scores_are_the_metrics_with_their_errors() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import signal
 import socket
@@ -58,34 +59,16 @@ def test_a_key_decides_between_online_and_offline(
     assert wandb_mode(WandbConfig()) == "offline"
 
 
-@pytest.mark.slow
-def test_wandb_gets_the_rows_logged_before_and_after_its_start(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "run-001"
-    folder.mkdir()
-    tracker = Tracker(folder, WandbConfig(tags=["a"], notes="why"))
-    rows = [{"step": n, "tokens_seen": 10 * n, "loss": 1 / n} for n in range(1, 6)]
-    rows[1:1] = [validation(1)]
-    for row in rows[:2]:
-        tracker.log(row)
-    tracker.start_wandb({"config": {"lr": 0.1}, "kernels": {"flash": "x"}})
-    for row in rows[2:]:
-        tracker.log(row)
-    tracker.finish(0)
-    assert metrics_file.read(folder) == rows
-    assert "wandb leet" in str(tracker.opening())
-    assert capfd.readouterr() == ("", "")
-    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    assert _history(file) == rows
-
-
 ROWS = [{"step": n, "tokens_seen": 10 * n, "loss": 1 / n} for n in range(1, 41)]
 
 
-def wait_until_begun(copy: Copy) -> None:
+def begun(tracker: Tracker) -> Copy:
+    """The copy of `tracker`, once its run has begun at wandb."""
+    copy = tracker._copy
+    assert copy is not None
     while not copy.begun():
         time.sleep(0.05)
+    return copy
 
 
 def whole_copy(folder: Path) -> list[dict[str, object]]:
@@ -106,12 +89,10 @@ def test_a_wandb_that_is_killed_is_said_once_and_all_is_copied_anew(
 ) -> None:
     tracker = Tracker(tmp_path, WandbConfig(mode="offline"))
     tracker.start_wandb({})
-    copy = tracker._copy
-    assert copy is not None and copy.process is not None
     for row in ROWS[:20]:
         tracker.log(row)
-    wait_until_begun(copy)
-    process = copy.process
+    process = begun(tracker).process
+    assert process is not None
     [core] = children(process.pid)
     os.kill(core if victim == "its core" else process.pid, signal.SIGKILL)
     problems = []
@@ -123,6 +104,26 @@ def test_a_wandb_that_is_killed_is_said_once_and_all_is_copied_anew(
     [problem] = filter(None, problems)
     assert "upload: wandb sync" in problem
     assert metrics_file.read(tmp_path) == ROWS
+    assert whole_copy(tmp_path) == ROWS
+
+
+@pytest.mark.slow
+def test_a_wandb_that_hangs_costs_ten_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longctx.runs.tracking.PATIENCE", 1.0)
+    tracker = Tracker(tmp_path, WandbConfig(mode="offline"))
+    tracker.start_wandb({})
+    process = begun(tracker).process
+    assert process is not None
+    [core] = children(process.pid)
+    os.kill(core, signal.SIGSTOP)
+    for row in ROWS:
+        tracker.log(row)
+    tracker.finish(0)
+    assert "wandb sync" in str(tracker.problem()) and tracker.problem() is None
+    assert metrics_file.read(tmp_path) == ROWS
+    os.kill(core, signal.SIGCONT)
     assert whole_copy(tmp_path) == ROWS
 
 
@@ -184,32 +185,22 @@ def opening(folder: Path, **config: Any) -> str:
     return str(tracker.opening())
 
 
-def test_start_says_where_rows_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_start_says_where_rows_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = {"entity": "acme", "project": "p", "artifacts": True}
     without_key = opening(tmp_path, mode="online", **theirs)
-    assert "acme/p" in without_key and "checkpoints" in without_key
-    assert "no API key" in without_key and "wandb login" in without_key
-    assert "acme/p" in opening(tmp_path, mode="offline", **theirs)
+    for text in ("acme/p", "checkpoints", "no API key", "wandb login"):
+        assert text in without_key
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
     monkeypatch.setenv("WANDB_ENTITY", "mine")
     with_key = opening(tmp_path)
-    assert "mine/longctx" in with_key
-    assert "checkpoints" not in with_key and "no API key" not in with_key
+    assert "mine/longctx" in with_key and "no API key" not in with_key
     assert opening(tmp_path, mode="disabled") == "None"
-
-
-def test_start_says_when_wandb_gets_several_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
     several = "several runs"
     assert several not in opening(tmp_path, mode="offline")
-    (tmp_path / "wandb" / "offline-run-1").mkdir(parents=True)
-    assert several in opening(tmp_path, mode="offline") and several in opening(tmp_path)
-    (tmp_path / "other" / "wandb").mkdir(parents=True)
-    run_id(tmp_path / "other")
-    assert several in opening(tmp_path / "other", mode="offline")
-    assert several not in opening(tmp_path / "other")
+    run_id(tmp_path)
+    assert several in opening(tmp_path, mode="offline") and several not in opening(tmp_path)
+    (tmp_path / "wandb" / "offline-run-1").mkdir()
+    assert several in opening(tmp_path)
 
 
 def validation(step: int) -> dict[str, float]:
@@ -223,7 +214,9 @@ def validation(step: int) -> dict[str, float]:
     }
 
 
-def test_a_resumed_run_is_a_new_leg_of_its_group_offline(tmp_path: Path) -> None:
+def test_a_resumed_run_is_a_new_leg_of_its_group_offline(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "run-001"
     folder.mkdir()
     numbers = {"tokens_per_second": 9.0, "memory_peak_gib": 2.0, "process_peak_gib": 3.0}
@@ -234,10 +227,12 @@ def test_a_resumed_run_is_a_new_leg_of_its_group_offline(tmp_path: Path) -> None
     ]
     for rows in legs:
         tracker = Tracker(folder, WandbConfig(job_type="probe"))
-        tracker.start_wandb({"backend": "flash", "kernel_lock": {"format": 1}})
-        for row in rows:
+        tracker.log(rows[0])
+        tracker.start_wandb({"backend": "flash"})
+        for row in rows[1:]:
             tracker.log(row)
         tracker.finish(0)
+    assert capfd.readouterr() == ("", "")
     files = sorted(
         folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda file: file.stat().st_mtime
     )
@@ -263,14 +258,13 @@ def test_a_resumed_run_is_a_new_leg_of_its_group_offline(tmp_path: Path) -> None
     for metric in metrics.METRICS:
         if metric.summary is not None:
             assert defined[metric.key]["summary"] == {"last": True, metric.summary: True}
-    assert defined["*"]["step_metric"] == defined["loss"]["step_metric"] == "tokens_seen"
     summary: dict[str, Any] = {}
     for record in records[0]:
         if record["type"] == "summary":
             summary |= record["summary"]["update"]
     for metric in metrics.shown(Shown.CONTEXT):
         key, _, part = dashboard.over(metric).partition(".")
-        assert part in summary[key], "the workspace shows what the summary of a run has"
+        assert part in summary[key]
     tables = sorted(
         folder.glob("wandb/offline-run-*/files/media/table/loss_by_position_*.json"),
         key=lambda p: p.stat().st_mtime,
@@ -279,41 +273,47 @@ def test_a_resumed_run_is_a_new_leg_of_its_group_offline(tmp_path: Path) -> None
     assert [len(json.loads(table.read_text())["data"]) for table in tables] == [4, 8]
 
 
-def send(folder: Path, mode: str, *messages: dict[str, Any], **config: Any) -> None:
-    """What the process of a copy does with `messages`."""
+def send(
+    folder: Path,
+    mode: str,
+    *commands: dict[str, Any],
+    rows: Any = (),
+    before: int = 0,
+    **config: Any,
+) -> None:
+    """Do what the process of a copy does with `commands` and the `rows` of a run."""
     folder.mkdir(exist_ok=True)
-    request = {"config": vars(WandbConfig(**config)), "folder": str(folder)}
-    request |= {"facts": {}, "positions": [], "samples": []}
-    send_run(request, mode, iter([*messages, {"finish": 0}]), folder / "begun")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    request = {"config": vars(WandbConfig(**config)), "folder": str(folder), "mode": mode}
+    send_run(request | {"facts": {}, "rows_before": before}, iter([*commands, {"finish": 0}]))
+
+
+@pytest.fixture
+def init(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """wandb.init, which returns the same run each time."""
+    made = MagicMock(return_value=MagicMock(id="run", dir="/a/run-1/files"))
+    monkeypatch.setattr(pytest.importorskip("wandb"), "init", made)
+    return made
 
 
 def test_a_resumed_run_continues_online_under_its_id(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, init: MagicMock
 ) -> None:
-    wandb = pytest.importorskip("wandb")
-    calls: list[dict[str, object]] = []
-    monkeypatch.setattr(
-        wandb, "init", lambda **about: calls.append(about) or MagicMock(dir="/a/run-1/files")
-    )
     for _ in range(2):
         send(tmp_path, "online", group="g")
-    first, second = calls
+    first, second = (call.kwargs for call in init.call_args_list)
     assert first["id"] == second["id"] and second["resume"] == "allow"
     assert first["name"] == second["name"] == tmp_path.name and second["group"] == "g"
     monkeypatch.setenv("WANDB_SWEEP_ID", "s")
     monkeypatch.setenv("WANDB_RUN_ID", "chosen")
     send(tmp_path / "other", "online")
-    assert calls[2]["id"] == "chosen"
+    assert init.call_args.kwargs["id"] == "chosen"
 
 
-def test_a_checkpoint_is_uploaded_unless_a_newer_one_has_replaced_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wandb = pytest.importorskip("wandb")
+def test_a_checkpoint_is_uploaded_unless_it_was_replaced(tmp_path: Path, init: MagicMock) -> None:
     path = tmp_path / "step-00000003.ckpt"
     path.write_bytes(b"weights")
-    run = MagicMock(id="run", dir="/a/run-1/files")
-    monkeypatch.setattr(wandb, "init", lambda **about: run)
+    run = init.return_value
     gone = {"checkpoint": str(tmp_path / "step-00000002.ckpt"), "step": 2}
     send(tmp_path, "offline", gone, {"checkpoint": str(path), "step": 3})
     assert run.log_artifact.call_count == 1
@@ -322,20 +322,15 @@ def test_a_checkpoint_is_uploaded_unless_a_newer_one_has_replaced_it(
     assert run.log_artifact.call_args.kwargs["aliases"] == ["latest", "step-3"]
 
 
-def test_samples_of_text_are_a_table_that_grows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wandb = pytest.importorskip("wandb")
-    run = MagicMock(id="run", dir="/a/run-1/files")
-    monkeypatch.setattr(wandb, "init", lambda **about: run)
-    rows = [{"step": n, "tokens_seen": 10 * n, "sample": f"text {n}"} for n in (1, 2)]
-    send(tmp_path, "offline", *({"row": row} for row in rows))
-    logged = [call.args[0] for call in run.log.call_args_list]
-    assert [row["samples"].data for row in logged] == [
-        [[10, "text 1"]],
-        [[10, "text 1"], [20, "text 2"]],
+def test_tables_hold_rows_of_earlier_starts_too(tmp_path: Path, init: MagicMock) -> None:
+    run = init.return_value
+    rows: list[dict[str, Any]] = [
+        {"step": n, "tokens_seen": 10 * n, "sample": f"text {n}"} for n in (1, 2)
     ]
-    assert all("sample" not in row for row in logged)
+    send(tmp_path, "offline", rows=[*rows, {"step": 3, "tokens_seen": 30, "loss": None}], before=1)
+    second, third = (call.args[0] for call in run.log.call_args_list)
+    assert second["samples"].data == [[10, "text 1"], [20, "text 2"]]
+    assert "sample" not in second and math.isnan(third["loss"])
 
 
 def test_an_evaluation_is_a_run_of_its_own_kind_with_tables_and_plots(tmp_path: Path) -> None:
