@@ -1,4 +1,6 @@
-"""The README's picture, drawn from results/: whole training steps beside their baselines."""
+"""The README's pictures, drawn from results/: the context that each attention allows, and whole
+training steps next to their baselines.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,81 @@ PANELS = {
     "1b": ("peers-1b.json", "transformers-liger", "transformers + Liger"),
     "124m": ("peers-124m.json", "nanogpt", "nanoGPT"),
 }
+COLORS = {"naive": "tab:red", "sdpa": "tab:orange", "flash": "tab:green"}
 
 
 @dataclass(frozen=True)
 class Options:
     """Where to draw."""
 
-    out: str = key("results/steps.png", "the picture")
+    reach: str = key("results/reach.png", "the context that each attention allows")
+    steps: str = key("results/steps.png", "training steps next to their baselines")
 
 
 def run(options: Options, command: str) -> None:
-    """Draw tokens per second over the length of a row, ours beside the baseline's."""
+    """Draw both pictures."""
+    for draw, out in ((draw_reach, options.reach), (draw_steps, options.steps)):
+        figure = draw()
+        figure.tight_layout()
+        save_figure(figure, Path(out))
+        print(f"wrote {out}")
+
+
+def draw_reach() -> Figure:
+    """Draw tokens per second over tokens per sequence for each attention, up to its limit."""
+    content: dict[str, Any] = json.loads((RESULTS / "context.json").read_text())
+    figure = Figure(figsize=(9, 4.6))
+    axis = figure.subplots()
+    for backend, color in COLORS.items():
+        rows = [row for row in content["rows"] if row["backend"] == backend]
+        measured = [row for row in rows if row.get("tokens_per_second")]
+        lengths = [row["tokens"] for row in measured]
+        speeds = [row["tokens_per_second"] for row in measured]
+        axis.plot(lengths, speeds, "o-", color=color, linewidth=2.2)
+        axis.annotate(
+            f" {backend}",
+            (lengths[0], speeds[0]),
+            xytext=(-6, 0),
+            textcoords="offset points",
+            ha="right",
+            va="bottom" if backend == "flash" else "center",
+            color=color,
+            weight="bold",
+        )
+        limit = content["longest"][backend]
+        # What was not trained is predicted: a hollow end
+        end = speeds[-1]
+        if limit["tokens"] > lengths[-1]:
+            end = limit["tokens"] / rows[-1]["predicted_seconds"]
+            axis.plot([lengths[-1], limit["tokens"]], [speeds[-1], end], "--", color=color)
+        is_measured = limit["tokens"] == lengths[-1]
+        style = {"markerfacecolor": color if is_measured else "white"}
+        axis.plot([limit["tokens"]], [end], "X", color=color, markersize=11, **style)
+        how = "" if is_measured else ", predicted"
+        axis.annotate(
+            f"out of memory\nbeyond {limit['tokens']:,}{how}",
+            (limit["tokens"], end),
+            xytext=(9, 4),
+            textcoords="offset points",
+            fontsize=8.5,
+            color=color,
+        )
+    ticks = [4096 * 2**n for n in range(9)]
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xlim(1900, 14_000_000)
+    axis.set_xticks(ticks, [short(n).replace("1024K", "1M") for n in ticks])
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    millions = content["parameters"] / 1e6
+    axis.set_title(f"{millions:,.0f} million parameters on one {content['gpu']}, exact attention")
+    axis.set_xlabel("tokens per sequence")
+    axis.set_ylabel("tokens per second")
+    axis.grid(alpha=0.3)
+    return figure
+
+
+def draw_steps() -> Figure:
+    """Draw tokens per second over tokens per sequence, ours next to the baseline's."""
     figure = Figure(figsize=(11, 4))
     axes = figure.subplots(1, len(PANELS))
     for axis, (model, (file, baseline, label)) in zip(axes, PANELS.items(), strict=True):
@@ -46,16 +112,16 @@ def run(options: Options, command: str) -> None:
         axis.set_ylim(0, 1.18 * max(ours))
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         axis.set_title(f"{model}: tokens/s of whole training steps on one H200", fontsize=11)
-        axis.set_xlabel("tokens in a row")
+        axis.set_xlabel("tokens per sequence")
         axis.grid(alpha=0.3)
         axis.legend()
-    figure.tight_layout()
-    save_figure(figure, Path(options.out))
-    print(f"wrote {options.out}")
+    return figure
 
 
 def speeds(file: str, baseline: str) -> dict[int, tuple[float, float]]:
-    """Length of a row → tokens/s of longctx and of `baseline`, of the first run that has both."""
+    """Return tokens per sequence → tokens/s of longctx and of `baseline`, of the first run that has
+    both.
+    """
     content: dict[str, Any] = json.loads((RESULTS / file).read_text())
     both: dict[int, tuple[float, float]] = {}
     for measured in content["runs"]:
