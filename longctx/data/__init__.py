@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from longctx.data.dataset import Data as Data
     from longctx.data.mixture import Mixture as Mixture
     from longctx.data.mixture import load as load
-    from longctx.data.sampler import SampleStream as SampleStream
+    from longctx.data.rows import SampleStream as SampleStream
     from longctx.data.sources import read_documents as read_documents
     from longctx.data.tokenizer import Tokenizer as Tokenizer
 
@@ -26,7 +26,7 @@ _HOME = {
     "Data": "longctx.data.dataset",
     "load": "longctx.data.mixture",
     "Mixture": "longctx.data.mixture",
-    "SampleStream": "longctx.data.sampler",
+    "SampleStream": "longctx.data.rows",
     "Tokenizer": "longctx.data.tokenizer",
 }
 __all__ = list(_HOME)

@@ -142,6 +142,22 @@ def check_used(config: DataConfig, name: str, value: Any, place: str = "data") -
         )
 
 
+def text_in(row: Mapping[str, Any], place: str, config: DataConfig) -> str:
+    """Return the text of a row, "" for null: such a document is left out and counted."""
+    column = config.text_column
+    if column not in row:
+        raise ValueError(
+            f"{place}: no field '{column}' (there are: {', '.join(list(row)[:8])}); "
+            "set data.text_column"
+        )
+    text = row[column]
+    if text is not None and not isinstance(text, str):
+        raise ValueError(
+            f"{place}: '{column}' is {type(text).__name__}, expected a string; set data.text_column"
+        )
+    return text or ""
+
+
 def content_key(text: str) -> bytes:
     """16 bytes that stand for a text."""
     return _digest(text)[:16]

@@ -19,10 +19,9 @@ import numpy as np
 from longctx.config.data_config import DataConfig
 from longctx.data.cache import cached, fingerprint
 from longctx.data.packing import Packing, pack
-from longctx.data.progress import Progress
 from longctx.data.sources import open_corpus
 from longctx.data.split import by_bytes
-from longctx.data.store import NothingToPredict, Store, build
+from longctx.data.store import Store, build, progress
 from longctx.data.tokenizer import Tokenizer, train
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ class Data:
 
     def order(self, seed: int, rank: int, world_size: int, consumed: int) -> Sampler[int]:
         """The endless order of the rows of `train`."""
-        from longctx.data.sampler import SampleStream
+        from longctx.data.rows import SampleStream
 
         return SampleStream(len(self.train), seed, rank, world_size, consumed)
 
@@ -186,13 +185,8 @@ class Data:
                 packing.save(folder / f"{split}.npz")
 
         key = fingerprint([self.fingerprint, self.seq_len])
-        return cached(self.config.cache_folder() / "packings" / key, write, self._packings)
-
-    def _packings(self, folder: Path) -> dict[str, Packing]:
-        packings = {split: Packing.load(folder / f"{split}.npz") for split in SPLITS}
-        for packing in packings.values():
-            packing.check(self.store.lengths, self.seq_len)
-        return packings
+        folder = cached(self.config.cache_folder() / "packings" / key, write)
+        return {split: Packing.load(folder / f"{split}.npz") for split in SPLITS}
 
 
 def split_documents(config: DataConfig, without: Set[bytes] = frozenset()) -> SplitDocuments:
@@ -216,21 +210,11 @@ def tokenize(config: DataConfig, without: Set[bytes] = frozenset()) -> tuple[Tok
         tokenizer = Tokenizer.load(config.tokenizer)
 
     def encode(folder: Path) -> None:
-        try:
-            build(folder, corpus, tokenizer, config.chat)
-        except NothingToPredict as error:
-            where = f"data.path={config.path}" if config.paths() else f"data={config.source}"
-            raise ValueError(
-                f"{where}: {error}, so there is nothing to predict; give longer documents"
-            ) from error
-
-    def opened(folder: Path) -> Store:
-        store = Store(folder)
-        store.check(tokenizer.vocab_size)
-        return store
+        place = f"data.path={config.path}" if config.paths() else f"data={config.source}"
+        build(folder, place, corpus, tokenizer, config.chat)
 
     key = fingerprint([identity, tokenizer.fingerprint, "signatures"])
-    return tokenizer, cached(config.cache_folder() / "documents" / key, encode, opened)
+    return tokenizer, Store(cached(config.cache_folder() / "documents" / key, encode))
 
 
 def train_tokenizer(config: DataConfig, identity: Any, texts: Iterable[str]) -> Path:
@@ -240,11 +224,7 @@ def train_tokenizer(config: DataConfig, identity: Any, texts: Iterable[str]) -> 
     """
 
     def write(folder: Path) -> None:
-        with Progress(f"training a tokenizer of {config.vocab_size:,} tokens", None):
+        with progress(f"training a tokenizer of {config.vocab_size:,} tokens"):
             train(texts, config.vocab_size).save(folder / "tokenizer.json")
 
-    def opened(folder: Path) -> Path:
-        Tokenizer.load(folder)
-        return folder
-
-    return cached(config.cache_folder() / "tokenizers" / fingerprint(identity), write, opened)
+    return cached(config.cache_folder() / "tokenizers" / fingerprint(identity), write)

@@ -117,7 +117,7 @@ class Mixture:
 
     def order(self, seed: int, rank: int, world_size: int, consumed: int) -> Sampler[int]:
         """The endless order of the rows of `train`."""
-        from longctx.data.sampler import MixStream
+        from longctx.data.rows import MixStream
 
         rows = [len(part.train) for part in self.parts.values()]
         return MixStream(rows, list(self.weights.values()), seed, rank, world_size, consumed)

@@ -9,12 +9,10 @@ them, so a million documents take a second. For language models: Ding et al. 202
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-
-from longctx.data.cache import read_arrays
 
 
 @dataclass(frozen=True)
@@ -42,30 +40,8 @@ class Packing:
 
     @classmethod
     def load(cls, path: Path) -> Packing:
-        return cls(**read_arrays(path, [field.name for field in fields(cls)]))
-
-    def check(self, lengths: np.ndarray, seq_len: int) -> None:
-        """Raise ValueError unless every piece lies in a document of `lengths` tokens, and every row
-        in `seq_len`.
-        """
-        document, start, length, row_starts = vars(self).values()
-        pieces = len(document)
-        is_whole = (
-            all(one.dtype == np.int64 and one.ndim == 1 for one in vars(self).values())
-            and len(start) == len(length) == pieces
-            and len(row_starts) > 0
-            and row_starts[0] == 0
-            and row_starts[-1] == pieces
-            and bool((np.diff(row_starts) > 0).all())
-            and bool(((document >= 0) & (document < len(lengths))).all())
-            and bool(((start >= 0) & (length > 0) & (length <= seq_len)).all())
-            and bool((start <= lengths[document] - length).all())
-        )
-        if not is_whole:
-            raise ValueError("pieces that are not of these documents")
-        ends = np.concatenate([[0], np.cumsum(length)])
-        if (np.diff(ends[row_starts]) > seq_len).any():
-            raise ValueError(f"a row of more than {seq_len:,} tokens")
+        with np.load(path) as arrays:
+            return cls(**arrays)
 
 
 def cut(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -3,7 +3,7 @@
 A text is `length` tokens: filler with the fact after `depth` of it, the question, the answer. The
 model sees all but the answer's last token, and is right if each token of the answer is the most
 likely one; greedy decoding would then give the same answer. Logits exist for the answer's tokens
-alone. The facts are those of `longctx.data.facts`.
+alone. The facts are those of `longctx.data.sources.needles`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from longctx.config.eval_config import KINDS
 from longctx.data import Tokenizer
 from longctx.data.dataset import EncodedDocument
-from longctx.data.facts import Task, task
+from longctx.data.sources.needles import Task, task
 from longctx.evaluation.progress import Progress
 from longctx.evaluation.scorer import Scorer, in_eval_mode
 from longctx.evaluation.windows import Document

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from longctx import untrusted
-from longctx.data.facts import CITIES
+from longctx.data.sources.needles import CITIES
 
 LARGEST = 1 << 30  # bytes of a file of questions
 PASSAGE = 600  # characters of a passage, about those of a paragraph of SQuAD

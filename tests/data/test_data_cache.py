@@ -5,7 +5,6 @@ file.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
 import signal
@@ -14,11 +13,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from longctx.config.data_config import DataConfig
-from longctx.data import cache, store
 from longctx.data.cache import cached
 from longctx.data.dataset import Data
 
@@ -54,7 +51,7 @@ def test_two_processes_build_once_and_agree(corpus, tmp_path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this system has no SIGKILL")
-@pytest.mark.parametrize("moment", ["longctx.data.duplicates.groups", "os.replace"])
+@pytest.mark.parametrize("moment", ["longctx.data.store.near_duplicates", "os.replace"])
 def test_a_killed_build_leaves_nothing_that_counts(corpus, text_config, tmp_path, moment) -> None:
     module, name = moment.rsplit(".", 1)
     dying = (
@@ -83,25 +80,6 @@ def test_a_failed_build_leaves_nothing(text_config, corpus, tmp_path) -> None:
     ]
 
 
-@pytest.mark.parametrize("damage", ["truncate", "remove"])
-def test_a_damaged_cache_is_built_again(text_config, tmp_path, damage) -> None:
-    before = Data(text_config(), 32)
-    files = [
-        file
-        for file in (tmp_path / "cache").rglob("*")
-        if file.suffix in (".arrow", ".npz") or file.name == "tokenizer.json"
-    ]
-    assert {file.suffix for file in files} == {".arrow", ".npz", ".json"}
-    for file in files:
-        if damage == "remove":
-            file.unlink()
-        else:
-            os.truncate(file, file.stat().st_size - 7)
-    after = Data(text_config(), 32)
-    assert after.summary() == before.summary()
-    assert (after.store.tokens(3) == before.store.tokens(3)).all() if damage == "remove" else True
-
-
 def files_of(folder: Path) -> list[Path]:
     """Every file of the cache but its locks."""
     return sorted(file for file in folder.rglob("*") if file.is_file() and file.suffix != ".lock")
@@ -113,14 +91,7 @@ def content_of(data: Data) -> list[list[int]]:
     return rows + [ids.tolist() for _, ids, *_ in data.documents("val")]
 
 
-def pretend_built(folder: Path) -> None:
-    """Write the complete.json that belongs to the files as they are now."""
-    built = json.loads((folder / "complete.json").read_text())
-    described = {name: cache._described(folder / name, folder) for name in built}
-    (folder / "complete.json").write_text(json.dumps(described))
-
-
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_byte_changed_at_the_same_size_is_found_and_built_again(
     text_config, tmp_path, capsys, seed
 ) -> None:
@@ -137,25 +108,10 @@ def test_a_byte_changed_at_the_same_size_is_found_and_built_again(
         assert str(file.parent) in warnings[0]
 
 
-def test_tokens_outside_the_vocabulary_are_found_whatever_the_hashes_say(
-    text_config, capsys
-) -> None:
-    before = content_of(data := Data(text_config(), 32))
-    file = data.store.folder / "documents.arrow"
-    tokens = data.store.tokens(3)[:4].tobytes()
-    file.write_bytes(file.read_bytes().replace(tokens, b"\xff" * len(tokens)))
-    pretend_built(file.parent)
-    assert content_of(Data(text_config(), 32)) == before
-    assert "tokens outside the vocabulary" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "content",
     [
-        *("", "{}", "[]", "7", "null", "[" * 10**5, "\x00"),
-        '{"documents.arrow": 5}',
-        '{"../..": {}}',
-        '{"documents.arrow": {"bytes": 1e400, "sha256": null}}',
+        *("", "{}", "[]", "7", "[" * 10**5, '{"documents.arrow": 5}', '{"../..": {}}'),
     ],
 )
 def test_an_odd_list_of_files_is_built_again(text_config, capsys, content) -> None:
@@ -165,45 +121,16 @@ def test_an_odd_list_of_files_is_built_again(text_config, capsys, content) -> No
     assert capsys.readouterr().err.count("built again") == 1
 
 
-@pytest.mark.parametrize("name", ["documents.npz", "train.npz"])
-@pytest.mark.parametrize("kind", ["empty", "shapes", "numbers", "compressed", "objects", "lacking"])
-def test_odd_arrays_are_built_again_whatever_the_hashes_say(
-    text_config, tmp_path, capsys, name, kind
-) -> None:
-    before = content_of(Data(text_config(), 32))
-    [file] = (tmp_path / "cache").rglob(name)
-    with np.load(file) as opened:
-        arrays = dict(opened)
-    if kind == "empty":
-        file.write_bytes(b"")
-    elif kind == "shapes":
-        np.savez(file, **{key: array.reshape(-1)[:1] for key, array in arrays.items()})
-    elif kind == "numbers":
-        largest = {
-            key: np.full_like(array, np.iinfo(array.dtype).max) for key, array in arrays.items()
-        }
-        np.savez(file, **largest)
-    elif kind == "compressed":
-        np.savez_compressed(file, **arrays)
-    elif kind == "objects":
-        np.savez(file, **{key: np.array([{}], object) for key in arrays})
-    else:
-        np.savez(file, nothing=np.zeros(3))
-    pretend_built(file.parent)
-    assert content_of(Data(text_config(), 32)) == before
-    assert capsys.readouterr().err.count("built again") == 1
-
-
-@pytest.mark.parametrize("kind", ["fifo", "zero", "loop", "outside"])
+@pytest.mark.parametrize("kind", ["missing", "fifo", "zero", "loop"])
 @pytest.mark.parametrize("name", ["complete.json", "documents.arrow", "documents.npz"])
-def test_what_is_no_file_of_the_cache_is_built_again(text_config, tmp_path, name, kind) -> None:
+def test_what_is_no_file_of_the_cache_is_built_again(text_config, name, kind) -> None:
     before = content_of(data := Data(text_config(), 32))
     file = data.store.folder / name
-    moved = file.rename(tmp_path / "moved")
+    file.unlink()
     if kind == "fifo":
         os.mkfifo(file)
-    else:
-        file.symlink_to({"zero": "/dev/zero", "loop": file.name, "outside": str(moved)}[kind])
+    elif kind != "missing":
+        file.symlink_to({"zero": "/dev/zero", "loop": file.name}[kind])
     assert content_of(Data(text_config(), 32)) == before
     assert file.is_file()
     assert not file.is_symlink()
@@ -253,7 +180,7 @@ def test_an_interrupted_build_cleans_up(tmp_path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        cached(tmp_path / "thing", build, Path)
+        cached(tmp_path / "thing", build)
     assert [file.name for file in tmp_path.iterdir() if file.is_dir()] == []
 
 
@@ -293,13 +220,3 @@ def test_folders_alike_in_names_sizes_and_times_are_told_apart(tmp_path) -> None
         )
         fingerprints.append(Data(config, 32).fingerprint)
     assert fingerprints[0] != fingerprints[1]
-
-
-def test_a_view_of_arrow_integers_has_their_values() -> None:
-    for dtype in (pa.uint16(), pa.int32(), pa.uint8(), pa.int64()):
-        array = pa.array([7, 0, 3, 200, 5], dtype)
-        assert store.view(array[1:4]).tolist() == [0, 3, 200]
-        assert store.view(array[5:]).dtype == store.view(array).dtype == str(dtype)
-    for other in (pa.array([1, None]), pa.array(["a"]), pa.array([0.5])):
-        with pytest.raises(ValueError, match=str(other.type)):
-            store.view(other)

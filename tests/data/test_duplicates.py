@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from longctx.data import load
-from longctx.data.duplicates import groups, signature
+from longctx.data.split import near_duplicates, signature
 from tests.data.conftest import prose
 
 
@@ -19,7 +19,7 @@ def edited(text: str, share: float, seed: int) -> str:
 
 
 def grouped(texts: list[str]) -> list[int]:
-    return groups(np.stack([signature(text) for text in texts])).tolist()
+    return near_duplicates(np.stack([signature(text) for text in texts])).tolist()
 
 
 def test_signatures_estimate_the_share_of_equal_shingles() -> None:

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from longctx.data import DataConfig, Mixture, load
-from longctx.data.rows import Joined
-from longctx.data.sampler import MixStream
+from longctx.data.rows import Joined, MixStream
 from tests.data.conftest import prose
 
 Make = Callable[..., DataConfig]

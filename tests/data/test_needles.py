@@ -11,7 +11,7 @@ import pytest
 
 from longctx.config.data_config import DataConfig
 from longctx.config.eval_config import KINDS
-from longctx.data import facts
+from longctx.data.sources import needles as facts
 from longctx.data.sources import open_corpus
 
 QUESTION = re.compile(r"\? The (?:pass key|secret number of (\w+)) is (\d{5})\.\n")

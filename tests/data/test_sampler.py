@@ -8,7 +8,7 @@ from itertools import islice
 
 import pytest
 
-from longctx.data.sampler import SampleStream, permutation
+from longctx.data.rows import SampleStream, permutation
 
 
 def interleaved(rows: int, seed: int, world_size: int, consumed: int, count: int) -> list[int]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from longctx.config.eval_config import KINDS
-from longctx.data.facts import task
+from longctx.data.sources.needles import task
 from longctx.data.tokenizer import Tokenizer, train
 from longctx.evaluation import heatmap
 from longctx.evaluation.passkey import Cell, filler_of, recall, text

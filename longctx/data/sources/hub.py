@@ -24,7 +24,7 @@ import huggingface_hub
 from longctx import hub_snapshot, untrusted
 from longctx.config.data_config import DataConfig
 from longctx.data.cache import fingerprint
-from longctx.data.corpus import Corpus, Document, Shard, Source, register
+from longctx.data.corpus import Corpus, Document, Shard, Source, register, text_in
 from longctx.files import write_text
 
 if TYPE_CHECKING:
@@ -107,19 +107,7 @@ def _read(
         )
         return
     for number, row in rows:
-        place = f"data.path={path}: row {number}"
-        if config.text_column not in row:
-            columns = ", ".join(list(row)[:8])
-            raise ValueError(
-                f"data.path={path}: no field '{config.text_column}' (there are: {columns}); "
-                "set data.text_column"
-            )
-        text = "" if row[config.text_column] is None else row[config.text_column]
-        if not isinstance(text, str):
-            raise ValueError(
-                f"{place}: '{config.text_column}' is {type(text).__name__}, expected a string; "
-                "set data.text_column"
-            )
+        text = text_in(row, f"data.path={path}: row {number}", config)
         yield Document(f"{path}:{number}", text.encode(errors="replace").decode())
 
 

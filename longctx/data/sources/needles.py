@@ -1,20 +1,23 @@
-"""data=needles: generated documents that ask for what they told far before, to teach a small model
-to use its context.
+"""data=needles: generated documents that ask for facts told far before, to teach a small model to
+use its context.
 
-Text of another source (that of data.path, else the embedded one) with facts and questions in it.
-Every document follows from its number alone.
+Facts and questions are hidden in the text of another source: data.path, else the embedded one.
+Every document follows from its number alone. Evaluation hides the same facts, drawn from other
+seeds, so that no answer was seen. passkey: one number, told once (Mohtashami & Jaggi 2023, arXiv
+2305.16300). needle: the number of one city among those of others, so that the question must be
+matched and not only the form (RULER, arXiv 2404.06654).
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from longctx.config.data_config import DataConfig
-from longctx.data import facts
 from longctx.data.corpus import Corpus, Document, Shard, Source, content_key, register
 from longctx.data.sources.embedded import Embedded
 from longctx.data.sources.text import Text
@@ -23,6 +26,20 @@ DOCUMENTS = 2000  # where data.documents does not say
 EVERY = 250  # characters of text per fact
 PER_FACT = 125  # characters that a fact and its question take
 MOST_FILLER = 64 << 20  # characters that are read from the other source
+DISTRACTORS = 3  # other cities' numbers in a needle task
+DIGITS = 5
+_NAMES = (
+    "Accra Adelaide Algiers Amman Ankara Antwerp Athens Austin Baghdad Baku Bangkok Barcelona "
+    "Basel Beirut Bergen Berlin Bogota Bonn Boston Brisbane Bruges Brussels Cairo Calgary "
+    "Cardiff Chicago Cologne Dakar Dallas Delhi Denver Doha Dresden Dublin Durban Florence "
+    "Fresno Geneva Genoa Ghent Glasgow Graz Hague Hamburg Hanoi Havana Helsinki Houston "
+    "Istanbul Jakarta Kabul Karachi Kiel Kyoto Lagos Leeds Leipzig Lima Lisbon London Lyon "
+    "Madrid Malaga Manila Mecca Miami Milan Minsk Mombasa Montreal Moscow Mumbai Munich Nairobi "
+    "Naples Odessa Osaka Oslo Oxford Palermo Paris Perth Porto Prague Quito Rabat Riga Rome "
+    "Santiago Seoul Seville Sofia Sydney Tallinn Tampa Tehran Tokyo Toronto Tunis Turin Utrecht "
+    "Venice Vienna Vilnius Warsaw York Zagreb Zurich"
+)
+CITIES = _NAMES.split()
 _OF_FILES = frozenset({"text_column", "errors"})
 
 
@@ -67,4 +84,82 @@ def _documents(corpus: Corpus, count: int, length: int) -> Iterator[Document]:
         rng = random.Random(f"train {n}")  # seeded by the text, the same in every process
         room = int(length * rng.uniform(0.8, 1.0) / (1 + PER_FACT / EVERY))
         first = rng.randrange(max(1, len(text) - room))
-        yield Document(f"needles:{n}", facts.document(text[first : first + room], EVERY, rng))
+        yield Document(f"needles:{n}", document(text[first : first + room], EVERY, rng))
+
+
+class Task(NamedTuple):
+    """A fact to hide, the question that it answers, and other facts that do not.
+
+    `question + answer` is the text that the model is to continue, and how.
+    """
+
+    fact: str
+    others: list[str]
+    question: str
+    answer: str
+
+
+def number(rng: random.Random) -> str:
+    """A number of DIGITS digits, the first not 0."""
+    return str(rng.randrange(10 ** (DIGITS - 1), 10**DIGITS))
+
+
+def task(kind: str, rng: random.Random) -> Task:
+    """Draw a task of `kind`, passkey or needle."""
+    if kind == "passkey":
+        answer = number(rng)
+        return Task(passkey_fact(answer), [], PASSKEY_QUESTION, f" {answer}")
+    city, *others = rng.sample(CITIES, 1 + DISTRACTORS)
+    answer = number(rng)
+    facts = [needle_fact(other, number(rng)) for other in others]
+    return Task(needle_fact(city, answer), facts, needle_question(city), f" {answer}")
+
+
+PASSKEY_QUESTION = "\nWhat is the pass key? The pass key is"
+
+
+def passkey_fact(answer: str) -> str:
+    return f"\nThe pass key is {answer}. Remember it. {answer} is the pass key.\n"
+
+
+def needle_fact(city: str, answer: str) -> str:
+    return f"\nThe secret number of {city} is {answer}.\n"
+
+
+def needle_question(city: str) -> str:
+    return f"\nWhat is the secret number of {city}? The secret number of {city} is"
+
+
+def document(filler: str, every: int, rng: random.Random) -> str:
+    """Put a fact per about `every` characters into `filler`, and its question and answer later on.
+
+    One fact is a pass key, which the end of the text asks for; the others are cities' numbers, each
+    asked for once, at any distance.
+    """
+    cities = rng.sample(CITIES, max(1, min(len(CITIES), len(filler) // every)))
+    events: list[tuple[float, str]] = []
+    for city in cities:
+        answer = number(rng)
+        of_fact, of_question = sorted((_place(rng), _place(rng)))
+        events.append((of_fact, needle_fact(city, answer)))
+        events.append((of_question, f"{needle_question(city)} {answer}.\n"))
+    key = number(rng)
+    events.append((_place(rng), passkey_fact(key)))
+    return f"{_inserted(filler, sorted(events))}{PASSKEY_QUESTION} {key}.\n"
+
+
+def _place(rng: random.Random) -> float:
+    """A share of the text, at times its very beginning or end."""
+    return min(1.0, max(0.0, rng.uniform(-0.1, 1.05)))
+
+
+def _inserted(filler: str, events: Sequence[tuple[float, str]]) -> str:
+    """Insert each text of `events` after a line of `filler`; its place is a share of the length."""
+    parts = []
+    at = 0
+    for place, text in events:
+        line = filler.find("\n", max(at, int(place * len(filler))))
+        end = len(filler) if line < 0 else line
+        parts += [filler[at:end], text]
+        at = end
+    return "".join([*parts, filler[at:]])
