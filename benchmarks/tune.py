@@ -34,9 +34,8 @@ from longctx import files
 from longctx.config.command_config import SIZES
 from longctx.config.fields import key
 from longctx.config.model_config import hopper_size
-from longctx.kernels import flash_op, launch, selftest
-from longctx.kernels.launch import Launch
-from longctx.kernels.toolchain import machine
+from longctx.kernels import flash_op, launch, machine, selftest
+from longctx.kernels.attention.launch import Launch
 
 GAIN = 1.02
 FINALISTS = 4
@@ -179,7 +178,7 @@ def portable_candidates(kernel: str) -> list[Launch]:
 
 def best_hopper(kernel: str, x: dict[str, Any]) -> Any:
     """The fastest config of a Hopper module for the head size of x; None if it has no choice."""
-    module = importlib.import_module(f"longctx.kernels.{kernel}")
+    module = importlib.import_module(f"longctx.kernels.attention.{kernel}")
     part = launch.HOPPER[kernel]
     size = hopper_size(x["q"].shape[3])
     configs: dict[int, Any] = getattr(module, "CONFIGS", {})

@@ -12,7 +12,7 @@ from longctx.attention.mask import Mask
 from longctx.attention.registry import Backend, Gradients, Request, register
 from longctx.config.model_config import BACKEND_OPTIONS, HOPPER_HEAD_SIZES
 from longctx.kernels import HAS_TRITON
-from longctx.kernels.flash_op import (
+from longctx.kernels.attention.flash_op import (
     HEAD_SIZES,
     flash_backward,
     forward_for,

@@ -20,12 +20,11 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from longctx.attention.attention_sinks import check_sinks, with_sinks
 from longctx.attention.exchange import WHOLE_ROWS
 from longctx.attention.mask import Mask
 from longctx.config.model_config import check_options
-from longctx.kernels.flash_op import unobserved
-from longctx.kernels.relaunch import stream_of
+from longctx.kernels.attention.flash_op import unobserved
+from longctx.kernels.attention.relaunch import stream_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
@@ -330,7 +329,7 @@ def attention(
     if sinks is None:
         out, lse = caller.with_lse(q, k, v, mask)
         return (out, lse) if return_lse else out
-    check_sinks(sinks, q)
+    _check_sinks(sinks, q)
     if mask.exchange is not None:
         raise ValueError("sinks are for whole rows, not for rows that ranks share; leave them out")
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sinks))
@@ -339,7 +338,7 @@ def attention(
             f"attention={backend} cannot train with sinks: its lse has no gradient; "
             "use attention=flash, flex or naive, or torch.no_grad()"
         )
-    out, lse = with_sinks(*caller.with_lse(q, k, v, mask), sinks)
+    out, lse = _with_sinks(*caller.with_lse(q, k, v, mask), sinks)
     return (out, lse) if return_lse else out
 
 
@@ -428,3 +427,35 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
         )
     if scale is not None and not 0 < scale < float("inf"):
         raise ValueError(f"scale={scale} must be above 0, and finite")
+
+
+def _check_sinks(sinks: Tensor, q: Tensor) -> None:
+    """Raise ValueError unless `sinks` has a logit for each head of q (B, T, H, D)."""
+    heads = q.shape[2]
+    if tuple(sinks.shape) != (heads,) or not sinks.is_floating_point():
+        raise ValueError(
+            f"sinks of shape {tuple(sinks.shape)} and {sinks.dtype}: "
+            f"give one number for each query head, ({heads},), in a floating type"
+        )
+    if sinks.device != q.device:
+        raise ValueError(f"sinks are on {sinks.device}, q on {q.device}: move them to {q.device}")
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """out (B, T, H, D) and lse (B, H, T) of attention with `sinks` (H,), from those without.
+
+    As in gpt-oss and StreamingLLM's zero sink (arXiv 2309.17453). No kernel knows of sinks, for
+    attention without them gives all that is needed: with its out o and lse,
+
+        lse' = log(exp(lse) + exp(sink)),   o' = o · exp(lse - lse') = o · sigmoid(lse - sink)
+
+    and their gradients follow by way of o and lse. A query that sees no key gets
+    output 0 and its head's sink for lse.
+    """
+    sinks = sinks.to(lse.dtype)[:, None]
+    sees_nothing = lse == float("-inf")
+    # both -inf, they would have no gradient
+    seen = lse.masked_fill(sees_nothing, 0.0)
+    share = torch.sigmoid(seen - sinks).masked_fill(sees_nothing, 0.0)
+    scaled = (out * share.transpose(1, 2)[..., None]).to(out.dtype)
+    return scaled, torch.where(sees_nothing, sinks, torch.logaddexp(seen, sinks))

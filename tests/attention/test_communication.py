@@ -11,7 +11,7 @@ from longctx.attention.communication import Clock, measured, measuring
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, in a list of one number that a test moves on."""
     time = [100.0]
-    monkeypatch.setattr("longctx.kernels.timing.time.perf_counter", lambda: time[0])
+    monkeypatch.setattr("longctx.attention.communication.time.perf_counter", lambda: time[0])
     return time
 
 

@@ -7,9 +7,9 @@ import torch
 from torch.autograd import forward_ad
 
 from longctx.attention import Mask, attention, kernels_run, registry
-from longctx.kernels import flash_op, portable, tiled
-from longctx.kernels.flash_op import backward_op, forward_op
-from longctx.kernels.launch import Launch
+from longctx.kernels.attention import flash_op, portable, tiled
+from longctx.kernels.attention.flash_op import backward_op, forward_op
+from longctx.kernels.attention.launch import Launch
 from tests.attention.rule import DEVICE, FREE, GRID, HEAD_SIZES, ON_GPU, Case, check, inputs, run
 
 # Triton's interpreter has no bf16 products

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longctx.attention import Mask, attention, kernels_run, registry
-from longctx.kernels import flash_op, portable
+from longctx.kernels.attention import flash_op, portable
 from tests.attention.rule import Case, check, inputs, run
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +24,7 @@ def kernel(request, monkeypatch):
 
 def compiled(kernel):
     """How many kernels Triton has compiled for this process."""
-    from longctx.kernels import hopper_backward, hopper_forward
+    from longctx.kernels.attention import hopper_backward, hopper_forward
 
     kernels = [portable.delta_kernel]
     if kernel == "portable":
@@ -160,7 +160,7 @@ def test_graph_capture_and_replay(kernel):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_rule_without_tensor_maps(head_dim, kernel, monkeypatch):
     """Pointer loads and the table of other chips, which no Hopper run takes by itself."""
-    from longctx.kernels import launch
+    from longctx.kernels.attention import launch
 
     monkeypatch.setattr(portable, "_use_tma", lambda q: False)
     monkeypatch.setattr(launch, "architecture", lambda *_: "any")

@@ -13,7 +13,7 @@ from tests.attention import rule
 from tests.attention.rule import DEVICE, FREE, GRID, ON_GPU, Case
 
 if HAS_TRITON and ON_GPU:  # Gluon has no interpreter
-    from longctx.kernels import hopper_backward, hopper_forward
+    from longctx.kernels.attention import hopper_backward, hopper_forward
 
 
 @pytest.mark.gpu

@@ -25,7 +25,7 @@ from benchmarks.attention import (
 )
 from benchmarks.words import main
 from longctx.attention import attention
-from longctx.kernels import timing
+from longctx.attention import communication as timing
 
 SMALL = dataclasses.replace(
     Options(),

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from longctx.kernels import relaunch
-from longctx.kernels.relaunch import MOST_ADDRESSES, TensorMaps
+from longctx.kernels.attention import relaunch
+from longctx.kernels.attention.relaunch import MOST_ADDRESSES, TensorMaps
 
 
 class Descriptor:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from longctx.attention import Mask, attention
-from longctx.kernels import flash_op, selftest, tiled
-from longctx.kernels.selftest import SelfTestFailed, check, trust
+from longctx.kernels.attention import flash_op, selftest, tiled
+from longctx.kernels.attention.selftest import SelfTestFailed, check, trust
 
 CPU = torch.device("cpu")
 PARTS = ("forward", "backward")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from longctx.kernels import timing
-from longctx.kernels.timing import Laps
+from longctx.attention import communication as timing
+from longctx.attention.communication import Laps
 
 
 def test_laps_count_only_what_lies_inside(monkeypatch: pytest.MonkeyPatch) -> None:

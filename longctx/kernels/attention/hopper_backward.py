@@ -56,9 +56,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from longctx.config.model_config import hopper_size
-from longctx.kernels.gluon import reinterpret, shared_layout, tma_add
-from longctx.kernels.hopper_backward_wide import FIRST, N, wide_backward_kernel
-from longctx.kernels.hopper_order import (
+from longctx.kernels.attention.hopper_backward_wide import FIRST, N, wide_backward_kernel
+from longctx.kernels.attention.hopper_order import (
     Q_DO_EMPTY,
     barriers,
     consumer_walk,
@@ -70,7 +69,7 @@ from longctx.kernels.hopper_order import (
     query_tiles,
     release_sent,
 )
-from longctx.kernels.hopper_primitives import (
+from longctx.kernels.attention.hopper_primitives import (
     ROW_LAYOUT,
     addressable,
     at_index,
@@ -79,15 +78,18 @@ from longctx.kernels.hopper_primitives import (
     descriptor,
     mask_scores,
     pop,
+    reinterpret,
+    shared_layout,
     split,
     start_scores,
     start_sum,
     store_parts,
+    tma_add,
     zero_parts,
 )
-from longctx.kernels.portable import LOG2E, padded_rows, preprocess_into
-from longctx.kernels.relaunch import Relaunch, first_launch, keep, stream_of, zero
-from longctx.kernels.tile_schedule import batch_stride, heads_in_l2, multiprocessors
+from longctx.kernels.attention.portable import LOG2E, padded_rows, preprocess_into
+from longctx.kernels.attention.relaunch import Relaunch, first_launch, keep, stream_of, zero
+from longctx.kernels.attention.tile_schedule import batch_stride, heads_in_l2, multiprocessors
 
 
 class Config(NamedTuple):

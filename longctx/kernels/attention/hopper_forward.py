@@ -62,8 +62,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from longctx.config.model_config import hopper_size
-from longctx.kernels.gluon import shared_layout
-from longctx.kernels.hopper_primitives import (
+from longctx.kernels.attention.hopper_primitives import (
     addressable,
     at_index,
     bar_arrive,
@@ -74,14 +73,15 @@ from longctx.kernels.hopper_primitives import (
     pop,
     push,
     rounding_error,
+    shared_layout,
     split,
     start_scores,
     start_sum,
     store_parts,
     zero_parts,
 )
-from longctx.kernels.portable import LN2, LOG2E
-from longctx.kernels.relaunch import (
+from longctx.kernels.attention.portable import LN2, LOG2E
+from longctx.kernels.attention.relaunch import (
     Relaunch,
     compile_side_by_side,
     first_launch,
@@ -89,7 +89,7 @@ from longctx.kernels.relaunch import (
     stream_of,
     zero,
 )
-from longctx.kernels.tile_schedule import (
+from longctx.kernels.attention.tile_schedule import (
     batch_stride,
     heads_in_l2,
     masked_tile,

@@ -23,8 +23,8 @@ from torch._C import _functorch
 from torch.autograd import forward_ad
 
 from longctx.config.model_config import HOPPER_HEAD_SIZES
-from longctx.kernels.launch import configure
-from longctx.kernels.selftest import trust
+from longctx.kernels.attention.launch import configure
+from longctx.kernels.attention.selftest import trust
 
 HEAD_SIZES = range(16, 257)
 
@@ -82,7 +82,9 @@ def _modules(implementation: str, device: torch.device) -> tuple[Any, Any]:
         "torch-tiled": ("tiled", "tiled"),
         "triton-portable": ("portable", "portable"),
     }.get(implementation, ("hopper_forward", "hopper_backward"))
-    forward, backward = (importlib.import_module(f"longctx.kernels.{name}") for name in names)
+    forward, backward = (
+        importlib.import_module(f"longctx.kernels.attention.{name}") for name in names
+    )
     if implementation.startswith("triton-hopper"):
         configure(forward, names[0], device)
         configure(backward, names[1], device)

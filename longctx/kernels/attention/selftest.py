@@ -16,15 +16,15 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from longctx.kernels import launch
-from longctx.kernels.toolchain import compilers, gpu_name
+from longctx.kernels.attention import launch
+from longctx.kernels.attention.fingerprint import compilers, gpu_name, integers
 
 SCALE = math.log(2)  # exp(SCALE · s) = 2^s
 LSE2 = 2.0  # of the backward, in base 2
@@ -188,17 +188,6 @@ def problem(head_dim: int, group: int, bucket: int) -> Problem:
         dk[0, bucket:, 0] += (ds.T @ qi).double() * SCALE
         dq[0, :, h] = (ds @ kj).double() * SCALE
     return Problem(q, k, v, do, first[None], last[None], given_out, given_lse, out, lse, dq, dk, dv)
-
-
-def integers(shape: Sequence[int], seed: int, below: int) -> Tensor:
-    """Integers 0 .. below-1 as fp32, the same on every machine and with every torch.
-
-    torch.randint does not promise that.
-    """
-    x = (torch.arange(math.prod(shape)) + seed * 0x9E3779B1) & 0xFFFFFFFF
-    for _ in range(2):
-        x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
-    return ((x ^ (x >> 16)) % below).float().view(*shape)
 
 
 def _sparse(rows: int, columns: int, seed: int) -> Tensor:

@@ -29,9 +29,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from longctx.kernels.launch import Launch, launch_config
-from longctx.kernels.relaunch import Relaunch, first_launch, on_device
-from longctx.kernels.tile_schedule import (
+from longctx.kernels.attention.launch import Launch, launch_config
+from longctx.kernels.attention.relaunch import Relaunch, first_launch, on_device
+from longctx.kernels.attention.tile_schedule import (
     batch_stride,
     heads_in_l2,
     masked_tile,

@@ -1,0 +1,1 @@
+"""Attention: portable Triton, Hopper, tiles for CPUs, decoding, and what makes them trusted."""
