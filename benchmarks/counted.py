@@ -100,7 +100,8 @@ def shared() -> list[dict[str, Any]]:
             for cache in getattr(function, "device_caches", {}).values():
                 for compiled in cache[0].values():
                     meta = compiled.metadata
-                    key = f"{name.rpartition('.')[2]}: {meta.name}", meta.shared / 1024, meta.num_warps
+                    label = f"{name.rpartition('.')[2]}: {meta.name}"
+                    key = label, meta.shared / 1024, meta.num_warps
                     kernels_by_key[key] = dict(
                         zip(("kernel", "shared_kib", "warps"), key, strict=True)
                     )
