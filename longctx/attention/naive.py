@@ -23,20 +23,30 @@ class Naive(Backend):
     """Runs on every device, dtype, head size and mask; memory grows with Tq·Tk."""
 
     differentiable_lse = True
+    takes_softcap = True
     reproducible = {"torch matmul and softmax": ("out", "dq", "dk", "dv")}
 
     def refusal(self, request: Request) -> str | None:
         return None
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        scale: float,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor, str]:
         B, Tq, Hq, D = q.shape
         Tk, Hkv = k.shape[1], k.shape[2]
         qh = q.transpose(1, 2).reshape(B, Hkv, Hq // Hkv * Tq, D)
         scores = (qh @ k.permute(0, 2, 3, 1)).reshape(B, Hq, Tq, Tk)
         accumulate = torch.promote_types(scores.dtype, torch.float32)
-        scores = (scores.to(accumulate) * scale).masked_fill(~visible(mask, Tk), float("-inf"))
+        scores = scores.to(accumulate) * scale
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
+        scores = scores.masked_fill(~visible(mask, Tk), float("-inf"))
         lse = scores.logsumexp(dim=-1)
         p = (scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp().to(v.dtype)
         out = p.reshape(B, Hkv, Hq // Hkv * Tq, Tk) @ v.transpose(1, 2)

@@ -254,11 +254,12 @@ def test_second_derivatives_are_refused(implementation):
 def test_operator_is_registered_properly(implementation):
     mask = Mask.causal().bind(1, 20, 20, DEVICE)
     q, k, v = (torch.randn(1, 20, h, 16, device=DEVICE, requires_grad=True) for h in (2, 1, 1))
-    intervals = (mask.first, mask.last, mask.qfirst, mask.qlast, 0.25, implementation)
-    torch.library.opcheck(forward_op, (q, k, v, *intervals))
+    intervals = mask.first, mask.last, mask.qfirst, mask.qlast
+    options = 0.25, None, implementation
+    torch.library.opcheck(forward_op, (q, k, v, *intervals, *options))
     with torch.no_grad():
         out, lse = attention(q, k, v, mask, return_lse=True, scale=0.25)
-        torch.library.opcheck(backward_op, (out, None, q, k, v, out, lse, *intervals))
+        torch.library.opcheck(backward_op, (out, None, q, k, v, out, lse, *intervals, *options))
 
 
 def test_forward_mode_is_refused():

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longctx.kernels.attention import launch
+from longctx.kernels.attention import Intervals, Saved, launch
 from longctx.kernels.attention.fingerprint import compilers, gpu_name, integers
 
 SCALE = math.log(2)  # exp(SCALE · s) = 2^s
@@ -107,15 +107,16 @@ def check(
         x = problem(head_dim, group, bucket)
     inputs = (x.q, x.k, x.v, x.do, x.given_out)
     q, k, v, do, out = (t.to(device, dtype).repeat(copies, 1, 1, 1) for t in inputs)
-    first, last = x.first.to(device), x.last.to(device)
+    keys = torch.arange(k.shape[1], dtype=torch.int32, device="cpu")[None]
+    qfirst = torch.searchsorted(x.last, keys, out_int32=True)
+    qlast = torch.searchsorted(x.first, keys, right=True, out_int32=True) - 1
+    intervals = Intervals(*(end.to(device) for end in (x.first, x.last, qfirst, qlast)))
     if part == "forward":
-        results = zip(("out", "lse"), run(q, k, v, first, last, SCALE), (x.out, x.lse), strict=True)
+        output = run(q, k, v, intervals, SCALE, None)
+        results = zip(("out", "lse"), output, (x.out, x.lse), strict=True)
     else:
-        keys = torch.arange(k.shape[1], dtype=torch.int32, device="cpu")[None]
-        qfirst = torch.searchsorted(x.last, keys, out_int32=True).to(device)
-        qlast = (torch.searchsorted(x.first, keys, right=True, out_int32=True) - 1).to(device)
-        lse = x.given_lse.to(device).repeat(copies, 1, 1)
-        gradients = run(do, None, q, k, v, out, lse, first, last, qfirst, qlast, SCALE)
+        saved = Saved(q, k, v, out, x.given_lse.to(device).repeat(copies, 1, 1))
+        gradients = run(do, None, saved, intervals, SCALE, None)
         results = zip(("dq", "dk", "dv"), gradients, (x.dq, x.dk, x.dv), strict=True)
     for name, actual, exact in results:
         if not torch.equal(actual.nan_to_num(), actual[:1].nan_to_num().expand_as(actual)):

@@ -57,7 +57,7 @@ def described(options: ShowOptions, device: torch.device, dtype: torch.dtype) ->
         qlast = (torch.searchsorted(ids, ids, right=True) - 1).int()
         intervals = (x.to(device) for x in (first, last, last, qlast))
         forward = flash_op.forward_for(q, k, v)
-        out, _ = forward(q, k, v, *intervals, q.shape[3] ** -0.5, implementation)
+        out, _ = forward(q, k, v, *intervals, q.shape[3] ** -0.5, None, implementation)
         # Hopper's kernel adds dq up in any order
         has_dq = implementation != "triton-hopper"
         return out, ("out", "dq", "dk", "dv") if has_dq else ("out", "dk", "dv")
