@@ -94,13 +94,14 @@ def shared() -> list[dict[str, Any]]:
     """Shared memory of every kernel of ours that was compiled in this process."""
     package = importlib.import_module("longctx.kernels")
     kernels_by_key = {}
-    for name in [module.name for module in pkgutil.iter_modules(package.__path__)]:
-        module = sys.modules.get(f"longctx.kernels.{name}")
+    for name in [x.name for x in pkgutil.walk_packages(package.__path__, "longctx.kernels.")]:
+        module = sys.modules.get(name)
         for function in vars(module).values() if module else ():
             for cache in getattr(function, "device_caches", {}).values():
                 for compiled in cache[0].values():
                     meta = compiled.metadata
-                    key = f"{name}: {meta.name}", meta.shared / 1024, meta.num_warps
+                    label = f"{name.rpartition('.')[2]}: {meta.name}"
+                    key = label, meta.shared / 1024, meta.num_warps
                     kernels_by_key[key] = dict(
                         zip(("kernel", "shared_kib", "warps"), key, strict=True)
                     )

@@ -1,7 +1,7 @@
 """How often the scores of a trained model outgrow the maximum that the Hopper forward keeps.
 
 In bf16 that kernel keeps the softmax maximum of the tiles that need the mask, those of the diagonal
-and of a document's first tokens (`longctx/kernels/hopper_forward.py`). A tile of queries is
+and of a document's first tokens (`kernels/attention/hopper_forward.py`). A tile of queries is
 computed twice if a row's sum over e^(score - maximum) leaves 2^-32 .. 2^32, 22 nats. Here maximum
 and sum are computed in fp32 from the queries and keys of a run's model on the run's documents.
 """
@@ -126,7 +126,7 @@ def rows_of(
 def tile_of(head_size: int) -> tuple[int, int]:
     """Queries and keys of a tile of the Hopper forward for heads of that size."""
     from longctx.config.model_config import hopper_size
-    from longctx.kernels.hopper_forward import CONFIGS
+    from longctx.kernels.attention.hopper_forward import CONFIGS
 
     config = CONFIGS[hopper_size(head_size)]
     return 64 * config.consumers, config.BN

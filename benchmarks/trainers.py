@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from longctx.attention import kernels_run
+from longctx.attention.communication import Laps
 from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.distributed.devices import is_out_of_memory, within_memory
-from longctx.kernels.timing import Laps
 from longctx.model.export import architecture
 from longctx.training.child import OUT_OF_MEMORY
 from longctx.training.module import TrainingModule

@@ -34,9 +34,9 @@ from longctx import files
 from longctx.config.command_config import SIZES
 from longctx.config.fields import key
 from longctx.config.model_config import hopper_size
-from longctx.kernels import flash_op, launch, selftest
-from longctx.kernels.launch import Launch
-from longctx.kernels.toolchain import machine
+from longctx.kernels import flash_op, launch, machine, selftest
+from longctx.kernels.attention import Intervals, Saved
+from longctx.kernels.attention.launch import Launch
 
 GAIN = 1.02
 FINALISTS = 4
@@ -119,27 +119,19 @@ def inputs(options: Options, head_dim: int, length: int, device: torch.device) -
         torch.randn(B, length, H, head_dim, device=device, dtype=dtype) for _ in range(4)
     )
     i = torch.arange(length, dtype=torch.int32, device=device)[None]
-    intervals = {
-        "first": torch.zeros_like(i),
-        "last": i,
-        "qfirst": i,
-        "qlast": torch.full_like(i, length - 1),
-    }
+    intervals = Intervals(torch.zeros_like(i), i, i, torch.full_like(i, length - 1))
     forward = flash_op.kernels("triton-portable", device).forward
-    out, lse = forward(q, k, v, intervals["first"], i, head_dim**-0.5)
-    return {"q": q, "k": k, "v": v, "do": do, "out": out, "lse": lse, **intervals}
+    out, lse = forward(q, k, v, intervals, head_dim**-0.5, None)
+    return {"q": q, "do": do, "saved": Saved(q, k, v, out, lse), "intervals": intervals}
 
 
 def call(part: str, implementation: str, x: dict[str, Any]) -> Callable[[], Any]:
     """The forward or backward of `implementation` on what `inputs` made."""
-    scale = x["q"].shape[3] ** -0.5
+    saved, scale = x["saved"], x["q"].shape[3] ** -0.5
     kernels = flash_op.kernels(implementation, x["q"].device)
     if part == "forward":
-        names = ["q", "k", "v", "first", "last"]
-        return functools.partial(kernels.forward, *(x[name] for name in names), scale)
-    names = ["q", "k", "v", "out", "lse", "first", "last", "qfirst", "qlast"]
-    tensors = (x[name] for name in names)
-    return functools.partial(kernels.backward, x["do"], None, *tensors, scale)
+        return functools.partial(kernels.forward, *saved[:3], x["intervals"], scale, None)
+    return functools.partial(kernels.backward, x["do"], None, saved, x["intervals"], scale, None)
 
 
 def best_portable(kernel: str, x: dict[str, Any]) -> Launch:
@@ -179,7 +171,7 @@ def portable_candidates(kernel: str) -> list[Launch]:
 
 def best_hopper(kernel: str, x: dict[str, Any]) -> Any:
     """The fastest config of a Hopper module for the head size of x; None if it has no choice."""
-    module = importlib.import_module(f"longctx.kernels.{kernel}")
+    module = importlib.import_module(f"longctx.kernels.attention.{kernel}")
     part = launch.HOPPER[kernel]
     size = hopper_size(x["q"].shape[3])
     configs: dict[int, Any] = getattr(module, "CONFIGS", {})

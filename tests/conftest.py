@@ -16,14 +16,14 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    import longctx.kernels.adamw_update
-    import longctx.kernels.cross_entropy
-    import longctx.kernels.portable
-    import longctx.kernels.quantize
-    import longctx.kernels.rms_norm
-    import longctx.kernels.rotary
-    import longctx.kernels.split_decode
-    import longctx.kernels.swiglu  # noqa: F401
+    import longctx.kernels.attention.decoding
+    import longctx.kernels.attention.portable
+    import longctx.kernels.elementwise.adamw_update
+    import longctx.kernels.elementwise.cross_entropy
+    import longctx.kernels.elementwise.quantize
+    import longctx.kernels.elementwise.rms_norm
+    import longctx.kernels.elementwise.rotary
+    import longctx.kernels.elementwise.swiglu  # noqa: F401
 
     del os.environ["TRITON_INTERPRET"]
 

@@ -12,7 +12,8 @@ from longctx.attention.mask import Mask
 from longctx.attention.registry import Backend, Gradients, Request, register
 from longctx.config.model_config import BACKEND_OPTIONS, HOPPER_HEAD_SIZES
 from longctx.kernels import HAS_TRITON
-from longctx.kernels.flash_op import (
+from longctx.kernels.attention import Intervals, Saved
+from longctx.kernels.attention.flash_op import (
     HEAD_SIZES,
     flash_backward,
     forward_for,
@@ -33,6 +34,7 @@ class Flash(Backend):
     """
 
     differentiable_lse = True
+    takes_softcap = True
     options = BACKEND_OPTIONS["flash"]
     reproducible = {
         "triton-portable": ("out", "dq", "dk", "dv"),
@@ -47,6 +49,9 @@ class Flash(Backend):
         if request.options.get("kernel") == "hopper" and (reason := _not_hopper(request)):
             return f"kernel=hopper {reason}; use attention.options.kernel=portable"
         shape = request.device, request.dtype, request.head_dim
+        kernel = request.options.get("kernel", "auto")
+        if request.softcap and implementation(*shape, kernel).startswith("triton-hopper"):
+            return "its Hopper kernels have no softcap; use attention.options.kernel=portable"
         if implementation(*shape, "portable") == "torch-tiled":
             return None
         if request.device.type == "cpu" and request.dtype == torch.bfloat16:
@@ -62,31 +67,35 @@ class Flash(Backend):
         return None
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, kernel: str = "auto"
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        scale: float,
+        kernel: str = "auto",
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor, str]:
         chosen = implementation(q.device, q.dtype, q.shape[3], kernel)
         intervals = mask.first, mask.last, mask.qfirst, mask.qlast
-        out, lse = forward_for(q, k, v)(q, k, v, *intervals, scale, chosen)
+        out, lse = forward_for(q, k, v)(q, k, v, *intervals, scale, softcap, chosen)
         return out, lse, chosen
 
     def backward(
         self,
         do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        saved: Saved,
         mask: Mask,
         scale: float,
         kernel: str = "auto",
+        softcap: float | None = None,
     ) -> Gradients:
+        q = saved.q
         chosen = implementation(q.device, q.dtype, q.shape[3], kernel)
-        intervals = mask.first, mask.last, mask.qfirst, mask.qlast
-        gradients: Gradients = flash_backward(
-            do, None, q, k, v, out, lse, *intervals, scale, chosen
-        )
-        return gradients
+        assert mask.first is not None and mask.last is not None
+        assert mask.qfirst is not None and mask.qlast is not None
+        intervals = Intervals(mask.first, mask.last, mask.qfirst, mask.qlast)
+        return flash_backward(do, None, saved, intervals, scale, softcap, chosen)
 
 
 def _not_hopper(request: Request) -> str | None:

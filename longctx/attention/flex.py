@@ -6,6 +6,7 @@ The intervals of a mask become its mask function and its block mask.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ class Flex(Backend):
     """Any interval mask, on a GPU; its lse is differentiable."""
 
     differentiable_lse = True
+    takes_softcap = True
     # a block mask has a part for each pair of tiles
     reuses_masks = False
 
@@ -34,10 +36,18 @@ class Flex(Backend):
         return None
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        scale: float,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor, str]:
         heads = (x.transpose(1, 2) for x in (q, k, v))
         options = {"scale": scale, "enable_gqa": True, "return_aux": AuxRequest(lse=True)}
+        if softcap is not None:
+            options["score_mod"] = _capped(softcap)
         # Else short rows go to a kernel for decoding, which lacks shapes.
         options["kernel_options"] = {"BACKEND": "TRITON"}
         if torch.compiler.is_compiling():
@@ -54,6 +64,16 @@ class Flex(Backend):
             ):
                 out, aux = _attend()(*heads, block_mask=blocks, **options)
         return out.transpose(1, 2), aux.lse, "torch flex, compiled"
+
+
+@functools.cache
+def _capped(softcap: float) -> Callable[..., Tensor]:
+    """Return FlexAttention's score function; one object for each softcap, so it compiles once."""
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return softcap * torch.tanh(s / softcap)
+
+    return score
 
 
 @functools.cache

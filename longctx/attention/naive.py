@@ -1,35 +1,52 @@
 """naive: scores, softmax and weighted sum as the formula says, with the (Tq, Tk) matrix in memory.
 
-The oracle of the others.
+The oracle of the others. `cached_attention` is the same formula for one new token per sequence over
+the keys and values of those before it; on a GPU a Triton kernel splits the keys instead
+(kernels/attention/decoding.py).
 """
 
 from __future__ import annotations
+
+import os
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from longctx.attention.mask import Mask
 from longctx.attention.registry import Backend, Request, register
+from longctx.kernels import HAS_TRITON
+from longctx.kernels.attention.flash_op import HEAD_SIZES
 
 
 class Naive(Backend):
     """Runs on every device, dtype, head size and mask; memory grows with Tq·Tk."""
 
     differentiable_lse = True
+    takes_softcap = True
     reproducible = {"torch matmul and softmax": ("out", "dq", "dk", "dv")}
 
     def refusal(self, request: Request) -> str | None:
         return None
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        scale: float,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor, str]:
         B, Tq, Hq, D = q.shape
         Tk, Hkv = k.shape[1], k.shape[2]
         qh = q.transpose(1, 2).reshape(B, Hkv, Hq // Hkv * Tq, D)
         scores = (qh @ k.permute(0, 2, 3, 1)).reshape(B, Hq, Tq, Tk)
         accumulate = torch.promote_types(scores.dtype, torch.float32)
-        scores = (scores.to(accumulate) * scale).masked_fill(~visible(mask, Tk), float("-inf"))
+        scores = scores.to(accumulate) * scale
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
+        scores = scores.masked_fill(~visible(mask, Tk), float("-inf"))
         lse = scores.logsumexp(dim=-1)
         p = (scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp().to(v.dtype)
         out = p.reshape(B, Hkv, Hq // Hkv * Tq, Tk) @ v.transpose(1, 2)
@@ -41,6 +58,58 @@ def visible(mask: Mask, Tk: int) -> Tensor:
     assert mask.first is not None and mask.last is not None
     j = torch.arange(Tk, device=mask.first.device)
     return ((j >= mask.first[..., None]) & (j <= mask.last[..., None]))[:, None]
+
+
+class Visible(NamedTuple):
+    """The keys that the new token of each row sees: first .. last (B,) int32 of the `keys` that any
+    of them may see.
+    """
+
+    first: Tensor
+    last: Tensor
+    keys: int
+
+
+def decode_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """ "triton" or "torch", as `name` asks for it; auto is triton on a GPU.
+
+    Raises ValueError, saying what to use instead, where such tensors cannot be served here.
+    """
+    runs_triton = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    if name == "auto":
+        name = "triton" if runs_triton else "torch"
+    if name == "torch":
+        return name
+    reason = None
+    if not runs_triton:
+        reason = "needs a GPU"
+    elif not HAS_TRITON:
+        reason = "triton is not installed; `pip install triton`"
+    elif dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        reason = f"takes fp32, bf16 and fp16, not {dtype}"
+    elif device.type == "cpu" and dtype == torch.bfloat16:
+        reason = "Triton's interpreter computes bf16 products wrongly"
+    elif head_dim not in HEAD_SIZES:
+        reason = f"takes heads of {HEAD_SIZES[0]} to {HEAD_SIZES[-1]} channels, not {head_dim}"
+    if reason is not None:
+        raise ValueError(f"decode=triton cannot run here: {reason}; use decode=torch")
+    return name
+
+
+def cached_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visible, kernel: str) -> Tensor:
+    """out (B, Hq, D) of q (B, Hq, D) over a cache k, v (B, T, Hkv, D); `kernel` as `decode_kernel`
+    gives it. Scores are divided by sqrt(D).
+    """
+    scale = q.shape[-1] ** -0.5
+    if kernel == "triton":
+        from longctx.kernels import decoding  # imports Triton
+
+        out: Tensor = decoding.decode(q, k, v, visible.first, visible.last, scale)
+        return out
+    mask = Mask("intervals", first=visible.first[:, None], last=visible.last[:, None])
+    k, v = k[:, : visible.keys], v[:, : visible.keys]
+    with torch.autocast(q.device.type, enabled=False):
+        return Naive().run(q[:, None], k, v, mask, scale)[0][:, 0]
 
 
 register("naive", Naive())

@@ -20,12 +20,12 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from longctx.attention.attention_sinks import check_sinks, with_sinks
 from longctx.attention.exchange import WHOLE_ROWS
 from longctx.attention.mask import Mask
 from longctx.config.model_config import check_options
-from longctx.kernels.flash_op import unobserved
-from longctx.kernels.relaunch import stream_of
+from longctx.kernels.attention import Saved
+from longctx.kernels.attention.flash_op import unobserved
+from longctx.kernels.attention.relaunch import stream_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
@@ -40,6 +40,7 @@ class Request(NamedTuple):
     mask: Mask | None = None
     options: Mapping[str, Any] = {}
     deterministic: bool = False
+    softcap: float | None = None
 
 
 class Backend(ABC):
@@ -54,6 +55,9 @@ class Backend(ABC):
 
     # True if a mask may have free intervals, on every device
     takes_intervals = True
+
+    # True if `run`, and `backward` if there is one, take `softcap=` among their options
+    takes_softcap = False
 
     # True if gradients flow through the lse, as training with sinks needs
     differentiable_lse = False
@@ -78,17 +82,7 @@ class Backend(ABC):
         """
 
     def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Mask,
-        scale: float,
-        *_: Any,
-        **options: Any,
+        self, do: Tensor, saved: Saved, mask: Mask, scale: float, *_: Any, **options: Any
     ) -> Gradients:
         """Return dq, dk, dv from a forward's out and lse; without it recomputation runs `run`."""
         raise NotImplementedError(f"{type(self).__name__} has no backward of its own")
@@ -170,12 +164,19 @@ class Attention:
     """
 
     def __init__(
-        self, backend: str, options: Mapping[str, Any] | None = None, scale: float | None = None
+        self,
+        backend: str,
+        options: Mapping[str, Any] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
     ) -> None:
         self.name = backend
         self.options = dict(options or {})
         self.scale = scale  # None: D**-0.5
+        self.softcap = softcap
         self.backend = _lookup(backend, self.options)
+        # what `run` and `backward` of the backend are called with
+        self._arguments = self.options | ({} if softcap is None else {"softcap": softcap})
         self._served: set[tuple[Any, ...]] = set()
 
     @property
@@ -206,7 +207,7 @@ class Attention:
             self._check_served(qs, mask)
             bound = _bound(mask, qs, ks.shape[1], self.backend.reuses_masks)
             with torch.autocast(q.device.type, enabled=False) if autocast else nullcontext():
-                out, lse, kernel = self.backend.run(qs, ks, vs, bound, scale, **self.options)
+                out, lse, kernel = self.backend.run(qs, ks, vs, bound, scale, **self._arguments)
             _record(self.name, kernel)
             outs.append(exchange.output(out))
             lses.append(lse)
@@ -242,11 +243,11 @@ class Attention:
             lses = lse[:, heads : heads + qs.shape[2]].contiguous()
             heads += qs.shape[2]
             with torch.autocast(q.device.type, enabled=False):
-                gradients = self.backend.backward(
-                    dos, qs, ks, vs, outs, lses, bound, scale, **self.options
-                )
+                saved = Saved(qs, ks, vs, outs, lses)
+                gradients = self.backend.backward(dos, saved, bound, scale, **self._arguments)
             parts.append(exchange.gradients(*gradients, k.shape[2]))
-            del qs, ks, vs, dos, outs, gradients
+            # free before the next part is exchanged
+            del qs, ks, vs, dos, outs, saved, gradients
         dq, dk, dv = (exchange.joined(each) for each in zip(*parts, strict=True))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
@@ -256,7 +257,8 @@ class Attention:
         properties = (q.device, q.dtype, q.shape[3], mask.kind, mask.window, deterministic)
         is_compiling = torch.compiler.is_compiling()  # compiled code asks again at each trace
         if is_compiling or properties not in self._served:
-            request = Request(q.device, q.dtype, q.shape[3], mask, self.options, deterministic)
+            of_tensors = q.device, q.dtype, q.shape[3]
+            request = Request(*of_tensors, mask, self.options, deterministic, self.softcap)
             _refuse(self.name, self.backend, request)
             if not is_compiling:
                 self._served.add(properties)
@@ -275,6 +277,7 @@ def attention(
     scale: float | None = None,
     return_lse: Literal[False] = False,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
     **options: Any,
 ) -> Tensor: ...
 @overload
@@ -288,6 +291,7 @@ def attention(
     *,
     return_lse: Literal[True],
     sinks: Tensor | None = None,
+    softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]: ...
 def attention(
@@ -299,6 +303,7 @@ def attention(
     scale: float | None = None,
     return_lse: bool = False,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention: q (B, Tq, Hq, D), k and v (B, Tk, Hkv, D) → out like q.
@@ -311,11 +316,12 @@ def attention(
     that sees nothing gets output 0, lse -inf and zero gradients.
 
     `sinks` (Hq,): a logit for each query head that joins its softmax and has no value, as in
-    gpt-oss; the lse then includes it. Where gradients are wanted the backend's lse must have one.
+    gpt-oss; the lse then includes it. If gradients are wanted the backend's lse must have one.
+    `softcap` c: scores become c · tanh(score / c) before the mask, as in Gemma 2.
 
     Raises ValueError for shapes that do not fit and for a backend that cannot do what is asked.
     """
-    _check_inputs(q, k, v, scale)
+    _check_inputs(q, k, v, scale=scale, softcap=softcap)
     if mask is None:
         mask = Mask.causal()
     elif not isinstance(mask, Mask):
@@ -324,13 +330,13 @@ def attention(
             "Mask.causal(), Mask.documents(doc_ids) or Mask.intervals(first, last)"
         )
     if options or torch.compiler.is_compiling() or backend not in _backends:
-        caller = Attention(backend, options, scale)
+        caller = Attention(backend, options, scale, softcap)
     else:
-        caller = _caller(_backends[backend], backend, scale)
+        caller = _caller(_backends[backend], backend, scale, softcap)
     if sinks is None:
         out, lse = caller.with_lse(q, k, v, mask)
         return (out, lse) if return_lse else out
-    check_sinks(sinks, q)
+    _check_sinks(sinks, q)
     if mask.exchange is not None:
         raise ValueError("sinks are for whole rows, not for rows that ranks share; leave them out")
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sinks))
@@ -339,15 +345,15 @@ def attention(
             f"attention={backend} cannot train with sinks: its lse has no gradient; "
             "use attention=flash, flex or naive, or torch.no_grad()"
         )
-    out, lse = with_sinks(*caller.with_lse(q, k, v, mask), sinks)
+    out, lse = _with_sinks(*caller.with_lse(q, k, v, mask), sinks)
     return (out, lse) if return_lse else out
 
 
 @functools.lru_cache(maxsize=16)
-def _caller(backend: Backend, name: str, scale: float | None) -> Attention:
+def _caller(backend: Backend, name: str, scale: float | None, softcap: float | None) -> Attention:
     """Return the Attention without options that `attention()` calls, with its answers."""
     assert _backends[name] is backend
-    return Attention(name, None, scale)
+    return Attention(name, None, scale, softcap)
 
 
 def _bound(mask: Mask, q: Tensor, keys: int, reuses: bool) -> Mask:
@@ -387,7 +393,10 @@ def _lookup(backend: str, options: Mapping[str, Any]) -> Backend:
 
 
 def _refuse(name: str, backend: Backend, request: Request) -> None:
-    if reason := backend.refusal(request):
+    reason = backend.refusal(request)
+    if request.softcap is not None and not backend.takes_softcap:
+        reason = "its kernels have no softcap; use attention=flash, flex or naive"
+    if reason:
         raise ValueError(f"attention={name} cannot run here: {reason}")
 
 
@@ -400,7 +409,7 @@ def _record(backend: str, kernel: str) -> None:
 _record._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, **factors: float | None) -> None:
     qs, ks = q.shape, k.shape
     fit = len(qs) == 4 and len(ks) == 4 and ks == v.shape
     if not fit or qs[0] != ks[0] or qs[3] != ks[3]:
@@ -426,5 +435,38 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
         raise ValueError(
             f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}"
         )
-    if scale is not None and not 0 < scale < float("inf"):
-        raise ValueError(f"scale={scale} must be above 0, and finite")
+    for name, factor in factors.items():
+        if factor is not None and not 0 < factor < float("inf"):
+            raise ValueError(f"{name}={factor} must be above 0, and finite")
+
+
+def _check_sinks(sinks: Tensor, q: Tensor) -> None:
+    """Raise ValueError unless `sinks` has a logit for each head of q (B, T, H, D)."""
+    heads = q.shape[2]
+    if tuple(sinks.shape) != (heads,) or not sinks.is_floating_point():
+        raise ValueError(
+            f"sinks of shape {tuple(sinks.shape)} and {sinks.dtype}: "
+            f"give one number for each query head, ({heads},), in a floating type"
+        )
+    if sinks.device != q.device:
+        raise ValueError(f"sinks are on {sinks.device}, q on {q.device}: move them to {q.device}")
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """out (B, T, H, D) and lse (B, H, T) of attention with `sinks` (H,), from those without.
+
+    As in gpt-oss and StreamingLLM's zero sink (arXiv 2309.17453). No kernel knows of sinks, for
+    attention without them gives all that is needed: with its out o and lse,
+
+        lse' = log(exp(lse) + exp(sink)),   o' = o · exp(lse - lse') = o · sigmoid(lse - sink)
+
+    and their gradients follow by way of o and lse. A query that sees no key gets
+    output 0 and its head's sink for lse.
+    """
+    sinks = sinks.to(lse.dtype)[:, None]
+    sees_nothing = lse == float("-inf")
+    # both -inf, they would have no gradient
+    seen = lse.masked_fill(sees_nothing, 0.0)
+    share = torch.sigmoid(seen - sinks).masked_fill(sees_nothing, 0.0)
+    scaled = (out * share.transpose(1, 2)[..., None]).to(out.dtype)
+    return scaled, torch.where(sees_nothing, sinks, torch.logaddexp(seen, sinks))

@@ -2,7 +2,7 @@
 
 On a GPU: FlashAttention-2 (`aten::_flash_attention_forward`, the kernel under torch's varlen
 attention, which packed documents use), or cuDNN for whole causal or full rows where it is right and
-faster. On a CPU: torch's fused CPU kernel (kernels/sdpa_cpu.py). No N×N mask is ever built.
+faster. On a CPU: torch's fused CPU kernel (sdpa_cpu.py). No N×N mask is ever built.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Sdpa(Backend):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, kernel: str = "auto"
     ) -> tuple[Tensor, Tensor, str]:
         if not q.is_cuda:
-            from longctx.kernels import sdpa_cpu
+            from longctx.kernels.attention import sdpa_cpu
 
             assert mask.first is not None and mask.last is not None
             return *sdpa_cpu.attend(q, k, v, mask.first, mask.last, scale), "torch CPU flash"

@@ -305,7 +305,7 @@ def _export(argv: list[str]) -> None:
 def _show_kernels(argv: list[str]) -> None:
     chosen = options(command_config.ShowOptions, argv)
     with libraries():
-        from longctx.kernels.show import run
+        from longctx.kernels.attention.show import run
 
     run(chosen)
 

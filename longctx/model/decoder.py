@@ -3,7 +3,7 @@
 The prompts are packed into one row like documents and go through the attention backend of the
 model, which never crosses from one to another; so prompts of different lengths cost no padding.
 Their keys and values stay in a cache. From then on a forward is of one token per prompt, which
-attends to the cache (longctx/attention/decode.py). Such a forward takes a GPU less time than its
+attends to the cache (longctx/attention/naive.py). Such a forward takes a GPU less time than its
 launches take a CPU, so on a GPU it is captured in a CUDA graph once and replayed.
 
 The blocks are those of training, called in the two parts on either side of attention. Where the
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longctx.attention import Mask
-from longctx.attention.decode import Visible, cached_attention, decode_kernel
+from longctx.attention.naive import Visible, cached_attention, decode_kernel
 from longctx.config.memory_config import POLICIES
 from longctx.model.gpt import GPT
 from longctx.model.kv_cache import KVCache

@@ -23,8 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longctx.kernels import HAS_TRITON
-from longctx.kernels.linear import linear
+from longctx.kernels import HAS_TRITON, linear
 from longctx.model.gpt import GPT
 from longctx.model.layers import Linear, fused
 from longctx.model.lora import LoraLinear
@@ -154,7 +153,7 @@ class _Product(torch.autograd.Function):
 
 
 class Product(nn.Module):
-    """What computes a layer's product instead of `longctx.kernels.linear.linear`. It has no weights
+    """What computes a layer's product instead of `longctx.kernels.linear`. It has no weights
     and no buffers, so a model's names stay as they are.
     """
 

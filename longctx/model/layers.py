@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from longctx.attention import Attention, Mask
 from longctx.config.model_config import AttentionConfig, GPTConfig
-from longctx.kernels import HAS_TRITON
-from longctx.kernels.linear import linear
+from longctx.kernels import HAS_TRITON, linear
 from longctx.model.rope import rotate
 
 if HAS_TRITON:

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from longctx import attention
+from longctx.attention.communication import Laps
 from longctx.distributed.devices import is_out_of_memory, this_machine, within_memory
 from longctx.distributed.parallel import Parallel
-from longctx.kernels.timing import Laps
 from longctx.training.batches import StepBatch, read_ahead, train_loader
 from longctx.training.child import OUT_OF_MEMORY, DryRun
 from longctx.training.run import Run, run_of

@@ -23,10 +23,7 @@ from longctx import files
 from longctx.attention import Mask, attention, kernels_run, reproducible
 from longctx.config.train_config import TrainConfig
 from longctx.distributed.devices import dtype_of
-from longctx.kernels import launch
-from longctx.kernels.fingerprint import fingerprint, sources
-from longctx.kernels.selftest import SelfTestFailed
-from longctx.kernels.toolchain import machine
+from longctx.kernels import SelfTestFailed, fingerprint, launch, machine, sources
 from longctx.planner.workload import Workload
 from longctx.runs import run_folder
 

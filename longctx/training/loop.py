@@ -25,7 +25,7 @@ from longctx.data import Data, Mixture, load
 from longctx.distributed.devices import is_out_of_memory, this_machine, within_memory
 from longctx.distributed.heartbeat import go_on
 from longctx.distributed.parallel import EXIT, Parallel, exit_within, parallel_of
-from longctx.kernels.selftest import SelfTestFailed
+from longctx.kernels import SelfTestFailed
 from longctx.model.offload import HostBuffers
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import PARAMETERS, predict

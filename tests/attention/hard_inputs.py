@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from longctx.attention import Mask, attention
+from longctx.attention import Mask, attention, naive
 from tests.attention.rule import DEVICE, Case, inputs
 
 NAMES = ("out", "dq", "dk", "dv")
@@ -55,9 +55,7 @@ def _length(draw: random.Random, longest: int) -> int:
 
 def visible(case: Case) -> Tensor:
     """(B or 1, 1, Tq, Tk) bool."""
-    mask = case.build_mask().bind(case.B, case.Tq, case.Tk, DEVICE)
-    j = torch.arange(case.Tk, device=DEVICE)
-    return ((j >= mask.first[..., None]) & (j <= mask.last[..., None]))[:, None]
+    return naive.visible(case.build_mask().bind(case.B, case.Tq, case.Tk, DEVICE), case.Tk)
 
 
 def differentiated(tensors: list[Tensor], attend: Callable[..., Tensor]) -> list[Tensor]:
@@ -180,6 +178,7 @@ def addresses(x: Tensor) -> dict[str, Tensor]:
         "odd strides": odd[..., :D].copy_(x),
         "heads first": x.transpose(1, 2).contiguous().transpose(1, 2),
         "channels apart": torch.stack([x, x], -1)[..., 0],
+        "slice of a projection": torch.cat([x, x, x], 2)[:, :, H : 2 * H],
         "rows before tokens": x.transpose(0, 1).contiguous().transpose(0, 1),
     }
 

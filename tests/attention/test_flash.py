@@ -7,23 +7,24 @@ import torch
 from torch.autograd import forward_ad
 
 from longctx.attention import Mask, attention, kernels_run, registry
-from longctx.kernels import flash_op, portable, tiled
-from longctx.kernels.flash_op import backward_op, forward_op
-from longctx.kernels.launch import Launch
-from tests.attention.rule import DEVICE, FREE, GRID, HEAD_SIZES, ON_GPU, Case, check, inputs, run
+from longctx.kernels.attention import flash_op, portable, tiled
+from longctx.kernels.attention.flash_op import backward_op, forward_op
+from longctx.kernels.attention.launch import Launch
+from tests.attention.rule import (
+    DEVICE,
+    FREE,
+    GRID,
+    HEAD_SIZES,
+    NAMES,
+    ON_GPU,
+    Case,
+    check,
+    inputs,
+    run,
+)
 
 # Triton's interpreter has no bf16 products
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
-
-
-def marked(case):
-    """The case, slow if Triton's interpreter takes more than about five seconds for it."""
-    slow = not ON_GPU and case.B * case.Hq * case.Tq * case.Tk > 60_000
-    return pytest.param(case, marks=pytest.mark.slow if slow else (), id=str(case))
-
-
-# what a slow case of the grid has alone: documents with a window
-SMALL = Case(1, 66, 66, Hq=4, Hkv=2, mask="documents", window=17)
 
 
 @pytest.fixture(params=["triton-portable"] if ON_GPU else ["triton-portable", "torch-tiled"])
@@ -43,7 +44,7 @@ def implementation(request, monkeypatch):
     assert kernels_run()["flash"] == request.param
 
 
-@pytest.mark.parametrize("case", map(marked, [*GRID, *FREE, SMALL]))
+@pytest.mark.parametrize("case", GRID + FREE, ids=str)
 def test_rule(case, implementation):
     check(case, "flash")
 
@@ -58,9 +59,7 @@ def test_rule_in_every_dtype(case, dtype, implementation):
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:] if ON_GPU else [torch.float32], ids=str)
-@pytest.mark.parametrize(
-    "case", HEAD_SIZES if ON_GPU else [Case(1, 33, 33, D=c.D) for c in HEAD_SIZES], ids=str
-)
+@pytest.mark.parametrize("case", HEAD_SIZES, ids=str)
 def test_every_head_size(case, dtype, implementation):
     check(case, "flash", dtype)
 
@@ -124,20 +123,19 @@ def test_changing_the_future_changes_nothing_before_it(implementation):
 
 
 def test_changing_a_document_changes_no_other(implementation):
-    case = Case(1, 90, 90, Hq=4, Hkv=2)
-    mask = Mask.documents(torch.tensor([0] * 33 + [1] * 20 + [2] * 37)[None])
-    tensors = inputs(case, torch.float32)
+    mask = Mask.documents(torch.tensor([0] * 21 + [1] * 14 + [2] * 20)[None])
+    tensors = inputs(Case(1, 55, 55, Hq=2, Hkv=1), torch.float32)
     before = run(tensors, mask, "flash", torch.float32)
     changed = [
-        torch.cat([x[:, :33], torch.randn_like(x[:, 33:53]) * 50, x[:, 53:]], 1) for x in tensors
+        torch.cat([x[:, :21], torch.randn_like(x[:, 21:35]) * 50, x[:, 35:]], 1) for x in tensors
     ]
     after = run(changed, mask, "flash", torch.float32)
-    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), before, after, strict=True):
+    for name, x, y in zip(NAMES, before, after, strict=True):
         if name == "lse":
             x, y = x.transpose(1, 2), y.transpose(1, 2)
-        assert torch.equal(x[:, :33], y[:, :33]), name
-        assert torch.equal(x[:, 53:], y[:, 53:]), name
-        assert not torch.equal(x[:, 33:53], y[:, 33:53]), name
+        assert torch.equal(x[:, :21], y[:, :21]), name
+        assert torch.equal(x[:, 35:], y[:, 35:]), name
+        assert not torch.equal(x[:, 21:35], y[:, 21:35]), name
 
 
 @pytest.mark.parametrize(
@@ -147,9 +145,9 @@ def test_nan_and_inf_stay_in_their_document(poison, implementation):
     """NaN and inf in one document, q, k, v and do, leave every other document's bits alone, and
     show in its own.
     """
-    inside, rest = slice(30, 39), [slice(0, 30), slice(39, 70)]
-    mask = Mask.documents(torch.tensor([0] * 30 + [1] * 9 + [2] * 31)[None])
-    tensors = inputs(Case(1, 70, 70, Hq=4, Hkv=2), torch.float32)
+    inside, rest = slice(20, 27), [slice(0, 20), slice(27, 50)]
+    mask = Mask.documents(torch.tensor([0] * 20 + [1] * 7 + [2] * 23)[None])
+    tensors = inputs(Case(1, 50, 50, Hq=2, Hkv=1), torch.float32)
     before = run(tensors, mask, "flash", torch.float32)
     for x in tensors:
         x[:, inside] = poison
@@ -192,39 +190,6 @@ def test_rows_that_see_nothing(implementation):
     assert not any(x.isnan().any() for x in (out, dq, dk, dv))
 
 
-def test_any_strides(implementation):
-    """Slices of one fused projection, transposed and expanded inputs, a non-contiguous gradient:
-    the same bits.
-    """
-    tensors = inputs(Case(2, 17, 17, Hq=4, Hkv=2), torch.float32)
-    expected = run(tensors, Mask.causal(), "flash", torch.float32)
-    q, k, v, do = tensors
-    fused = torch.cat([q, k, v], dim=2)
-    sliced = [fused[:, :, :4], fused[:, :, 4:6], fused[:, :, 6:]]
-    transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    gapped = [torch.stack([x, x], dim=-1)[..., 0] for x in (q, k, v)]
-    do_views = (
-        do,
-        do.transpose(1, 2).contiguous().transpose(1, 2),
-        torch.stack([do, do], -1)[..., 1],
-    )
-    for views, do_view in zip((sliced, transposed, gapped), do_views, strict=True):
-        assert not all(x.is_contiguous() for x in views)
-        for x, y in zip(
-            run([*views, do_view], Mask.causal(), "flash", torch.float32), expected, strict=True
-        ):
-            assert (
-                torch.equal(x, y)
-                if implementation == "triton-portable"
-                else torch.allclose(x, y, atol=1e-4)
-            )
-    one = torch.ones((), device=DEVICE).expand(2, 17, 4, 32)
-    assert torch.allclose(attention(one, k, v), attention(one.contiguous(), k, v))
-    a = q.clone().requires_grad_()
-    attention(a, k, v).sum().backward()
-    assert not a.grad.isnan().any(), "an expanded gradient"
-
-
 def test_gradient_of_the_lse(implementation):
     case = Case(1, 40, 40, Hq=4, Hkv=2, mask="documents")
     tensors = inputs(case, torch.float32)
@@ -252,13 +217,14 @@ def test_second_derivatives_are_refused(implementation):
 
 
 def test_operator_is_registered_properly(implementation):
-    mask = Mask.causal().bind(1, 20, 20, DEVICE)
-    q, k, v = (torch.randn(1, 20, h, 16, device=DEVICE, requires_grad=True) for h in (2, 1, 1))
-    intervals = (mask.first, mask.last, mask.qfirst, mask.qlast, 0.25, implementation)
-    torch.library.opcheck(forward_op, (q, k, v, *intervals))
+    mask = Mask.causal().bind(1, 9, 9, DEVICE)
+    q, k, v = (torch.randn(1, 9, h, 16, device=DEVICE, requires_grad=True) for h in (2, 1, 1))
+    intervals = mask.first, mask.last, mask.qfirst, mask.qlast
+    options = 0.25, None, implementation
+    torch.library.opcheck(forward_op, (q, k, v, *intervals, *options))
     with torch.no_grad():
         out, lse = attention(q, k, v, mask, return_lse=True, scale=0.25)
-        torch.library.opcheck(backward_op, (out, None, q, k, v, out, lse, *intervals))
+        torch.library.opcheck(backward_op, (out, None, q, k, v, out, lse, *intervals, *options))
 
 
 def test_forward_mode_is_refused():
@@ -300,15 +266,6 @@ def test_one_graph_under_compile(implementation):
     expected = torch.autograd.grad(attention(q, k, v, mask), q, do)
     assert torch.equal(actual[0], expected[0])
     assert kernels_run()["flash"] == implementation
-
-
-def test_repeats_are_bit_equal(implementation):
-    case = Case(1, 300, 300, Hq=4, Hkv=2, mask="documents") if ON_GPU else Case(1, 40, 40)
-    tensors = inputs(case, torch.float32)
-    expected = run(tensors, case.build_mask(), "flash", torch.float32)
-    for _ in range(250 if ON_GPU else 2):
-        actual = run(tensors, case.build_mask(), "flash", torch.float32)
-        assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
 
 
 def test_cpu_memory_is_linear():

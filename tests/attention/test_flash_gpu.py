@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from longctx.attention import Mask, attention, kernels_run, registry
-from longctx.kernels import flash_op, portable
-from tests.attention.rule import Case, check, inputs, run
+from longctx.kernels.attention import flash_op, portable
+from tests.attention.hard_inputs import surrounded
+from tests.attention.rule import NAMES, Case, check, inputs, run
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +25,7 @@ def kernel(request, monkeypatch):
 
 def compiled(kernel):
     """How many kernels Triton has compiled for this process."""
-    from longctx.kernels import hopper_backward, hopper_forward
+    from longctx.kernels.attention import hopper_backward, hopper_forward
 
     kernels = [portable.delta_kernel]
     if kernel == "portable":
@@ -119,17 +120,9 @@ def test_memory_around_the_tensors_is_never_used(kernel):
     for dtype in (torch.bfloat16, torch.float16):
         tensors = inputs(case, dtype)
         expected = run(tensors, Mask.causal(), "flash", dtype)
-        views = []
-        for x in tensors:
-            B, T, H, D = x.shape
-            buffer = torch.full(
-                (B + 1, T + 50, H + 2, D + 8), float("nan"), device="cuda", dtype=dtype
-            )
-            view = buffer[:B, 25 : 25 + T, 1 : 1 + H, :D]
-            view.copy_(x)
-            views.append(view)
+        views = [surrounded(x) for x in tensors]
         actual = run(views, Mask.causal(), "flash", dtype)
-        for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
+        for name, x, y in zip(NAMES, actual, expected, strict=True):
             assert same(x, y, name, kernel), name
 
 
@@ -160,7 +153,7 @@ def test_graph_capture_and_replay(kernel):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_rule_without_tensor_maps(head_dim, kernel, monkeypatch):
     """Pointer loads and the table of other chips, which no Hopper run takes by itself."""
-    from longctx.kernels import launch
+    from longctx.kernels.attention import launch
 
     monkeypatch.setattr(portable, "_use_tma", lambda q: False)
     monkeypatch.setattr(launch, "architecture", lambda *_: "any")

@@ -1,6 +1,7 @@
 """flash with kernel=hopper: the correctness rule over the grid, and what it is refused for."""
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,24 +14,32 @@ from tests.attention import rule
 from tests.attention.rule import DEVICE, FREE, GRID, ON_GPU, Case
 
 if HAS_TRITON and ON_GPU:  # Gluon has no interpreter
-    from longctx.kernels import hopper_backward, hopper_forward
+    from longctx.kernels.attention import hopper_backward, hopper_forward
+
+every_size = pytest.mark.parametrize("head_dim", HOPPER_SIZES)
+both_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
-@pytest.mark.gpu
-@pytest.mark.hopper
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", HOPPER_SIZES)
+def on_hopper(test):
+    return pytest.mark.gpu(pytest.mark.hopper(test))
+
+
+def sized(case, head_dim):
+    return replace(case, D=head_dim)
+
+
+@on_hopper
+@both_dtypes
+@pytest.mark.parametrize("head_dim", [*HOPPER_SIZES, 72, 88, 136, 248])
 @pytest.mark.parametrize("case", GRID + FREE, ids=str)
 def test_rule(case, head_dim, dtype):
-    sized = Case(case.B, case.Tq, case.Tk, case.Hq, case.Hkv, head_dim, case.mask, case.window)
-    rule.check(sized, "flash", dtype, kernel="hopper")
+    rule.check(sized(case, head_dim), "flash", dtype, kernel="hopper")
     assert kernels_run()["flash"] == "triton-hopper"
 
 
-@pytest.mark.gpu
-@pytest.mark.hopper
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", HOPPER_SIZES)
+@on_hopper
+@both_dtypes
+@every_size
 @pytest.mark.parametrize("mask", ["causal", "full", "window", "intervals"])
 def test_scores_far_from_the_first_maximum(mask, head_dim, dtype):
     """Rows that keep the maximum of their first tiles of keys, and scores that leave every float's
@@ -53,25 +62,14 @@ def test_scores_far_from_the_first_maximum(mask, head_dim, dtype):
     rule.check(case, "flash", dtype, tensors=[q, k, v, do], kernel="hopper")
 
 
-@pytest.mark.gpu
-@pytest.mark.hopper
-@pytest.mark.parametrize("head_dim", [72, 88, 136, 248])
-@pytest.mark.parametrize("case", GRID + FREE, ids=str)
-def test_rule_of_sizes_that_are_padded(case, head_dim):
-    sized = Case(case.B, case.Tq, case.Tk, case.Hq, case.Hkv, head_dim, case.mask, case.window)
-    rule.check(sized, "flash", torch.bfloat16, kernel="hopper")
-    assert kernels_run()["flash"] == "triton-hopper"
-
-
 def test_sizes_are_padded_to_the_next_that_has_tiles():
     sizes = [hopper_size(d) for d in (64, 72, 96, 104, 136, 256)]
     assert sizes == [64, 96, 96, 128, 192, 256]
     assert {hopper_size(d) for d in HOPPER_HEAD_SIZES} == set(HOPPER_SIZES)
 
 
-@pytest.mark.gpu
-@pytest.mark.hopper
-@pytest.mark.parametrize("head_dim", HOPPER_SIZES)
+@on_hopper
+@every_size
 @pytest.mark.parametrize("mask", ["causal", "documents"])
 def test_more_tiles_than_processors(mask, head_dim):
     """A program's second tile of keys; of grouped heads of 128 channels its walk over the queries
@@ -88,9 +86,8 @@ def test_more_tiles_than_processors(mask, head_dim):
 
 @pytest.fixture
 def deterministic():
-    torch.use_deterministic_algorithms(
-        True, warn_only=True
-    )  # naive's matrix products would want an environment variable
+    # naive's matrix products would want an environment variable: warn_only
+    torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -100,23 +97,20 @@ def check_equal_runs(case, tensors, times):
     expected = rule.run(tensors, case.build_mask(), "flash", torch.bfloat16)
     for _ in range(times):
         actual = rule.run(tensors, case.build_mask(), "flash", torch.bfloat16)
-        for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
+        for name, x, y in zip(rule.NAMES, actual, expected, strict=True):
             assert torch.equal(x, y), name
 
 
-@pytest.mark.gpu
-@pytest.mark.hopper
-@pytest.mark.parametrize("head_dim", HOPPER_SIZES)
+@on_hopper
+@every_size
 @pytest.mark.parametrize("case", GRID + FREE, ids=str)
 def test_rule_ordered(case, head_dim, deterministic):
-    sized = Case(case.B, case.Tq, case.Tk, case.Hq, case.Hkv, head_dim, case.mask, case.window)
-    rule.check(sized, "flash", torch.bfloat16)
+    rule.check(sized(case, head_dim), "flash", torch.bfloat16)
     assert kernels_run()["flash"] == "triton-hopper-ordered"
 
 
-@pytest.mark.gpu
-@pytest.mark.hopper
-@pytest.mark.parametrize("head_dim", HOPPER_SIZES)
+@on_hopper
+@every_size
 @pytest.mark.parametrize("mask", ["causal", "full", "documents", "window"])
 def test_ordered_gives_the_same_bits(mask, head_dim, deterministic):
     """More tiles than processors, several heads of a group, and a chain of all tiles of a head;
@@ -130,9 +124,8 @@ def test_ordered_gives_the_same_bits(mask, head_dim, deterministic):
     assert kernels_run()["flash"] == "triton-hopper-ordered"
 
 
-@pytest.mark.gpu
-@pytest.mark.hopper
-@pytest.mark.parametrize("head_dim", HOPPER_SIZES)
+@on_hopper
+@every_size
 @pytest.mark.parametrize("mask", ["causal", "window"])
 def test_ordered_ends_under_load(mask, head_dim, deterministic):
     """A processor that is full all the time delays the warps of a tile that pass the turn on, until
@@ -156,9 +149,8 @@ def test_ordered_ends_under_load(mask, head_dim, deterministic):
             time.sleep(0.01)
 
 
-@pytest.mark.gpu
-@pytest.mark.hopper
-@pytest.mark.parametrize("head_dim", HOPPER_SIZES)
+@on_hopper
+@every_size
 def test_ordered_rows_of_one_and_of_several_documents(head_dim, deterministic):
     """Their tiles of keys add to dq in opposite directions."""
     case = Case(3, 1023, 1023, Hq=8, Hkv=4, D=head_dim)
@@ -172,21 +164,19 @@ def test_ordered_rows_of_one_and_of_several_documents(head_dim, deterministic):
     check_equal_runs(case, tensors, 50)
 
 
-@pytest.mark.gpu
-@pytest.mark.hopper
-@pytest.mark.parametrize("head_dim", HOPPER_SIZES)
+@on_hopper
+@every_size
 def test_the_order_of_dq_is_all_that_varies(head_dim):
     case = Case(2, 1000, 1000, Hq=8, Hkv=2, D=head_dim, mask="documents")
     tensors = rule.inputs(case, torch.bfloat16)
     expected = rule.run(tensors, case.build_mask(), "flash", torch.bfloat16, kernel="hopper")
     for _ in range(250):
         actual = rule.run(tensors, case.build_mask(), "flash", torch.bfloat16, kernel="hopper")
-        for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
+        for name, x, y in zip(rule.NAMES, actual, expected, strict=True):
             assert torch.equal(x, y) if name != "dq" else torch.allclose(x, y, atol=1e-2), name
 
 
-@pytest.mark.gpu
-@pytest.mark.hopper
+@on_hopper
 @pytest.mark.filterwarnings("error:.*lru_cache")
 def test_auto_on_hopper_is_ordered_where_runs_must_repeat():
     q = torch.randn(1, 100, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -233,23 +223,6 @@ def test_auto_by_device_and_head_size(monkeypatch):
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.gpu
-@pytest.mark.hopper
-def test_any_strides():
-    q, k, v, do = rule.inputs(Case(2, 300, 300, Hq=4, Hkv=2, D=128), torch.bfloat16)
-    fused = torch.cat([q, k, v], dim=2)
-    views = [
-        fused[:, :, :4],
-        fused[:, :, 4:6],
-        fused[:, :, 6:],
-        do.transpose(1, 2).contiguous().transpose(1, 2),
-    ]
-    expected = rule.run([q, k, v, do], Mask.causal(), "flash", torch.bfloat16, kernel="hopper")
-    actual = rule.run(views, Mask.causal(), "flash", torch.bfloat16, kernel="hopper")
-    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
-        assert torch.equal(x, y) if name != "dq" else torch.allclose(x, y, atol=1e-2)
-
-
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
@@ -281,10 +254,9 @@ def test_no_silent_fallback():
         attention(q, q, q, backend="flash", kernel="hopper")
 
 
-@pytest.mark.gpu
-@pytest.mark.hopper
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", HOPPER_SIZES)
+@on_hopper
+@both_dtypes
+@every_size
 @pytest.mark.parametrize("score_scale", [1, 2, 4])
 @pytest.mark.parametrize("place", [0, 347])
 def test_errors_where_one_key_draws_nearly_all_weight(place, score_scale, head_dim, dtype):
@@ -308,10 +280,9 @@ def test_errors_where_one_key_draws_nearly_all_weight(place, score_scale, head_d
             assert error <= 3 * allowed + floor, f"{name}, {nats} nats: {error:.1e}, {allowed:.1e}"
 
 
-@pytest.mark.gpu
-@pytest.mark.hopper
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", HOPPER_SIZES)
+@on_hopper
+@both_dtypes
+@every_size
 def test_later_calls_of_a_shape_give_the_bits_of_the_first(head_dim, dtype, deterministic):
     """They go another way, with what the first call kept, and other tensors."""
     case = Case(2, 333, 333, Hq=4, Hkv=2, D=head_dim)

@@ -21,7 +21,7 @@ from longctx.attention import (
 )
 from longctx.attention.naive import Naive
 from longctx.config.parallel_config import FREE_INTERVALS
-from longctx.kernels import tiled
+from longctx.kernels.attention import tiled
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs" / "attention"
 q = torch.randn(1, 5, 2, 16)

@@ -10,7 +10,7 @@ import torch
 from benchmarks import tune
 from benchmarks.words import main
 from longctx.kernels import launch
-from longctx.kernels.launch import Launch, launch_config, measured, measured_file
+from longctx.kernels.attention.launch import Launch, launch_config, measured, measured_file
 
 CPU = torch.device("cpu")
 

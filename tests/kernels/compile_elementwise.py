@@ -11,13 +11,13 @@ import triton.language as tl
 from compile_report import build
 from triton.compiler import ASTSource
 
-from longctx.kernels import (
+from longctx.kernels.attention import decoding
+from longctx.kernels.elementwise import (
     adamw_update,
     cross_entropy,
     quantize,
     rms_norm,
     rotary,
-    split_decode,
     swiglu,
 )
 
@@ -97,15 +97,15 @@ if __name__ == "__main__":
                     kernel, capability, warps, "bf16", **tile
                 )
         for dtype, D in (("bf16", 64), ("bf16", 128), ("bf16", 256), ("fp32", 128)):
-            rows, pad, tile = split_decode.launch_config(4, D, 2 if dtype == "bf16" else 4)
+            rows, pad, tile = decoding.launch_config(4, D, 2 if dtype == "bf16" else 4)
             sizes = {"GROUP": 4, "ROWS": rows, "D": D, "PAD": pad, "BN": tile}
-            sizes |= {"STAGES": split_decode.STAGES, "PRECISION": split_decode.PRECISION}
+            sizes |= {"STAGES": decoding.STAGES, "PRECISION": decoding.PRECISION}
             aligned = ("q", "k", "v", *STRIDES)
             spilled[f"decode {capability} {dtype} {D}"] = compiled(
-                split_decode.part_kernel, capability, 4, dtype, aligned, **sizes
+                decoding.part_kernel, capability, 4, dtype, aligned, **sizes
             )
             spilled[f"combine {capability} {dtype} {D}"] = compiled(
-                split_decode.combine_kernel, capability, 2, dtype, D=D, PAD=pad
+                decoding.combine_kernel, capability, 2, dtype, D=D, PAD=pad
             )
         for dtype in ("bf16", "fp32"):
             spilled[f"amax {capability} {dtype}"] = compiled(

@@ -18,15 +18,15 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from longctx.kernels import (
+from longctx.kernels.attention import (
     hopper_backward,
     hopper_backward_wide,
     hopper_forward,
     hopper_primitives,
     portable,
 )
-from longctx.kernels.gluon import shared_layout
-from longctx.kernels.launch import table
+from longctx.kernels.attention.hopper_primitives import shared_layout
+from longctx.kernels.attention.launch import table
 
 # a cached kernel comes without what ptxas said of it
 triton.knobs.compilation.always_compile = True

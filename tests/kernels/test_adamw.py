@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longctx.kernels.adamw_update import adamw_, multi_tensor_adamw_, rates_of, table_of
+from longctx.kernels.elementwise.adamw_update import adamw_, multi_tensor_adamw_, rates_of, table_of
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longctx.kernels.cross_entropy import cross_entropy_, multiply_
+from longctx.kernels.elementwise.cross_entropy import cross_entropy_, multiply_
 from longctx.model.loss import linear_cross_entropy
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -120,7 +120,7 @@ def test_the_chunked_loss_by_the_kernel(chunk: int) -> None:
 @pytest.mark.parametrize("by", [1.0, -2.5, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_multiply_reaches_every_element(by: float, monkeypatch: pytest.MonkeyPatch) -> None:
     # every program has several blocks
-    monkeypatch.setattr("longctx.kernels.cross_entropy.MULTIPLIED", 4)
+    monkeypatch.setattr("longctx.kernels.elementwise.cross_entropy.MULTIPLIED", 4)
     x = torch.randn(9_001, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     want = x * by
     assert torch.equal(multiply_(x, torch.tensor(by, device=DEVICE)), want)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from longctx.cli import main
-from longctx.kernels import launch as configs
-from longctx.kernels.flash_op import HEAD_SIZES
-from longctx.kernels.launch import launch_config, table
-from longctx.kernels.portable import ROW
+from longctx.kernels.attention import launch as configs
+from longctx.kernels.attention.flash_op import HEAD_SIZES
+from longctx.kernels.attention.launch import launch_config, table
+from longctx.kernels.attention.portable import ROW
 
 
 @pytest.mark.parametrize("arch", list(table()))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longctx.kernels.quantize import TILE, padded, quantize
+from longctx.kernels.elementwise.quantize import TILE, padded, quantize
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

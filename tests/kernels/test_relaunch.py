@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from longctx.kernels import relaunch
-from longctx.kernels.relaunch import MOST_ADDRESSES, TensorMaps
+from longctx.kernels.attention import relaunch
+from longctx.kernels.attention.relaunch import MapMaker, tensor_map
 
 
 class Descriptor:
@@ -23,36 +23,22 @@ class Descriptor:
         self.base, self.shape = base, [3, 5]
 
 
-def of_tensor(x):
-    return relaunch._mapped(0, Descriptor(x))
-
-
-def made(descriptor):
-    return [descriptor.base.data_ptr(), *descriptor.shape]
-
-
 def test_a_map_is_made_once_for_an_address_and_holds_no_tensor():
     calls = []
+
+    def made(descriptor, metadata):
+        calls.append(metadata)
+        return [descriptor.base.data_ptr(), *descriptor.shape]
+
     x = torch.zeros(3, 5)
     alive = weakref.ref(x)
-    maps = TensorMaps(of_tensor(x), lambda d: calls.append(1) or made(d))
-    assert [maps[64], maps[128], maps[64]] == [(64, 3, 5), (128, 3, 5), (64, 3, 5)]
-    assert len(calls) == 2
+    one, other = (MapMaker(relaunch._mapped(0, Descriptor(x)), made, name) for name in "ab")
+    assert [tensor_map(one, at) for at in (64, 128, 64)] == [(64, 3, 5), (128, 3, 5), (64, 3, 5)]
+    tensor_map(other, 64)
+    assert calls == ["a", "a", "b"]
     del x
     gc.collect()
     assert alive() is None
-
-
-def test_maps_of_one_argument_and_of_all_are_bounded(monkeypatch):
-    monkeypatch.setattr(relaunch, "MOST_MAPS", 3 * MOST_ADDRESSES)
-    every = [TensorMaps(of_tensor(torch.zeros(1)), made) for _ in range(20)]
-    most = 0
-    for address in range(0, 16 * MOST_ADDRESSES, 16):
-        for maps in every:
-            assert maps[address] == (address, 3, 5)
-            assert len(maps) <= MOST_ADDRESSES
-        most = max(most, sum(map(len, every)))
-    assert MOST_ADDRESSES < most <= 3 * MOST_ADDRESSES + 1024
 
 
 # An extension module like those that Triton 3.6 makes for each kernel: of one name, init in one

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import AttentionConfig, GPTConfig
-from longctx.kernels.rms_norm import add_and_norm, rms_norm, rms_norm_backward
+from longctx.kernels.elementwise.rms_norm import add_and_norm, rms_norm, rms_norm_backward
 from longctx.model.layers import Block
 from longctx.model.rope import Rope
 from tests.inputs import DEVICE, inputs

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from longctx.config.model_config import AttentionConfig, GPTConfig
-from longctx.kernels.rotary import rope, rope_backward, rotated
+from longctx.kernels.elementwise.rotary import rope, rope_backward, rotated
 from longctx.model.layers import SelfAttention
 from longctx.model.rope import Rope, rotate
 from tests.inputs import DEVICE, inputs
@@ -73,7 +73,8 @@ def test_layer_uses_the_kernel_without_norm_between(
     x, (cos, sin) = inputs(2, 7, 24).to(dtype), angles(2, 7, 8)
     calls: list[int] = []
     monkeypatch.setattr(
-        "longctx.kernels.rotary.rotated", lambda *args: calls.append(1) or rotated(*args)
+        "longctx.kernels.elementwise.rotary.rotated",
+        lambda *args: calls.append(1) or rotated(*args),
     )  # type: ignore[func-returns-value]
     actual = layer.project(x, cos, sin)
     monkeypatch.setattr("longctx.model.layers.fused", lambda x: False)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from longctx.attention import Mask, attention
-from longctx.kernels import flash_op, selftest, tiled
-from longctx.kernels.selftest import SelfTestFailed, check, trust
+from longctx.kernels.attention import flash_op, selftest, tiled
+from longctx.kernels.attention.selftest import SelfTestFailed, check, trust
 
 CPU = torch.device("cpu")
 PARTS = ("forward", "backward")
@@ -74,15 +74,15 @@ def test_broken_kernels_fail(wrong, dtype):
 def test_every_key_and_query_counts():
     """A kernel that forgets the last key, or swaps two operands of one product, is found."""
 
-    def without_last_key(q, k, v, first, last, scale):
-        return run("forward")(
-            q, k, v, first, torch.where(last == last.max(), last - 1, last), scale
-        )
+    def without_last_key(q, k, v, intervals, *others):
+        last = intervals.last
+        shorter = intervals._replace(last=torch.where(last == last.max(), last - 1, last))
+        return run("forward")(q, k, v, shorter, *others)
 
-    def swapped(q, k, v, first, last, scale):
+    def swapped(q, k, v, *others):
         k = k.clone()
         k[:, [300, 301], :, :16] = k[:, [301, 300], :, :16]
-        return run("forward")(q, k, v, first, last, scale)
+        return run("forward")(q, k, v, *others)
 
     for kernel in (without_last_key, swapped):
         assert check("forward", kernel, CPU, torch.bfloat16, 64)
@@ -102,9 +102,9 @@ def compiled(monkeypatch):
     """Flash as on a GPU whose compiler `state.wrong` breaks; `state.tests` counts self-tests."""
     state = SimpleNamespace(wrong=False, tests=0)
 
-    def forward(q, k, v, first, last, scale):
+    def forward(q, *others):
         state.tests += q.shape[1] == selftest.QUERIES
-        out, lse = tiled.forward(q, k, v, first, last, scale)
+        out, lse = tiled.forward(q, *others)
         return (out + 1 if state.wrong else out), lse
 
     monkeypatch.setattr(flash_op, "kernels", lambda *_: flash_op.Kernels(forward, None))

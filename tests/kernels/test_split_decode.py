@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from longctx.attention import Mask, attention
-from longctx.kernels.split_decode import decode, launch_config, parts_of
+from longctx.kernels.attention.decoding import decode, launch_config, parts_of
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

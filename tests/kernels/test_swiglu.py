@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longctx.config.model_config import GPTConfig
-from longctx.kernels.swiglu import gated_down, swiglu, swiglu_backward
+from longctx.kernels.elementwise.swiglu import gated_down, swiglu, swiglu_backward
 from longctx.model.layers import SwiGLU
 
 pytestmark = pytest.mark.usefixtures("interpreter")

@@ -7,7 +7,7 @@ import torch
 
 from longctx.attention import Mask
 from longctx.attention.naive import visible
-from longctx.kernels import tiled
+from longctx.kernels.attention import tiled
 from tests.attention.rule import FREE, GRID
 
 

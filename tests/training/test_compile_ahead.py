@@ -98,7 +98,7 @@ def test_nobody_waits_for_compilers_at_the_end() -> None:
 def test_a_gpu_has_the_kernels_of_a_run_tested_before_it_asks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from longctx.kernels import selftest
+    from longctx.kernels.attention import selftest
 
     monkeypatch.setattr(selftest, "_trusted", set())
     work = training_run(["model=124m", "seq_len=4096"], "cuda").workload
@@ -134,7 +134,7 @@ def test_a_step_of_one_block_compiles_what_a_step_of_the_model_needs(
 def test_a_hundred_warm_starts_end_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each start compiles nothing and loads every kernel anew, with launchers seen before."""
     triton = pytest.importorskip("triton")
-    from longctx.kernels import selftest
+    from longctx.kernels.attention import selftest
 
     errors: list[Exception] = []
     on = compile_ahead.on

@@ -127,10 +127,10 @@ class AdamW(torch.optim.AdamW):
         lr, eps, weight_decay = group["lr"], group["eps"], group["weight_decay"]
         beta1, beta2 = group["betas"]
         if by_kernel(p):
-            from longctx.kernels.adamw_update import adamw_  # needs Triton
+            from longctx.kernels import adamw_update  # needs Triton
 
             rates = self._rates_at(step, group)
-            adamw_(p, grad, m, v, self.factor, rates, group["betas"], group["eps"])
+            adamw_update.adamw_(p, grad, m, v, self.factor, rates, group["betas"], group["eps"])
             return
         if self.factor is not None:
             grad.mul_(self.factor)
@@ -149,10 +149,10 @@ class AdamW(torch.optim.AdamW):
 
     def _rates_at(self, step: int, group: dict[str, Any]) -> Tensor:
         """The (3,) tensor of `group` with the numbers of `step`, always the same tensor."""
-        from longctx.kernels.adamw_update import rates_of  # needs Triton
+        from longctx.kernels import adamw_update  # needs Triton
 
         first = group["params"][0]
-        values = rates_of(step, group["lr"], group["betas"], group["weight_decay"])
+        values = adamw_update.rates_of(step, group["lr"], group["betas"], group["weight_decay"])
         if first not in self._rates:
             self._rates[first] = torch.empty(3, device=first.device), ()
         rates, written = self._rates[first]
@@ -166,7 +166,7 @@ class AdamW(torch.optim.AdamW):
         """The launch of a step that `count_step` has counted, for a CUDA graph: all tensors at
         once, where they lie now, and nothing that is read of the host. None where a step is more.
         """
-        from longctx.kernels.adamw_update import multi_tensor_adamw_, table_of  # needs Triton
+        from longctx.kernels import adamw_update  # needs Triton
 
         trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if type(self) is not AdamW or self.stored == "host" or self.state.keys() != set(trained):
@@ -182,14 +182,16 @@ class AdamW(torch.optim.AdamW):
             for p in group["params"]
             if p.grad is not None and p.numel()
         ]
-        places = table_of(tensors)
+        places = adamw_update.table_of(tensors)
         if places is None:
             return None
         betas, eps = (self.param_groups[0][name] for name in ("betas", "eps"))  # those of all
-        update = partial(multi_tensor_adamw_, factor=self.factor, betas=betas, eps=eps)
+        update = partial(adamw_update.multi_tensor_adamw_, factor=self.factor, betas=betas, eps=eps)
         *alike, rates = tensors[0]
         spare = [(*(x.new_zeros(1) for x in alike), rates)]  # named, for a table keeps no tensor
-        update(table_of(spare))  # compiles the kernel, which cannot be done in a capture
+        update(
+            adamw_update.table_of(spare)
+        )  # compiles the kernel, which cannot be done in a capture
         return partial(update, places)
 
     def count_step(self) -> None:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longctx.kernels.tile_schedule import multiprocessors
+from longctx.kernels.attention.tile_schedule import multiprocessors
 
 
 @triton.jit

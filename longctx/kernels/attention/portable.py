@@ -5,6 +5,9 @@
     delta_i = do_i·o_i - dlse_i,   dp_ij = do_i·v_j,   ds_ij = p_ij (dp_ij - delta_i)
     dv_j = Σ_i p_ij do_i,   dk_j = scale · Σ_i ds_ij q_i,   dq_i = scale · Σ_j ds_ij k_j
 
+With a softcap c scores become c · tanh(s_ij / c) before the mask, and ds_ij is multiplied by
+1 - tanh². SOFTCAP is a constant of the kernel: without it nothing of this is compiled.
+
 Exponentials are taken in base 2, with scale·log2(e) folded into one multiply-add. A program of the
 forward and of the dq kernel owns a tile of queries and loops over keys; one of the dk/dv kernel
 owns a tile of keys and loops over the queries of its whole group. Nothing is added atomically, so
@@ -29,9 +32,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from longctx.kernels.launch import Launch, launch_config
-from longctx.kernels.relaunch import Relaunch, first_launch, on_device
-from longctx.kernels.tile_schedule import (
+from longctx.kernels.attention import Intervals, Saved
+from longctx.kernels.attention.launch import Launch, launch_config
+from longctx.kernels.attention.relaunch import Relaunch, first_launch, on_device
+from longctx.kernels.attention.tile_schedule import (
     batch_stride,
     heads_in_l2,
     masked_tile,
@@ -93,6 +97,28 @@ def _finite(x):
 
 
 @triton.jit
+def _tanh(x):
+    """Return tanh(x), to a few units in the last place of fp32.
+
+    (1 - e) / (1 + e) with e = exp(-2 |x|) would lose the digits of small x: there, its series.
+    """
+    y = x * x
+    series = -0.3333333333333333 + y * (0.13333333333333333 + y * (-0.05396825396825397 + y * (
+        0.021869488536155203 - y * 0.008863235529902197
+    )))  # fmt: skip
+    e = tl.exp2(tl.abs(x) * -2.8853900817779268)
+    large = tl.where(x < 0.0, e - 1.0, 1.0 - e) / (1.0 + e)
+    return tl.where(y < 0.0625, x + x * y * series, large)
+
+
+@triton.jit
+def _softcapped(s, scale_log2, SOFTCAP: tl.constexpr):
+    """Return capped scores, in the units of the products s = q·k, and their derivative by s."""
+    tanh = _tanh(s * (scale_log2 / (SOFTCAP * LOG2E)))
+    return tanh * (SOFTCAP * LOG2E / scale_log2), 1.0 - tanh * tanh
+
+
+@triton.jit
 def _own_queries(
     first, last, stride_ib, Tq, Hq, heads, l2_heads, BM: tl.constexpr, BN: tl.constexpr
 ):
@@ -120,11 +146,13 @@ def _forward_tile(
     k, k_row, k_col, v, v_row, v_col,
     n, Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
     D: tl.constexpr, PAD: tl.constexpr, BN: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over one tile of keys, from n on: the new m, l, acc."""
     kj = _load(k, k_row, k_col, n, Tk, stride_kt, D, PAD, BN, TMA)
     s = tl.dot(q, kj.T, input_precision=PRECISION)
+    if SOFTCAP is not None:
+        s, _ = _softcapped(s, scale_log2, SOFTCAP)
     vj = _load(v, v_row, v_col, n, Tk, stride_vt, D, PAD, BN, TMA)
     if MASKED:
         j = n + tl.arange(0, BN)
@@ -154,7 +182,7 @@ def forward_kernel(
     Tq, Tk, Hq, heads, l2_heads,
     GROUP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """out (B, Tq, Hq, D) contiguous and lse, for BM queries of one head."""
     b, h, bh, m0, i, first_i, last_i, lo, full_lo, full_hi, masked = _own_queries(
@@ -175,7 +203,7 @@ def forward_kernel(
             qi, m, l, acc,
             k, k_row, k_col, v, v_row, v_col,
             t * BN, Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
-            D, PAD, BN, TMA, PRECISION, False,
+            D, PAD, BN, TMA, PRECISION, SOFTCAP, False,
         )  # fmt: skip
 
     # masked tiles
@@ -185,7 +213,7 @@ def forward_kernel(
             qi, m, l, acc,
             k, k_row, k_col, v, v_row, v_col,
             n, Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
-            D, PAD, BN, TMA, PRECISION, True,
+            D, PAD, BN, TMA, PRECISION, SOFTCAP, True,
         )  # fmt: skip
 
     # epilogue: out and lse
@@ -231,7 +259,7 @@ def _dkv_tile(
     q, q_row, q_col, do, do_row, do_col, lse2, delta,
     m0, Tq, stride_qt, stride_gt, qfirst_j, qlast_j, scale_log2,
     D: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The new dk, dv of a tile of keys after one tile of queries, from m0 on.
 
@@ -243,7 +271,10 @@ def _dkv_tile(
         qi = _finite(qi)
     lse_i = tl.load(lse2 + i)
     delta_i = tl.load(delta + i)
-    p = tl.exp2(tl.dot(k, qi.T, input_precision=PRECISION) * scale_log2 - lse_i[None, :])
+    s = tl.dot(k, qi.T, input_precision=PRECISION)
+    if SOFTCAP is not None:
+        s, slope = _softcapped(s, scale_log2, SOFTCAP)
+    p = tl.exp2(s * scale_log2 - lse_i[None, :])
     do_i = _load(do, do_row, do_col, m0, Tq, stride_gt, D, PAD, BM, TMA)
     if MASKED:
         do_i = _finite(do_i)
@@ -251,6 +282,8 @@ def _dkv_tile(
         p = tl.where(visible, p + 0.0 * delta_i[None, :], 0.0)
     dv = tl.dot(p.to(do_i.dtype), do_i, dv, input_precision=PRECISION)
     ds = p * (tl.dot(v, do_i.T, input_precision=PRECISION) - delta_i[None, :])
+    if SOFTCAP is not None:
+        ds *= slope
     if MASKED:
         ds = tl.where(visible, ds, 0.0)
     dk = tl.dot(ds.to(qi.dtype), qi, dk, input_precision=PRECISION)
@@ -268,7 +301,7 @@ def dkv_kernel(
     Tq, Tk, Hq, heads, l2_heads,
     GROUP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """dk and dv (B, Tk, Hkv, D) contiguous, for BN keys of one key-value head.
 
@@ -304,7 +337,7 @@ def dkv_kernel(
                 kj, vj, dk, dv,
                 qh, q_row, q_col, doh, do_row, do_col, lse2 + row, delta + row,
                 t * BM, Tq, stride_qt, stride_gt, qfirst_j, qlast_j, scale_log2,
-                D, PAD, BM, TMA, PRECISION, False,
+                D, PAD, BM, TMA, PRECISION, SOFTCAP, False,
             )  # fmt: skip
 
         # masked tiles
@@ -314,7 +347,7 @@ def dkv_kernel(
                 qh, q_row, q_col, doh, do_row, do_col, lse2 + row, delta + row,
                 masked_tile(t, lo, full_lo, full_hi) * BM,
                 Tq, stride_qt, stride_gt, qfirst_j, qlast_j, scale_log2,
-                D, PAD, BM, TMA, PRECISION, True,
+                D, PAD, BM, TMA, PRECISION, SOFTCAP, True,
             )  # fmt: skip
 
     # epilogue
@@ -329,15 +362,20 @@ def _dq_tile(
     k, k_row, k_col, v, v_row, v_col,
     n, Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
     D: tl.constexpr, PAD: tl.constexpr, BN: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The new dq of a tile of queries after one tile of keys, from n on."""
     kj = _load(k, k_row, k_col, n, Tk, stride_kt, D, PAD, BN, TMA)
     vj = _load(v, v_row, v_col, n, Tk, stride_vt, D, PAD, BN, TMA)
     if MASKED:
         kj = _finite(kj)
-    p = tl.exp2(tl.dot(q, kj.T, input_precision=PRECISION) * scale_log2 - lse_i[:, None])
+    s = tl.dot(q, kj.T, input_precision=PRECISION)
+    if SOFTCAP is not None:
+        s, slope = _softcapped(s, scale_log2, SOFTCAP)
+    p = tl.exp2(s * scale_log2 - lse_i[:, None])
     ds = p * (tl.dot(do, vj.T, input_precision=PRECISION) - delta_i[:, None])
+    if SOFTCAP is not None:
+        ds *= slope
     if MASKED:
         j = n + tl.arange(0, BN)
         ds = tl.where((j[None, :] >= first_i[:, None]) & (j[None, :] <= last_i[:, None]), ds, 0.0)
@@ -355,7 +393,7 @@ def dq_kernel(
     Tq, Tk, Hq, heads, l2_heads,
     GROUP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """dq (B, Tq, Hq, D) contiguous, for BM queries of one head."""
     b, h, bh, m0, i, first_i, last_i, lo, full_lo, full_hi, masked = _own_queries(
@@ -379,7 +417,7 @@ def dq_kernel(
             qi, do_i, dq, lse_i, delta_i,
             k, k_row, k_col, v, v_row, v_col,
             t * BN, Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
-            D, PAD, BN, TMA, PRECISION, False,
+            D, PAD, BN, TMA, PRECISION, SOFTCAP, False,
         )  # fmt: skip
 
     # masked tiles
@@ -389,15 +427,20 @@ def dq_kernel(
             k, k_row, k_col, v, v_row, v_col,
             masked_tile(t, lo, full_lo, full_hi) * BN,
             Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
-            D, PAD, BN, TMA, PRECISION, True,
+            D, PAD, BN, TMA, PRECISION, SOFTCAP, True,
         )  # fmt: skip
     _store(dq_out + (b.to(tl.int64) * Tq * Hq + h) * D, dq * scale, m0, Tq, Hq * D, D, PAD, BM)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    intervals: Intervals,
+    scale: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out like q, contiguous, and lse (B, Hq, Tq) float32, for intervals (B or 1, Tq)."""
+    """Return out like q, contiguous, and lse (B, Hq, Tq) float32."""
     B, Tq, Hq, _ = q.shape
     tma = _use_tma(q)
     q, k, v = (_addressable(x, tma) for x in (q, k, v))
@@ -407,21 +450,10 @@ def forward(
     with on_device(q):
         forward_kernel[(triton.cdiv(Tq, c.BM) * B * Hq,)](
             *(_operand(x, rows, tma) for x, rows in ((q, c.BM), (k, c.BN), (v, c.BN))),
-            out,
-            lse,
-            first,
-            last,
-            scale * LOG2E.value,
-            *_strides(q),
-            *_strides(k),
-            *_strides(v),
-            batch_stride(first),
-            Tq,
-            k.shape[1],
-            Hq,
-            B * Hq,
-            heads_in_l2(k, B * Hq, Hq // k.shape[2]),
-            **_constants(q, k, c, tma),
+            *(out, lse, intervals.first, intervals.last, scale * LOG2E.value),
+            *(*_strides(q), *_strides(k), *_strides(v), batch_stride(intervals.first)),
+            *(Tq, k.shape[1], Hq, B * Hq, heads_in_l2(k, B * Hq, Hq // k.shape[2])),
+            **_constants(q, k, c, tma, softcap),
         )
     return out, lse
 
@@ -429,18 +461,13 @@ def forward(
 def backward(
     do: Tensor,
     dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    first: Tensor,
-    last: Tensor,
-    qfirst: Tensor,
-    qlast: Tensor,
+    saved: Saved,
+    intervals: Intervals,
     scale: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, contiguous; `first`, `last` (B or 1, Tq), `qfirst`, `qlast` (B or 1, Tk)."""
+    """Return dq, dk, dv, contiguous."""
+    q, k, v, out, lse = saved
     B, Tq, Hq, _ = q.shape
     Tk, Hkv = k.shape[1:3]
     tma = _use_tma(q)
@@ -448,37 +475,27 @@ def backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     lse2, delta = preprocess(do, dlse, out, lse)
 
-    def launch(kernel, c, tiles, heads, l2_heads, outputs, intervals):
+    def launch(kernel, c, tiles, heads, l2_heads, outputs, ends):
         operands = (q, c.BM), (k, c.BN), (v, c.BN), (do, c.BM)
+        strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(do), batch_stride(ends[0]))
         kernel[(tiles * heads,)](
             *(_operand(x, rows, tma) for x, rows in operands),
-            lse2,
-            delta,
-            *outputs,
-            *intervals,
-            scale,
-            scale * LOG2E.value,
-            *_strides(q),
-            *_strides(k),
-            *_strides(v),
-            *_strides(do),
-            batch_stride(intervals[0]),
-            Tq,
-            Tk,
-            Hq,
-            heads,
-            l2_heads,
-            **_constants(q, k, c, tma),
+            *(lse2, delta, *outputs, *ends, scale, scale * LOG2E.value),
+            *strides,
+            *(Tq, Tk, Hq, heads, l2_heads),
+            **_constants(q, k, c, tma, softcap),
         )
 
     with on_device(q):
+        # a program owns keys and goes over queries: it adds up dk and dv without atomics
         c, heads = launch_config("dkv", q, Tk), B * Hkv
         tiles, l2_heads = triton.cdiv(Tk, c.BN), heads_in_l2(q, heads, 1)
-        launch(dkv_kernel, c, tiles, heads, l2_heads, (dk, dv), (qfirst, qlast))
+        launch(dkv_kernel, c, tiles, heads, l2_heads, (dk, dv), intervals[2:])
 
+        # a program owns queries and goes over keys: it adds up dq
         c, heads = launch_config("dq", q, Tk), B * Hq
         tiles, l2_heads = triton.cdiv(Tq, c.BM), heads_in_l2(k, heads, Hq // Hkv)
-        launch(dq_kernel, c, tiles, heads, l2_heads, (dq,), (first, last))
+        launch(dq_kernel, c, tiles, heads, l2_heads, (dq,), intervals[:2])
     return dq, dk, dv
 
 
@@ -511,7 +528,9 @@ def preprocess_into(
     return first_launch(delta_kernel, programs, (), pointers, scalars, constants, num_warps=4)
 
 
-def _constants(q: Tensor, k: Tensor, c: Launch, tma: bool) -> dict[str, object]:
+def _constants(
+    q: Tensor, k: Tensor, c: Launch, tma: bool, softcap: float | None
+) -> dict[str, object]:
     D = q.shape[3]
     return dict(
         GROUP=q.shape[2] // k.shape[2],
@@ -522,13 +541,14 @@ def _constants(q: Tensor, k: Tensor, c: Launch, tma: bool) -> dict[str, object]:
         STAGES=c.stages,
         TMA=tma,
         PRECISION="ieee",
+        SOFTCAP=softcap,
         num_warps=c.warps,
         num_stages=c.stages,
     )
 
 
 def _use_tma(q: Tensor) -> bool:
-    """Whether to load by tensor maps: on Hopper and later, for 16-bit heads that fill their tile.
+    """Return True to load by tensor maps: from Hopper on, 16-bit heads that fill their tile.
 
     A padded head would read its neighbour.
     """
@@ -550,7 +570,7 @@ def _addressable(x: Tensor, tma: bool) -> Tensor:
 
 
 def _operand(x: Tensor, rows: int, tma: bool) -> Tensor | TensorDescriptor:
-    """What a kernel loads from: the tensor, or a tensor map of (B·T, columns) in `rows` rows."""
+    """Return the tensor, or its tensor map of (B·T, columns) in boxes of `rows` tokens."""
     if not tma:
         return x
     B, T, H, D = x.shape

@@ -56,9 +56,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from longctx.config.model_config import hopper_size
-from longctx.kernels.gluon import reinterpret, shared_layout, tma_add
-from longctx.kernels.hopper_backward_wide import FIRST, N, wide_backward_kernel
-from longctx.kernels.hopper_order import (
+from longctx.kernels.attention import Intervals, Saved
+from longctx.kernels.attention.hopper_backward_wide import FIRST, N, wide_backward_kernel
+from longctx.kernels.attention.hopper_order import (
     Q_DO_EMPTY,
     barriers,
     consumer_walk,
@@ -70,7 +70,7 @@ from longctx.kernels.hopper_order import (
     query_tiles,
     release_sent,
 )
-from longctx.kernels.hopper_primitives import (
+from longctx.kernels.attention.hopper_primitives import (
     ROW_LAYOUT,
     addressable,
     at_index,
@@ -79,15 +79,18 @@ from longctx.kernels.hopper_primitives import (
     descriptor,
     mask_scores,
     pop,
+    reinterpret,
+    shared_layout,
     split,
     start_scores,
     start_sum,
     store_parts,
+    tma_add,
     zero_parts,
 )
-from longctx.kernels.portable import LOG2E, padded_rows, preprocess_into
-from longctx.kernels.relaunch import Relaunch, first_launch, keep, stream_of, zero
-from longctx.kernels.tile_schedule import batch_stride, heads_in_l2, multiprocessors
+from longctx.kernels.attention.portable import LOG2E, padded_rows, preprocess_into
+from longctx.kernels.attention.relaunch import Relaunch, first_launch, keep, stream_of, zero
+from longctx.kernels.attention.tile_schedule import batch_stride, heads_in_l2, multiprocessors
 
 
 class Config(NamedTuple):
@@ -666,31 +669,26 @@ _launches: dict[Hashable, Launches] = {}
 def backward(
     do: Tensor,
     dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    first: Tensor,
-    last: Tensor,
-    qfirst: Tensor,
-    qlast: Tensor,
+    saved: Saved,
+    intervals: Intervals,
     scale: float,
+    softcap: float | None = None,
     ordered: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, contiguous, for the keys' intervals qfirst, qlast (B or 1, Tk).
-
-    `ordered`: dq, too, has the same bits every time. `first` and `last` are not used.
-    """
+    """Return dq, dk, dv, contiguous; `ordered`: dq, too, has the same bits every time."""
+    assert softcap is None
+    q, k, v, out, lse = saved
     device = q.get_device()
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return backward(do, dlse, q, k, v, out, lse, first, last, qfirst, qlast, scale, ordered)
+            return backward(do, dlse, saved, intervals, scale, None, ordered)
     if dlse is not None:
         dlse = dlse.contiguous()
+    qfirst, qlast = intervals[2:]
     pointers = out, do, lse, lse if dlse is None else dlse
     q_at, k_at, v_at, *ends = [x.data_ptr() for x in (q, k, v, qfirst, qlast)]
     out_at, do_at, lse_at, dlse_at = given = [x.data_ptr() for x in pointers]
+    # all that decides which compiled kernel serves a call
     key = (
         *(q.shape, k.shape, v.shape),
         *(q.stride(), k.stride(), v.stride(), do.stride(), out.stride()),
@@ -701,13 +699,13 @@ def backward(
     launches = _launches.get(key)
     aligned = (q_at | k_at | v_at | do_at) % 16 == 0
     if launches is None or not aligned or launches.config is not CONFIGS.get(launches.size):
-        intervals = qfirst, qlast
-        return _first_backward(q, k, v, do, dlse, out, lse, intervals, scale, ordered, key)
+        return _first_backward(do, dlse, saved, intervals, scale, ordered, key)
     dq, dk, dv = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
     _, config, parts, sums, zeroed, rows, preprocess, main, unpack = launches
     buffer = torch.empty(zeroed + 2 * rows, dtype=torch.float32, device=q.device)
     stream, at = stream_of(device), buffer.data_ptr()
     zero(buffer, zeroed, stream)
+    # addresses in the buffer, whose parts `Launches` lists
     end, lse2_at, dq_at = at + 4 * sums, at + 4 * zeroed, dq.data_ptr()
     delta_at = lse2_at + 4 * rows
     preprocess(stream, (), *given, lse2_at, delta_at)
@@ -722,28 +720,26 @@ def backward(
 
 
 def _first_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
     do: Tensor,
     dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    intervals: tuple[Tensor, Tensor],
+    saved: Saved,
+    intervals: Intervals,
     scale: float,
     ordered: bool,
     key: Hashable,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `backward`, for a shape that has not been computed yet or that needs a copy."""
+    """Compute as `backward` does a shape that is new, or inputs that need a copy."""
+    q, k, v, out, lse = saved
     addressed = [addressable(x) for x in (q, k, v, do)]
     if any(x is not y for x, y in zip(addressed, (q, k, v, do), strict=True)):
         q, k, v, do = addressed
-        return backward(do, dlse, q, k, v, out, lse, *intervals, *intervals, scale, ordered)
+        return backward(do, dlse, Saved(q, k, v, out, lse), intervals, scale, None, ordered)
     B, Tq, Hq, D = q.shape
     size = hopper_size(D)
     c = CONFIGS.get(size)
     BM = c.BM if c else N.value
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    # one buffer: sums of dq, counter, semaphores, lse2, delta
     dq_tiles = B * Hq * triton.cdiv(Tq, BM)
     count = dq_tiles * BM * size
     semaphores = 2 * dq_tiles if ordered else 0
@@ -752,9 +748,10 @@ def _first_backward(
     buffer = torch.empty(zeroed + 2 * rows.numel(), dtype=torch.float32, device=q.device)
     sums = buffer[:zeroed].zero_()
     lse2, delta = buffer[zeroed:].view(2, *rows).unbind()
+    # delta, then dk, dv and the sums, then dq
     before = preprocess_into(lse2, delta, do, dlse, out, lse)
-    tensors = q, k, v, do, lse2, delta, sums, dk, dv
-    main = _first_launch(tensors, count, *intervals, scale, c, size, ordered)
+    tensors = Mapped(q, k, v, do, dk, dv, lse2, delta, sums)
+    main = _first_launch(tensors, count, intervals, scale, size, ordered)
     unpack = first_launch(
         unpack_kernel,
         dq_tiles,
@@ -771,60 +768,59 @@ def _first_backward(
     return dq, dk, dv
 
 
-def _first_launch(
-    tensors: tuple[Tensor, ...],
-    count: int,
-    qfirst: Tensor,
-    qlast: Tensor,
-    scale: float,
-    c: Config | None,
-    size: int,
-    ordered: bool,
-) -> Relaunch:
-    """Launch the kernel that is one pass over the keys.
+class Mapped(NamedTuple):
+    """Tensors that the kernel over the keys reads and writes through tensor maps."""
 
-    `tensors` are those that have tensor maps. The first `count` numbers of `sums` are those of dq.
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    dk: Tensor
+    dv: Tensor
+    lse2: Tensor
+    delta: Tensor
+    sums: Tensor
+
+
+def _first_launch(
+    x: Mapped, count: int, intervals: Intervals, scale: float, size: int, ordered: bool
+) -> Relaunch:
+    """Launch the kernel that is one pass over the keys; returns how to launch it again.
+
+    The first `count` numbers of `sums` are those of dq.
     """
-    q, k, v, do, lse2, delta, sums, dk, dv = tensors
-    B, Tq, Hq, _D = q.shape
-    Tk, Hkv = k.shape[1:3]
-    group = Hq // Hkv
-    dtype = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
+    B, Tq, Hq, _D = x.q.shape
+    Tk, Hkv = x.k.shape[1:3]
+    c, group = CONFIGS.get(size), Hq // Hkv
+    dtype = gl.bfloat16 if x.q.dtype == torch.bfloat16 else gl.float16
     tiles = triton.cdiv(Tk, c.BN if c else N.value)
-    ints = sums[count:].view(torch.int32)
-    pointers: tuple[Tensor, ...] = (ints[4 if ordered else 0 :], ints, qfirst, qlast)
-    lines = B * Hq, lse2.shape[2]
+    # behind the sums: the counter, padded to 16 bytes, and the semaphores
+    ints = x.sums[count:].view(torch.int32)
+    pointers: tuple[Tensor, ...] = (ints[4 if ordered else 0 :], ints, *intervals[2:])
+    lines = B * Hq, x.lse2.shape[2]
     row_box = [1, c.BM if c else N.value]
     maps = [
-        TensorDescriptor(x, [*lines], [lines[1], 1], row_box, ROW_LAYOUT) for x in (lse2, delta)
+        TensorDescriptor(rows, [*lines], [lines[1], 1], row_box, ROW_LAYOUT)
+        for rows in (x.lse2, x.delta)
     ]
     scalars = (
-        batch_stride(qfirst),
-        scale,
-        scale * LOG2E.value,
-        Tq,
-        Tk,
-        Hq,
-        tiles,
-        B * Hkv,
-        heads_in_l2(q, B * Hkv, 1),
-        0,
+        *(batch_stride(intervals.qfirst), scale, scale * LOG2E.value),
+        *(Tq, Tk, Hq, tiles, B * Hkv, heads_in_l2(x.q, B * Hkv, 1), 0),
     )
-    programs = min(tiles * B * Hkv, multiprocessors(q.device))
+    programs = min(tiles * B * Hkv, multiprocessors(x.q.device))
     if c is None:
         for width in (FIRST.value, size - FIRST.value):
-            maps += [descriptor(x, N.value, width, dtype) for x in (q, k, v, do, dk, dv)]
+            maps += [descriptor(tensor, N.value, width, dtype) for tensor in x[:6]]
         kernel: Any = wide_backward_kernel
-        pointers = sums, *pointers
+        pointers = x.sums, *pointers
     else:
         # v in one box for each consumer
-        boxes = (q, c.BM), (k, c.BN), (v, 64), (do, c.BM), (dk, 64), (dv, 64)
+        boxes = tuple(zip(x[:6], (c.BM, c.BN, 64, c.BM, 64, 64), strict=True))
         for width, part in zip(split(size), (16, 8), strict=True):
             if width:
-                maps += [descriptor(x, n, width, dtype) for x, n in boxes]
-                maps += [
-                    TensorDescriptor(sums, [count // 256, 256], [256, 1], [part, 256], ROW_LAYOUT)
-                ]
+                maps += [descriptor(tensor, n, width, dtype) for tensor, n in boxes]
+                shape = [count // 256, 256]
+                maps += [TensorDescriptor(x.sums, shape, [256, 1], [part, 256], ROW_LAYOUT)]
             else:
                 maps += [None] * (len(boxes) + 1)
         kernel = backward_kernel

@@ -7,6 +7,9 @@ hash of the sources it makes the kernel lock of a run, see longctx/training/kern
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
+import math
+import re
 from collections.abc import Callable, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -14,9 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from longctx.kernels.selftest import integers
-
-HOPPER = ("hopper_*.py", "gluon.py", "portable.py", "tile_schedule.py")
+DRIVER = Path("/proc/driver/nvidia/version")
+HOPPER = ("hopper_*.py", "portable.py", "tile_schedule.py")
 SOURCES = {
     "triton-portable": ("portable.py", "tile_schedule.py"),
     "triton-hopper": HOPPER,
@@ -80,3 +82,56 @@ def sha256(x: Tensor) -> str:
     """Return sha256 of a tensor's values, in order."""
     values = x.detach().cpu().contiguous().flatten().view(torch.uint8)
     return hashlib.sha256(values.numpy().tobytes()).hexdigest()
+
+
+def integers(shape: Sequence[int], seed: int, below: int) -> Tensor:
+    """Integers 0 .. below-1 as fp32, the same on every machine and with every torch.
+
+    torch.randint does not promise that.
+    """
+    x = (torch.arange(math.prod(shape)) + seed * 0x9E3779B1) & 0xFFFFFFFF
+    for _ in range(2):
+        x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
+    return ((x ^ (x >> 16)) % below).float().view(*shape)
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """Return the names and versions of everything that compiles and runs kernels on `device`."""
+    versions = {"torch": torch.__version__, "device": gpu_name(device)}
+    if device.type == "cpu":
+        return versions
+    versions |= {name.lower(): version for name, version in compilers().items()}
+    return versions | {"driver": driver(), "cuda": str(torch.version.cuda or torch.version.hip)}
+
+
+def gpu_name(device: torch.device) -> str:
+    """Return the name of a GPU, or the type of another device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def compilers() -> dict[str, str]:
+    """Return the versions of Triton and of the ptxas that it calls."""
+    try:
+        versions = {"Triton": importlib.metadata.version("triton")}
+    except importlib.metadata.PackageNotFoundError:
+        return {"Triton": "none"}
+    if torch.version.cuda is not None and torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        versions["ptxas"] = ptxas(10 * major + minor)
+    return versions
+
+
+def ptxas(arch: int) -> str:
+    """Return the version of the ptxas that Triton calls for sm_`arch`, such as 12.8.93."""
+    from triton.backends.nvidia.compiler import get_ptxas_version
+
+    text = get_ptxas_version(arch)
+    match = re.search(r"\bV(\d[\d.]*)", text)
+    return match[1] if match else text.strip()
+
+
+def driver() -> str:
+    """Return the version of the NVIDIA driver; "unknown" if the kernel does not say."""
+    text = DRIVER.read_text() if DRIVER.is_file() else ""
+    match = re.search(r"\d+\.\d+(\.\d+)?", text)
+    return match[0] if match else "unknown"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longctx.kernels.tiled import fused_documents
+from longctx.kernels.attention.tiled import fused_documents
 
 TILE = 512  # queries of a tile
 

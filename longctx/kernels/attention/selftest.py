@@ -16,15 +16,15 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from longctx.kernels import launch
-from longctx.kernels.toolchain import compilers, gpu_name
+from longctx.kernels.attention import Intervals, Saved, launch
+from longctx.kernels.attention.fingerprint import compilers, gpu_name, integers
 
 SCALE = math.log(2)  # exp(SCALE · s) = 2^s
 LSE2 = 2.0  # of the backward, in base 2
@@ -107,15 +107,16 @@ def check(
         x = problem(head_dim, group, bucket)
     inputs = (x.q, x.k, x.v, x.do, x.given_out)
     q, k, v, do, out = (t.to(device, dtype).repeat(copies, 1, 1, 1) for t in inputs)
-    first, last = x.first.to(device), x.last.to(device)
+    keys = torch.arange(k.shape[1], dtype=torch.int32, device="cpu")[None]
+    qfirst = torch.searchsorted(x.last, keys, out_int32=True)
+    qlast = torch.searchsorted(x.first, keys, right=True, out_int32=True) - 1
+    intervals = Intervals(*(end.to(device) for end in (x.first, x.last, qfirst, qlast)))
     if part == "forward":
-        results = zip(("out", "lse"), run(q, k, v, first, last, SCALE), (x.out, x.lse), strict=True)
+        output = run(q, k, v, intervals, SCALE, None)
+        results = zip(("out", "lse"), output, (x.out, x.lse), strict=True)
     else:
-        keys = torch.arange(k.shape[1], dtype=torch.int32, device="cpu")[None]
-        qfirst = torch.searchsorted(x.last, keys, out_int32=True).to(device)
-        qlast = (torch.searchsorted(x.first, keys, right=True, out_int32=True) - 1).to(device)
-        lse = x.given_lse.to(device).repeat(copies, 1, 1)
-        gradients = run(do, None, q, k, v, out, lse, first, last, qfirst, qlast, SCALE)
+        saved = Saved(q, k, v, out, x.given_lse.to(device).repeat(copies, 1, 1))
+        gradients = run(do, None, saved, intervals, SCALE, None)
         results = zip(("dq", "dk", "dv"), gradients, (x.dq, x.dk, x.dv), strict=True)
     for name, actual, exact in results:
         if not torch.equal(actual.nan_to_num(), actual[:1].nan_to_num().expand_as(actual)):
@@ -188,17 +189,6 @@ def problem(head_dim: int, group: int, bucket: int) -> Problem:
         dk[0, bucket:, 0] += (ds.T @ qi).double() * SCALE
         dq[0, :, h] = (ds @ kj).double() * SCALE
     return Problem(q, k, v, do, first[None], last[None], given_out, given_lse, out, lse, dq, dk, dv)
-
-
-def integers(shape: Sequence[int], seed: int, below: int) -> Tensor:
-    """Integers 0 .. below-1 as fp32, the same on every machine and with every torch.
-
-    torch.randint does not promise that.
-    """
-    x = (torch.arange(math.prod(shape)) + seed * 0x9E3779B1) & 0xFFFFFFFF
-    for _ in range(2):
-        x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
-    return ((x ^ (x >> 16)) % below).float().view(*shape)
 
 
 def _sparse(rows: int, columns: int, seed: int) -> Tensor:

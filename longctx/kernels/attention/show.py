@@ -13,10 +13,9 @@ from torch import Tensor
 
 from longctx.config.command_config import ShowOptions
 from longctx.config.model_config import hopper_size
-from longctx.kernels import flash_op, launch
-from longctx.kernels.fingerprint import fingerprint, sources
-from longctx.kernels.selftest import SelfTestFailed
-from longctx.kernels.toolchain import machine
+from longctx.kernels.attention import flash_op, launch
+from longctx.kernels.attention.fingerprint import fingerprint, machine, sources
+from longctx.kernels.attention.selftest import SelfTestFailed
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -58,7 +57,7 @@ def described(options: ShowOptions, device: torch.device, dtype: torch.dtype) ->
         qlast = (torch.searchsorted(ids, ids, right=True) - 1).int()
         intervals = (x.to(device) for x in (first, last, last, qlast))
         forward = flash_op.forward_for(q, k, v)
-        out, _ = forward(q, k, v, *intervals, q.shape[3] ** -0.5, implementation)
+        out, _ = forward(q, k, v, *intervals, q.shape[3] ** -0.5, None, implementation)
         # Hopper's kernel adds dq up in any order
         has_dq = implementation != "triton-hopper"
         return out, ("out", "dq", "dk", "dv") if has_dq else ("out", "dk", "dv")
@@ -83,7 +82,7 @@ def described(options: ShowOptions, device: torch.device, dtype: torch.dtype) ->
 def hopper_configs(head_size: int, device: torch.device) -> dict[str, Any]:
     """Return module → its launch config for heads of `head_size`, if it has a choice."""
     flash_op.kernels("triton-hopper", device)  # configures the modules
-    modules = {name: import_module(f"longctx.kernels.{name}") for name in launch.HOPPER}
+    modules = {name: import_module(f"longctx.kernels.attention.{name}") for name in launch.HOPPER}
     size = hopper_size(head_size)
     return {
         name: module.CONFIGS[size]._asdict()

@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from longctx.kernels.hopper_order import (
+from longctx.kernels.attention.hopper_order import (
     Q_DO_EMPTY,
     barriers,
     key_tile,
@@ -46,7 +46,7 @@ from longctx.kernels.hopper_order import (
     query_tiles,
     release_added,
 )
-from longctx.kernels.hopper_primitives import (
+from longctx.kernels.attention.hopper_primitives import (
     at_index,
     bar_arrive,
     bar_sync,

@@ -26,9 +26,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from longctx.kernels.gluon import tma_load
-from longctx.kernels.hopper_primitives import bar_sync, load_parts, push
-from longctx.kernels.tile_schedule import scheduled_tile, visible_tiles
+from longctx.kernels.attention.hopper_primitives import (
+    bar_sync,
+    load_parts,
+    push,
+    tma_load,
+)
+from longctx.kernels.attention.tile_schedule import scheduled_tile, visible_tiles
 
 Q_DO_EMPTY = gl.constexpr(13)  # named barrier 13 + tile & 1: q and do have been read
 LAST_TURN = gl.constexpr(1 << 30)  # that of the first keys, where tiles go from the last ones

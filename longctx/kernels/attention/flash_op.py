@@ -23,10 +23,12 @@ from torch._C import _functorch
 from torch.autograd import forward_ad
 
 from longctx.config.model_config import HOPPER_HEAD_SIZES
-from longctx.kernels.launch import configure
-from longctx.kernels.selftest import trust
+from longctx.kernels.attention import Intervals, Saved
+from longctx.kernels.attention.launch import configure
+from longctx.kernels.attention.selftest import trust
 
 HEAD_SIZES = range(16, 257)
+Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
 
 def implementation(
@@ -46,7 +48,7 @@ def implementation(
 
 
 def runs_hopper(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the Hopper kernels run on `device`, with such tensors."""
+    """Return True if the Hopper kernels run on `device`, with such tensors."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     if dtype not in (torch.bfloat16, torch.float16) or head_dim not in HOPPER_HEAD_SIZES:
@@ -56,14 +58,10 @@ def runs_hopper(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool
 
 
 class Kernels(NamedTuple):
-    """Both passes of an implementation.
-
-    forward(q, k, v, first, last, scale) → out, lse; backward(do, dlse, q, k, v, out, lse, first,
-    last, qfirst, qlast, scale) → dq, dk, dv.
-    """
+    """Both passes of an implementation, as longctx/kernels/attention/__init__.py describes them."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    backward: Callable[..., Gradients]
 
 
 def kernels(implementation: str, device: torch.device) -> Kernels:
@@ -82,7 +80,9 @@ def _modules(implementation: str, device: torch.device) -> tuple[Any, Any]:
         "torch-tiled": ("tiled", "tiled"),
         "triton-portable": ("portable", "portable"),
     }.get(implementation, ("hopper_forward", "hopper_backward"))
-    forward, backward = (importlib.import_module(f"longctx.kernels.{name}") for name in names)
+    forward, backward = (
+        importlib.import_module(f"longctx.kernels.attention.{name}") for name in names
+    )
     if implementation.startswith("triton-hopper"):
         configure(forward, names[0], device)
         configure(backward, names[1], device)
@@ -99,13 +99,14 @@ def forward_op(
     qfirst: Tensor,
     qlast: Tensor,
     scale: float,
+    softcap: float | None,
     implementation: str,
 ) -> tuple[Tensor, Tensor]:
-    """out (B, Tq, Hq, D) and lse (B, Hq, Tq) float32 under an interval mask.
+    """Return out (B, Tq, Hq, D) and lse (B, Hq, Tq) float32 under an interval mask.
 
     q is (B, Tq, Hq, D), k and v (B, Tk, Hkv, D).
     """
-    return trusted("forward", implementation, q, k)(q, k, v, first, last, scale)
+    return _forward(q, k, v, first, last, qfirst, qlast, scale, softcap, implementation)
 
 
 @torch.library.custom_op("longctx::flash_backward", mutates_args=())
@@ -122,14 +123,31 @@ def backward_op(
     qfirst: Tensor,
     qlast: Tensor,
     scale: float,
+    softcap: float | None,
     implementation: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv for the gradient `do` of out and `dlse` (or None) of lse.
+) -> Gradients:
+    """Return dq, dk, dv for the gradient `do` of out and `dlse` (or None) of lse.
 
-    It has no derivative of its own.
+    The operator has no derivative of its own.
     """
-    run = trusted("backward", implementation, q, k)
-    return run(do, dlse, q, k, v, out, lse, first, last, qfirst, qlast, scale)
+    intervals = Intervals(first, last, qfirst, qlast)
+    saved = Saved(q, k, v, out, lse)
+    return _backward(do, dlse, saved, intervals, scale, softcap, implementation)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    """Run the forward kernels, with the arguments of `forward_op`."""
+    *intervals, scale, softcap, implementation = others
+    run = trusted("forward", implementation, q, k)
+    output: tuple[Tensor, Tensor] = run(q, k, v, Intervals(*intervals), scale, softcap)
+    return output
+
+
+def _backward(do: Tensor, dlse: Tensor | None, saved: Saved, *others: Any) -> Gradients:
+    """Run the backward kernels; `others` are intervals, scale, softcap and implementation."""
+    run = trusted("backward", others[-1], saved.q, saved.k)
+    gradients: Gradients = run(do, dlse, saved, *others[:-1])
+    return gradients
 
 
 def _refuse_tangents(*tensors: Tensor) -> None:
@@ -165,7 +183,7 @@ def trusted(part: str, implementation: str, q: Tensor, k: Tensor) -> Callable[..
 
 
 def _needs_trust(q: Tensor, implementation: str) -> bool:
-    """Whether a compiler could have broken the kernels; a CPU runs torch or an interpreter."""
+    """Return True if a compiler could have broken the kernels: a CPU runs torch, or interprets."""
     return q.device.type != "cpu" and implementation.startswith("triton")
 
 
@@ -176,14 +194,12 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 @backward_op.register_fake
-def _(
-    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Gradients:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale, ctx.implementation = inputs
+    *tensors, ctx.scale, ctx.softcap, ctx.implementation = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
 
@@ -191,10 +207,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, first, last, qfirst, qlast, out, lse = ctx.saved_tensors
     do = torch.zeros_like(out) if do is None else do
-    grads = flash_backward(
-        do, dlse, q, k, v, out, lse, first, last, qfirst, qlast, ctx.scale, ctx.implementation
-    )
-    return *grads, *[None] * 6
+    intervals = Intervals(first, last, qfirst, qlast)
+    options = ctx.scale, ctx.softcap, ctx.implementation
+    gradients = flash_backward(do, dlse, Saved(q, k, v, out, lse), intervals, *options)
+    return *gradients, *[None] * 7
 
 
 forward_op.register_autograd(_differentiate, setup_context=_save)
@@ -205,18 +221,19 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-        first, last, _, _, scale, implementation = others
-        output = trusted("forward", implementation, q, k)(q, k, v, first, last, scale)
-        ctx.save_for_backward(q, k, v, *output)
+        *intervals, scale, softcap, implementation = others
+        ctx.others = Intervals(*intervals), scale, softcap, implementation
+        out, lse = trusted("forward", implementation, q, k)(q, k, v, *ctx.others[:-1])
+        # the intervals have no gradient and need not be saved by autograd
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
-        ctx.others = others  # tensors among them have no gradient
-        return output
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        do = torch.zeros_like(out) if do is None else do
-        return *flash_backward(do, dlse, q, k, v, out, lse, *ctx.others), *[None] * 6
+        saved = Saved(*ctx.saved_tensors)
+        do = torch.zeros_like(saved.out) if do is None else do
+        return *flash_backward(do, dlse, saved, *ctx.others), *[None] * 7
 
 
 def forward_for(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -233,35 +250,29 @@ def forward_for(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., tuple[Tensor, 
             _refuse_transforms(q, k, v)
         return forward_op
     needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad
-    if torch.is_grad_enabled() and needs_gradient:
-        return _Flash.apply
-    return _without_gradient
-
-
-def _without_gradient(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, *others: Any
-) -> tuple[Tensor, Tensor]:
-    _, _, scale, implementation = others
-    output: tuple[Tensor, Tensor] = trusted("forward", implementation, q, k)(
-        q, k, v, first, last, scale
-    )
-    return output
+    return _Flash.apply if torch.is_grad_enabled() and needs_gradient else _forward
 
 
 def flash_backward(
-    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *others: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    do: Tensor,
+    dlse: Tensor | None,
+    saved: Saved,
+    intervals: Intervals,
+    scale: float,
+    softcap: float | None,
+    implementation: str,
+) -> Gradients:
     """Return dq, dk, dv as `backward_op` does; the operator refuses second derivatives."""
-    gradients: tuple[Tensor, Tensor, Tensor]
-    if torch.is_grad_enabled() or not unobserved(do, q, k, v):
-        gradients = backward_op(do, dlse, q, k, v, *others)
+    if torch.is_grad_enabled() or not unobserved(do, saved.q, saved.k, saved.v):
+        gradients: Gradients = backward_op(
+            do, dlse, *saved, *intervals, scale, softcap, implementation
+        )
         return gradients
-    gradients = trusted("backward", others[-1], q, k)(do, dlse, q, k, v, *others[:-1])
-    return gradients
+    return _backward(do, dlse, saved, intervals, scale, softcap, implementation)
 
 
 def unobserved(*tensors: Tensor) -> bool:
-    """Whether no compiler, transform, mode, subclass or profiler has to see an operator."""
+    """Return True if no compiler, transform, mode, subclass or profiler has to see an operator."""
     for x in tensors:
         if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
             return False

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longctx.kernels.tile_schedule import multiprocessors
+from longctx.kernels.attention.tile_schedule import multiprocessors
 
 LOG2E = tl.constexpr(1.4426950408889634)
 TILE = 1 << 14  # bytes of a tile of keys; with STAGES of keys and values under 99 KiB

@@ -1,12 +1,12 @@
 """Launch a kernel again with other addresses, for a fraction of what the first launch takes.
 
-`kernel[grid](...)` looks at every argument to find out which compiled kernel serves them, and makes
-every tensor map anew: 50 to 80 µs of host time for thirty arguments. Where shapes, strides, types
-and alignment are those of an earlier call, the answer is known, and a tensor map is a function of
-the address alone. Whoever keeps a `Relaunch` says by its key that they are.
+`kernel[grid](...)` looks at every argument to find the compiled kernel that serves them, and makes
+every tensor map anew: 50 to 80 µs of host time for thirty arguments. If shapes, strides, dtypes and
+alignment match an earlier call, the compiled kernel is known, and a tensor map is a function of the
+address alone. The caller's key must cover all four.
 
-With Triton 3.6, whose launcher is known, the C function below it is called. Any other version has
-its own `runner` called, which takes about 15 µs more.
+With Triton 3.6 the C function below its launcher is called. Other versions call their own `runner`,
+which takes about 15 µs more. A CUDA graph (memory.cuda_graphs) spares both.
 """
 
 from __future__ import annotations
@@ -15,30 +15,22 @@ import contextlib
 import ctypes
 import functools
 import inspect
-import itertools
-import logging
 import threading
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-MOST = 512  # launches that are kept for each kernel; a program rarely has more shapes
-# tensor maps, of half a KB: an argument of a deep model has one for each layer, and more
-MOST_ADDRESSES = 256
-MOST_MAPS = 1 << 15  # of all arguments of all kernels; counted after each 1,024 new ones
-KNOWN_TRITON = "3.6."  # whose launcher takes what `_c_launcher_of_36` says
-
-_log = logging.getLogger(__name__)
-_every: list[weakref.ref[TensorMaps]] = []
-_made = itertools.count(1)
+LAUNCHES = 512  # that are cached for each kernel; a program rarely has more shapes
+TENSOR_MAPS = 1 << 15  # of half a KB, that are cached for all kernels
+KNOWN_TRITON = "3.6."  # whose launcher takes the arguments of `_direct_launcher`
 
 
 class _At(NamedTuple):
-    """What a tensor descriptor needs to know of a tensor: its address."""
+    """The part of a tensor that a tensor descriptor reads: its address."""
 
     address: int
 
@@ -47,39 +39,29 @@ class _At(NamedTuple):
 
 
 def _mapped(address: int, like: Any) -> Any:
-    """The tensor descriptor `like`, for another address; without the checks of its constructor."""
+    """Return the descriptor `like` for another address, without the checks of its constructor."""
     x = object.__new__(type(like))
     x.__dict__.update(like.__dict__)
     x.base = _At(address)
     return x
 
 
-class TensorMaps(dict[int, tuple[Any, ...]]):
-    """The tensor maps of one argument by address, as the C launcher takes them.
+@dataclass(frozen=True, eq=False)
+class MapMaker:
+    """Makes the tensor maps of one argument, as the C launcher takes them; a key of their cache."""
+
+    like: Any  # a descriptor of the same geometry
+    make: Callable[..., list[Any]]  # (descriptor, metadata) → tensor map, shape, strides
+    metadata: Any
+
+
+@functools.lru_cache(maxsize=TENSOR_MAPS)
+def tensor_map(maker: MapMaker, address: int) -> tuple[Any, ...]:
+    """Return the tensor map of `address`.
 
     A map holds an address and a geometry, no memory: it is right for whatever lies there later.
     """
-
-    def __init__(self, like: Any, make: Callable[[Any], list[Any]]) -> None:
-        super().__init__()
-        self.like, self.make = like, make
-        _every.append(weakref.ref(self))
-
-    def __missing__(self, address: int) -> tuple[Any, ...]:
-        if len(self) >= MOST_ADDRESSES:
-            self.clear()
-        if next(_made) % 1024 == 0:
-            _forget_if_many()
-        made = self[address] = tuple(self.make(_mapped(address, self.like)))
-        return made
-
-
-def _forget_if_many() -> None:
-    alive = [x for ref in _every if (x := ref()) is not None]
-    _every[:] = map(weakref.ref, alive)
-    if sum(map(len, alive)) >= MOST_MAPS:
-        for x in alive:
-            x.clear()
+    return tuple(maker.make(_mapped(address, maker.like), maker.metadata))
 
 
 class _Direct(NamedTuple):
@@ -87,8 +69,7 @@ class _Direct(NamedTuple):
 
     launch: Callable[..., None]
     fixed: tuple[Any, ...]  # between the stream and the kernel's own arguments
-    make: Callable[..., list[Any]]  # (descriptor, metadata) → tensor map, shape, strides
-    metadata: Sequence[Any]  # of each tensor map
+    makers: list[MapMaker]
     # what profilers of Triton have asked to be called at launches, now or later
     hooks: tuple[list[Any], ...]
 
@@ -102,89 +83,56 @@ class Relaunch:
         self.without = (None,) * (len(maps) - len(self.likes))  # maps that this kernel needs not
         self.runner: Callable[..., None] | None = None
         self.direct: _Direct | None = None
-        self.maps: list[TensorMaps] = []
 
     def __call__(self, stream: int, mapped: Sequence[int], *addresses: int) -> None:
         """Launch with tensor maps of the addresses `mapped`, then `addresses`, in the kernel's
         order.
         """
         if self.runner is None:
-            self._prepare()
+            # in this order: another thread may launch meanwhile
+            self.direct = _direct_launcher(self.compiled, self.likes)
+            self.runner = self.compiled[self.grid]
         direct = self.direct
-        maps: list[Any]
+        maps: list[Any] = []
         if direct is None or any(direct.hooks):
-            assert self.runner is not None
             maps = [*map(_mapped, mapped, self.likes), *self.without]
+            assert self.runner is not None
             self.runner(*maps, *addresses, *self.tail, stream=stream)
             return
-        maps = []
-        for by_address, address in zip(self.maps, mapped, strict=True):
-            maps += by_address[address]
+        for maker, address in zip(direct.makers, mapped, strict=True):
+            maps += tensor_map(maker, address)
         direct.launch(
             *self.grid, stream, *direct.fixed, *maps, *self.without, *addresses, *self.tail
         )
 
-    def _prepare(self) -> None:
-        direct = _c_launcher(self.compiled, len(self.likes))
-        if direct is not None:
-            self.maps = [
-                TensorMaps(like, functools.partial(direct.make, metadata=metadata))
-                for like, metadata in zip(self.likes, direct.metadata, strict=True)
-            ]
-        # in this order: another thread may launch meanwhile
-        self.direct = direct
-        self.runner = self.compiled[self.grid]
 
-
-def _c_launcher(compiled: Any, maps: int) -> _Direct | None:
-    """The C function below Triton's launcher of `compiled`; None if it is not as in Triton 3.6."""
+def _direct_launcher(compiled: Any, likes: Sequence[Any]) -> _Direct | None:
+    """Return the C function below the launcher of Triton 3.6 on an NVIDIA GPU, None for others."""
     import triton
-
-    reason = f"Triton {triton.__version__} is not {KNOWN_TRITON}x"
-    if triton.__version__.startswith(KNOWN_TRITON):
-        try:
-            return _c_launcher_of_36(compiled, maps)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            reason = f"Triton {triton.__version__} has another launcher ({error})"
-    _say_once(reason)
-    return None
-
-
-def _c_launcher_of_36(compiled: Any, maps: int) -> _Direct:
     from triton import knobs
     from triton.backends.nvidia import driver
 
     run = compiled.run
-    if type(run) is not driver.CudaLauncher:
-        raise TypeError(f"a {type(run).__name__}")
-    if run.global_scratch_size or run.profile_scratch_size:
-        raise ValueError("scratch memory")
+    if not triton.__version__.startswith(KNOWN_TRITON) or type(run) is not driver.CudaLauncher:
+        return None
     launch, metadata = run.launch, []
-    if maps:
+    if likes:
+        # a Python function around the C function makes the tensor maps
         inner = inspect.getclosurevars(launch).nonlocals
         launch, metadata = inner["launcher"], inner["tensordesc_meta"]
-    if not inspect.isbuiltin(launch) or launch.__name__ != "launch" or len(metadata) != maps:
-        raise TypeError("no C function")
-    if None in metadata or driver._BASE_ARGS_FORMAT != "iiiKKppOOOOOO":
-        raise ValueError("other arguments")
+    assert not run.global_scratch_size and not run.profile_scratch_size
+    assert driver._BASE_ARGS_FORMAT == "iiiKKppOOOOOO"
+    # None: global scratch, profile scratch; then launch metadata and its hooks
     fixed = (
-        compiled.function,
-        run.launch_cooperative_grid,
-        run.launch_pdl,
-        None,  # global scratch
-        None,  # profile scratch
-        compiled.packed_metadata,
-        None,  # launch metadata, for the hooks
-        None,
-        None,
+        *(compiled.function, run.launch_cooperative_grid, run.launch_pdl),
+        *(None, None, compiled.packed_metadata, None, None, None),
     )
+    makers = [
+        MapMaker(like, driver.make_tensordesc_arg, each)
+        for like, each in zip(likes, metadata, strict=True)
+    ]
     hooks = knobs.runtime.launch_enter_hook.calls, knobs.runtime.launch_exit_hook.calls
-    return _Direct(launch, fixed, driver.make_tensordesc_arg, metadata, hooks)
-
-
-@functools.cache
-def _say_once(reason: str) -> None:
-    _log.info("%s: each kernel launch takes about 15 µs more of the CPU", reason)
+    return _Direct(launch, fixed, makers, hooks)
 
 
 def first_launch(
@@ -196,7 +144,7 @@ def first_launch(
     constants: dict[str, Any],
     num_warps: int,
 ) -> Relaunch | None:
-    """Launch `kernel` in Triton's own way; how to do it again, or None in the interpreter.
+    """Launch `kernel` in Triton's own way; returns how to do it again, or None if interpreted.
 
     Its parameters are tensor maps, pointers, scalars and constants, in this order. The last of the
     maps may be None.
@@ -256,8 +204,8 @@ def load_one_at_a_time() -> None:
 
 
 def keep(launches: dict[Hashable, Any], key: Hashable, value: Any) -> None:
-    """Put `value` into `launches`, which never holds more than MOST."""
-    if len(launches) >= MOST:
+    """Put `value` into `launches`, which never holds more than LAUNCHES."""
+    if len(launches) >= LAUNCHES:
         launches.clear()
     launches[key] = value
 

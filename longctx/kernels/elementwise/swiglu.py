@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longctx.kernels.linear import weight_gradient
+from longctx.kernels.elementwise.linear import weight_gradient
 
 
 @triton.jit

@@ -62,8 +62,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from longctx.config.model_config import hopper_size
-from longctx.kernels.gluon import shared_layout
-from longctx.kernels.hopper_primitives import (
+from longctx.kernels.attention import Intervals
+from longctx.kernels.attention.hopper_primitives import (
     addressable,
     at_index,
     bar_arrive,
@@ -74,14 +74,15 @@ from longctx.kernels.hopper_primitives import (
     pop,
     push,
     rounding_error,
+    shared_layout,
     split,
     start_scores,
     start_sum,
     store_parts,
     zero_parts,
 )
-from longctx.kernels.portable import LN2, LOG2E
-from longctx.kernels.relaunch import (
+from longctx.kernels.attention.portable import LN2, LOG2E
+from longctx.kernels.attention.relaunch import (
     Relaunch,
     compile_side_by_side,
     first_launch,
@@ -89,7 +90,7 @@ from longctx.kernels.relaunch import (
     stream_of,
     zero,
 )
-from longctx.kernels.tile_schedule import (
+from longctx.kernels.attention.tile_schedule import (
     batch_stride,
     heads_in_l2,
     masked_tile,
@@ -710,14 +711,22 @@ _compiled: set[Hashable] = set()  # by config, head size, group, type and device
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    intervals: Intervals,
+    scale: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out like q, contiguous, and lse (B, Hq, Tq) float32, for intervals (B or 1, Tq)."""
+    """Return out like q, contiguous, and lse (B, Hq, Tq) float32."""
+    assert softcap is None
     device = q.get_device()
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return forward(q, k, v, first, last, scale)
+            return forward(q, k, v, intervals, scale)
+    first, last = intervals[:2]
     q_at, k_at, v_at, *ends = [x.data_ptr() for x in (q, k, v, first, last)]
+    # all that decides which compiled kernel serves a call
     key = (
         *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
         *(q.dtype, k.dtype, v.dtype, device, scale),
@@ -726,7 +735,7 @@ def forward(
     launches = _launches.get(key)
     aligned = (q_at | k_at | v_at) % 16 == 0
     if launches is None or not aligned or launches.config is not CONFIGS[launches.size]:
-        return _first_forward(q, k, v, first, last, scale, key)
+        return _first_forward(q, k, v, intervals, scale, key)
     B, Tq, Hq, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty((B, Hq, Tq), dtype=torch.float32, device=q.device)
@@ -735,18 +744,19 @@ def forward(
     zero(flags, launches.flags, stream)
     mapped = (q_at, k_at, v_at, out.data_ptr()) * launches.parts
     lse_at = lse.data_ptr()
+    # the second launch computes the flagged tiles again; each has a counter of its own
     for retry, again in enumerate(launches.kernels):
         again(stream, mapped, lse_at, at + 4 * retry, at + 8, *ends)
     return out, lse
 
 
 def _first_forward(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float, key: Hashable
+    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, key: Hashable
 ) -> tuple[Tensor, Tensor]:
-    """As `forward`, for a shape that has not been computed yet or that needs a copy."""
+    """Compute as `forward` does a shape that is new, or inputs that need a copy."""
     addressed = addressable(q), addressable(k), addressable(v)
     if any(x is not y for x, y in zip(addressed, (q, k, v), strict=True)):
-        return forward(*addressed, first, last, scale)
+        return forward(*addressed, intervals, scale)
     B, Tq, Hq, D = q.shape
     size = hopper_size(D)
     c = CONFIGS[size]
@@ -755,9 +765,8 @@ def _first_forward(
     # a counter for each launch, then `retry`
     count = 3 + triton.cdiv(Tq, 64 * c.consumers) * B * Hq
     flags = torch.zeros(count, dtype=torch.int32, device=q.device)
-    tensors = q, k, v, out
-    parts, kernels = _first_launches(tensors, lse, flags, first, last, scale, c, size)
-    keep(_launches, key, Launches(size, c, parts, count, kernels))
+    kernels = _first_launches((q, k, v, out), lse, flags, intervals, scale, size)
+    keep(_launches, key, Launches(size, c, 2 if split(size)[1] else 1, count, kernels))
     return out, lse
 
 
@@ -765,48 +774,40 @@ def _first_launches(
     tensors: tuple[Tensor, ...],
     lse: Tensor,
     flags: Tensor,
-    first: Tensor,
-    last: Tensor,
+    intervals: Intervals,
     scale: float,
-    c: Config,
     size: int,
-) -> tuple[int, tuple[Relaunch, ...]]:
-    """Launch for q, k, v, out = tensors, and again for the tiles that need it where m is fixed.
+) -> tuple[Relaunch, ...]:
+    """Launch for q, k, v, out = tensors, and again for flagged tiles if m is fixed.
 
-    Parts of the channels, and how to launch.
+    Returns how to launch the same again.
     """
     q, k, _v, _out = tensors
     B, Tq, Hq, _D = q.shape
-    group = Hq // k.shape[2]
+    group, c = Hq // k.shape[2], CONFIGS[size]
     dtype = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
+    # tensor maps of the first part of the channels, then of the second
     width, rest = split(size)
     boxes = tuple(zip(tensors, (64, c.BN, c.BN, 64), strict=True))
     maps = [descriptor(x, n, width, dtype) for x, n in boxes]
     maps += [descriptor(x, n, rest, dtype) if rest else None for x, n in boxes]
     tiles = triton.cdiv(Tq, 64 * c.consumers)
     scalars = (
-        batch_stride(first),
-        scale * LOG2E.value,
-        Tq,
-        Hq,
-        tiles,
-        B * Hq,
-        heads_in_l2(k, B * Hq, group),
+        *(batch_stride(intervals.first), scale * LOG2E.value),
+        *(Tq, Hq, tiles, B * Hq, heads_in_l2(k, B * Hq, group)),
     )
     programs = min(tiles * B * Hq, multiprocessors(q.device))
-    calls = [
-        ((lse, flags[retry:], flags[2:], first, last), constants_of(c, size, group, dtype, retry))
-        for retry in ((False, True) if dtype == gl.bfloat16 else (False,))
-    ]
+    retries = (False, True) if dtype == gl.bfloat16 else (False,)
+    pointers = [(lse, flags[retry:], flags[2:], *intervals[:2]) for retry in retries]
+    constants = [constants_of(c, size, group, dtype, retry) for retry in retries]
+    calls = list(zip(pointers, constants, strict=True))
     if (key := (c, size, group, dtype, q.device)) not in _compiled:
-        arguments = [((*maps, *pointers, *scalars), constants) for pointers, constants in calls]
+        arguments = [((*maps, *addresses, *scalars), fixed) for addresses, fixed in calls]
         compile_side_by_side(forward_kernel, programs, arguments, num_warps=4)
         _compiled.add(key)
     launches = []
-    for pointers, constants in calls:
-        again = first_launch(
-            forward_kernel, programs, maps, pointers, scalars, constants, num_warps=4
-        )
+    for addresses, fixed in calls:
+        again = first_launch(forward_kernel, programs, maps, addresses, scalars, fixed, num_warps=4)
         assert again is not None, "Gluon has no interpreter"
         launches.append(again)
-    return 2 if rest else 1, tuple(launches)
+    return tuple(launches)

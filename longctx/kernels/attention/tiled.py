@@ -14,26 +14,36 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from longctx.kernels.attention import Intervals, Saved
+
 # queries × keys of a tile: small enough for L2, large enough for the matrix library
 ROWS = 256
 COLS = 1024
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    intervals: Intervals,
+    scale: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out like q and lse (B, Hq, Tq) float32.
+    """Return out like q and lse (B, Hq, Tq) float32.
 
     The last dimension of q, k and v must be contiguous: torch's kernel assumes it.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
     for b in range(q.shape[0]):
-        f, la = first[b % first.shape[0]], last[b % last.shape[0]]
-        documents = fused_documents(f, la, k.shape[1])
+        ends = _of_sequence(intervals, b)
+        documents = None if softcap else fused_documents(*ends, k.shape[1])
         if documents is None:
-            _forward_tiles(q[b], k[b], v[b], f, la, scale, out[b], lse[b])
+            # any mask: online softmax, tile by tile
+            tiled = Saved(q[b], k[b], v[b], out[b], lse[b])
+            _forward_tiles(tiled, *ends, scale, softcap)
             continue
+        # causal documents: torch's fused kernel, one call each
         for start, end, causal in documents:
             rows, cols = slice(start, end), slice(start, end) if causal else slice(0, k.shape[1])
             o, s = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -49,29 +59,27 @@ def forward(
 def backward(
     do: Tensor,
     dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    first: Tensor,
-    last: Tensor,
-    qfirst: Tensor,
-    qlast: Tensor,
+    saved: Saved,
+    intervals: Intervals,
     scale: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv for the gradients do of out and dlse of lse."""
+    """Return dq, dk, dv for the gradients do of out and dlse of lse."""
     do = do.contiguous()
+    q, k, v, out, lse = saved
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     for b in range(q.shape[0]):
-        f, la = first[b % first.shape[0]], last[b % last.shape[0]]
-        documents = fused_documents(f, la, k.shape[1]) if dlse is None else None
+        ends = _of_sequence(intervals, b)
+        # torch's kernel knows no gradient of the lse
+        plain = dlse is None and not softcap
+        documents = fused_documents(*ends, k.shape[1]) if plain else None
         if documents is None:
-            delta = (do[b].float() * o[b].float()).sum(-1).T
+            delta = (do[b].float() * out[b].float()).sum(-1).T
             delta = delta if dlse is None else delta - dlse[b]
-            _backward_tiles(
-                do[b], q[b], k[b], v[b], delta, lse[b], f, la, scale, dq[b], dk[b], dv[b]
-            )
+            of_one = Saved(*(x[b] for x in saved))
+            gradients = _backward_tiles(do[b], delta, of_one, *ends, scale, softcap)
+            for target, gradient in zip((dq[b], dk[b], dv[b]), gradients, strict=True):
+                target.copy_(gradient)
             continue
         for start, end, causal in documents:
             rows, cols = slice(start, end), slice(start, end) if causal else slice(0, k.shape[1])
@@ -79,17 +87,24 @@ def backward(
                 _heads(do[b, rows]),
                 _heads(q[b, rows]),
                 *_grouped(q.shape[2], k[b, cols], v[b, cols]),
-                _heads(o[b, rows]),
+                _heads(out[b, rows]),
                 lse[b : b + 1, :, rows].contiguous(),
                 0.0,
                 causal,
                 scale=scale,
             )
             dq[b, rows] = grads[0][0].transpose(0, 1)
+            # a group's query heads share its key-value head: their gradients add up
             for target, grad in ((dk, grads[1]), (dv, grads[2])):
                 of_group = grad[0].unflatten(0, (k.shape[2], -1)).float()
                 target[b, cols] += of_group.sum(1).transpose(0, 1).to(k.dtype)
     return dq, dk, dv
+
+
+def _of_sequence(intervals: Intervals, b: int) -> tuple[Tensor, Tensor]:
+    """Return first and last (Tq,) of sequence b."""
+    first, last = intervals.first, intervals.last
+    return first[b % first.shape[0]], last[b % last.shape[0]]
 
 
 def fused_documents(first: Tensor, last: Tensor, Tk: int) -> list[tuple[int, int, bool]] | None:
@@ -127,67 +142,69 @@ def _tiles(first: Tensor, last: Tensor) -> Iterator[tuple[slice, slice, Tensor |
             yield slice(i, i + len(f)), slice(j, end), visible
 
 
-def _scores(q: Tensor, k: Tensor, visible: Tensor | None, scale: float) -> Tensor:
-    """(Hkv, G, rows, keys) float32, -inf where not seen; q (rows, Hkv, G, D), k (keys, Hkv, D)."""
+def _scores(
+    q: Tensor, k: Tensor, visible: Tensor | None, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return scores (Hkv, G, rows, keys) float32, -inf where not seen, and tanh of a softcap.
+
+    q is (rows, Hkv, G, D), k (keys, Hkv, D).
+    """
     s = torch.einsum("ihgd,jhd->hgij", q.float(), k.float()) * scale
-    return s if visible is None else s.masked_fill(~visible, float("-inf"))
+    tanh = None
+    if softcap:
+        tanh = (s / softcap).tanh()
+        s = softcap * tanh
+    return s if visible is None else s.masked_fill(~visible, float("-inf")), tanh
 
 
 def _forward_tiles(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    first: Tensor,
-    last: Tensor,
-    scale: float,
-    out: Tensor,
-    lse: Tensor,
+    x: Saved, first: Tensor, last: Tensor, scale: float, softcap: float | None
 ) -> None:
-    G = q.shape[1] // k.shape[1]
-    qg, og = q.unflatten(1, (-1, G)), out.unflatten(1, (-1, G))
-    m = torch.full((k.shape[1], G, q.shape[0]), float("-inf"))
+    """Write out and lse of one sequence (T, H, D), with online softmax over tiles of keys."""
+    G = x.q.shape[1] // x.k.shape[1]
+    qg, og = x.q.unflatten(1, (-1, G)), x.out.unflatten(1, (-1, G))
+    m = torch.full((x.k.shape[1], G, x.q.shape[0]), float("-inf"))
     l = torch.zeros_like(m)
-    acc = torch.zeros(k.shape[1], G, *q.shape[::2])
+    acc = torch.zeros(x.k.shape[1], G, *x.q.shape[::2])
     for i, j, visible in _tiles(first, last):
-        s = _scores(qg[i], k[j], visible, scale)
+        s, _ = _scores(qg[i], x.k[j], visible, scale, softcap)
         m_new = torch.maximum(m[..., i], s.amax(-1))
+        # a query that has seen nothing yet: -inf - -inf would be NaN
         shift = m_new.masked_fill(m_new == float("-inf"), 0.0)
         p, alpha = (s - shift[..., None]).exp(), (m[..., i] - shift).exp()
         l[..., i] = l[..., i] * alpha + p.sum(-1)
-        acc[..., i, :] = acc[..., i, :] * alpha[..., None] + torch.einsum(
-            "hgij,jhd->hgid", p, v[j].float()
-        )
+        pv = torch.einsum("hgij,jhd->hgid", p, x.v[j].float())
+        acc[..., i, :] = acc[..., i, :] * alpha[..., None] + pv
         m[..., i] = m_new
     og.copy_((acc / l.masked_fill(l == 0, 1.0)[..., None]).permute(2, 0, 1, 3))
-    lse.copy_((m + l.log()).flatten(0, 1))
+    x.lse.copy_((m + l.log()).flatten(0, 1))
 
 
 def _backward_tiles(
     do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
     delta: Tensor,
-    lse: Tensor,
+    saved: Saved,
     first: Tensor,
     last: Tensor,
     scale: float,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-) -> None:
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv, fp32, of one sequence (T, H, D)."""
+    q, k, v, _, lse = saved
     G = q.shape[1] // k.shape[1]
     qg, dog = (x.unflatten(1, (-1, G)) for x in (q, do))
     lse, delta = (x.unflatten(0, (-1, G)) for x in (lse, delta))
+    # p of a query that sees nothing is exp(-inf) = 0
     lse = lse.masked_fill(lse == float("-inf"), float("inf"))
-    dq_sum, dk_sum, dv_sum = (torch.zeros(x.shape, dtype=torch.float32) for x in (qg, k, v))
+    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (qg, k, v))
     for i, j, visible in _tiles(first, last):
-        p = (_scores(qg[i], k[j], visible, scale) - lse[..., i, None]).exp()
-        dv_sum[j] += torch.einsum("hgij,ihgd->jhd", p, dog[i].float())
+        s, tanh = _scores(qg[i], k[j], visible, scale, softcap)
+        p = (s - lse[..., i, None]).exp()
+        dv[j] += torch.einsum("hgij,ihgd->jhd", p, dog[i].float())
         dp = torch.einsum("ihgd,jhd->hgij", dog[i].float(), v[j].float())
         ds = p * (dp - delta[..., i, None]) * scale
-        dk_sum[j] += torch.einsum("hgij,ihgd->jhd", ds, qg[i].float())
-        dq_sum[i] += torch.einsum("hgij,jhd->ihgd", ds, k[j].float())
-    dq.copy_(dq_sum.flatten(1, 2))
-    dk.copy_(dk_sum)
-    dv.copy_(dv_sum)
+        if tanh is not None:
+            ds *= 1 - tanh.square()
+        dk[j] += torch.einsum("hgij,ihgd->jhd", ds, qg[i].float())
+        dq[i] += torch.einsum("hgij,jhd->ihgd", ds, k[j].float())
+    return dq.flatten(1, 2), dk, dv
