@@ -42,6 +42,12 @@ def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """wandb may take longer than a run waits, on a busy machine."""
+    monkeypatch.setattr("longctx.runs.tracking.PATIENCE", 120.0)
+
+
 def test_a_key_decides_between_online_and_offline(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -83,6 +89,7 @@ def whole_copy(folder: Path) -> list[dict[str, object]]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("victim", ["its core", "its process"])
 def test_a_wandb_that_is_killed_is_said_once_and_all_is_copied_anew(
     victim: str, tmp_path: Path
@@ -214,6 +221,7 @@ def validation(step: int) -> dict[str, float]:
     }
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_resumed_run_is_a_new_leg_of_its_group_offline(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -333,6 +341,7 @@ def test_tables_hold_rows_of_earlier_starts_too(tmp_path: Path, init: MagicMock)
     assert "sample" not in second and math.isnan(third["loss"])
 
 
+@pytest.mark.usefixtures("patient")
 def test_an_evaluation_is_a_run_of_its_own_kind_with_tables_and_plots(tmp_path: Path) -> None:
     from matplotlib.figure import Figure
 
