@@ -1,4 +1,4 @@
-"""The keys of `longctx generate`, checked as far as that needs no torch."""
+"""The keys of `longctx generate`. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROMPT_FILES = (".txt", ".jsonl")
 
 @dataclass
 class GenerateConfig:
-    """What is continued, by which model, and how tokens are chosen."""
+    """The prompt, the model that continues it, and how tokens are chosen."""
 
     checkpoint: str = key(
         "",
@@ -31,7 +31,7 @@ class GenerateConfig:
     chat: bool = key(
         False, "the prompt is a message; the answer is asked for by the model's chat template"
     )
-    max_new_tokens: int = key(200, "of each prompt; fewer where its text ends", between=(1, 2**31))
+    max_new_tokens: int = key(200, "of each prompt; fewer if its text ends", between=(1, 2**31))
     temperature: float = key(
         0.8, "0: always the likeliest token; 1: by the model's probabilities", between=(0.0, 100.0)
     )
@@ -39,7 +39,10 @@ class GenerateConfig:
         None, "choose among the k likeliest tokens; null: among all", between=(1, 2**31)
     )
     top_p: float | None = key(
-        None, "choose among the likeliest that together have this probability; null: among all"
+        None,
+        "choose among the likeliest that together have this probability; null: among all",
+        above=0,
+        between=(0, 1),
     )
     seed: int = key(1, "of the choices", between=(0, 2**63 - 1))
     batch_size: int = key(8, "prompts at a time", between=(1, 2**20))
@@ -60,8 +63,6 @@ class GenerateConfig:
     def validate(self) -> None:
         """Raise ValueError or OSError naming the first key whose value makes no sense."""
         check(self)
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}: a probability above 0 and up to 1")
         for name in ("top_k", "top_p"):
             value = getattr(self, name)
             if self.temperature == 0 and value is not None:
@@ -74,19 +75,19 @@ class GenerateConfig:
             raise ValueError(f"attention={self.attention}: choose one of {known}")
         if self.chat and self.prompt is None and self.prompts is None:
             raise ValueError("chat=true: give the message, as in prompt='Who are you?'")
+        self._check_files()
+
+    def _check_files(self) -> None:
+        """Raise ValueError for a file that cannot be read, or written after all is generated."""
         if self.out is not None and Path(self.out).suffix != ".jsonl":
             raise ValueError(f"out={self.out}: a file that ends in .jsonl")
         if self.out is not None and not Path(self.out).absolute().parent.is_dir():
             raise ValueError(f"out={self.out}: the folder {Path(self.out).parent} is not there")
-        self._validate_prompts()
-
-    def _validate_prompts(self) -> None:
         if self.prompts is None:
             return
         if self.prompt is not None:
             raise ValueError(f"prompts={self.prompts}: prompt= is given too; leave one of them out")
         file = Path(self.prompts)
-        if file.suffix not in PROMPT_FILES:
-            raise ValueError(f"prompts={file}: a file that ends in {' or '.join(PROMPT_FILES)}")
-        if not file.is_file():
-            raise ValueError(f"prompts={file}: no such file")
+        if file.suffix not in PROMPT_FILES or not file.is_file():
+            known = " or ".join(PROMPT_FILES)
+            raise ValueError(f"prompts={file}: no such file; give one that ends in {known}")
