@@ -279,7 +279,7 @@ def value_of(text: str, declared: Key | None) -> Any:
 
 
 def check_needed(config: Any, given: Mapping[str, str]) -> None:
-    """Raise ValueError for a key that does nothing without another one, which is not set."""
+    """Raise ValueError for a key that does nothing, because another one is not set."""
     declared = keys(typing.cast(Any, type(config)))
     for name, text in given.items():
         group, _, own = name.rpartition(".")
@@ -301,7 +301,7 @@ def check_needed(config: Any, given: Mapping[str, str]) -> None:
 
 
 def with_file(argv: Iterable[str]) -> list[str]:
-    """Return `argv` with the keys of its .yaml file as words, but not those that `argv` has."""
+    """Return `argv` with the keys of its .yaml file as words; keys of `argv` itself win."""
     words = list(argv)
     files = [word for word in words if "=" not in word and word.endswith((".yaml", ".yml"))]
     if not files:
@@ -351,7 +351,7 @@ def words_of_file(path: Path) -> dict[str, str]:
 
 
 def _of_new_run(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a run's configuration without what belongs to that run alone."""
+    """Return a run's configuration without its name and other keys of that run alone."""
     values = {name: value for name, value in saved.items() if name not in ("name", "resume")}
     init, data = values.get("init"), values.get("data")
     if init is not None:

@@ -71,7 +71,7 @@ class DashboardOptions:
 
 @dataclass
 class ExportOptions:
-    """What to export, and in what form."""
+    """The run to export, and the form of the export."""
 
     run: str = key(
         "", "a run, of which the newest checkpoint is taken, or a checkpoint", positional=True

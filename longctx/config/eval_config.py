@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longctx.config.data_config import DataConfig
-from longctx.config.fields import check, group, key
+from longctx.config.fields import check, group, key, refuse
 from longctx.config.model_config import AttentionConfig
 from longctx.config.parallel_config import ContextConfig, StrategyConfig
 
@@ -178,20 +178,24 @@ class EvalConfig:
         if self.checkpoint is None:
             raise ValueError("checkpoint is not set; give a run, such as checkpoint=runs/NAME")
         check(self)
-        if self.context.degree == "auto":
-            raise ValueError("context=auto: is chosen for training; give eval.py a number")
+        refuse(
+            (
+                self.context.degree == "auto",
+                "context=auto: is chosen for training; give eval.py a number",
+            ),
+            (
+                self.context.check,
+                "context.check=true: compares a step of training; give it to train.py, or leave "
+                "it out",
+            ),
+            (
+                self.tasks and find_spec("lm_eval") is None,
+                f"{self._tasks()}: lm-evaluation-harness is not installed; "
+                "pip install -e '.[lm-eval]'",
+            ),
+        )
         if self.devices > 1:  # else a launcher may have started more
             self.context.check_degree(self.devices)
-        if self.context.check:
-            raise ValueError(
-                "context.check=true: compares a step of training; give it to train.py, or leave "
-                "it out"
-            )
-        if self.tasks and find_spec("lm_eval") is None:
-            raise ValueError(
-                f"{self._tasks()}: lm-evaluation-harness is not installed; "
-                "pip install -e '.[lm-eval]'"
-            )
         self._check_kind()
 
     def _tasks(self) -> str:

@@ -239,14 +239,21 @@ def _check_bounds(name: str, number: float, metadata: Mapping[str, Any]) -> None
     raise ValueError(f"{name}={number}: a number {lowest} {highest}".rstrip())
 
 
+def refuse(*mistakes: tuple[object, str]) -> None:
+    """Raise ValueError with the first message whose condition holds, for keys that disagree."""
+    for is_wrong, message in mistakes:
+        if is_wrong:
+            raise ValueError(message)
+
+
 def unknown(name: str, known: Iterable[str]) -> str:
-    """Say that `name` is no key, and which is the closest."""
+    """Return a message that `name` is no key, with the closest one."""
     close = closest(name, known)
     return f"{name} is not a key{f'{close} All' if close else '; all'} keys: --help"
 
 
 def closest(name: str, names: Iterable[str]) -> str:
-    """Ask for the closest of `names`; empty if none is close."""
+    """Return a question for the closest of `names`; empty if none is close."""
     names = list(names)
     close = [full for full in names if full.endswith(f".{name}")]
     close = close or difflib.get_close_matches(name, names, n=1, cutoff=0.6)

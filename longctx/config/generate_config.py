@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longctx.config import presets
-from longctx.config.fields import check, key
+from longctx.config.fields import check, key, refuse
 
 PROMPT_FILES = (".txt", ".jsonl")
 
@@ -61,33 +61,39 @@ class GenerateConfig:
     attention: str = key("flash", "backend that computes the prompts: flash | sdpa | naive | …")
 
     def validate(self) -> None:
-        """Raise ValueError or OSError naming the first key whose value makes no sense."""
+        """Raise ValueError for the first key that makes no sense, or whose file is missing."""
         check(self)
-        for name in ("top_k", "top_p"):
-            value = getattr(self, name)
-            if self.temperature == 0 and value is not None:
-                raise ValueError(
+        backends = sorted(presets.names("attention"))
+        out, file = Path("out.jsonl" if self.out is None else self.out), Path(self.prompts or "")
+        refuse(
+            *(
+                (
+                    self.temperature == 0 and value is not None,
                     f"{name}={value}: does nothing with temperature=0, which takes the likeliest "
-                    "token; leave one of them out"
+                    "token; leave one of them out",
                 )
-        if self.attention not in presets.names("attention"):
-            known = ", ".join(sorted(presets.names("attention")))
-            raise ValueError(f"attention={self.attention}: choose one of {known}")
-        if self.chat and self.prompt is None and self.prompts is None:
-            raise ValueError("chat=true: give the message, as in prompt='Who are you?'")
-        self._check_files()
-
-    def _check_files(self) -> None:
-        """Raise ValueError for a file that cannot be read, or written after all is generated."""
-        if self.out is not None and Path(self.out).suffix != ".jsonl":
-            raise ValueError(f"out={self.out}: a file that ends in .jsonl")
-        if self.out is not None and not Path(self.out).absolute().parent.is_dir():
-            raise ValueError(f"out={self.out}: the folder {Path(self.out).parent} is not there")
-        if self.prompts is None:
-            return
-        if self.prompt is not None:
-            raise ValueError(f"prompts={self.prompts}: prompt= is given too; leave one of them out")
-        file = Path(self.prompts)
-        if file.suffix not in PROMPT_FILES or not file.is_file():
-            known = " or ".join(PROMPT_FILES)
-            raise ValueError(f"prompts={file}: no such file; give one that ends in {known}")
+                for name, value in (("top_k", self.top_k), ("top_p", self.top_p))
+            ),
+            (
+                self.attention not in backends,
+                f"attention={self.attention}: choose one of {', '.join(backends)}",
+            ),
+            (
+                self.chat and self.prompt is None and self.prompts is None,
+                "chat=true: give the message, as in prompt='Who are you?'",
+            ),
+            (out.suffix != ".jsonl", f"out={out}: a file that ends in .jsonl"),
+            (
+                not out.absolute().parent.is_dir(),
+                f"out={out}: the folder {out.parent} is not there",
+            ),
+            (
+                self.prompts is not None and self.prompt is not None,
+                f"prompts={file}: prompt= is given too; leave one of them out",
+            ),
+            (
+                self.prompts is not None
+                and (file.suffix not in PROMPT_FILES or not file.is_file()),
+                f"prompts={file}: no such file; give one that ends in {' or '.join(PROMPT_FILES)}",
+            ),
+        )

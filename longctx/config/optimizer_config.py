@@ -21,7 +21,7 @@ class Traits(NamedTuple):
 
     matrix_bytes: int = 8  # of fp32 state for a weight in a matrix of the transformer blocks
     other_bytes: int = 8  # for a weight of the embedding, of the lm_head, of a vector
-    keys: Mapping[str, Any] = {}  # those keys of OptimizerConfig that it has, with their defaults
+    keys: Mapping[str, Any] = {}  # its own keys of OptimizerConfig, with their defaults
     states: tuple[str, ...] = ("fp32",)  # what memory.optimizer_state may be
     lora: bool = True  # it can train the additions of LoRA
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from longctx.config.fields import check, key
+from longctx.config.fields import check, key, refuse
 
 WAYS = ("keep", "auto", "abf", "ntk", "linear", "dynamic", "yarn", "llama3", "longrope")
 # The length that the weights were trained for before any scaling.
@@ -53,17 +53,21 @@ class RopeConfig:
     def validate(self) -> None:
         """Raise ValueError for the first key that cannot be right."""
         check(self, "rope.")
-        if self.type == "abf" and self.theta is None:
-            raise ValueError(
-                "rope=abf: needs the new base of the frequencies, such as rope.theta=5000000"
-            )
-        if self.type != "abf" and self.theta is not None:
-            raise ValueError(
-                f"rope={self.type} rope.theta={self.theta}: rope.theta goes with rope=abf"
-            )
-        for name in ("factor", "original"):
-            if getattr(self, name) is not None and self.type in ("keep", "abf", "auto"):
-                raise ValueError(f"rope.{name}={getattr(self, name)}: not used by rope={self.type}")
+        unused = self.type in ("keep", "abf", "auto")
+        refuse(
+            (
+                self.type == "abf" and self.theta is None,
+                "rope=abf: needs the new base of the frequencies, such as rope.theta=5000000",
+            ),
+            (
+                self.type != "abf" and self.theta is not None,
+                f"rope={self.type} rope.theta={self.theta}: rope.theta goes with rope=abf",
+            ),
+            *(
+                (unused and value is not None, f"rope.{name}={value}: not used by rope={self.type}")
+                for name, value in (("factor", self.factor), ("original", self.original))
+            ),
+        )
         allowed = sum(KEYS.get(self.type, ((), ())), ())
         for name, value in self.options.items():
             if name not in allowed or name in ("factor", ORIGINAL):

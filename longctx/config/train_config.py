@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from longctx.config.data_config import DataConfig
 from longctx.config.eval_config import PasskeyConfig
-from longctx.config.fields import check, group, key
+from longctx.config.fields import check, group, key, refuse
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import AttentionConfig, GPTConfig, LoraConfig
 from longctx.config.optimizer_config import OptimizerConfig
@@ -16,6 +16,7 @@ from longctx.config.rope_config import RopeConfig
 
 LONGEST_ROW = 2**24
 SWITCH = ("auto", "true", "false")
+FOLDER_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 
 
 @dataclass
@@ -201,37 +202,39 @@ class TrainConfig:
         """Raise ValueError for the first key that makes no sense on any machine, with any data."""
         check(self)
         self._check_schedule()
-        if self.max_tokens is not None and self.max_steps is not None:
-            raise ValueError(
-                f"max_steps={self.max_steps} and max_tokens={self.max_tokens} both end the run; "
-                "give one"
-            )
-        if self.name is not None and not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", self.name, re.A):
-            raise ValueError(
-                f"name={self.name!r}: names a folder: up to 100 letters, digits, '.', '_', '-', "
-                "the first a letter or digit"
-            )
         if self.devices > 1:  # else a launcher may have started more
             self.context.check_degree(self.devices)
-        if self.context.check and isinstance(self.seq_len, int) and self.seq_len < 8:
-            raise ValueError(
-                f"seq_len={self.seq_len}: too short for context.check=true, which puts two "
-                "documents into each sequence; give 8 or more, or leave the check out"
-            )
-        if self.rope.type != "keep" and self.init is None:
-            raise ValueError(
-                f"rope={self.rope.type}: stretches trained weights, and init= names none; "
-                "leave rope out"
-            )
-        policy = self.memory.policies()[0]
-        state = self.memory.filled(policy).optimizer_state
+        state = self.memory.filled(self.memory.policies()[0]).optimizer_state
         self.optimizer.check_beside(state, self.lora.rank)
-        # 16 bits lose a change of less than 1/256, so the average would stand still.
-        if self.memory.optimizer_state == "bf16" and self.betas[1] > 0.98:
-            raise ValueError(
+        is_short = isinstance(self.seq_len, int) and self.seq_len < 8
+        refuse(
+            (
+                self.max_tokens is not None and self.max_steps is not None,
+                f"max_steps={self.max_steps} and max_tokens={self.max_tokens} both end the run; "
+                "give one",
+            ),
+            (
+                self.name is not None and not FOLDER_NAME.fullmatch(self.name),
+                f"name={self.name!r}: names a folder: up to 100 letters, digits, '.', '_', '-', "
+                "the first a letter or digit",
+            ),
+            (
+                self.context.check and is_short,
+                f"seq_len={self.seq_len}: too short for context.check=true, which puts two "
+                "documents into each sequence; give 8 or more, or leave the check out",
+            ),
+            (
+                self.rope.type != "keep" and self.init is None,
+                f"rope={self.rope.type}: stretches trained weights, and init= names none; "
+                "leave rope out",
+            ),
+            (
+                # 16 bits lose a change of less than 1/256, so the average would stand still.
+                self.memory.optimizer_state == "bf16" and self.betas[1] > 0.98,
                 f"memory.optimizer_state=bf16 with betas[1]={self.betas[1]}: too close to 1 for 16 "
-                "bits; use betas[1] up to 0.98, or memory.optimizer_state=fp32 or host"
-            )
+                "bits; use betas[1] up to 0.98, or memory.optimizer_state=fp32 or host",
+            ),
+        )
 
     def _check_schedule(self) -> None:
         """Raise ValueError unless the lengths of seq_len_schedule grow and divide seq_len."""
@@ -252,7 +255,7 @@ class TrainConfig:
             before = length
 
     def check_fp8(self, model: GPTConfig) -> None:
-        """Raise ValueError if `model`, which may be that of `init`, has no such FP8 products."""
+        """Raise ValueError if the matrices of `model` have no FP8 products as asked for."""
         if self.precision != "fp8":
             return
         D = model.head_size
@@ -268,12 +271,15 @@ class TrainConfig:
                     "need; use precision=bf16"
                 )
         layers, setting = model.layers, f"bf16_layers={self.bf16_layers}"
-        if any(not -layers <= n < layers for n in self.bf16_layers):
-            raise ValueError(f"{setting}: layers from 0 to {layers - 1}, or from the last, -1")
-        if len({n % layers for n in self.bf16_layers}) < len(self.bf16_layers):
-            raise ValueError(f"{setting}: names a layer twice; name each once")
-        if len(self.bf16_layers) == layers:
-            raise ValueError(f"{setting}: leaves no layer in FP8; use precision=bf16")
+        distinct = len({layer % layers for layer in self.bf16_layers})
+        refuse(
+            (
+                any(not -layers <= layer < layers for layer in self.bf16_layers),
+                f"{setting}: layers from 0 to {layers - 1}, or from the last, -1",
+            ),
+            (distinct < len(self.bf16_layers), f"{setting}: names a layer twice; name each once"),
+            (distinct == layers, f"{setting}: leaves no layer in FP8; use precision=bf16"),
+        )
 
 
 def check_warmup(warmup_steps: int | None, max_steps: int | None) -> None:
