@@ -13,8 +13,8 @@ from longctx import cli
 
 
 def main(argv: list[str]) -> int:
-    """Exit code: 0 done, 2 a mistake (one line on stderr), 74 a full disk, 128 + N stopped by
-    signal N.
+    """Return the exit code: 0 done, 1 failed, 2 a mistake (one line on stderr), 74 a full disk,
+    128 + N stopped by signal N.
     """
     return cli.main(["eval", *argv])
 

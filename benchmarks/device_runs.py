@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.device_cases import FULL, Case
 from benchmarks.process_group import ROOT, ProcessGroup, group
 from benchmarks.words import training_run
-from longctx import cli, files
+from longctx import files
 from longctx.config.data_config import DataConfig
 from longctx.planner import fitting
 from longctx.planner.hardware import GIB, Chip
@@ -32,7 +32,6 @@ from longctx.runs import metrics_file, run_folder
 DOCUMENT = 2**22  # tokens of the one document: whole rows of any length that divides them
 TOKENIZER, TEXT = "tokenizer.json", "document.txt"
 CLOSE = 1e-6  # of a loss, relative, in fp32
-COMPOSING = threading.Lock()  # Hydra composes one configuration at a time
 
 
 @dataclass(frozen=True)
@@ -138,9 +137,7 @@ def overrides_of(case: Case, place: Place) -> list[str]:
 
 def decided(overrides: Iterable[str], place: Place) -> Workload:
     """The step that train.py would take on these GPUs."""
-    words = cli.read("train", list(overrides)).overrides
-    with COMPOSING:
-        work = training_run(words, "cuda").workload
+    work = training_run(list(overrides), "cuda").workload
     if work.memory.policy != "auto":
         return work
     return fitting.decide(work, place.chip, place.host * work.devices)

@@ -92,7 +92,7 @@ def check(options: Options, out: Path) -> None:
     if options.path and not Path(options.path).exists():
         raise ValueError(f"path={options.path}: no such file or folder")
     _, (_, *overrides) = next(commands(options, out))
-    cli.compose("train", cli.read("train", overrides).overrides)
+    cli.compose("train", overrides)
 
 
 def commands(options: Options, out: Path) -> Iterator[tuple[str, list[str]]]:

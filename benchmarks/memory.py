@@ -131,7 +131,7 @@ def combinations(options: Options, overrides: list[str]) -> list[tuple[str, Run]
             f"memory={policy}",
             f"attention={backend}",
         ]
-        chosen += [f"++attention.options.kernel={kernel}"] if kernel else []
+        chosen += [f"attention.options.kernel={kernel}"] if kernel else []
         chosen += [lora] if lora else []
         lengths = options.long_lengths if policy == "long" else options.lengths
         for length in options.naive_lengths if backend == "naive" else lengths:

@@ -60,8 +60,7 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
             raise ValueError(f"optimizers={name}: choose from {known}")
     pairs = [(name, rate) for name in options.optimizers for rate in options.rates]
     for name, rate in pairs:
-        arguments = cli.read("train", of_run(options, name, rate, overrides))
-        cli.compose("train", arguments.overrides)
+        cli.compose("train", of_run(options, name, rate, overrides))
     rows = [trained(options, name, rate, overrides) for name, rate in pairs]
     target = shared_target(rows)
     for row in rows:

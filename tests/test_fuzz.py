@@ -146,7 +146,7 @@ words |= st.builds("+{}={}".format, keys, values) | st.builds("~{}".format, keys
 def test_any_words_are_a_configuration_or_one_line(words: list[str]) -> None:
     mistake = None
     try:
-        composed = cli.compose("train", cli.read("train", words).overrides)
+        composed = cli.compose("train", words)
     except (ValueError, OSError) as error:  # what the commands make a line of
         mistake = str(error)
     assert mistake or isinstance(composed.config, TrainConfig)
@@ -179,7 +179,7 @@ def test_any_saved_values_are_a_configuration_or_one_line(
         file = Path(place) / "config.yaml"
         file.write_text(yaml.safe_dump(saved, allow_unicode=True))
         try:
-            composed = cli.from_file("train", file, [override])
+            composed = cli.from_file(file, [override])
         except (ValueError, OSError) as error:
             mistake = str(error)
     assert mistake or isinstance(composed.config, TrainConfig)

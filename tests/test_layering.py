@@ -38,8 +38,6 @@ ONLY_IN = {
     "wandb_workspaces": ("longctx/report/dashboard.py",),
     "lm_eval": ("longctx/evaluation/harness.py",),
     "huggingface_hub": ("longctx/hub_snapshot.py", "longctx/data/sources/hub.py"),
-    "hydra": ("longctx/cli/composition.py",),
-    "omegaconf": ("longctx/cli/composition.py",),
 }
 SOURCES = sorted([*ROOT.glob("longctx/**/*.py"), ROOT / "train.py", ROOT / "eval.py"])
 
@@ -80,7 +78,7 @@ def test_every_part_is_listed():
     assert parts == set(MAY_IMPORT)
 
 
-LARGE = {"torch", "lightning", "datasets", "pyarrow", "matplotlib", "wandb", "hydra"}
+LARGE = {"torch", "lightning", "datasets", "pyarrow", "matplotlib", "wandb"}
 # What is done, one after the other in one process → the libraries that none so far has imported.
 WITHOUT = {
     "import longctx.planner.fitting, longctx.planner.overview": LARGE | {"numpy"},

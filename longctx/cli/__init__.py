@@ -1,27 +1,20 @@
-"""The command line: arguments → a checked dataclass → the command. The only parser of the project.
+"""The command line: arguments → a checked dataclass → the command. Nothing here imports torch.
 
-`overrides` sorts and checks arguments, `composition` applies them with Hydra, `usage` writes
-`--help`, `commands` is the table of commands, `entry` the exit codes. Nothing here imports torch.
+`parse` reads arguments, `commands` is the table of commands with their help and exit codes,
+`early_checks` tells what is missing on this machine.
 """
 
 from longctx.cli.commands import (
     COMMANDS,
+    answer,
     check_backends,
     check_unused,
     help_text,
+    key_lines,
+    libraries,
     main,
-    split_own,
 )
-from longctx.cli.composition import (
-    compose,
-    from_file,
-    jobs,
-    options,
-    with_model,
-)
-from longctx.cli.entry import answer, libraries
-from longctx.cli.overrides import groups, read
-from longctx.cli.usage import key_lines
+from longctx.cli.parse import compose, from_file, jobs, options, split_own, with_model
 from longctx.config.presets import CONFIGS, names
 
 __all__ = [
@@ -32,7 +25,6 @@ __all__ = [
     "check_unused",
     "compose",
     "from_file",
-    "groups",
     "help_text",
     "jobs",
     "key_lines",
@@ -40,7 +32,6 @@ __all__ = [
     "main",
     "names",
     "options",
-    "read",
     "split_own",
     "with_model",
 ]

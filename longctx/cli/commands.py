@@ -1,34 +1,42 @@
 """The commands of `longctx`, one table: name, what it does, examples, options, function.
 
-Each imports what it needs when it is called, so that mistakes and `--help` are answered before
-torch is.
+Each imports its libraries when it is called. So mistakes and `--help` are answered before torch is
+imported, which takes 5 to 30 s.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import gc
+import io
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import textwrap
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longctx.cli import early_checks
-from longctx.cli.composition import compose, from_file, jobs, options, with_model
-from longctx.cli.entry import answer, libraries
-from longctx.cli.overrides import SCHEMAS, is_literal, key_and_value, keys, read, unquoted
-from longctx.cli.own_file import with_file, written
-from longctx.cli.usage import choices_lines, key_lines
-from longctx.config import command_config, presets
+from longctx import files, garbage, stop_signal
+from longctx.cli import early_checks, parse
+from longctx.cli.parse import SCHEMAS, options
+from longctx.config import command_config, fields, presets
 from longctx.config.eval_config import EvalRequest
 from longctx.config.generate_config import GenerateConfig
 from longctx.config.model_config import AttentionConfig
-from longctx.config.request import Request
+from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
-from longctx.distributed.launched import Launched, launched, leave_to_first
+from longctx.distributed.launched import launched, leave_to_first, number_here
 from longctx.planner import hardware
 from longctx.runs import run_folder
+
+NOT_UTF8 = "not text in UTF-8; give other characters, or rename the file or folder"
+WIDTH = 80
+COLUMN = 28  # at which the meanings of --help begin
+EVERYTHING = 10**6  # a range that ends above this is shown as open
 
 
 class Command(NamedTuple):
@@ -47,188 +55,224 @@ class Command(NamedTuple):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command that `argv` (None: the process's arguments) names; returns the exit code."""
+    """Run the command that `argv` (None: the process's arguments) names; return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    name, arguments = _split(argv)
+    two = " ".join(argv[:2])
+    name, arguments = (two, argv[2:]) if two in COMMANDS else ("".join(argv[:1]), argv[1:])
     return answer(argv or ["--help"], lambda: help_text(name), lambda _: _dispatch(name, arguments))
 
 
+def answer(
+    argv: list[str], help_text: Callable[[], str], do: Callable[[list[str]], int | None]
+) -> int:
+    """Call `do(argv)` and return the exit code: its own (None: 0), 0 for help, 2 for a mistake,
+    files.FULL_DISK, or 128 + the number of a signal, as 130 for Ctrl-C and 141 (SIGPIPE) if nobody
+    reads stdout any more.
+
+    A mistake is a ValueError or an OSError, one line on stderr; LONGCTX_TRACEBACK=1 shows where.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # an arrow must not end a run in latin-1
+        sys.stdout.reconfigure(errors="replace")
+    with stop_signal.caught() as stop:
+        try:
+            if any(argument in ("-h", "--help", "help") for argument in argv):
+                print(help_text(), flush=True)
+                return 0
+            for argument in argv:
+                files.check_utf8(argument, NOT_UTF8)
+            check_home()
+            code = do(argv) or 0
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:  # the reader of our output, such as `head`, has closed it
+            files.silence_stdout()
+            return 128 + signal.SIGPIPE
+        except (Exception, KeyboardInterrupt) as error:
+            # A compiled module may raise another error for a signal, as numpy's import does.
+            if isinstance(error, KeyboardInterrupt) or stop.has_raised:
+                if number_here() == 0:
+                    unsaved = ", unsaved since the last checkpoint" if stop.waits else ""
+                    print(f"stopped by {stop.name}{unsaved}", file=sys.stderr)
+                return stop.code
+            if not isinstance(error, ValueError | OSError):
+                raise
+            if os.environ.get("LONGCTX_TRACEBACK"):
+                traceback.print_exception(error)
+            line = files.printable(" ".join(str(error).split()))
+            print(f"error: {line}", file=sys.stderr)
+            return files.exit_code(error)
+
+
+def check_home() -> None:
+    """Raise ValueError if this user has no home folder, which holds the caches."""
+    if os.path.expanduser("~") == "~":
+        leave_to_first()
+        raise ValueError(
+            f"HOME: not set, and user {os.getuid()} has no entry in /etc/passwd; set HOME to a "
+            "folder in which this user may write"
+        )
+
+
+@contextmanager
+def libraries() -> Iterator[None]:
+    """Import large libraries in this block: the garbage collector pauses, a terminal is told."""
+    if "torch" not in sys.modules and sys.stderr.isatty() and number_here() == 0:
+        print("loading torch ...", file=sys.stderr, flush=True)
+    with garbage.paused():
+        yield
+        gc.freeze()  # libraries stay: later collections leave them out
+    stop_signal.check()
+
+
+# Help
+
+
 def help_text(name: str) -> str:
-    """The keys of the command `name`; of another name the commands that begin with it, or all."""
+    """Return the keys of the command `name`, or else the commands that begin with it, or all."""
     if name not in COMMANDS:
         chosen = [one for one in COMMANDS if one.split()[0] == name] or COMMANDS
         lines = [f"  longctx {one:<14}{COMMANDS[one].summary}" for one in chosen]
-        return "\n".join(
-            [
-                "Train GPTs on long documents, and see what runs show.",
-                "",
-                *lines,
-                "",
-                "Each takes key=value and --help. Measurements: python -m benchmarks --help",
-            ]
-        )
+        title = "Train GPTs on long documents, and see what runs show."
+        more = "Each takes key=value and --help. Measurements: python -m benchmarks --help"
+        return "\n".join([title, "", *lines, "", more])
     command = COMMANDS[name]
     lines = [f"{command.summary}.", "", *(f"  {example}" for example in command.examples)]
     if name in SCHEMAS:
-        lines += ["", "Presets (group=name):", *choices_lines(name)]
+        lines += ["", "Presets (group=name):"]
+        for group in presets.groups(command.schema):
+            names = " | ".join(sorted(presets.names(group)))
+            head = f"  {group + '=':<12}"
+            lines += textwrap.wrap(names, WIDTH, initial_indent=head, subsequent_indent=" " * 14)
     lines += ["", "Keys (key=default):", *key_lines(command.schema)]
-    if command.trains:
-        lines += ["", "And every key of longctx train --help."]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(["", "And every key of longctx train --help."] * command.trains)])
 
 
-def split_own(schema: type, argv: list[str]) -> tuple[list[str], list[str]]:
-    """Separate overrides of `schema` from those of train, which are checked too."""
-    own = [word for word in argv if word.partition("=")[0] in keys(schema)]
-    arguments = read("train", [word for word in argv if word not in own])
-    if arguments.sweep:
-        raise ValueError("-m: only train sweeps; call this once for each")
-    return own, arguments.overrides
+def key_lines(schema: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the keys of `schema`, then each group of keys under a heading of its own."""
+    nested = []
+    for item in dataclasses.fields(schema):
+        default = item.default_factory() if callable(item.default_factory) else item.default
+        if dataclasses.is_dataclass(default):
+            nested.append((item.name, type(default)))
+            continue
+        head = f"{prefix}{item.name}={fields.shown(default)}"
+        head = item.name.upper() if item.metadata.get("positional") else head
+        lines = textwrap.wrap(_meaning(item.metadata), WIDTH - COLUMN, break_on_hyphens=False)
+        has_room = len(head) + 4 <= COLUMN
+        yield f"  {head:<{COLUMN - 2}}{lines.pop(0)}" if has_room else f"  {head}"
+        yield from (" " * COLUMN + line for line in lines)
+    for name, inner in nested:
+        yield ""
+        summary = " ".join((inner.__doc__ or "").split("\n\n")[0].split()).rstrip(".")
+        yield from textwrap.wrap(f"{prefix}{name}: {summary}", WIDTH)
+        yield from key_lines(inner, f"{prefix}{name}.")
 
 
-def check_unused(overrides: Iterable[str], set_here: Mapping[str, str]) -> None:
-    """Raise ValueError for an override whose key is in `set_here`: key → what to use instead."""
-    for override in overrides:
-        key, value = key_and_value(override)
-        if key in set_here:
-            raise ValueError(f"{key}={value}: is set for each point; {set_here[key]}")
+def _meaning(metadata: Mapping[str, Any]) -> str:
+    """Return a help text, with the choices and the range if the text does not tell them."""
+    meaning, choices = metadata.get("help", ""), metadata.get("choices")
+    if choices and not all(choice in meaning for choice in choices):
+        meaning += f" ({' | '.join(choices)})"
+    if metadata.get("between") is not None:
+        least, most = metadata["between"]
+        meaning += f" ({least:g} to {most:,g})" if most < EVERYTHING else f" (≥ {least:,g})"
+    return meaning
 
 
-def check_backends(names: Iterable[str]) -> None:
-    """Raise ValueError for a name that attention= does not have."""
-    for name in names:
-        if name not in presets.names("attention"):
-            known = ", ".join(sorted(presets.names("attention")))
-            raise ValueError(f"backends={name}: choose from {known}")
-
-
-def with_backend(request: Request[TrainConfig], backend: str) -> TrainConfig:
-    """Its configuration with another attention backend; overrides of attention.options stay."""
-    prefix, attention = "attention.options.", AttentionConfig(**presets.read("attention", backend))
-    overridden = [key.removeprefix(prefix) for key in request.overrides if key.startswith(prefix)]
-    attention.options |= {key: request.config.attention.options[key] for key in overridden}
-    return dataclasses.replace(request.config, attention=attention)
-
-
-def quiet_torch(processes: Launched) -> None:
-    """Silence, before torch is imported, its warnings about a process of several that is gone: they
-    bury the line that names it.
-    """
-    if processes.ranks > 1:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-
-def _split(argv: list[str]) -> tuple[str, list[str]]:
-    """The name of a command, of two words where there is one such, and what follows it."""
-    two = " ".join(argv[:2])
-    return (two, argv[2:]) if two in COMMANDS else ("".join(argv[:1]), argv[1:])
+# Commands
 
 
 def _dispatch(name: str, arguments: list[str]) -> int | None:
-    if name not in COMMANDS:
-        if [name, *arguments[:1]] == ["kernels", "tune"]:
-            raise ValueError("kernels tune: is now `python -m benchmarks tune`, in a clone")
-        inner = [one.split()[1] for one in COMMANDS if one.startswith(f"{name} ")]
-        if inner:
-            raise ValueError(f"{name}: say what, as in longctx {name} {' or '.join(inner)}")
-        close = difflib.get_close_matches(name, COMMANDS, n=1)
-        advice = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(COMMANDS)}"
-        raise ValueError(f"{name}: not a command; {advice}")
-    return COMMANDS[name].run(arguments)
+    if name in COMMANDS:
+        return COMMANDS[name].run(arguments)
+    if [name, *arguments[:1]] == ["kernels", "tune"]:
+        raise ValueError("kernels tune: is now `python -m benchmarks tune`, in a clone")
+    if inner := [one for one in COMMANDS if one.startswith(f"{name} ")]:
+        raise ValueError(f"{name}: is followed by a word, as in longctx {' or '.join(inner)}")
+    close = difflib.get_close_matches(name, COMMANDS, n=1)
+    advice = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(COMMANDS)}"
+    raise ValueError(f"{name}: not a command; {advice}")
 
 
 def _train(argv: list[str]) -> int:
-    """One run in this process, or a sweep, whose jobs are processes of their own."""
-    arguments = read("train", with_file(argv))
-    if arguments.sweep:
-        return _sweep(arguments.overrides)
+    """Train one run in this process, or each job of a sweep in a process of its own."""
+    flags = [word for word in argv if word in ("-m", "--multirun")]
+    words = parse.with_file(word for word in argv if word not in flags)
+    if flags:
+        sweep_jobs = checked_jobs(words)
+        from longctx.training.sweep import sweep
+
+        return sweep(sweep_jobs)
     try:
-        request = _resumed(arguments.overrides) or compose("train", arguments.overrides)
-        processes = launched(request.config)
+        request = _resumed(words) or parse.compose("train", words)
         early_checks.check_training(request.config)
-        quiet_torch(processes)
-        if request.config.device != "cpu" and request.config.seq_len != "max":
-            hardware.start_gpu(processes.local_rank)  # "max" is found by processes of their own
-        with libraries():
-            from longctx.training.loop import train
-        return train(request)
+        # The length "max" is found by processes of their own.
+        _start_gpu(request.config, is_used=request.config.seq_len != "max")
     except (ValueError, OSError):
         leave_to_first()
         raise
+    with libraries():
+        from longctx.training.loop import train
+    return train(request)
 
 
-def _resumed(overrides: list[str]) -> Request[Any] | None:
-    """The configuration of the run that resume= names, with the other overrides; None for a new
-    run.
-    """
-    paths = [
-        unquoted(override.removeprefix("resume="))
-        for override in overrides
-        if override.startswith("resume=")
-    ]
-    if not paths or paths[-1] in ("", "null"):
+def _start_gpu(config: Any, is_used: bool = True) -> None:
+    """Let the driver start while torch is imported, and keep torch quiet about lost processes."""
+    processes = launched(config)
+    if processes.ranks > 1:  # its warnings bury the line that names the process
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if config.device != "cpu" and is_used:
+        hardware.start_gpu(processes.local_rank)
+
+
+def _resumed(words: list[str]) -> Request[TrainConfig] | None:
+    """Return the request of the run that resume= names, changed by `words`; None for a new run."""
+    given = parse.overrides(TrainConfig, words)
+    path = parse.value_of(given.pop("resume", "null"), fields.keys(TrainConfig)["resume"])
+    if path is None:
         return None
-    others = [override for override in overrides if not override.startswith("resume=")]
-    folder = run_folder.find(paths[-1])
+    others = [f"{name}={text}" for name, text in given.items()]
+    folder = run_folder.find(path)
     run_folder.check_resumable(folder, others)
-    request = from_file("train", folder / "config.yaml", others)
+    request = parse.from_file(folder / "config.yaml", others)
     request.config.resume = str(folder)
     run_folder.check_unfinished(folder, request.config.max_steps)
     return request
 
 
-def _sweep(overrides: list[str]) -> int:
-    """Train every combination of the choices in `overrides`, once all of them are checked."""
-    sweep_jobs = checked_jobs(overrides)
-    from longctx.training.sweep import sweep
+def checked_jobs(words: Iterable[str]) -> list[list[str]]:
+    """Return the words of each job of a sweep, checked as far as that needs no torch.
 
-    return sweep(sweep_jobs)
-
-
-def checked_jobs(overrides: list[str]) -> list[list[str]]:
-    """The overrides of each job of a sweep, none of which has a mistake that shows without torch;
-    the commit of a model of the Hub is asked for once, for all of them.
+    The commit of a model of the Hub is asked for once, for all jobs.
     """
-    sweep_jobs = jobs("train", overrides)
-    for override in overrides:
-        if override.startswith(("resume=", "name=")) and len(sweep_jobs) > 1:
+    sweep_jobs = parse.jobs(words)
+    for word in sweep_jobs[0] if len(sweep_jobs) > 1 else []:
+        if word.startswith(("resume=", "name=")):
             raise ValueError(
-                f"{override}: each job of a sweep is a new run with a name of its own; leave it out"
+                f"{word}: each job of a sweep is a new run with a name of its own; leave it out"
             )
     pinned: dict[str | None, str | None] = {}  # init as given → with its commit
     for job in sweep_jobs:
-        config = compose("train", job).config
+        config = parse.compose("train", job).config
         given = config.init
         config.init = pinned.get(given, given)
         early_checks.check_training(config)
         pinned[given] = config.init
-        job[:] = [_as_argument(override, config) for override in job]
+        if config.init != given:
+            job[:] = [f"init={config.init}" if word.startswith("init=") else word for word in job]
     return sweep_jobs
-
-
-def _as_argument(override: str, config: TrainConfig) -> str:
-    """A checked override of a job, which has `config`, as an argument of a command."""
-    key, value = key_and_value(override)
-    if key == "init" and config.init is not None:
-        return f"init={written(config.init)}"
-    if is_literal(TrainConfig, key) and value != "null":
-        return f"{key}={getattr(config, key)}"  # its text was quoted when it was checked
-    return override
 
 
 def _evaluate(argv: list[str]) -> int:
     """Run one evaluation, print its tables and write its files."""
-    config, _, overrides = compose("eval", read("eval", argv).overrides)
-    request = EvalRequest.of(config, overrides)
+    config, _, given = parse.compose("eval", _without_sweep("eval", argv))
+    request = EvalRequest.of(config, given)
     try:
-        processes = launched(request.config)
         early_checks.check_evaluation(request)
-        quiet_torch(processes)
+        _start_gpu(request.config)
     except (ValueError, OSError):
         leave_to_first()
         raise
-    if request.config.device != "cpu":
-        hardware.start_gpu(processes.local_rank)
     with libraries():
         from longctx.evaluation.evaluate import evaluate
     return evaluate(request)
@@ -245,11 +289,11 @@ def _generate(argv: list[str]) -> int:
 
 
 def _plan(argv: list[str]) -> None:
-    own, training = split_own(command_config.PlanOptions, argv)
+    own, training = parse.split_own(command_config.PlanOptions, _without_sweep("plan", argv))
     chosen = options(command_config.PlanOptions, own)
     check_backends(chosen.backends)
     check_unused(training, {"device": "it is a GPU"})
-    request = with_model(compose("train", training), gpu=True)
+    request = parse.with_model(parse.compose("train", training), gpu=True)
     if "context.degree" not in request.overrides:
         request.config.context.degree = "auto"  # all are shown
     backends, attention = chosen.backends, request.overrides.get("attention")
@@ -265,8 +309,40 @@ def _plan(argv: list[str]) -> None:
     run(chosen, {backend: with_backend(request, backend) for backend in backends})
 
 
+def with_backend(request: Request[TrainConfig], backend: str) -> TrainConfig:
+    """Return its configuration with another backend; overrides of attention.options stay."""
+    prefix, attention = "attention.options.", AttentionConfig(**presets.read("attention", backend))
+    overridden = [key.removeprefix(prefix) for key in request.overrides if key.startswith(prefix)]
+    attention.options |= {key: request.config.attention.options[key] for key in overridden}
+    return dataclasses.replace(request.config, attention=attention)
+
+
+def check_backends(names: Iterable[str]) -> None:
+    """Raise ValueError for a name that attention= does not have."""
+    for name in names:
+        if name not in presets.names("attention"):
+            known = ", ".join(sorted(presets.names("attention")))
+            raise ValueError(f"backends={name}: choose from {known}")
+
+
+def check_unused(words: Iterable[str], set_here: Mapping[str, str]) -> None:
+    """Raise ValueError for a word whose key is in `set_here`: key → what to use instead."""
+    for word in words:
+        name = word.partition("=")[0]
+        if name in set_here:
+            raise ValueError(f"{word}: is set for each point; {set_here[name]}")
+
+
+def _without_sweep(command: str, argv: list[str]) -> list[str]:
+    """Return `argv`; ValueError if it asks for a sweep."""
+    for word in argv:
+        if word in ("-m", "--multirun"):
+            raise ValueError(f"{word}: only train sweeps; call {command} once for each")
+    return argv
+
+
 def _describe(argv: list[str]) -> int:
-    config = compose("data", read("data", argv).overrides).config
+    config = parse.compose("data", _without_sweep("data", argv)).config
     from longctx.data.describe import describe
 
     return describe(config)
@@ -320,6 +396,7 @@ COMMANDS: dict[str, Command] = {
             "python train.py resume=runs/NAME",
             "python train.py my.yaml key=value ...",
             "    my.yaml: keys as below, or a run's config.yaml",
+            "    values: text as it is typed, null for none, lists as [a,b]",
             "The same: longctx train key=value ...",
         ),
         SCHEMAS["train"],

@@ -1,7 +1,4 @@
-"""What is wrong with a request on this machine, as far as that can be told without torch.
-
-Importing torch takes 5 to 30 s, so what is misnamed or missing is looked for before.
-"""
+"""Check a request against this machine, before torch is imported, which takes 5 to 30 s."""
 
 from __future__ import annotations
 
@@ -19,12 +16,13 @@ from longctx.planner import hardware
 from longctx.planner.workload import workload_of
 from longctx.runs import run_folder
 
-MOST_PER_CORE = 16  # processes on a CPU: each takes some 300 MB and seconds of a core to start
+PROCESSES_PER_CORE = 16  # processes on a CPU: each takes some 300 MB and seconds of a core to start
 
 
 def check_training(config: TrainConfig) -> None:
-    """Raise ValueError or OSError for what is not there, or there already. A model of the Hub in
-    `config.init` gets its commit.
+    """Raise ValueError or OSError for a path that is missing, or exists already.
+
+    A model of the Hub in `config.init` gets its commit.
     """
     check_device(config)
     check_semaphores(config.workers)
@@ -35,20 +33,20 @@ def check_training(config: TrainConfig) -> None:
         workload_of(step, "cuda" if has_gpu else "cpu", seq_len=1).check_graphs()
     if config.resume is None:
         check_warmup(config.warmup_steps, config.max_steps)
-        if number_here() == 0:  # which may have made the folder when the others look
+        if number_here() == 0:  # the others may find the folder that it has made
             run_folder.check_root(Path(config.runs))
             run_folder.check_free(Path(config.runs), config.name)
             config.init = config.init and hub_snapshot.pinned(config.init, "init")
         if config.init is not None and hub_snapshot.model_name(config.init) is None:
             check_init(Path(config.init).expanduser())
     data = config.data
-    if config.resume is not None and config.init is not None:  # it has a tokenizer of its own
+    if config.resume is not None and config.init is not None:  # the run has a tokenizer of its own
         data = replace(data, tokenizer=None)
     sources.check_files(data)
 
 
 def check_evaluation(request: EvalRequest) -> None:
-    """The same for an evaluation."""
+    """Raise ValueError or OSError for a path of an evaluation that is missing."""
     check_device(request.config)
     request.config.checkpoint = with_commit(request.config.checkpoint or "")
     if request.other_data:
@@ -56,12 +54,13 @@ def check_evaluation(request: EvalRequest) -> None:
 
 
 def with_commit(checkpoint: str) -> str:
-    """`checkpoint`, a model of the Hub with its commit; raises ValueError or OSError for a path
-    that is neither a run, a checkpoint nor a Hugging Face folder.
+    """Return `checkpoint`, a model of the Hub with its commit.
+
+    ValueError or OSError for a path that is neither run, checkpoint nor Hugging Face folder.
     """
     if checkpoint.startswith("~"):
         checkpoint = str(Path(checkpoint).expanduser())
-    if number_here() == 0:  # whose model the others take
+    if number_here() == 0:  # the others take rank 0's model
         checkpoint = hub_snapshot.pinned(checkpoint, "checkpoint")
     if hub_snapshot.model_name(checkpoint) is None:
         path = Path(checkpoint)
@@ -98,10 +97,10 @@ def check_semaphores(workers: int) -> None:
 
 
 def check_device(config: TrainConfig | EvalConfig) -> None:
-    """Raise ValueError for what needs a GPU where there is none; say where processes share the
-    cores of a CPU.
+    """Raise ValueError for a setting that needs a GPU if there is none.
+
+    Warn if processes share the cores of a CPU.
     """
-    config.attention.validate()
     if config.device != "cpu" and hardware.may_be_here():
         return
     if config.device == "cuda":
@@ -113,12 +112,14 @@ def check_device(config: TrainConfig | EvalConfig) -> None:
         raise ValueError(hardware.NO_LONGEST)
     processes, cores = launched(config), hardware.cores()
     here = processes.local_ranks
-    if here > MOST_PER_CORE * cores:
+    if here > PROCESSES_PER_CORE * cores:
         raise ValueError(
             f"devices={here}: {here} processes on {cores} cores; give at most devices="
-            f"{MOST_PER_CORE * cores}, {MOST_PER_CORE} a core"
+            f"{PROCESSES_PER_CORE * cores}, {PROCESSES_PER_CORE} a core"
         )
-    if here > cores and number_here() == 0 and processes.nodes == 1:  # of others when all are here
+    if (
+        here > cores and number_here() == 0 and processes.nodes == 1
+    ):  # several nodes: warned once all are here
         print(
             f"warning: devices={here}: {here} processes share the {cores} "
             f"core{'s' if cores > 1 else ''} of this machine, which is slower than "

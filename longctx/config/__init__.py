@@ -1,1 +1,1 @@
-"""What can be configured: one dataclass per group of keys. Imports neither torch nor Hydra."""
+"""What can be configured: one torch-free dataclass per group of keys."""

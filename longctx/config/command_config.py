@@ -1,4 +1,4 @@
-"""Options of the commands beside train and eval: a dataclass for each. Torch-free."""
+"""The options of the smaller commands, a dataclass for each. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,25 +7,22 @@ from dataclasses import dataclass
 from longctx.config.data_config import DataConfig
 from longctx.config.fields import check, group, key
 
-SIZES = (1, 2**24)  # counts of tokens, channels and heads
+SIZES = (1, 2**24)  # of tokens and of a head
 
 
 @dataclass
 class DescribeConfig:
     """Which documents to describe; `data` has the keys that train.py has."""
 
-    seq_len: int = key(4096, "tokens in a row", between=(2, 2**31 - 1))
+    seq_len: int = key(4096, "tokens in a sequence", between=(2, 2**31 - 1))
     out: str | None = key(None, "picture of the document lengths, such as lengths.png; null: none")
     data: DataConfig = group(DataConfig)
 
     def validate(self) -> None:
-        """Raise ValueError naming the first key that cannot be right, before anything is read."""
+        """Raise ValueError for the first key that cannot be right, before anything is read."""
         check(self)
         if self.out == "":
-            raise ValueError(
-                "out= names no picture; give a file such as out=lengths.png, or out=null for none"
-            )
-        self.data.validate()
+            raise ValueError("out= names no picture; give a file, or out=null for none")
 
 
 @dataclass
@@ -49,7 +46,7 @@ class CompareOptions:
     """Runs to compare."""
 
     runs: list[str] = key([], "folders of runs, such as runs/*", positional=True)
-    out: str = key("compare.html", "page with their curves, which needs no network")
+    out: str = key("compare.html", "page with their curves; needs no network")
 
 
 @dataclass
@@ -69,14 +66,14 @@ class DashboardOptions:
     dry_run: bool = key(False, "print what the workspace would show, and send nothing")
 
     def validate(self) -> None:
-        """Raise ValueError where no project is named."""
+        """Raise ValueError if no project is given."""
         if not self.project:
             raise ValueError("project is not set; give the project at wandb, as in project=longctx")
 
 
 @dataclass
 class ExportOptions:
-    """What to export, and in what form."""
+    """The run to export, and the form of the export."""
 
     run: str = key(
         "", "a run, of which the newest checkpoint is taken, or a checkpoint", positional=True
@@ -106,8 +103,8 @@ class ShowOptions:
         "auto: what training takes | portable | hopper; a CPU has one of its own",
         choices=("auto", "portable", "hopper"),
     )
-    head_size: int = key(64, "channels of a head", between=(16, 256))
-    seq_len: int = key(4096, "tokens in a row", between=SIZES)
+    head_size: int = key(64, "size of a head", between=(16, 256))
+    seq_len: int = key(4096, "tokens in a sequence", between=SIZES)
     dtype: str = key(
         "auto",
         "auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp16 | fp32",

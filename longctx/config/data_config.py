@@ -1,8 +1,6 @@
-"""What a data set is made of: where its documents come from, how they become tokens, which of them
-validate.
+"""The keys of a data set: its documents, their tokens, and the share that validates.
 
-No import of torch, datasets or tokenizers here: the command line reads this file before it knows
-whether it will train.
+No import of torch, datasets or tokenizers: the command line reads this file for every command.
 """
 
 from __future__ import annotations
@@ -18,21 +16,18 @@ from longctx.config.fields import check, key
 
 @dataclass
 class DataConfig:
-    """Everything that decides the documents and their tokens, for every source.
+    """Documents and tokens of every source, each of which uses some of the keys."""
 
-    Which keys a source uses, and what it needs of them, stands in its file in longctx/data/sources.
-    """
-
-    source: str = key("embedded", "where documents come from; data=NAME sets it")
+    source: str = key("embedded", "source of the documents; data=NAME sets it")
     path: Any = key(
         None,
-        "text, and what needles lie in: file, folder, glob, list [a,b]; hub: OWNER/NAME, or a "
+        "text, and the haystack of needles: file, folder, glob, list [a,b]; hub: OWNER/NAME, or a "
         "builder",
     )
     text_column: str = key("text", "field of .jsonl and .parquet files and of hub data sets")
     chat: bool = key(
         False,
-        "rows are `messages`, written by the tokenizer's chat template; the assistant's are scored",
+        "rows are `messages`, put into the tokenizer's chat template; targets are the assistant's",
     )
     turns: str = key(
         "auto",
@@ -69,6 +64,8 @@ class DataConfig:
         None,
         "share of the text that validates: whole documents by their hash, else the ends of "
         "documents; null: 0.02, or up to 0.1 of a small corpus; 0: none",
+        between=(0, 1),
+        below=1,
     )
     cache: str | None = key(
         None,
@@ -76,7 +73,7 @@ class DataConfig:
     )
 
     def validate(self) -> None:
-        """Raise ValueError for the first key that is wrong for every source; reads nothing."""
+        """Raise ValueError for the first key that is wrong for every source; read nothing."""
         self.paths()
         self.data_files()
         check(self, "data.")
@@ -85,11 +82,6 @@ class DataConfig:
                 f"data.turns={self.turns}: only conversations have turns; leave it out, or give "
                 "data.chat=true"
             )
-        if self.val_fraction is not None and not 0 <= self.val_fraction < 1:
-            raise ValueError(
-                f"data.val_fraction={self.val_fraction}: not a share; "
-                "give a number from 0 (no validation) to below 1, or null"
-            )
         if self.tokenizer is None and not 257 <= self.vocab_size <= 2**20:
             raise ValueError(
                 f"data.vocab_size={self.vocab_size}: not a vocabulary that can be trained; "
@@ -97,15 +89,15 @@ class DataConfig:
             )
 
     def paths(self) -> list[str]:
-        """`path` as a list of strings, whichever way it was written."""
+        """Return `path` as a list of strings."""
         return _strings(self.path, "data.path")
 
     def data_files(self) -> list[str]:
-        """`files` as a list of strings, whichever way it was written."""
+        """Return `files` as a list of strings."""
         return _strings(self.files, "data.files")
 
     def cache_folder(self) -> Path:
-        """The folder of everything that is built from documents; not created here."""
+        """Return the folder for everything built from documents, without creating it."""
         if self.cache:
             return Path(self.cache).expanduser()
         if os.environ.get("LONGCTX_CACHE"):

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from longctx.config.data_config import DataConfig
-from longctx.config.fields import check, group, key
+from longctx.config.fields import check, group, key, refuse
 from longctx.config.model_config import AttentionConfig
 from longctx.config.parallel_config import ContextConfig, StrategyConfig
 
-KINDS = ("passkey", "needle")  # of facts: one number, or one number among others
-SHORTEST = 128  # tokens of a text with facts
+KINDS = ("passkey", "needle")  # of pass keys: one number, or one among others
+SHORTEST = 128  # tokens of a text with pass keys
 RULER_TASKS = [
     *("niah_single_1", "niah_single_2", "niah_single_3"),
     *("niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
@@ -24,19 +24,18 @@ QUESTIONS = {"qa_1": "squad", "qa_2": "hotpotqa"}  # tasks → the keys of their
 TOKENS_PER_BATCH = {"cuda": 65536, "cpu": 4096}
 
 
-def _check_lists(config: PasskeyConfig | RulerConfig, prefix: str, *names: str) -> None:
+def _check_lists(config: PasskeyConfig | RulerConfig, prefix: str) -> None:
     """Raise ValueError for a list of `config` that is empty or has a value twice."""
-    for name in names:
-        values = getattr(config, name)
-        if values is not None and not values:
+    for name, values in vars(config).items():
+        if values == []:
             raise ValueError(f"{prefix}{name}=[]: an empty list; give a value, or leave it out")
-        if len(set(values or [])) < len(values or []):
+        if isinstance(values, list) and len(set(values)) < len(values):
             raise ValueError(f"{prefix}{name}={values}: a value is there twice; give each once")
 
 
 @dataclass
 class PasskeyConfig:
-    """Facts hidden in long texts and asked for at the end: passkey=true."""
+    """Pass keys hidden in long texts and asked for at the end: passkey=true."""
 
     enabled: bool = key(False, "set by passkey=true", short=True)
     lengths: list[int] | None = key(
@@ -47,7 +46,7 @@ class PasskeyConfig:
     )
     depths: list[float] | None = key(
         None,
-        "where the fact is hidden: 0 the beginning, 1 the end; null: 11 depths, in training 5",
+        "position of the fact: 0 the beginning, 1 the end; null: 11 depths, in training 5",
         between=(0, 1),
     )
     samples: int = key(10, "texts for each length, depth and kind", between=(1, 10**6))
@@ -56,9 +55,9 @@ class PasskeyConfig:
     )
 
     def validate(self) -> None:
-        """Raise ValueError naming the first key whose value makes no sense."""
+        """Raise ValueError for the first key that makes no sense."""
         check(self, "passkey.")
-        _check_lists(self, "passkey.", "lengths", "depths", "kinds")
+        _check_lists(self, "passkey.")
 
 
 @dataclass
@@ -83,23 +82,23 @@ class RulerConfig:
 
     @property
     def chosen(self) -> list[str]:
-        """The tasks that run."""
+        """Return the tasks that run."""
         return RULER_TASKS if self.tasks is None else self.tasks
 
     @property
     def made(self) -> list[str]:
-        """The tasks whose questions are made from one's own text."""
+        """Return the tasks whose questions are made from the user's own text."""
         return [task for task in self.chosen if task in QUESTIONS and self.file_of(task) is None]
 
     def file_of(self, task: str) -> str | None:
-        """The file with the questions of `task`, qa_1 or qa_2."""
+        """Return the file with the questions of `task`, qa_1 or qa_2."""
         file: str | None = getattr(self, QUESTIONS[task])
         return file
 
     def validate(self) -> None:
-        """Raise ValueError naming the first key whose value makes no sense."""
+        """Raise ValueError for the first key that makes no sense."""
         check(self, "ruler.")
-        _check_lists(self, "ruler.", "lengths", "tasks")
+        _check_lists(self, "ruler.")
         for task, name in QUESTIONS.items():
             file = getattr(self, name)
             if file is not None and task not in self.chosen:
@@ -130,9 +129,7 @@ class EvalConfig:
         "tokens from one window to the next; null: half of seq_len, in tasks seq_len",
         between=(1, 10**12),
     )
-    split: str = key(
-        "val", "which of the run's own documents: val | train", choices=("val", "train")
-    )
+    split: str = key("val", "the run's own documents: val | train", choices=("val", "train"))
     documents: int | None = key(None, "documents to score at most", between=(1, 10**12))
     contexts: list[int] | None = key(
         None,
@@ -162,11 +159,12 @@ class EvalConfig:
         choices=("disabled", "auto", "online", "offline"),
     )
     tasks: list[str] = key([], "run these of lm-evaluation-harness instead, such as [wikitext]")
-    tasks_path: str | None = key(None, "folder with the YAML files of further tasks")
+    tasks_path: str | None = key(None, "folder with the YAML files of further tasks", needs="tasks")
     fewshot: int | None = key(
         None,
         "solved examples before each question of a task; null: as the task says",
         between=(0, 10**6),
+        needs="tasks",
     )
     attention: AttentionConfig = group(AttentionConfig)
     passkey: PasskeyConfig = group(PasskeyConfig)
@@ -176,91 +174,60 @@ class EvalConfig:
     context: ContextConfig = group(ContextConfig)
 
     def validate(self) -> None:
-        """Raise ValueError naming the first key whose value makes no sense.
-
-        What depends on the run is checked where the run is opened.
-        """
+        """Raise ValueError for the first key that makes no sense for any run."""
         if self.checkpoint is None:
             raise ValueError("checkpoint is not set; give a run, such as checkpoint=runs/NAME")
         check(self)
-        check(self.strategy, "strategy.")
-        check(self.context, "context.")
-        if self.context.degree == "auto":
-            raise ValueError("context=auto: is chosen for training; give eval.py a number")
-        if self.devices > 1:  # else a launcher may have started more
-            self.context.validate(self.devices)
-        if self.context.check:
-            raise ValueError(
+        refuse(
+            (
+                self.context.degree == "auto",
+                "context=auto: is chosen for training; give eval.py a number",
+            ),
+            (
+                self.context.check,
                 "context.check=true: compares a step of training; give it to train.py, or leave "
-                "it out"
-            )
-        self.passkey.validate()
-        self.ruler.validate()
-        self._validate_passkey()
-        self._validate_ruler()
-        self._validate_tasks()
-        self.data.validate()
+                "it out",
+            ),
+            (
+                self.tasks and find_spec("lm_eval") is None,
+                f"{self._tasks()}: lm-evaluation-harness is not installed; "
+                "pip install -e '.[lm-eval]'",
+            ),
+        )
+        if self.devices > 1:  # else a launcher may have started more
+            self.context.check_degree(self.devices)
+        self._check_kind()
 
-    def _validate_passkey(self) -> None:
-        if not self.passkey.enabled:
+    def _tasks(self) -> str:
+        return f"tasks=[{','.join(self.tasks)}]"
+
+    def _check_kind(self) -> None:
+        """Raise ValueError for a second kind of evaluation, and for a key that this one ignores."""
+        kinds = {self._tasks(): bool(self.tasks)}
+        kinds |= {"passkey=true": self.passkey.enabled, "ruler=true": self.ruler.enabled}
+        chosen = [kind for kind, is_chosen in kinds.items() if is_chosen]
+        if len(chosen) > 1:
+            raise ValueError(
+                f"{chosen[0]}: another evaluation than {chosen[1]}; call eval.py once for each"
+            )
+        if not chosen:
             return
-        if self.tasks:
-            raise ValueError(
-                f"tasks=[{','.join(self.tasks)}]: another evaluation than passkey=true; "
-                "call eval.py once for each"
-            )
-        if self.passkey.lengths is not None and self.seq_len is not None:
-            raise ValueError(
-                f"seq_len={self.seq_len}: passkey.lengths gives the lengths of the texts; "
-                "leave one of them out"
-            )
-        self._check_unused("passkey=true", "stride", "contexts", "batch_size")
-
-    def _validate_ruler(self) -> None:
-        if not self.ruler.enabled:
-            return
-        if self.tasks or self.passkey.enabled:
-            other = f"tasks=[{','.join(self.tasks)}]" if self.tasks else "passkey=true"
-            raise ValueError(
-                f"{other}: another evaluation than ruler=true; call eval.py once for each"
-            )
-        if self.ruler.lengths is not None and self.seq_len is not None:
-            raise ValueError(
-                f"seq_len={self.seq_len}: ruler.lengths gives the lengths of the texts; "
-                "leave one of them out"
-            )
-        if self.context.degree != 1:
-            raise ValueError(
-                f"context={self.context.degree}: with ruler=true each device answers texts of its "
-                "own; leave context out"
-            )
-        if self.compile:
-            raise ValueError("compile=true: does nothing with ruler=true; leave compile out")
-        self._check_unused("ruler=true", "stride", "contexts", "batch_size")
-
-    def _validate_tasks(self) -> None:
+        unused: dict[str, Any] = {"contexts": self.contexts}
         if not self.tasks:
-            for name in ("tasks_path", "fewshot"):
-                value = getattr(self, name)
-                if value is not None:
-                    raise ValueError(
-                        f"{name}={value}: does nothing without tasks; name them too, "
-                        "such as tasks=[wikitext]"
-                    )
-            return
-        self._check_unused("tasks", "contexts")
-        if find_spec("lm_eval") is None:
-            raise ValueError(
-                f"tasks=[{','.join(self.tasks)}]: lm-evaluation-harness is not installed; "
-                "pip install -e '.[lm-eval]'"
-            )
-
-    def _check_unused(self, kind: str, *names: str) -> None:
-        """ValueError where one of `names` is set, which this kind of evaluation ignores."""
-        for name in names:
-            value = getattr(self, name)
+            unused |= {"stride": self.stride, "batch_size": self.batch_size}
+        if self.ruler.enabled:  # each device answers texts of its own
+            unused |= {"compile": self.compile or None}
+            unused |= {"context": None if self.context.degree == 1 else self.context.degree}
+        for name, value in unused.items():
             if value is not None:
-                raise ValueError(f"{name}={value}: does nothing with {kind}; leave {name} out")
+                shown = str(value).lower() if isinstance(value, bool) else value
+                raise ValueError(f"{name}={shown}: does nothing with {chosen[0]}; leave {name} out")
+        for name, texts in (("passkey", self.passkey), ("ruler", self.ruler)):
+            if texts.enabled and texts.lengths is not None and self.seq_len is not None:
+                raise ValueError(
+                    f"seq_len={self.seq_len}: {name}.lengths gives the lengths of the texts; "
+                    "leave one of them out"
+                )
 
 
 class EvalRequest(NamedTuple):
@@ -268,52 +235,34 @@ class EvalRequest(NamedTuple):
 
     config: EvalConfig
     overrides: dict[str, str]  # key → value as typed
-    other_data: bool  # whether data= names the documents; otherwise they are the run's own
+    other_data: bool  # data= names the documents; otherwise they are the run's own
 
     @classmethod
     def of(cls, config: EvalConfig, overrides: dict[str, str]) -> EvalRequest:
-        """The request of a checked `config`; ValueError for overrides that contradict it."""
-        other_data = names_data(overrides)
-        for key_name in ("data", "split"):
-            if config.tasks and key_name in overrides:
-                raise ValueError(
-                    f"{key_name}={overrides[key_name]}: tasks bring their own documents; "
-                    f"leave {key_name} out"
-                )
-        return cls(config, overrides, other_data)
-
-
-def names_data(overrides: dict[str, str]) -> bool:
-    """Whether the overrides, key → value, name other documents than the run's own.
-
-    ValueError where they only half do, or set what an evaluation ignores.
-    """
-    for name, reason in (
-        ("data.tokenizer", "the checkpoint brings its tokenizer"),
-        ("data.vocab_size", "the checkpoint brings its tokenizer"),
-        ("data.cache", "an evaluation stores nothing of data="),
-    ):
-        if name in overrides:
-            raise ValueError(f"{name}={overrides[name]}: {reason}; leave {name} out")
-    keys = [name for name in overrides if name == "data" or name.startswith("data.")]
-    if keys and "data" not in overrides:
-        raise ValueError(f"{keys[0]}={overrides[keys[0]]}: say which source too, such as data=text")
-    if "data.val_fraction" in overrides:
-        raise ValueError(
-            f"data.val_fraction={overrides['data.val_fraction']}: all documents of data= are "
-            "scored; leave data.val_fraction out"
-        )
-    if keys and "split" in overrides:
-        raise ValueError(
-            f"split={overrides['split']}: only the run's own data is split; leave out split, or "
-            "data"
-        )
-    return bool(keys)
+        """Return the request of a checked `config`; ValueError for a key that it ignores."""
+        data_keys = [name for name in overrides if name == "data" or name.startswith("data.")]
+        reasons = {
+            "data.tokenizer": "the checkpoint brings its tokenizer",
+            "data.vocab_size": "the checkpoint brings its tokenizer",
+            "data.cache": "an evaluation stores nothing of data=",
+        }
+        if data_keys and "data" not in overrides:
+            reasons |= dict.fromkeys(data_keys, "a source goes with it, such as data=text")
+        reasons |= {"data.val_fraction": "all documents of data= are scored"}
+        if data_keys:
+            reasons |= {"split": "only the run's own data is split; leave out split, or data"}
+        if config.tasks:
+            reasons |= dict.fromkeys(("data", "split"), "tasks bring their own documents")
+        for name, reason in reasons.items():
+            if name in overrides:
+                raise ValueError(f"{name}={overrides[name]}: {reason}; leave {name} out")
+        return cls(config, overrides, bool(data_keys))
 
 
 def default_lengths(limit: int) -> list[int]:
-    """Powers of two, then `limit`: from 1,024, or where `limit` is under 8,192 from an eighth of
-    the largest power within it; [] for a limit under 16.
+    """Return powers of two, then `limit`; none for a limit under 16.
+
+    They begin at 1,024, or for a limit under 8,192 at an eighth of the largest power within it.
     """
     if limit < 16:
         return []

@@ -1,15 +1,23 @@
-"""How a key of a configuration is declared: default, meaning, range and choices beside the field.
+"""How a key is declared, and how plain values become a configuration.
 
-Every dataclass of this package is made of these. None imports torch, so that `--help` and every
-mistake in a command line are answered in about a second.
+Default, meaning, type, range and choices are next to the field. `build` gives every value its type,
+whether it comes from a command line, a file or a run; `check` holds it to its range. No torch here:
+the command line answers `--help` and mistakes before torch is imported.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import difflib
+import functools
+import types
+import typing
+from collections.abc import Collection, Iterable, Mapping
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
+
+ITEMS = {int: "whole numbers", float: "numbers", str: "text"}
+TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
 def key(
@@ -17,27 +25,34 @@ def key(
     meaning: str,
     *,
     between: tuple[float, float] | None = None,
-    choices: Sequence[str] = (),
+    above: float | None = None,
+    below: float | None = None,
+    choices: Collection[str] = (),
     word: str | None = None,
+    needs: str | None = None,
     positional: bool = False,
     short: bool = False,
     literal: bool = False,
 ) -> Any:
-    """A field with its `default` and help text, checked by `check`.
+    """Declare a field with its `default` and help text.
 
-    between: smallest and largest number allowed, of each item where the field is a list.
-    choices: the words allowed, the first of which the help names first.
-    word: the one word that may stand where a number is meant, as in seq_len=max.
+    between: smallest and largest number allowed, of each item if the field is a list.
+    above, below: the number is beyond this bound, which itself is not allowed.
+    choices: the words allowed, of each item if the field is a list; others may be registered.
+    word: the only word that may replace the number, as in seq_len=max.
+    needs: the key of the same group that must be set too, or its value, as in "spike=skip".
     positional: the command line gives it without `key=`, as in `watch runs/NAME`.
-    short: the name of its group stands for it, as passkey=true for passkey.enabled=true.
+    short: the name of its group is enough, as passkey=true for passkey.enabled=true.
     literal: the command line's text is the value, whatever characters it has.
-    A value of None is for the dataclass's own `validate` to judge.
     """
     metadata = {
         "help": meaning,
         "between": between,
-        "choices": tuple(choices),
+        "above": above,
+        "below": below,
+        "choices": choices,
         "word": word,
+        "needs": needs,
         "positional": positional,
         "short": short,
         "literal": literal,
@@ -48,35 +63,198 @@ def key(
 
 
 def group(schema: type) -> Any:
-    """A field that holds the keys of another dataclass, such as `model` with `model.layers`."""
+    """Declare a field that holds the keys of another dataclass, as `model` holds `model.layers`."""
     return dataclasses.field(default_factory=schema)
 
 
+class Key(NamedTuple):
+    """A declared key: its type without None, whether None is allowed, and its metadata."""
+
+    type: Any
+    optional: bool
+    metadata: Mapping[str, Any]
+
+    @property
+    def is_group(self) -> bool:
+        """Return True if the key has keys of its own."""
+        return dataclasses.is_dataclass(self.type)
+
+    @property
+    def is_open(self) -> bool:
+        """Return True if any key may follow, as in attention.options.kernel."""
+        return typing.get_origin(self.type) is dict
+
+    @property
+    def is_list(self) -> bool:
+        """Return True if the value is a list."""
+        return typing.get_origin(self.type) in (list, tuple)
+
+    def expected(self) -> str:
+        """Describe the values allowed, for a message."""
+        if self.metadata.get("choices") and not self.is_list:
+            return f"one of {', '.join(self.metadata['choices'])}"
+        if word := self.metadata.get("word"):
+            return f"a whole number, or {word}"
+        if self.is_open:
+            return "keys with values, such as {key: value}"
+        if self.is_list:
+            item = typing.get_args(self.type)[0]
+            if typing.get_origin(item) is list:
+                return f"a list of lists of {ITEMS[typing.get_args(item)[0]]}, as in [[1,2]]"
+            return f"a list of {ITEMS[item]}, as in {'[a,b]' if item is str else '[1,2]'}"
+        return TYPES.get(self.type, "another value")
+
+
+@functools.cache
+def keys(schema: Any) -> dict[str, Key]:
+    """Return every key of `schema` by its dotted name, the groups themselves too."""
+    hints = typing.get_type_hints(schema)
+    result: dict[str, Key] = {}
+    for item in dataclasses.fields(schema):
+        hint = hints[item.name]
+        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        declared = [kind for kind in kinds if kind is not type(None)]
+        result[item.name] = Key(
+            type=declared[0] if len(declared) == 1 else hint,
+            optional=len(declared) < len(kinds) or hint is Any,
+            metadata=item.metadata,
+        )
+        if dataclasses.is_dataclass(hint):
+            inner = keys(typing.cast(type, hint))
+            result.update({f"{item.name}.{name}": declared for name, declared in inner.items()})
+    return result
+
+
+def build(schema: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """Make the dataclass `schema` of nested plain `values`, each with its declared type.
+
+    ValueError names the first key that does not exist, or has a value of another type.
+    """
+    known = keys(schema)
+    filled = {}
+    for name, value in values.items():
+        if name not in known:
+            raise ValueError(f"{prefix}{unknown(name, known)}")
+        if not known[name].is_group:
+            filled[name] = typed(f"{prefix}{name}", value, known[name])
+        elif isinstance(value, Mapping):
+            filled[name] = build(known[name].type, value, f"{prefix}{name}.")
+        else:
+            raise ValueError(f"{prefix}{name}={str(value)[:60]}: a group of keys belongs there")
+    return schema(**filled)
+
+
+def typed(name: str, value: Any, declared: Key) -> Any:
+    """Return `value` with the type of the key `name`; ValueError tells what to give instead."""
+    if (value is None and declared.optional) or value == (declared.metadata.get("word") or ()):
+        return value
+    kind = int if declared.metadata.get("word") else declared.type
+    try:
+        result = _converted(value, kind)
+        # true and false have any capitals, as for a key that is only true or false.
+        if "true" in declared.metadata.get("choices", ()):
+            result = result.lower()
+    except (TypeError, ValueError, OverflowError):
+        verb = "not allowed; give" if value is None else "must be"
+        raise ValueError(f"{name}={shown(value)}: {verb} {declared.expected()}") from None
+    # Nothing is ever filled in from the environment, so a user who expects it must hear of it.
+    if "${" in str(result) and not declared.metadata.get("literal"):
+        raise ValueError(f"{name}={shown(value)}: ${{...}} is not filled in; give the value itself")
+    return result
+
+
+def _converted(value: Any, kind: Any) -> Any:
+    """Return `value` as `kind`; raise TypeError or ValueError if it is no such value."""
+    origin, items = typing.get_origin(kind), typing.get_args(kind)
+    # YAML reads {a:1}, without a space, as a key "a:1" that has no value.
+    is_dictionary = isinstance(value, Mapping) and not any(":" in str(name) for name in value)
+    if kind is Any or (origin is dict and is_dictionary):
+        return value
+    is_list = isinstance(value, list | tuple)
+    has_length = origin is list or ... in items or (is_list and len(value) == len(items))
+    if origin in (list, tuple) and is_list and has_length:
+        return origin(_converted(item, items[0]) for item in value)
+    if kind is bool and str(value).lower() in ("true", "false"):
+        return str(value).lower() == "true"
+    if kind is str and isinstance(value, str | int | float):
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    # Python counts True as 1, and rounds 4.5 to 4.
+    is_number = isinstance(value, str | int | float) and not isinstance(value, bool)
+    if is_number and (kind is float or (kind is int and not isinstance(value, float))):
+        return kind(value)
+    raise TypeError
+
+
+def shown(value: Any) -> str:
+    """Return a value as the command line takes it."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(shown, value))}]"
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def check(config: Any, prefix: str = "") -> None:
-    """Raise ValueError for the first key of `config` outside its declared range or choices, or
-    with a list in a flat list, which OmegaConf lets through.
+    """Raise ValueError for the first key of `config` outside its declared range or choices.
+
+    A group is checked by its own `validate`, if it has one. None is always in range.
     """
     for item in dataclasses.fields(config):
         name, value = f"{prefix}{item.name}", getattr(config, item.name)
-        between, choices = item.metadata.get("between"), item.metadata.get("choices")
-        word = item.metadata.get("word")
-        if value is None or (word is not None and value == word):
+        if dataclasses.is_dataclass(value):
+            value.validate() if hasattr(value, "validate") else check(value, f"{name}.")
             continue
-        if word is not None and isinstance(value, str):
-            raise ValueError(f"{name}={value}: must be a whole number, or {word}")
-        values = value if isinstance(value, list | tuple) else [value]
-        is_flat = str(item.type).startswith(("list[", "tuple[")) and "list[list" not in item.type
-        if is_flat and any(isinstance(one, list | tuple | dict) for one in values):
-            raise ValueError(f"{name}={value}: a list without lists in it, as in [1,2]")
-        for one in values:
-            if between is not None and not isinstance(one, str):
-                in_range(name, one, *between)
-            if choices and one not in choices:
-                raise ValueError(f"{name}={one}: one of {', '.join(choices)}")
+        declared = str(item.type)
+        is_flat = declared.startswith(("list[", "tuple[")) and "list[list" not in declared
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if is_flat and isinstance(each, list | tuple | dict):
+                raise ValueError(f"{name}={value}: a list without lists in it, as in [1,2]")
+            _check_value(name, each, item.metadata)
 
 
-def in_range(name: str, value: float, least: float, most: float) -> None:
-    """Raise ValueError unless `least` <= `value` <= `most`; NaN is in no range."""
-    if not least <= value <= most:
-        bounds = f"from {least:,} to {most:,}" if most < float("inf") else f"from {least:,} up"
-        raise ValueError(f"{name}={value}: a number {bounds}")
+def _check_value(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
+    choices, word = metadata.get("choices"), metadata.get("word")
+    if value is None or (word is not None and value == word):
+        return
+    if choices and value not in choices:
+        raise ValueError(f"{name}={value}: one of {', '.join(choices)}")
+    if word is not None and isinstance(value, str):
+        raise ValueError(f"{name}={value}: must be a whole number, or {word}")
+    has_bounds = any(metadata.get(bound) is not None for bound in ("between", "above", "below"))
+    if has_bounds and isinstance(value, int | float):
+        _check_bounds(name, value, metadata)
+
+
+def _check_bounds(name: str, number: float, metadata: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a number is within its bounds, as NaN never is."""
+    least, most = metadata.get("between") or (float("-inf"), float("inf"))
+    above, below = metadata.get("above"), metadata.get("below")
+    is_within = least <= number <= most and (below is None or number < below)
+    if is_within and (above is None or above < number < float("inf")):
+        return
+    lowest = f"from {least:,}" if above is None else f"above {above:,}"
+    highest = f"to {most:,}" if below is None else f"to below {below:,}"
+    if most == float("inf"):
+        highest = "up" if above is None else ""
+    raise ValueError(f"{name}={number}: a number {lowest} {highest}".rstrip())
+
+
+def refuse(*mistakes: tuple[object, str]) -> None:
+    """Raise ValueError with the first message whose condition holds, for keys that disagree."""
+    for is_wrong, message in mistakes:
+        if is_wrong:
+            raise ValueError(message)
+
+
+def unknown(name: str, known: Iterable[str]) -> str:
+    """Return a message that `name` is no key, with the closest one."""
+    close = closest(name, known)
+    return f"{name} is not a key{f'{close} All' if close else '; all'} keys: --help"
+
+
+def closest(name: str, names: Iterable[str]) -> str:
+    """Return a question for the closest of `names`; empty if none is close."""
+    names = list(names)
+    close = [full for full in names if full.endswith(f".{name}")]
+    close = close or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""

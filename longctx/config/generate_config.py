@@ -1,4 +1,4 @@
-"""The keys of `longctx generate`, checked as far as that needs no torch."""
+"""The keys of `longctx generate`. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longctx.config import presets
-from longctx.config.fields import check, key
+from longctx.config.fields import check, key, refuse
 
 PROMPT_FILES = (".txt", ".jsonl")
 
 
 @dataclass
 class GenerateConfig:
-    """What is continued, by which model, and how tokens are chosen."""
+    """The prompt, the model that continues it, and how tokens are chosen."""
 
     checkpoint: str = key(
         "",
@@ -31,7 +31,7 @@ class GenerateConfig:
     chat: bool = key(
         False, "the prompt is a message; the answer is asked for by the model's chat template"
     )
-    max_new_tokens: int = key(200, "of each prompt; fewer where its text ends", between=(1, 2**31))
+    max_new_tokens: int = key(200, "of each prompt; fewer if its text ends", between=(1, 2**31))
     temperature: float = key(
         0.8, "0: always the likeliest token; 1: by the model's probabilities", between=(0.0, 100.0)
     )
@@ -39,7 +39,10 @@ class GenerateConfig:
         None, "choose among the k likeliest tokens; null: among all", between=(1, 2**31)
     )
     top_p: float | None = key(
-        None, "choose among the likeliest that together have this probability; null: among all"
+        None,
+        "choose among the likeliest that together have this probability; null: among all",
+        above=0,
+        between=(0, 1),
     )
     seed: int = key(1, "of the choices", between=(0, 2**63 - 1))
     batch_size: int = key(8, "prompts at a time", between=(1, 2**20))
@@ -58,35 +61,39 @@ class GenerateConfig:
     attention: str = key("flash", "backend that computes the prompts: flash | sdpa | naive | …")
 
     def validate(self) -> None:
-        """Raise ValueError or OSError naming the first key whose value makes no sense."""
+        """Raise ValueError for the first key that makes no sense, or whose file is missing."""
         check(self)
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}: a probability above 0 and up to 1")
-        for name in ("top_k", "top_p"):
-            value = getattr(self, name)
-            if self.temperature == 0 and value is not None:
-                raise ValueError(
+        backends = sorted(presets.names("attention"))
+        out, file = Path("out.jsonl" if self.out is None else self.out), Path(self.prompts or "")
+        refuse(
+            *(
+                (
+                    self.temperature == 0 and value is not None,
                     f"{name}={value}: does nothing with temperature=0, which takes the likeliest "
-                    "token; leave one of them out"
+                    "token; leave one of them out",
                 )
-        if self.attention not in presets.names("attention"):
-            known = ", ".join(sorted(presets.names("attention")))
-            raise ValueError(f"attention={self.attention}: choose one of {known}")
-        if self.chat and self.prompt is None and self.prompts is None:
-            raise ValueError("chat=true: give the message, as in prompt='Who are you?'")
-        if self.out is not None and Path(self.out).suffix != ".jsonl":
-            raise ValueError(f"out={self.out}: a file that ends in .jsonl")
-        if self.out is not None and not Path(self.out).absolute().parent.is_dir():
-            raise ValueError(f"out={self.out}: the folder {Path(self.out).parent} is not there")
-        self._validate_prompts()
-
-    def _validate_prompts(self) -> None:
-        if self.prompts is None:
-            return
-        if self.prompt is not None:
-            raise ValueError(f"prompts={self.prompts}: prompt= is given too; leave one of them out")
-        file = Path(self.prompts)
-        if file.suffix not in PROMPT_FILES:
-            raise ValueError(f"prompts={file}: a file that ends in {' or '.join(PROMPT_FILES)}")
-        if not file.is_file():
-            raise ValueError(f"prompts={file}: no such file")
+                for name, value in (("top_k", self.top_k), ("top_p", self.top_p))
+            ),
+            (
+                self.attention not in backends,
+                f"attention={self.attention}: choose one of {', '.join(backends)}",
+            ),
+            (
+                self.chat and self.prompt is None and self.prompts is None,
+                "chat=true: give the message, as in prompt='Who are you?'",
+            ),
+            (out.suffix != ".jsonl", f"out={out}: a file that ends in .jsonl"),
+            (
+                not out.absolute().parent.is_dir(),
+                f"out={out}: the folder {out.parent} is not there",
+            ),
+            (
+                self.prompts is not None and self.prompt is not None,
+                f"prompts={file}: prompt= is given too; leave one of them out",
+            ),
+            (
+                self.prompts is not None
+                and (file.suffix not in PROMPT_FILES or not file.is_file()),
+                f"prompts={file}: no such file; give one that ends in {' or '.join(PROMPT_FILES)}",
+            ),
+        )

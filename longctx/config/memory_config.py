@@ -1,8 +1,7 @@
-"""What a model keeps for backward, and where: the keys of memory=. Free of torch, so that the
-command line answers at once.
+"""The keys of memory=: activations saved for backward, and their place. Torch-free.
 
-A policy is a set of values for the keys below it; a key that is given stands, one that is null is
-the policy's. They change speed and memory, never the gradients beyond the order of sums.
+A policy is a set of values for the other keys: a key that is null has the policy's value. They
+change speed and memory, never the gradients beyond the order of sums.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class MemoryConfig:
-    """What is kept for backward, and where; null: as the policy says."""
+    """Activations saved for backward, and their place; null: as in the policy."""
 
     policy: str = key(
         "auto",
@@ -65,7 +64,7 @@ class MemoryConfig:
     )
     offload: float | None = key(
         None,
-        "with recompute=block: share of the saved activations that lies in pinned host memory",
+        "with recompute=block: share of the saved activations in pinned host memory",
         between=(0, 1),
     )
     loss_chunk: int | None = key(
@@ -81,12 +80,12 @@ class MemoryConfig:
     )
 
     def validate(self) -> None:
-        """Raise ValueError naming `memory.<key>` for values that make no sense, or not together."""
+        """Raise ValueError for the first value that makes no sense, alone or with the others."""
         check(self, "memory.")
         self.policies()
 
     def __str__(self) -> str:
-        """The policy and its values other than those of fast, as a run's first lines show them."""
+        """Return the policy and its values that differ from fast, for a run's first lines."""
         plain = POLICIES["fast"] | {"loss_chunk": None}
         values = vars(self if self.policy == "auto" else self.filled(self.policy))
         parts = [
@@ -101,10 +100,8 @@ class MemoryConfig:
         return ", ".join([self.policy, *parts])
 
     def policies(self) -> list[str]:
-        """The policies that this may stand for, the fastest first: its own, or if it is auto all
-        that go with what is given.
-
-        ValueError where none does.
+        """Return the possible policies, the fastest first: its own, or for auto all that allow
+        the other keys. ValueError if none does.
         """
         names = list(POLICIES) if self.policy == "auto" else [self.policy]
         possible = [name for name in names if not self._contradiction(name)]
@@ -113,24 +110,20 @@ class MemoryConfig:
         return possible
 
     def _contradiction(self, policy: str) -> str:
-        """Which keys contradict each other under `policy`; empty if none do."""
+        """Return which keys contradict each other under `policy`; empty if none do."""
         filled = self.filled(policy)
-        if filled.recompute != "block" and (filled.keep_every != 1 or filled.offload):
-            needing = (
-                f"keep_every={filled.keep_every}"
-                if filled.keep_every != 1
-                else f"offload={filled.offload}"
-            )
-            return f"memory.{needing} needs memory.recompute=block, not {filled.recompute}"
+        needs = "needs memory.recompute"
+        if filled.recompute != "block" and filled.keep_every != 1:
+            return f"memory.keep_every={filled.keep_every} {needs}=block, not {filled.recompute}"
+        if filled.recompute != "block" and filled.offload:
+            return f"memory.offload={filled.offload} {needs}=block, not {filled.recompute}"
         if filled.recompute == "none" and filled.mlp_tile:
-            return (
-                f"memory.mlp_tile={filled.mlp_tile} needs memory.recompute=mlp or block, not none"
-            )
+            return f"memory.mlp_tile={filled.mlp_tile} {needs}=mlp or block, not none"
         return ""
 
     def filled(self, policy: str) -> MemoryConfig:
-        """Every null but `loss_chunk` filled in as `policy`, fast, balanced or long, says; what is
-        given stands.
+        """Return a copy with the values of `policy`, which is not auto, for all nulls but
+        `loss_chunk`.
         """
         if policy not in POLICIES:
             raise ValueError(
@@ -143,13 +136,9 @@ class MemoryConfig:
         return replace(self, policy=policy, **values)
 
     def chunk(self, vocab_size: int, device: str) -> int:
-        """Tokens whose logits exist at one time: `loss_chunk`, or as many as the policy allows on
-        "cuda" or "cpu".
-        """
+        """Return the tokens whose logits exist at one time on "cuda" or "cpu"."""
         if self.loss_chunk is not None:
             return self.loss_chunk
-        return (
-            1024
-            if device == "cpu"
-            else max(128, min(16384, LOGITS[self.policy] // vocab_size // 128 * 128))
-        )
+        if device == "cpu":
+            return 1024
+        return max(128, min(16384, LOGITS[self.policy] // vocab_size // 128 * 128))

@@ -1,7 +1,7 @@
-"""The keys of optimizer=, and what is known of each optimizer without torch.
+"""The keys of optimizer=, and a torch-free description of each optimizer.
 
-The optimizer itself is longctx/training/optimizers/NAME.py. The planner and the checks of the
-command line, which do not import torch, need only its traits.
+The optimizer itself is longctx/training/optimizers/NAME.py. The planner and the command line do not
+import torch, and need only its traits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from longctx.config.fields import check, key
 
-SLICE = 2**26  # weights whose state is with the GPU at one time, where it is kept on the host
+SLICE = 2**26  # weights whose state is on the GPU at one time, if it is saved on the host
 STACK = 2**24  # weights that Newton-Schulz takes in one batch, unless one matrix has more
 
 
@@ -21,9 +21,9 @@ class Traits(NamedTuple):
 
     matrix_bytes: int = 8  # of fp32 state for a weight in a matrix of the transformer blocks
     other_bytes: int = 8  # for a weight of the embedding, of the lm_head, of a vector
-    keys: Mapping[str, Any] = {}  # those keys of OptimizerConfig that it has, with their defaults
+    keys: Mapping[str, Any] = {}  # its own keys of OptimizerConfig, with their defaults
     states: tuple[str, ...] = ("fp32",)  # what memory.optimizer_state may be
-    lora: bool = True  # whether it can train the additions of LoRA
+    lora: bool = True  # it can train the additions of LoRA
 
 
 TRAITS = {
@@ -41,7 +41,7 @@ TRAITS = {
 class OptimizerConfig:
     """Which optimizer trains, and its own keys; null: the optimizer's default."""
 
-    name: str = key("adamw", "set by optimizer=NAME")
+    name: str = key("adamw", "set by optimizer=NAME", choices=TRAITS)
     momentum: float | None = key(
         None, "muon: share of the average of gradients that stays; null: 0.95", between=(0, 0.9999)
     )
@@ -49,13 +49,11 @@ class OptimizerConfig:
 
     @property
     def traits(self) -> Traits:
-        """What is known of this optimizer without torch."""
+        """Return the description of this optimizer."""
         return TRAITS[self.name]
 
     def validate(self) -> None:
-        """Raise ValueError naming the first key that cannot be right."""
-        if self.name not in TRAITS:
-            raise ValueError(f"optimizer={self.name}: one of {', '.join(TRAITS)}")
+        """Raise ValueError for the first key that cannot be right."""
         check(self, "optimizer.")
         for name, value in vars(self).items():
             if name != "name" and value is not None and name not in self.traits.keys:
@@ -65,12 +63,12 @@ class OptimizerConfig:
                 )
 
     def filled(self) -> OptimizerConfig:
-        """The same with the optimizer's defaults in place of nulls."""
+        """Return a copy with the optimizer's defaults in place of nulls."""
         defaults = self.traits.keys.items()
         return replace(self, **{k: value for k, value in defaults if getattr(self, k) is None})
 
     def check_beside(self, optimizer_state: str | None, lora_rank: int | None) -> None:
-        """Raise ValueError where this optimizer cannot keep its state so, or cannot train LoRA."""
+        """Raise ValueError if this optimizer cannot keep its state so, or cannot train LoRA."""
         if (optimizer_state or "fp32") not in self.traits.states:
             raise ValueError(
                 f"memory.optimizer_state={optimizer_state} with optimizer={self.name}: "

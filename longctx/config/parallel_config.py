@@ -1,12 +1,13 @@
-"""How several devices share the work of a run: copies or shards of the model, rows or parts of
-rows. Free of torch.
+"""The keys of several devices: the model in copies or shards, sequences whole or in parts.
+
+Torch-free.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from longctx.config.fields import check, key
+from longctx.config.fields import key
 
 
 @dataclass
@@ -15,32 +16,32 @@ class StrategyConfig:
 
     name: str = key(
         "auto",
-        "auto: with several devices ddp, or fsdp where ddp does not fit or would train 5% slower "
+        "auto: with several devices ddp, or fsdp if ddp does not fit or would train 5% slower "
         "| ddp: a copy of the model per device | fsdp: the model in slices",
         choices=("auto", "ddp", "fsdp"),
         short=True,
     )
 
 
-# Backends that take a mask of free intervals, which allgather and exchange with a neighbour leave
+# Backends that take the free intervals of allgather and of exchanges with a neighbour
 FREE_INTERVALS = ("naive", "flash", "flex")
 
 
 @dataclass
 class ContextConfig:
-    """Context parallelism: several devices share each row, and attention sees all of it."""
+    """Context parallelism: several devices share each sequence, and attention sees all of it."""
 
     degree: int | str = key(
         1,
-        "set by context=N: devices that each hold a part of every row; auto: as many as make the "
-        "run fit and fastest, by prediction",
+        "set by context=N: devices that each hold a part of every sequence; auto: as many as make "
+        "the run fit and fastest, by prediction",
         between=(1, 4096),
         word="auto",
         short=True,
     )
     method: str = key(
         "auto",
-        "auto: ulysses where the degree divides the heads | ulysses: each device has all tokens of "
+        "auto: ulysses if the degree divides the heads | ulysses: each device has all tokens of "
         "some heads | allgather: its own queries of all heads, and all keys",
         choices=("auto", "ulysses", "allgather"),
     )
@@ -50,9 +51,8 @@ class ContextConfig:
         "against one device",
     )
 
-    def validate(self, devices: int) -> None:
-        """Raise ValueError where groups of `degree` cannot be made of `devices` devices."""
-        check(self, "context.")
+    def check_degree(self, devices: int) -> None:
+        """Raise ValueError if `devices` devices cannot be split into groups of `degree`."""
         if isinstance(self.degree, int) and devices % self.degree:
             raise ValueError(
                 f"context={self.degree}: does not divide devices={devices}; give a number that does"
@@ -64,9 +64,9 @@ class ContextConfig:
             )
 
     def method_for(self, heads: int) -> str:
-        """How attention of `heads` query heads sees the whole row: `method`, auto decided.
+        """Return the method for `heads` query heads, with auto decided.
 
-        Raises ValueError where the devices cannot divide the heads as asked.
+        ValueError if the devices cannot divide the heads as asked.
         """
         assert isinstance(self.degree, int)
         if self.method == "ulysses" and heads % self.degree:
@@ -79,8 +79,9 @@ class ContextConfig:
         return "allgather" if heads % self.degree else "ulysses"
 
     def each(self, devices: int, heads: int, backend: str) -> list[ContextConfig]:
-        """Every choice of degree and method that this may stand for on `devices` devices: those
-        that are possible, or itself where it asks for what is not.
+        """Return every possible degree and method on `devices` devices.
+
+        An impossible request is returned as it is, to be refused by name.
         """
         degrees = [self.degree] if isinstance(self.degree, int) else divisors(devices)
         choices = [replace(self, degree=1)] if 1 in degrees else []
@@ -95,13 +96,14 @@ class ContextConfig:
 
 
 def divisors(number: int) -> list[int]:
-    """All whole numbers that divide `number`, in order."""
+    """Return all whole numbers that divide `number`, in order."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def kv_copies(heads: int, kv_heads: int, ranks: int) -> int:
-    """How often each key-value head is sent to `ranks` that divide a row's heads among them, so
-    that each has those of its query heads.
+    """Return how often each key-value head is sent when `ranks` divide the query heads.
+
+    Each rank needs the key-value heads of its query heads.
     """
     if kv_heads % ranks == 0:
         return 1
@@ -112,14 +114,10 @@ MANY_TOKENS = 262144  # of a rank: then one key-value head at a time saves memor
 
 
 def ulysses_parts(heads: int, tokens: int) -> int:
-    """Parts, one after another, in which a rank with so many `tokens` exchanges rows of which it
-    gets so many key-value `heads`.
-    """
+    """Return the parts in which a rank with `tokens` exchanges its key-value `heads`."""
     return heads if tokens >= MANY_TOKENS else 1
 
 
 def allgather_group(kv_heads: int, ranks: int) -> int:
-    """Key-value heads of which `ranks` gather keys and values at a time: as many as Ulysses would
-    give one of them.
-    """
+    """Return the key-value heads gathered per round: as many as Ulysses gives one rank."""
     return max(1, kv_heads // ranks)

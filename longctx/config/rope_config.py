@@ -1,4 +1,4 @@
-"""The keys of rope=, and what transformers' rope_parameters may hold."""
+"""The keys of rope=, and the checks of transformers' rope_parameters."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from longctx.config.fields import check, key
+from longctx.config.fields import check, key, refuse
 
 WAYS = ("keep", "auto", "abf", "ntk", "linear", "dynamic", "yarn", "llama3", "longrope")
 # The length that the weights were trained for before any scaling.
 ORIGINAL = "original_max_position_embeddings"
-# rope_type → the keys that it needs, and those that it may have.
+# rope_type → the keys that it needs, and its optional keys.
 KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -38,36 +38,36 @@ KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 class RopeConfig:
     """How the positions of init's weights are stretched to seq_len; set by rope=NAME."""
 
-    type: str = key("keep", "set by rope=NAME")
+    type: str = key("keep", "set by rope=NAME", choices=WAYS)
     factor: float | None = key(
         None, "how many times the original length; null: seq_len / original", between=(1, 2**24)
     )
     original: int | None = key(
         None,
-        "tokens that the weights were trained for; null: what their config.json says",
+        "tokens that the weights were trained for; null: as in their config.json",
         between=(2, 2**31 - 1),
     )
-    theta: float | None = key(None, "rope=abf: the new base of the frequencies")
+    theta: float | None = key(None, "rope=abf: the new base of the frequencies", above=1)
     options: dict[str, Any] = key({}, "the type's own: rope.options.beta_fast=32 of yarn")
 
     def validate(self) -> None:
-        """Raise ValueError naming the first key that cannot be right."""
-        if self.type not in WAYS:
-            raise ValueError(f"rope={self.type}: one of {', '.join(WAYS)}")
+        """Raise ValueError for the first key that cannot be right."""
         check(self, "rope.")
-        if self.theta is not None and not 1 < self.theta < float("inf"):
-            raise ValueError(f"rope.theta={self.theta}: a number above 1")
-        if self.type == "abf" and self.theta is None:
-            raise ValueError(
-                "rope=abf: needs the new base of the frequencies, such as rope.theta=5000000"
-            )
-        if self.type != "abf" and self.theta is not None:
-            raise ValueError(
-                f"rope={self.type} rope.theta={self.theta}: rope.theta goes with rope=abf"
-            )
-        for name in ("factor", "original"):
-            if getattr(self, name) is not None and self.type in ("keep", "abf", "auto"):
-                raise ValueError(f"rope.{name}={getattr(self, name)}: not used by rope={self.type}")
+        unused = self.type in ("keep", "abf", "auto")
+        refuse(
+            (
+                self.type == "abf" and self.theta is None,
+                "rope=abf: needs the new base of the frequencies, such as rope.theta=5000000",
+            ),
+            (
+                self.type != "abf" and self.theta is not None,
+                f"rope={self.type} rope.theta={self.theta}: rope.theta goes with rope=abf",
+            ),
+            *(
+                (unused and value is not None, f"rope.{name}={value}: not used by rope={self.type}")
+                for name, value in (("factor", self.factor), ("original", self.original))
+            ),
+        )
         allowed = sum(KEYS.get(self.type, ((), ())), ())
         for name, value in self.options.items():
             if name not in allowed or name in ("factor", ORIGINAL):
@@ -81,7 +81,7 @@ class RopeConfig:
 def check_scaling(
     place: str, scaling: Mapping[str, Any], head_dim: int, context: int | None
 ) -> None:
-    """Raise ValueError naming the first key of rope_parameters, in `place`, that is not right."""
+    """Raise ValueError for the first wrong key of rope_parameters, which are called `place`."""
     kind = scaling.get("rope_type", "default")
     if not isinstance(kind, str) or kind not in KEYS:
         raise ValueError(f"{place}.rope_type={kind} is not covered; there are {', '.join(KEYS)}")
@@ -145,6 +145,6 @@ def _check_type(
 
 
 def is_number(value: Any) -> bool:
-    """Whether `value` is a number that a float can hold: JSON's may have hundreds of digits."""
+    """Return True for a number that a float can hold: JSON's may have hundreds of digits."""
     has_type = isinstance(value, int | float) and not isinstance(value, bool)
     return has_type and abs(value) <= sys.float_info.max

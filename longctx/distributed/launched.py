@@ -62,14 +62,14 @@ def launched(config: TrainConfig | EvalConfig, environ: Mapping[str, str] = os.e
         processes = _of_srun(environ)
     else:
         _check_allocation(config.devices, environ)
-        config.context.validate(config.devices)
+        config.context.check_degree(config.devices)
         return _own(config.devices, environ)
     if config.devices not in (1, processes.ranks):
         raise ValueError(
             f"devices={config.devices}: {processes.by} has started {processes.ranks} processes; "
             f"leave devices out, or start {config.devices} processes"
         )
-    config.context.validate(processes.ranks)
+    config.context.check_degree(processes.ranks)
     return processes
 
 

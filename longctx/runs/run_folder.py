@@ -303,7 +303,7 @@ def check_resumable(folder: Path, overrides: Iterable[str]) -> None:
     """Raise ValueError naming the first of the key=value `overrides` that a resumed run must not
     change.
     """
-    for key in (override.partition("=")[0].lstrip("+") for override in overrides):
+    for key in (override.partition("=")[0] for override in overrides):
         if key not in RESUMABLE:
             raise ValueError(
                 f"{key} cannot change when {folder} is resumed, which keeps its config.yaml; "

@@ -19,7 +19,7 @@ import torch
 
 from longctx import files, stop_signal
 from longctx.attention import kernels_run
-from longctx.config.request import Request
+from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
 from longctx.data import Data, Mixture, load
 from longctx.distributed.devices import is_out_of_memory, this_machine, within_memory

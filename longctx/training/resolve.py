@@ -21,7 +21,7 @@ from longctx import files, hub_snapshot
 from longctx.config import presets
 from longctx.config.data_config import DataConfig
 from longctx.config.model_config import GPTConfig
-from longctx.config.request import Request
+from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig, check_warmup
 from longctx.data import load, sources
 from longctx.distributed.devices import check_attention, choose_device

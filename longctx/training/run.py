@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from longctx.config.train_config import TrainConfig, from_plain
+from longctx.config.fields import build
+from longctx.config.train_config import TrainConfig
 from longctx.data import Data, Mixture
 from longctx.planner.workload import Workload, workload_of
 from longctx.runs import run_folder
@@ -100,7 +101,7 @@ class Run:
 
 def run_of(settings: dict[str, Any], device: str, **about: Any) -> Run:
     """The run with these `settings` (see `Run.settings`) on "cuda" or "cpu"; the inverse of it."""
-    config = from_plain(settings)
+    config = build(TrainConfig, settings)
     assert isinstance(config.seq_len, int)
     return Run(
         config=config,

@@ -64,10 +64,10 @@ def sweep(overrides_of_jobs: list[list[str]]) -> int:
 
 
 def varied_keys(overrides_of_jobs: list[list[str]]) -> set[str]:
-    """The keys, without Hydra's plus signs, in which the jobs differ."""
+    """Return the keys in which the jobs differ."""
     shared = set.intersection(*map(set, overrides_of_jobs))
     differing = {one for overrides in overrides_of_jobs for one in overrides} - shared
-    return {override.partition("=")[0].lstrip("+") for override in differing}
+    return {override.partition("=")[0] for override in differing}
 
 
 def _run(overrides: list[str], varied: set[str]) -> Job:

@@ -1,21 +1,19 @@
-"""What the tests of composition share: configurations as the command line gives them."""
+"""Configurations as the command line gives them, for several tests."""
 
 from typing import Any
 
 from longctx import cli
-from longctx.config.request import Request
+from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
 from longctx.planner.workload import workload_of
 from longctx.training.resolve import scheduled
 
 
-def compose(*arguments: str, gpu: bool = False) -> Request[TrainConfig]:
-    return cli.with_model(
-        cli.compose("train", cli.read("train", list(arguments)).overrides), gpu=gpu
-    )
+def compose(*words: str, gpu: bool = False) -> Request[TrainConfig]:
+    return cli.with_model(cli.compose("train", words), gpu=gpu)
 
 
-def settings(*overrides: str) -> dict[str, Any]:
-    """What config.yaml says of a run with `overrides` on a CPU."""
-    config = compose(*overrides).config
+def settings(*words: str) -> dict[str, Any]:
+    """Return the values of config.yaml for a run with `words` on a CPU."""
+    config = compose(*words).config
     return scheduled(config, workload_of(config, "cpu", config.seq_len)).settings()

@@ -1,33 +1,24 @@
-"""Every command answers --help and refuses mistakes with one line that names the key, before torch
-is imported.
-"""
+"""Every command answers --help and refuses mistakes before torch is imported; exit codes."""
 
 import dataclasses
+import gc
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from benchmarks.tune import Options
-from longctx import cli
+from longctx import cli, stop_signal
+from longctx.cli import answer, libraries
 from longctx.config.command_config import CompareOptions, ExportOptions
-from longctx.config.fields import key
+from longctx.config.fields import key, keys
+from tests.processes import PYTHONPATH
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def leaves(schema: type) -> Iterator[tuple[str, dataclasses.Field]]:
-    """Dotted key and field of every value in `schema`."""
-    for item in dataclasses.fields(schema):
-        if isinstance(item.default_factory, type) and dataclasses.is_dataclass(
-            item.default_factory
-        ):
-            for name, inner in leaves(item.default_factory):
-                yield f"{item.name}.{name}", inner
-        else:
-            yield item.name, item
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -36,43 +27,42 @@ def test_help_has_every_key_and_fits_80_columns(
 ) -> None:
     assert cli.main([*name.split(), "--help"]) == 0
     text = capsys.readouterr().out
-    for option, item in leaves(cli.COMMANDS[name].schema):
-        shown = option.upper() if item.metadata["positional"] else f"{option}="
-        assert f"  {shown}" in text
-        assert item.metadata["help"]
+    for option, declared in keys(cli.COMMANDS[name].schema).items():
+        if not declared.is_group:
+            shown = option.upper() if declared.metadata["positional"] else f"{option}="
+            assert f"  {shown}" in text
+            assert declared.metadata["help"]
     assert max(map(len, text.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "data"])
 def test_help_has_every_preset(command: str) -> None:
     text = cli.help_text(command)
-    for group in cli.groups(command):
-        assert all(name in text for name in cli.names(group))
+    groups = ["data"] + ["attention", "strategy"] * (command != "data")
+    groups += ["model", "memory", "optimizer", "rope"] * (command == "train")
+    for group in groups:
+        assert f"  {group}=" in text and all(name in text for name in cli.names(group))
 
 
 def test_help_shows_ranges_and_choices() -> None:
     @dataclasses.dataclass
-    class Options:
+    class Shown:
         share: float = key(0.5, "a share", between=(0, 1))
         kind: str = key("a", "a kind", choices=("a", "bb"))
 
-    share, kind = cli.key_lines(Options)
+    share, kind = cli.key_lines(Shown)
     assert "0 to 1" in share
     assert "a | bb" in kind
 
 
-@pytest.mark.parametrize("argv", [[], ["--help"], ["help"]])
+@pytest.mark.parametrize("argv", [[], ["--help"], ["help"], ["kernels", "--help"]])
 def test_help_lists_the_commands(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(argv) == 0
     text = capsys.readouterr().out
-    assert all(f"longctx {name}" in text for name in cli.COMMANDS)
+    is_part = argv[:1] == ["kernels"]
+    for name in cli.COMMANDS:
+        assert (f"longctx {name}" in text) == (not is_part or name == "kernels show")
     assert max(map(len, text.splitlines())) <= 80
-
-
-def test_help_of_a_group_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["kernels", "--help"]) == 0
-    text = capsys.readouterr().out
-    assert "kernels show" in text and "watch" not in text
 
 
 @pytest.mark.parametrize(
@@ -91,6 +81,7 @@ def test_help_of_a_group_lists_its_commands(capsys: pytest.CaptureFixture[str]) 
         (["export", "runs/a", "out", "dtype=int4"], "dtype=int4: one of fp32, bf16, fp16"),
         (["export", "runs/a", "out", "adapter=perhaps"], "adapter=perhaps: must be true or false"),
         (["export", "runs/a", "out", "shard_gb=null"], "shard_gb=null: not allowed; give a number"),
+        (["export", "runs/a", "out", "dtype=bf16", "dtype=fp16"], "dtype=fp16: "),
         (["dashboard", "--project", "p"], "--project: not an option"),
         (["data", "-m", "seq_len=64,128"], "-m: only train sweeps"),
         (["eval", "-m", "checkpoint=a,b"], "-m: only train sweeps"),
@@ -98,8 +89,12 @@ def test_help_of_a_group_lists_its_commands(capsys: pytest.CaptureFixture[str]) 
         (["kernels", "show", "head_size=x"], "head_size=x: must be a whole number"),
         (["kernels", "show", "head_size=0"], "head_size=0"),
         (["kernels", "show", "kernel=a,b"], "kernel=a,b: several values"),
-        (["kernels", "show", r"dtype=$\{oc.env:HOME}"], "dtype=$"),
+        (["kernels", "show", "dtype=${oc.env:HOME}"], "dtype=$"),
         (["train", "seq_len=abc"], "seq_len=abc: must be a whole number, or max"),
+        (["train", "seq_len=64", "seq_len=128"], "seq_len=128: "),
+        (["train", "++model.layers=2"], "did you mean model.layers?"),
+        (["train", "resume="], "resume="),
+        (["train", "sample_prompt=x\udcff"], r"sample_prompt=x\udcff: not text"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_it(
@@ -114,10 +109,20 @@ def test_lists_are_written_with_and_without_brackets() -> None:
     assert cli.options(Options, ["kernels=hopper"]).kernels == ("hopper",)
 
 
+def test_a_number_without_a_range_is_above_zero() -> None:
+    @dataclasses.dataclass
+    class Measured:
+        repeats: int = key(3, "of each")
+
+    assert cli.options(Measured, ["repeats=1"]).repeats == 1
+    with pytest.raises(ValueError, match="repeats=0"):
+        cli.options(Measured, ["repeats=0"])
+
+
 def test_paths_are_taken_as_they_are(tmp_path: Path) -> None:
     strange = tmp_path / "lr=1, (a) {b}"
     strange.mkdir()
-    runs = [str(strange), "runs/lr=2", "runs/out=3"]
+    runs = [str(strange), "runs/lr=2", "runs/lr=3", "runs/out=3"]
     assert cli.options(CompareOptions, [*runs, "out=x.html"]) == CompareOptions(runs, "x.html")
     exported = cli.options(ExportOptions, ["dtype=bf16", "runs/a", "out/"])
     assert (exported.run, exported.out, exported.dtype) == ("runs/a", "out/", "bf16")
@@ -128,7 +133,7 @@ def test_the_module_answers_from_any_folder_without_torch(tmp_path: Path) -> Non
     code = (
         "import sys; from longctx import cli\n"
         "for name in cli.COMMANDS: assert cli.main([*name.split(), '--help']) == 0\n"
-        "large = {'torch', 'hydra', 'numpy', 'rich', 'wandb', 'pyarrow', 'tokenizers'}\n"
+        "large = {'torch', 'numpy', 'rich', 'wandb', 'pyarrow', 'tokenizers'}\n"
         "assert not large & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
@@ -141,3 +146,66 @@ def test_the_module_answers_from_any_folder_without_torch(tmp_path: Path) -> Non
     )
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr.startswith("error: none")
+
+
+def test_the_collector_pauses_while_libraries_are_imported() -> None:
+    before = gc.get_freeze_count()
+    try:
+        with libraries():
+            assert not gc.isenabled()
+        assert gc.isenabled() and gc.get_freeze_count() > before
+        with pytest.raises(ImportError), libraries():
+            import longctx.nowhere  # noqa: F401
+        assert gc.isenabled()
+    finally:
+        gc.unfreeze()
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+def test_output_that_cannot_be_encoded_ends_nothing(encoding: str) -> None:
+    code = "from longctx.cli import answer; exit(answer([], str, lambda argv: print('9 → 5 ▁ 3')))"
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": PYTHONPATH, "PYTHONIOENCODING": encoding},
+        capture_output=True,
+    )
+    assert (process.returncode, process.stdout) == (0, b"9 ? 5 ? 3\n"), process.stderr
+
+
+@pytest.mark.parametrize("number", stop_signal.SIGNALS)
+def test_a_signal_has_its_exit_code_even_behind_another_error(number: int) -> None:
+    def imports(argv: list[str]) -> int:
+        try:
+            signal.raise_signal(number)
+        except KeyboardInterrupt:
+            raise ImportError("initialization failed") from None
+        return 0
+
+    # Ignored in what a shell runs in the background
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        assert answer([], str, imports) == 128 + number
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_command_under_nohup_outlives_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert answer([], str, lambda argv: signal.raise_signal(signal.SIGHUP)) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_mistake_found_while_a_signal_waits_is_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def saves(argv: list[str]) -> int:
+        with stop_signal.caught() as stop:
+            stop.wait()
+            signal.raise_signal(signal.SIGTERM)
+            raise OSError("disk full")
+
+    assert answer([], str, saves) == 2
+    assert capsys.readouterr().err == "error: disk full\n"

@@ -2,7 +2,7 @@
 the module.
 """
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,18 +25,6 @@ def test_presets_have_their_size(name: str, parameters: int) -> None:
     config = GPTConfig(**yaml.safe_load((PRESETS / f"{name}.yaml").read_text()))
     config.validate()
     assert config.parameters() == parameters
-
-
-def test_presets_name_every_key_and_tiny_is_the_default() -> None:
-    presets = {
-        path.stem: yaml.safe_load(path.read_text())
-        for path in PRESETS.glob("*.yaml")
-        if path.stem != "auto"
-    }
-    assert set(presets) == {"tiny", "124m", "350m", "1b", "8b"}
-    for values in presets.values():
-        assert set(values) == {field.name for field in fields(GPTConfig)}
-    assert GPTConfig(**presets["tiny"]) == GPTConfig()
 
 
 def test_sizes_of_a_saved_model_are_checked_too() -> None:

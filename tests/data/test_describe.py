@@ -112,7 +112,7 @@ def test_it_prints_and_draws(corpus, tmp_path, capsys) -> None:
 )
 def test_mistake_is_one_line(overrides, message, capsys) -> None:
     with pytest.raises(ValueError, match=message):
-        cli.compose("data", cli.read("data", overrides).overrides)
+        cli.compose("data", overrides)
     assert main(["data", *overrides]) == 2
     assert capsys.readouterr().err.startswith("error: ")
 
@@ -126,10 +126,10 @@ def test_overrides_become_the_configuration() -> None:
         "seq_len=128",
         "out=null",
     ]
-    config = cli.compose("data", cli.read("data", overrides).overrides).config
+    config = cli.compose("data", overrides).config
     assert config.data == DataConfig(source="text", path=["a", "b c"], documents=3)
     assert (config.seq_len, config.out) == (128, None)
-    hub = cli.compose("data", cli.read("data", ["data=hub", "data.path=some/set"]).overrides).config
+    hub = cli.compose("data", ["data=hub", "data.path=some/set"]).config
     assert hub.data.documents == 10000
 
 

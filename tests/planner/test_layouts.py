@@ -15,8 +15,9 @@ HOST = 1536 * GIB
 
 
 def request(*overrides: str) -> TrainConfig:
-    words = ["model=1b", "context.degree=auto", *overrides]
-    config: TrainConfig = cli.compose("train", words).config
+    given = {word.partition("=")[0]: word for word in overrides}
+    words = {"model": "model=1b", "context.degree": "context.degree=auto"} | given
+    config: TrainConfig = cli.compose("train", words.values()).config
     return config
 
 

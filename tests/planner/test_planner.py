@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 
 @functools.cache
 def composed(*overrides: str) -> TrainConfig:
-    """What Hydra makes of a command line, in a quarter of a second each."""
+    """Return the configuration of a command line."""
     config: TrainConfig = command_line.compose("train", [*overrides]).config
     return config
 
@@ -179,7 +179,7 @@ def test_the_sum_of_dq_is_counted_where_the_hopper_kernels_may_run() -> None:
         assert predicted.moment.endswith("attention")
         return predicted.gpu[ATTENTION]
 
-    without = workspace("++attention.options.kernel=portable")
+    without = workspace("attention.options.kernel=portable")
     assert workspace() == without + 4 * 768 * 262144
     assert workspace("deterministic=true") == workspace()
     assert (
@@ -196,7 +196,7 @@ def test_the_portable_kernel_and_other_gpus_are_slower() -> None:
     wide = ("model.head_dim=256", "model.heads=8", "model.kv_heads=4")
     ours, theirs = (
         fitting.attention_seconds(one_b(*wide, *kernel, seq_len=65536, batch_size=1), H200)
-        for kernel in ((), ("++attention.options.kernel=portable",))
+        for kernel in ((), ("attention.options.kernel=portable",))
     )
     assert ours < 0.7 * theirs
     assert fitting.attention_seconds(config, replace(H200, name="B200")) == slow

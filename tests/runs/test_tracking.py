@@ -407,7 +407,7 @@ def test_a_sweep_file_gives_train_its_overrides() -> None:
             key: {"value": value} for key, value in zip(sweep["parameters"], values, strict=True)
         }
         overrides = utils.create_sweep_command_args({"args": args})["args_no_hyphens"]
-        composed = cli.compose("train", cli.read("train", overrides).overrides)
+        composed = cli.compose("train", overrides)
         assert (
             composed.config.attention.backend,
             composed.config.seq_len,

@@ -23,8 +23,7 @@ from torch import Tensor
 import train
 from longctx.attention import Mask
 from longctx.attention.registry import Attention
-from longctx.cli.composition import compose
-from longctx.cli.overrides import read
+from longctx.cli import compose
 from longctx.data import Data, load
 from longctx.data.rows import IGNORED, Rows
 from longctx.distributed.parallel import Parallel
@@ -180,7 +179,7 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 def answer_of(keys: list[str], fault: str | None) -> str:
     """What context.check says of the run with these `keys`."""
-    composed = compose("train", read("train", keys).overrides)
+    composed = compose("train", keys)
     parallel = Parallel(composed.config, "cpu", Machine(0, None, False, 2.0**40))
     config = replace(composed.config, devices=parallel.ranks)
     assert isinstance(config.seq_len, int)

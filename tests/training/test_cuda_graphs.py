@@ -143,7 +143,7 @@ def test_graphs_are_automatic_where_micro_batches_are_small() -> None:
         (["devices=2"], "one GPU"),
         (["strategy=fsdp"], "one GPU"),
         (["memory=long"], "memory=long"),
-        (["+model.rope_scaling={rope_type:dynamic,factor:2.0}", "model.context=64"], "dynamic"),
+        (["model.rope_scaling={rope_type: dynamic, factor: 2.0}", "model.context=64"], "dynamic"),
     ],
 )
 def test_what_cannot_be_captured_is_named(keys: list[str], named: str) -> None:

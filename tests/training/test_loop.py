@@ -171,7 +171,7 @@ def test_loop_and_stock_trainer_give_the_same_losses(overrides: Overrides, tmp_p
     """The module trains under a stock lightning.Trainer as it does in our loop."""
     command = overrides(name="ours", max_steps=20, accumulate=1, clip=0.3, lr=0.01, val_every=100)
     assert train.main(command) == 0
-    request = cli.compose("train", cli.read("train", command).overrides)
+    request = cli.compose("train", command)
     request = request._replace(config=replace(request.config, name="stock"))
     run = resolve.resolve(request, Machine(0, None, False, 2.0**40))
     assert run.data is not None

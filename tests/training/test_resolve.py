@@ -41,7 +41,7 @@ def test_a_resumed_run_keeps_its_micro_batches_on_another_gpu(tmp_path: Path) ->
     begun = decided(request, hardware.chip("NVIDIA H200", 139.8 * GIB))
     assert (begun.batch_size, begun.accumulate, begun.memory.policy) == (16, 1, "fast")
     run_folder.write_config(tmp_path, resolve.scheduled(request, begun).settings())
-    again = cli.from_file("train", tmp_path / "config.yaml", ["max_steps=900"]).config
+    again = cli.from_file(tmp_path / "config.yaml", ["max_steps=900"]).config
     resumed = decided(again, hardware.chip("NVIDIA L4", 22 * GIB))
     assert (resumed.batch_size, resumed.accumulate, resumed.memory) == (16, 1, begun.memory)
     for overrides in (["batch_size=2"], ["accumulate=2"]):
@@ -173,7 +173,7 @@ def test_a_resumed_run_keeps_its_degree_unless_asked(tmp_path: Path) -> None:
 
     def layouts_of(*overrides: str) -> list[tuple[object, int]]:
         words = ["max_steps=900", *overrides]
-        config = cli.from_file("train", tmp_path / "config.yaml", words).config
+        config = cli.from_file(tmp_path / "config.yaml", words).config
         config.resume = str(tmp_path)
         given = [word.partition("=")[0] for word in overrides]
         each = resolve.with_steps_of_run(layouts.each(config, config.model), given)

@@ -22,7 +22,7 @@ from tests.training.sample_run import Overrides
             "lora.rank=8: adds to trained weights, and init= names none",
         ),
         ({"init": "nowhere"}, "init=nowhere: no such file or folder"),
-        ({"init": ""}, "init= names no folder"),
+        ({"init": ""}, "init="),
         ({"init": "."}, "config.json: no such file"),
         ({"data__tokenizer": "nowhere"}, "nowhere"),
         ({"data__vocab_size": 300}, "data.vocab_size=300: init="),

@@ -1,24 +1,27 @@
-"""A file of one's own: its keys are arguments, those of the command line stand."""
+"""Keys from a file: one of the user's own, or the config.yaml of a run that is resumed."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import yaml
 
 from longctx import cli
-from longctx.cli import composition
-from longctx.cli.own_file import with_file
+from longctx.cli.parse import with_file
 from longctx.config.train_config import TrainConfig
+from longctx.planner.workload import workload_of
 from longctx.runs import run_folder
+from longctx.training.resolve import scheduled
+from tests.cli.composed import settings
 
 
 def config_of(*words: str) -> TrainConfig:
-    config: TrainConfig = cli.compose("train", cli.read("train", with_file([*words])).overrides)[0]
+    config: TrainConfig = cli.compose("train", with_file(words)).config
     return config
 
 
-def test_presets_nested_and_dotted_keys_and_the_command_line_over_them(tmp_path: Path) -> None:
+def test_the_command_line_wins_over_a_file(tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
     file.write_text(
         "model: 124m\nseq_len: 512\nattention: sdpa\nmodel.window: 64\nlr: 0.002\n"
@@ -46,11 +49,12 @@ def test_presets_nested_and_dotted_keys_and_the_command_line_over_them(tmp_path:
         ["model=tiny", "data=hub", "data.path=a/b", "data.revision='12e4567'", "lr=1e-3"],
     ],
 )
-def test_the_configuration_of_a_run_is_such_a_file(words: list[str], tmp_path: Path) -> None:
-    config = cli.compose("train", cli.read("train", words).overrides).config
+def test_a_run_is_read_back_as_it_was(words: list[str], tmp_path: Path) -> None:
+    config = cli.compose("train", words).config
     run_folder.write_config(tmp_path, run_folder.plain(config) | {"name": "there"})
-    again = config_of(str(tmp_path / "config.yaml"))
-    assert again == config
+    assert config_of(str(tmp_path / "config.yaml")) == config
+    resumed = cli.from_file(tmp_path / "config.yaml", []).config
+    assert (resumed.name, resumed.data, resumed.model) == ("there", config.data, config.model)
 
 
 def test_a_group_given_by_its_name_keeps_the_other_keys_of_the_file(tmp_path: Path) -> None:
@@ -63,11 +67,8 @@ def test_a_group_given_by_its_name_keeps_the_other_keys_of_the_file(tmp_path: Pa
         assert config.passkey.depths == [0.5]
     file.write_text(text.format("context: 4\n"))
     config = config_of(str(file), "context=2", "passkey=false")
-    assert (config.context.degree, config.passkey.enabled, config.passkey.depths) == (
-        2,
-        False,
-        None,
-    )
+    found = (config.context.degree, config.passkey.enabled, config.passkey.depths)
+    assert found == (2, False, None)
 
 
 def test_values_that_look_like_others_stay_what_they_are(tmp_path: Path) -> None:
@@ -79,9 +80,7 @@ def test_values_that_look_like_others_stay_what_they_are(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("text", ["a b", "it's", r"C:\dir\ x\\", "def f(x):\n    return '", "12"])
-def test_a_text_is_the_same_from_a_file_as_from_the_configuration_of_a_run(
-    text: str, tmp_path: Path
-) -> None:
+def test_a_text_is_the_same_from_every_file(text: str, tmp_path: Path) -> None:
     for name in ("my.yaml", "config.yaml"):
         values = {"sample_every": 5, "sample_prompt": text, "wandb": {"notes": text}}
         (tmp_path / name).write_text(yaml.safe_dump(values))
@@ -94,15 +93,16 @@ def test_a_text_is_the_same_from_a_file_as_from_the_configuration_of_a_run(
     [
         ("seq_length: 5", "did you mean seq_len?"),
         ("seq_len: abc", "seq_len=abc: must be a whole number"),
+        ("seq_len: {a: 1}", "seq_len.a is not a key"),
         ("- a\n- b", "no configuration; it should hold key: value lines"),
         ("a: [", "cannot be read as YAML"),
         ("lr: 0.1\nmodel:\n  lr: 1\nlr: 0.2", "my.yaml: lr is given twice"),
         ("model: {layers: 1, heads: 2, layers: 3}", "my.yaml: layers is given twice"),
         (None, "no such file"),
-        ("lr: ${oc.env:HOME}", "is not filled in here"),
+        ("lr: ${oc.env:HOME}", "lr=${oc.env:HOME}"),
     ],
 )
-def test_a_mistake_is_one_line(
+def test_a_mistake_in_a_file_is_one_line(
     content: str | None, message: str, tmp_path: Path, refused: Callable[[int, str], str]
 ) -> None:
     file = tmp_path / "my.yaml"
@@ -111,18 +111,44 @@ def test_a_mistake_is_one_line(
     refused(cli.main(["train", str(file)]), message)
 
 
+ALIASES = "a: &a [x]\n" + "".join(f"{b}: &{b} [{f'*{a},' * 9}]\n" for a, b in pairwise("abcdefghi"))
+
+
 @pytest.mark.parametrize(
-    "text", ["a: 2024-13-45", "lr: !!int x", "lr: !!int ''", "lr: !!bool x", "lr: !!set [1]"]
+    "content",
+    [
+        *("[1, 2]", "seq_len: many", "lerning_rate: 3", "a: [", "\x00\x01", "memory: true"),
+        *("model: 7", "model: [[64, 1]]", "wandb: {notes: 'a ${oc.env:HOME}'}"),
+        *("wandb: {tags: ['${oc.env:HOME}']}", "${seq_len}", "name: ../up"),
+        *("a: 2024-13-45", "lr: !!int x", "lr: !!int ''", "lr: !!bool x", "lr: !!set [1]"),
+        *(ALIASES, "a: " + "[" * 500_000, "a: b\n" * 500_000),
+        "".join(" " * n + f"a{n}:\n" for n in range(1000)),
+    ],
+    ids=lambda content: content[:12],
 )
-def test_a_value_that_is_not_of_its_type_names_the_file(text: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_run_is_refused_by_name(content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(ValueError, match=r"config\.yaml") as caught:
+        cli.from_file(tmp_path / "config.yaml", [])
+    assert "\n" not in str(caught.value)
+    assert str(Path.home()) not in str(caught.value).replace(str(tmp_path), "")
+
+
+def test_a_saved_run_changes_by_overrides_alone(tmp_path: Path) -> None:
+    words = ("lr=3e-5", "wandb.tags=[a,b]", "attention.options.kernel=portable", "max_steps=7")
+    saved = settings(*words, "data.tokenizer=a")
+    run_folder.write_config(tmp_path, saved)
     file = tmp_path / "config.yaml"
-    file.write_text(text)
-    readers: list[Callable[[], object]] = [
-        lambda: with_file([str(file)]),
-        lambda: run_folder.read_config(tmp_path),
-        lambda: composition.from_file("train", file, []),
-    ]
-    for read in readers:
-        with pytest.raises(ValueError, match=r"config\.yaml: ") as error:
-            read()
-        assert "\n" not in str(error.value)
+    again = cli.from_file(file, []).config
+    assert scheduled(again, workload_of(again, "cpu", again.seq_len)).settings() == saved
+    longer = cli.from_file(file, ["max_tokens=40960000"]).config
+    assert scheduled(longer, workload_of(longer, "cpu", longer.seq_len)).max_steps == 10000
+    changed = cli.from_file(file, ["max_steps=9", "strategy=fsdp"]).config
+    assert (changed.data.tokenizer, changed.max_steps) == ("a", 9)
+    assert changed.strategy.name == "fsdp"
+    run_folder.write_config(tmp_path, saved | {"memory": {"policy": "long", "offload": 0.5}})
+    memory = cli.from_file(file, ["memory=fast"]).config.memory
+    assert (memory.policy, memory.offload) == ("fast", None)
+    assert cli.from_file(file, ["max_tokens=null"]).config.max_steps == 7
+    with pytest.raises(ValueError, match=r"^max_steps=0"):
+        cli.from_file(file, ["max_steps=0"])

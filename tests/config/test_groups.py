@@ -1,0 +1,86 @@
+"""Groups of keys: context degrees, names of memory policies, and bounds of every declared key."""
+
+import dataclasses
+
+import pytest
+
+from longctx import cli
+from longctx.config.fields import build, check, key
+from longctx.config.memory_config import MemoryConfig
+from longctx.config.parallel_config import ContextConfig
+from longctx.config.train_config import check_warmup
+
+
+@dataclasses.dataclass
+class Declared:
+    share: float = key(0.5, "a share", between=(0, 1), below=1)
+    norm: float | None = key(None, "a norm", above=0)
+    sizes: list[int] = key([4], "sizes", between=(1, 8))
+    length: int | str = key(2, "a length", between=(2, 9), word="max")
+    words: list[str] = key([], "words", choices=("a", "b"))
+    pair: tuple[float, float] = key((0.1, 0.2), "a pair")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"share": 1}, r"share=1\.0: a number from 0 to below 1"),
+        ({"share": float("nan")}, "share=nan"),
+        ({"share": 10**400}, "share=.*: must be a number"),
+        ({"norm": 0}, r"norm=0\.0: a number above 0"),
+        ({"norm": float("inf")}, "norm=inf"),
+        ({"sizes": [1, 9]}, "sizes=9: a number from 1 to 8"),
+        ({"sizes": [1.5]}, r"sizes=\[1\.5\]: must be a list of whole numbers"),
+        ({"sizes": [[1]]}, "sizes="),
+        ({"length": "min"}, "length=min: must be a whole number, or max"),
+        ({"length": True}, "length=true: must be a whole number, or max"),
+        ({"words": ["c"]}, "words=c: one of a, b"),
+        ({"pair": [1]}, r"pair=\[1\]: must be a list"),
+        ({"other": 1}, "other is not a key"),
+    ],
+)
+def test_a_value_outside_its_declaration_is_refused(values: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(build(Declared, values))
+
+
+def test_values_get_the_type_of_their_declaration() -> None:
+    values = {"share": "1e-3", "norm": None, "sizes": ["4"], "length": "max", "pair": [0, 1]}
+    config = build(Declared, values)
+    check(config)
+    assert config == Declared(0.001, None, [4], "max", [], (0.0, 1.0))
+
+
+@pytest.mark.parametrize("value", ["all", "0", "null", "4"])
+def test_a_context_degree_divides_the_devices(value: str) -> None:
+    for auto in ("auto", "3"):
+        config = cli.compose("train", [f"context.degree={auto}", "devices=6"]).config
+        assert str(config.context.degree) == auto
+    with pytest.raises(ValueError, match=r"context(\.degree)?="):
+        cli.compose("train", [f"context.degree={value}", "devices=6"])
+
+
+def test_auto_offers_what_is_possible_and_a_choice_itself() -> None:
+    auto = ContextConfig(degree="auto")
+    choices = [(one.degree, one.method) for one in auto.each(4, heads=6, backend="flash")]
+    assert choices == [(1, "auto"), (2, "ulysses"), (2, "allgather"), (4, "allgather")]
+    assert [one.degree for one in auto.each(4, heads=6, backend="sdpa")] == [1, 2]
+    ulysses = ContextConfig(degree=4, method="ulysses")
+    assert ulysses.each(4, heads=6, backend="flash") == [ulysses]  # refused by name, not replaced
+    with pytest.raises(ValueError, match=r"context\.method=ulysses"):
+        ulysses.method_for(6)
+
+
+def test_a_changed_policy_is_not_called_by_its_name_alone() -> None:
+    assert str(MemoryConfig("balanced", recompute="none")) == "recompute=none, all else as balanced"
+    assert str(MemoryConfig("fast")) == "fast"
+    assert str(MemoryConfig("balanced", loss_chunk=9)) == "balanced, recompute=block, loss_chunk=9"
+    assert str(MemoryConfig("auto", recompute="mlp")) == "auto, recompute=mlp"
+
+
+def test_warm_up_ends_within_the_run() -> None:
+    check_warmup(10, 10)
+    check_warmup(None, 3)
+    check_warmup(100, None)
+    with pytest.raises(ValueError, match="warmup_steps=100"):
+        check_warmup(100, 10)
