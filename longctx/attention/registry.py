@@ -329,16 +329,19 @@ def attention(
             f"mask is a {type(mask).__name__}; give a longctx.attention.Mask, such as "
             "Mask.causal(), Mask.documents(doc_ids) or Mask.intervals(first, last)"
         )
+    # calls without options share an Attention, which remembers what it may serve
     if options or torch.compiler.is_compiling() or backend not in _backends:
         caller = Attention(backend, options, scale, softcap)
     else:
         caller = _caller(_backends[backend], backend, scale, softcap)
+    # without sinks this is all: at most five calls to the launch
     if sinks is None:
         out, lse = caller.with_lse(q, k, v, mask)
         return (out, lse) if return_lse else out
     _check_sinks(sinks, q)
     if mask.exchange is not None:
         raise ValueError("sinks are for whole rows, not for rows that ranks share; leave them out")
+    # sinks scale out by a function of the lse: training needs its gradient
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sinks))
     if wants_gradient and not caller.backend.differentiable_lse:
         raise ValueError(

@@ -49,6 +49,7 @@ def part_kernel(
     """part_out (B, Hq, parts, D) and part_lse (B, Hq, parts), in base 2, of a part of the keys."""
     part, bh = tl.program_id(0) % parts, tl.program_id(0) // parts
     b, h = (bh // Hkv).to(tl.int64), bh % Hkv
+    # queries of the group, which share the keys
     g, d = tl.arange(0, ROWS), tl.arange(0, PAD)
     own = (g < GROUP)[:, None] & (d < D)[None, :]
     heads = bh.to(tl.int64) * GROUP + g  # of all rows
@@ -63,6 +64,7 @@ def part_kernel(
     begin += part * size
     end = tl.minimum(begin + size, end)
 
+    # online softmax over the tiles of the part
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PAD], tl.float32)
@@ -81,6 +83,7 @@ def part_kernel(
         acc = tl.dot(p.to(vj.dtype), vj, acc * alpha[:, None], input_precision=PRECISION)
         m = m_new
 
+    # epilogue: a part without keys has lse -inf and out 0
     rows = heads * parts + part
     l = tl.where(l == 0.0, 1.0, l)
     tl.store(part_out + rows[:, None] * D + d[None, :], acc / l[:, None], mask=own)

@@ -60,6 +60,7 @@ from longctx.kernels.attention import Intervals, Saved
 from longctx.kernels.attention.hopper_backward_wide import FIRST, N, wide_backward_kernel
 from longctx.kernels.attention.hopper_order import (
     Q_DO_EMPTY,
+    Buffers,
     barriers,
     consumer_walk,
     directions,
@@ -222,8 +223,7 @@ def output_buffers(
 def writer(
     dq, dk, dv,
     dq_part, stages, vs,
-    output_empty, v_empty,
-    queue, queue_full, queue_empty,
+    output_empty, v_empty, queue,
     semaphores, qfirst, qlast, stride_ib,
     Tq, Tk, Hq, tiles, heads, l2_heads,
     GROUP: gl.constexpr, D: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
@@ -232,7 +232,7 @@ def writer(
     """Adds the parts of dq of consumer C to memory and stores its dk and dv."""
     it = 0
     count = 0
-    t = pop(queue, queue_full, queue_empty, count, 1)
+    t = pop(queue, count, 1)
     while t >= 0:
         b, hk, n0, down = key_tile(
             t, tiles, qlast, stride_ib, Tk, Hq // GROUP, heads, l2_heads, BN, ORDERED
@@ -272,7 +272,7 @@ def writer(
         if BM < 2 * D:
             mbarrier.arrive(v_empty, count=1)
         count += 1
-        t = pop(queue, queue_full, queue_empty, count, 1)
+        t = pop(queue, count, 1)
 
 
 @gluon.jit
@@ -361,15 +361,16 @@ def step(
 
 @gluon.jit
 def consumer(
-    qs, ks, vs, dos, lses, deltas, dss, dq_part, stages,
-    q_full, do_full, k_full, k_empty, v_full, v_empty, output_empty,
-    queue, queue_full, queue_empty,
+    buffers, dss, dq_part, stages,
+    loaded, output_empty, queue,
     qfirst, qlast, stride_ib, scale, scale_log2,
     Tk, Hq, tiles, heads, l2_heads, zero,
     GROUP: gl.constexpr, D: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     FENCE_LAST: gl.constexpr, ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Consumer C: dk and dv of its 64 keys of each tile, and its part of dq at every step."""
+    qs, ks, vs, dos, lses, deltas = buffers
+    q_full, do_full, k_full, k_empty, v_full, v_empty = loaded
     dtype: gl.constexpr = qs[0].dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16]
@@ -383,7 +384,7 @@ def consumer(
         bar_arrive(TURN, 256)
     it = 0
     count = 0
-    t = pop(queue, queue_full, queue_empty, count, 4)
+    t = pop(queue, count, 4)
     m0, n, down, qfirst_j, qlast_j, last_first, first_last = consumer_walk(
         gl.maximum(t, 0), qfirst, qlast, stride_ib,
         tiles, Tk, Hq // GROUP, heads, l2_heads,
@@ -452,7 +453,7 @@ def consumer(
 
         # what the next walk needs is on its way while the output of this one leaves
         count += 1
-        t = pop(queue, queue_full, queue_empty, count, 4)
+        t = pop(queue, count, 4)
         m0, n, down, qfirst_j, qlast_j, last_first, first_last = consumer_walk(
             gl.maximum(t, 0), qfirst, qlast, stride_ib,
             tiles, Tk, Hq // GROUP, heads, l2_heads,
@@ -518,7 +519,8 @@ def backward_kernel(
         maps = (q, q1), (k, k1), (v, v1), (do, do1), (dk, dk1), (dv, dv1)
         dq_maps = (dq, dq1)
     # consumers and writers pop the queue
-    q_full, do_full, k_full, k_empty, v_full, v_empty, queue, queue_full, queue_empty = barriers(4)
+    buffers = Buffers(qs, ks, vs, dos, lses, deltas)
+    loaded, queue = barriers(4)
     output_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(output_empty.index(i), count=1)
@@ -527,26 +529,22 @@ def backward_kernel(
     # fmt: off
     gl.warp_specialize([
         (consumer, (
-            qs, ks, vs, dos, lses, deltas, dss, dq_part0, stages,
-            q_full, do_full, k_full, k_empty, v_full, v_empty, output_empty.index(0),
-            queue, queue_full, queue_empty,
+            buffers, dss, dq_part0, stages,
+            loaded, output_empty.index(0), queue,
             qfirst, qlast, stride_ib, scale, scale_log2,
             Tk, Hq, tiles, heads, l2_heads, zero,
             GROUP, D, PARTS, BM, BN, FENCE_LAST, ORDERED, DIRECTIONS, 0,
         )),
         (consumer, (
-            qs, ks, vs, dos, lses, deltas, dss, dq_part1, stages,
-            q_full, do_full, k_full, k_empty, v_full, v_empty, output_empty.index(1),
-            queue, queue_full, queue_empty,
+            buffers, dss, dq_part1, stages,
+            loaded, output_empty.index(1), queue,
             qfirst, qlast, stride_ib, scale, scale_log2,
             Tk, Hq, tiles, heads, l2_heads, zero,
             GROUP, D, PARTS, BM, BN, FENCE_LAST, ORDERED, DIRECTIONS, 1,
         )),
         (producer, (
             maps[0], maps[1], maps[2], maps[3], lse2, delta,
-            qs, ks, vs, dos, lses, deltas,
-            q_full, do_full, k_full, k_empty, v_full, v_empty,
-            queue, queue_full, queue_empty,
+            buffers, loaded, queue,
             counter, qfirst, qlast, stride_ib,
             Tq, Tk, Hq, tiles, heads, l2_heads,
             GROUP, D, PARTS, BM, BN, ORDERED, DIRECTIONS,
@@ -554,8 +552,7 @@ def backward_kernel(
         (writer, (
             dq_maps[0], maps[4], maps[5],
             dq_part0, stages, vs,
-            output_empty.index(0), v_empty,
-            queue, queue_full, queue_empty,
+            output_empty.index(0), loaded.v_empty, queue,
             semaphores, qfirst, qlast, stride_ib,
             Tq, Tk, Hq, tiles, heads, l2_heads,
             GROUP, D, PARTS, BM, BN, ORDERED, DIRECTIONS, 0,
@@ -563,8 +560,7 @@ def backward_kernel(
         (writer, (
             dq_maps[1], maps[4], maps[5],
             dq_part1, stages, vs,
-            output_empty.index(1), v_empty,
-            queue, queue_full, queue_empty,
+            output_empty.index(1), loaded.v_empty, queue,
             semaphores, qfirst, qlast, stride_ib,
             Tq, Tk, Hq, tiles, heads, l2_heads,
             GROUP, D, PARTS, BM, BN, ORDERED, DIRECTIONS, 1,
@@ -704,6 +700,7 @@ def backward(
     _, config, parts, sums, zeroed, rows, preprocess, main, unpack = launches
     buffer = torch.empty(zeroed + 2 * rows, dtype=torch.float32, device=q.device)
     stream, at = stream_of(device), buffer.data_ptr()
+    # sums, counter and semaphores begin at 0
     zero(buffer, zeroed, stream)
     # addresses in the buffer, whose parts `Launches` lists
     end, lse2_at, dq_at = at + 4 * sums, at + 4 * zeroed, dq.data_ptr()
@@ -736,6 +733,7 @@ def _first_backward(
         return backward(do, dlse, Saved(q, k, v, out, lse), intervals, scale, None, ordered)
     B, Tq, Hq, D = q.shape
     size = hopper_size(D)
+    # larger heads have a kernel without a choice of tiles
     c = CONFIGS.get(size)
     BM = c.BM if c else N.value
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -797,6 +795,7 @@ def _first_launch(
     # behind the sums: the counter, padded to 16 bytes, and the semaphores
     ints = x.sums[count:].view(torch.int32)
     pointers: tuple[Tensor, ...] = (ints[4 if ordered else 0 :], ints, *intervals[2:])
+    # tensor maps: lse2 and delta, then the operands of each part of the channels
     lines = B * Hq, x.lse2.shape[2]
     row_box = [1, c.BM if c else N.value]
     maps = [

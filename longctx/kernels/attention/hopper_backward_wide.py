@@ -38,6 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from longctx.kernels.attention.hopper_order import (
     Q_DO_EMPTY,
+    Buffers,
     barriers,
     key_tile,
     predecessor,
@@ -210,6 +211,7 @@ def gradient_step(
     else:
         dk, dv, dq = warpgroup_mma_wait(0, deps=(dk_async, dv_async, dq_async))
     bar_arrive(Q_DO_EMPTY + now, 288)
+    # dq, 64 channels at a time
     add_tile(dq, sums, semaphore, wait, before, True, 0, ORDERED)
     if HALVES == 2:
         dq_async = start_dq(dss.index(now), k_own, N, zeros)
@@ -226,15 +228,16 @@ def gradient_step(
 @gluon.jit
 def consumer(
     sums, dk_map, dv_map,
-    qs, ks, vs, dos, lses, deltas, pss, dss,
-    q_full, do_full, k_full, k_empty, v_full, v_empty,
-    queue, queue_full, queue_empty,
+    buffers, pss, dss,
+    loaded, queue,
     semaphores, qfirst, qlast, stride_ib, scale, scale_log2,
     Tq, Tk, Hq, tiles, heads, l2_heads, zero,
     GROUP: gl.constexpr, D: gl.constexpr, ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
     """Consumer C: its channels of dk and dv of each tile, and of dq at every step."""
+    qs, ks, vs, dos, lses, deltas = buffers
+    q_full, do_full, k_full, k_empty, v_full, v_empty = loaded
     dtype: gl.constexpr = qs[0].dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
@@ -242,7 +245,7 @@ def consumer(
     zeros = gl.zeros([N, N], gl.float32, layout=layout)
     it = 0
     count = 0
-    t = pop(queue, queue_full, queue_empty, count, 4)
+    t = pop(queue, count, 4)
     while t >= 0:
         # the tile of keys, the queries that see it
         b, hk, n0, down = key_tile(
@@ -328,7 +331,7 @@ def consumer(
         mbarrier.arrive(k_empty, count=1)
         mbarrier.arrive(v_empty, count=1)
         count += 1
-        t = pop(queue, queue_full, queue_empty, count, 4)
+        t = pop(queue, count, 4)
 
 
 @gluon.jit(do_not_specialize=["Tq", "Tk", "Hq", "tiles", "heads", "l2_heads", "zero"])
@@ -370,34 +373,31 @@ def wide_backward_kernel(
     deltas = gl.allocate_shared_memory(gl.float32, [2, 1, N], row_shared)
     pss = gl.allocate_shared_memory(dtype, [2, N, N], ds_shared)
     dss = gl.allocate_shared_memory(dtype, [2, N, N], ds_shared)
-    q_full, do_full, k_full, k_empty, v_full, v_empty, queue, queue_full, queue_empty = barriers(2)
+    buffers = Buffers(qs, ks, vs, dos, lses, deltas)
+    loaded, queue = barriers(2)
 
     # warps
     # fmt: off
     gl.warp_specialize([
         (consumer, (
             sums, dk, dv,
-            qs, ks, vs, dos, lses, deltas, pss, dss,
-            q_full, do_full, k_full, k_empty, v_full, v_empty,
-            queue, queue_full, queue_empty,
+            buffers, pss, dss,
+            loaded, queue,
             semaphores, qfirst, qlast, stride_ib, scale, scale_log2,
             Tq, Tk, Hq, tiles, heads, l2_heads, zero,
             GROUP, D, ORDERED, DIRECTIONS, 0,
         )),
         (consumer, (
             sums, dk1, dv1,
-            qs, ks, vs, dos, lses, deltas, pss, dss,
-            q_full, do_full, k_full, k_empty, v_full, v_empty,
-            queue, queue_full, queue_empty,
+            buffers, pss, dss,
+            loaded, queue,
             semaphores, qfirst, qlast, stride_ib, scale, scale_log2,
             Tq, Tk, Hq, tiles, heads, l2_heads, zero,
             GROUP, D, ORDERED, DIRECTIONS, 1,
         )),
         (producer, (
             (q, q1), (k, k1), (v, v1), (do, do1), lse2, delta,
-            qs, ks, vs, dos, lses, deltas,
-            q_full, do_full, k_full, k_empty, v_full, v_empty,
-            queue, queue_full, queue_empty,
+            buffers, loaded, queue,
             counter, qfirst, qlast, stride_ib,
             Tq, Tk, Hq, tiles, heads, l2_heads,
             GROUP, D, 2, N, N, ORDERED, DIRECTIONS,

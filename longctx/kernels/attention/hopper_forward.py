@@ -79,6 +79,7 @@ from longctx.kernels.attention.hopper_primitives import (
     start_scores,
     start_sum,
     store_parts,
+    tile_queue,
     zero_parts,
 )
 from longctx.kernels.attention.portable import LN2, LOG2E
@@ -117,6 +118,23 @@ class Config(NamedTuple):
     overlap: bool
     masked_loop: bool
     out_in_q: bool = False
+
+
+class Buffers(NamedTuple):
+    """Shared memory that the producer loads, each a tuple of the channels' parts."""
+
+    qs: Any
+    ks: Any
+    vs: Any
+
+
+class Loaded(NamedTuple):
+    """mbarriers: q, k, v are written; q has been read."""
+
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    v_full: Any
 
 
 CONFIGS = {  # by head size
@@ -162,15 +180,15 @@ def first_query(rank, Tq, tiles, BM: gl.constexpr, BN: gl.constexpr):
 @gluon.jit
 def producer(
     q, k, v,
-    qs, ks, vs,
-    q_full, q_empty, k_full, v_full,
-    queue, queue_full, queue_empty,
+    buffers, loaded, queue,
     counter, retry, first, last, stride_ib,
     Tq, Hq, tiles, heads, l2_heads,
     GROUP: gl.constexpr, D: gl.constexpr, PARTS: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, RETRY: gl.constexpr,
 ):  # fmt: skip
     """Hands out tiles in the order of the schedule and loads what the consumers need for them."""
+    qs, ks, vs = buffers
+    q_full, q_empty, k_full, v_full = loaded
     gl.static_assert(STAGES <= MOST_STAGES, "there are named barriers for four stages")
     BM: gl.constexpr = ROWS * CONSUMERS
     it = 0
@@ -180,7 +198,7 @@ def producer(
         end *= gl.load(retry)
     t = next_tile(gl.program_id(0), end, counter, retry, RETRY)
     while t < end:
-        push(queue, queue_full, queue_empty, count, t)
+        push(queue, count, t)
         rank, bh = scheduled_tile(t, tiles, heads, l2_heads)
         m0 = first_query(rank, Tq, tiles, BM, BN)
         b = bh // Hq
@@ -215,7 +233,7 @@ def producer(
             it += 1
         t = next_tile(gl.atomic_add(counter, 1) + gl.num_programs(0), end, counter, retry, RETRY)
         count += 1
-    push(queue, queue_full, queue_empty, count, -1)
+    push(queue, count, -1)
     # meet the last arrivals, for which no load waits
     for x in range(gl.maximum(it - STAGES, 0), it):
         bar_sync(K_EMPTY + x % STAGES, 128 * CONSUMERS + 32)
@@ -372,9 +390,7 @@ def release_unseen(
 @gluon.jit
 def consumer(
     out, lse,
-    qs, ks, vs, outs,
-    q_full, q_empty, k_full, v_full,
-    queue, queue_full, queue_empty,
+    buffers, outs, loaded, queue,
     retry, first, last, stride_ib, scale_log2,
     Tq, Hq, tiles, heads, l2_heads,
     PARTS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
@@ -382,6 +398,8 @@ def consumer(
     MASKED_LOOP: gl.constexpr, OUT_IN_Q: gl.constexpr, FIXED_MAX: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Consumer C: out and lse of its 64 queries of each tile."""
+    qs, ks, vs = buffers
+    q_full, q_empty, k_full, v_full = loaded
     dtype: gl.constexpr = out[0].dtype
     BM: gl.constexpr = ROWS * CONSUMERS
     # may a consumer see none of a masked tile, or have no queries at all?
@@ -401,7 +419,7 @@ def consumer(
     count = 0
     q_own = at_index(qs, C, PARTS)
     out_own = at_index(outs, C, PARTS)
-    t = pop(queue, queue_full, queue_empty, count, 4)
+    t = pop(queue, count, 4)
     while t >= 0:
         # the tile of queries, and the keys that it sees
         rank, bh = scheduled_tile(t, tiles, heads, l2_heads)
@@ -528,7 +546,7 @@ def consumer(
             mbarrier.arrive(q_empty.index(C), count=1)
         it += n
         count += 1
-        t = pop(queue, queue_full, queue_empty, count, 4)
+        t = pop(queue, count, 4)
     tma.store_wait(0)
 
 
@@ -553,7 +571,6 @@ def forward_kernel(
     """
     # shared memory
     dtype: gl.constexpr = q.dtype
-    one_int: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     D0: gl.constexpr = D - D1
     PARTS: gl.constexpr = 1 if D1 == 0 else 2
     qs = (gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D0], shared),)
@@ -575,12 +592,9 @@ def forward_kernel(
     q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    queue = gl.allocate_shared_memory(gl.int32, [2, 1], one_int)
-    queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(queue_full.index(i), count=1)
-        mbarrier.init(queue_empty.index(i), count=CONSUMERS)
+    buffers = Buffers(qs, ks, vs)
+    loaded = Loaded(q_full, q_empty, k_full, v_full)
+    queue = tile_queue(CONSUMERS)
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
@@ -595,9 +609,7 @@ def forward_kernel(
         gl.warp_specialize([
             (consumer, (
                 out_maps, lse,
-                qs, ks, vs, outs,
-                q_full, q_empty, k_full, v_full,
-                queue, queue_full, queue_empty,
+                buffers, outs, loaded, queue,
                 retry, first, last, stride_ib, scale_log2,
                 Tq, Hq, tiles, heads, l2_heads,
                 PARTS, BN, STAGES, CONSUMERS,
@@ -605,9 +617,7 @@ def forward_kernel(
             )),
             (consumer, (
                 out_maps, lse,
-                qs, ks, vs, outs,
-                q_full, q_empty, k_full, v_full,
-                queue, queue_full, queue_empty,
+                buffers, outs, loaded, queue,
                 retry, first, last, stride_ib, scale_log2,
                 Tq, Hq, tiles, heads, l2_heads,
                 PARTS, BN, STAGES, CONSUMERS,
@@ -615,9 +625,7 @@ def forward_kernel(
             )),
             (producer, (
                 q_maps, k_maps, v_maps,
-                qs, ks, vs,
-                q_full, q_empty, k_full, v_full,
-                queue, queue_full, queue_empty,
+                buffers, loaded, queue,
                 counter, retry, first, last, stride_ib,
                 Tq, Hq, tiles, heads, l2_heads,
                 GROUP, D, PARTS, BN, STAGES, CONSUMERS, RETRY,
@@ -627,9 +635,7 @@ def forward_kernel(
         gl.warp_specialize([
             (consumer, (
                 out_maps, lse,
-                qs, ks, vs, outs,
-                q_full, q_empty, k_full, v_full,
-                queue, queue_full, queue_empty,
+                buffers, outs, loaded, queue,
                 retry, first, last, stride_ib, scale_log2,
                 Tq, Hq, tiles, heads, l2_heads,
                 PARTS, BN, STAGES, CONSUMERS,
@@ -637,9 +643,7 @@ def forward_kernel(
             )),
             (consumer, (
                 out_maps, lse,
-                qs, ks, vs, outs,
-                q_full, q_empty, k_full, v_full,
-                queue, queue_full, queue_empty,
+                buffers, outs, loaded, queue,
                 retry, first, last, stride_ib, scale_log2,
                 Tq, Hq, tiles, heads, l2_heads,
                 PARTS, BN, STAGES, CONSUMERS,
@@ -647,9 +651,7 @@ def forward_kernel(
             )),
             (consumer, (
                 out_maps, lse,
-                qs, ks, vs, outs,
-                q_full, q_empty, k_full, v_full,
-                queue, queue_full, queue_empty,
+                buffers, outs, loaded, queue,
                 retry, first, last, stride_ib, scale_log2,
                 Tq, Hq, tiles, heads, l2_heads,
                 PARTS, BN, STAGES, CONSUMERS,
@@ -657,9 +659,7 @@ def forward_kernel(
             )),
             (producer, (
                 q_maps, k_maps, v_maps,
-                qs, ks, vs,
-                q_full, q_empty, k_full, v_full,
-                queue, queue_full, queue_empty,
+                buffers, loaded, queue,
                 counter, retry, first, last, stride_ib,
                 Tq, Hq, tiles, heads, l2_heads,
                 GROUP, D, PARTS, BN, STAGES, CONSUMERS, RETRY,
@@ -792,6 +792,7 @@ def _first_launches(
     maps = [descriptor(x, n, width, dtype) for x, n in boxes]
     maps += [descriptor(x, n, rest, dtype) if rest else None for x, n in boxes]
     tiles = triton.cdiv(Tq, 64 * c.consumers)
+    # what the kernel takes after its maps and pointers
     scalars = (
         *(batch_stride(intervals.first), scale * LOG2E.value),
         *(Tq, Hq, tiles, B * Hq, heads_in_l2(k, B * Hq, group)),
@@ -801,6 +802,7 @@ def _first_launches(
     pointers = [(lse, flags[retry:], flags[2:], *intervals[:2]) for retry in retries]
     constants = [constants_of(c, size, group, dtype, retry) for retry in retries]
     calls = list(zip(pointers, constants, strict=True))
+    # compile both at the same time, the first time
     if (key := (c, size, group, dtype, q.device)) not in _compiled:
         arguments = [((*maps, *addresses, *scalars), fixed) for addresses, fixed in calls]
         compile_side_by_side(forward_kernel, programs, arguments, num_warps=4)

@@ -22,11 +22,14 @@ of 4 at 16,384 tokens, 2.7 instead of 14.7 GB went through HBM.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from longctx.kernels.attention.hopper_primitives import (
+    Queue,
     bar_sync,
     load_parts,
     push,
@@ -154,6 +157,28 @@ def consumer_walk(
     return m0, n, down, qfirst_j, qlast_j, last_first, first_last
 
 
+class Buffers(NamedTuple):
+    """Shared memory that the producer loads; qs, ks, vs, dos are tuples of the channels' parts."""
+
+    qs: Any
+    ks: Any
+    vs: Any
+    dos: Any
+    lses: Any
+    deltas: Any
+
+
+class Loaded(NamedTuple):
+    """mbarriers of what the producer loads: written (full), and for k and v also read (empty)."""
+
+    q_full: Any
+    do_full: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+
+
 @gluon.jit
 def barriers(READERS: gl.constexpr):
     """The mbarriers of a backward kernel, initialised, and its tile queue, which READERS warps or
@@ -168,7 +193,7 @@ def barriers(READERS: gl.constexpr):
     v_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     one_int: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    queue = gl.allocate_shared_memory(gl.int32, [2, 1], one_int)
+    slots = gl.allocate_shared_memory(gl.int32, [2, 1], one_int)
     queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(k_full, count=1)
@@ -180,7 +205,8 @@ def barriers(READERS: gl.constexpr):
         mbarrier.init(queue_empty.index(i), count=READERS)
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(do_full.index(i), count=1)
-    return q_full, do_full, k_full, k_empty, v_full, v_empty, queue, queue_full, queue_empty
+    loaded = Loaded(q_full, do_full, k_full, k_empty, v_full, v_empty)
+    return loaded, Queue(slots, queue_full, queue_empty)
 
 
 @gluon.jit
@@ -197,15 +223,15 @@ def load_keys(x, xs, full, empty, count, b, n0, h, D: gl.constexpr, PARTS: gl.co
 @gluon.jit
 def producer(
     q, k, v, do, lse2, delta,
-    qs, ks, vs, dos, lses, deltas,
-    q_full, do_full, k_full, k_empty, v_full, v_empty,
-    queue, queue_full, queue_empty,
+    buffers, loaded, queue,
     counter, qfirst, qlast, stride_ib,
     Tq, Tk, Hq, tiles, heads, l2_heads,
     GROUP: gl.constexpr, D: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr,
 ):  # fmt: skip
     """Hands out tiles of keys, and loads them and the queries of their walks."""
+    qs, ks, vs, dos, lses, deltas = buffers
+    q_full, do_full, k_full, k_empty, v_full, v_empty = loaded
     Hkv = Hq // GROUP
     it = 0
     count = 0
@@ -213,11 +239,12 @@ def producer(
     if ORDERED:  # a program that does not run yet must own no tile: others would wait for it
         t = gl.atomic_add(counter, 1)
     while t < tiles * heads:
-        push(queue, queue_full, queue_empty, count, t)
+        push(queue, count, t)
         b, hk, n0, down = key_tile(
             t, tiles, qlast, stride_ib, Tk, Hkv, heads, l2_heads, BN, ORDERED
         )
         lo, n = query_tiles(qfirst + b * stride_ib, qlast + b * stride_ib, n0, Tk, BM, BN)
+        # the walk: q and do at each step, k and v behind the first
         for x in range(n * GROUP):
             h = hk * GROUP + x % GROUP
             m0 = query_tile(x, lo, n, down, GROUP, DIRECTIONS) * BM
@@ -238,11 +265,12 @@ def producer(
         if n == 0:  # consumers wait for k and v even of keys that nobody sees
             load_keys(k, ks, k_full, k_empty, count, b, n0, hk, D, PARTS)
             load_keys(v, vs, v_full, v_empty, count, b, n0, hk, D, PARTS)
+        # the next tile: the first num_programs were handed out by program
         t = gl.atomic_add(counter, 1)
         if not ORDERED:
             t += gl.num_programs(0)
         count += 1
-    push(queue, queue_full, queue_empty, count, -1)
+    push(queue, count, -1)
     # meet the last arrivals, for which no load waits
     for x in range(gl.maximum(it - 2, 0), it):
         bar_sync(Q_DO_EMPTY + (x & 1), 288)

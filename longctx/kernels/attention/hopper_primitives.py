@@ -7,7 +7,7 @@ after the last; every other warp pops it.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,22 +83,43 @@ def bar_arrive(i, THREADS: gl.constexpr):
     )
 
 
+class Queue(NamedTuple):
+    """Two slots for numbers of tiles, and the mbarriers that say a slot was written or read."""
+
+    slots: Any
+    full: Any
+    empty: Any
+
+
 @gluon.jit
-def push(queue, queue_full, queue_empty, count, t):
+def tile_queue(READERS: gl.constexpr):
+    """Return an empty tile queue, which READERS warps or warpgroups pop."""
+    one_int: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    slots = gl.allocate_shared_memory(gl.int32, [2, 1], one_int)
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=READERS)
+    return Queue(slots, full, empty)
+
+
+@gluon.jit
+def push(queue, count, t):
     """Put tile t, the count-th of this program, into the queue once its slot has been read."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    mbarrier.wait(queue_empty.index(count % 2), ((count // 2) & 1) ^ 1)
-    queue.index(count % 2).store(gl.full([1], 0, gl.int32, layout=one) + t)
-    mbarrier.arrive(queue_full.index(count % 2), count=1)
+    mbarrier.wait(queue.empty.index(count % 2), ((count // 2) & 1) ^ 1)
+    queue.slots.index(count % 2).store(gl.full([1], 0, gl.int32, layout=one) + t)
+    mbarrier.arrive(queue.full.index(count % 2), count=1)
 
 
 @gluon.jit
-def pop(queue, queue_full, queue_empty, count, WARPS: gl.constexpr):
+def pop(queue, count, WARPS: gl.constexpr):
     """The count-th tile of this program, -1 after the last, for a reader of WARPS warps."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    mbarrier.wait(queue_full.index(count % 2), (count // 2) & 1)
-    t = gl.max(queue.index(count % 2).load(layout), axis=0)
-    mbarrier.arrive(queue_empty.index(count % 2), count=1)
+    mbarrier.wait(queue.full.index(count % 2), (count // 2) & 1)
+    t = gl.max(queue.slots.index(count % 2).load(layout), axis=0)
+    mbarrier.arrive(queue.empty.index(count % 2), count=1)
     return t
 
 

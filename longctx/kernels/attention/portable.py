@@ -400,6 +400,7 @@ def dq_kernel(
         first, last, stride_ib, Tq, Hq, heads, l2_heads, BM, BN
     )
 
+    # what the program owns: q, do, lse and delta of its queries
     q, q_row, q_col = _head(q, b, h, Tq, stride_qb, stride_qh, TMA)
     do, do_row, do_col = _head(do, b, h, Tq, stride_gb, stride_gh, TMA)
     k, k_row, k_col = _head(k, b, h // GROUP, Tk, stride_kb, stride_kh, TMA)

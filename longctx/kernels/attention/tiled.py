@@ -74,6 +74,7 @@ def backward(
         plain = dlse is None and not softcap
         documents = fused_documents(*ends, k.shape[1]) if plain else None
         if documents is None:
+            # any mask: tile by tile
             delta = (do[b].float() * out[b].float()).sum(-1).T
             delta = delta if dlse is None else delta - dlse[b]
             of_one = Saved(*(x[b] for x in saved))
