@@ -246,7 +246,7 @@ def checkpoint_of(path: Path, key: str = "checkpoint") -> Path:
 
     Raises ValueError if there is none.
     """
-    if path.suffix == ".ckpt" and path.exists():
+    if path.exists() and (path.suffix == ".ckpt" or not path.is_dir()):
         return path
     if path.is_dir() and (saved := checkpoints(path)):
         return saved[-1]
