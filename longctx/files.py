@@ -1,5 +1,5 @@
 """Files that are replaced atomically: a reader finds the old one or the new one, never a part, and
-a failure leaves the old one.
+a failure leaves the old one. Also exit codes, since a full disk has one of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 FULL_DISK = 74  # EX_IOERR of sysexits.h: nothing about the request is wrong
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PROBE = ".longctx-"  # begins the name of a folder that is made to see whether that is possible
 PARTIAL = re.compile(
     rf"\..+\.\d+(\.\w+)?|\.step-\d+\.ckpt\.(partial|removed)|{re.escape(PROBE)}\w+"
@@ -22,20 +23,20 @@ PARTIAL = re.compile(
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """A free name beside `path`, with its suffix, for a file, link or folder that becomes `path` at
-    the end of the block.
+    """Yield a free name next to `path`, with its suffix, for a file, link or folder that becomes
+    `path` at the end of the block.
 
-    If the block raises, what it wrote is removed and `path` stays as it was. An OSError that names
-    no file, such as that of a full disk, then names `path`. A folder replaces only an empty one.
+    If the block raises, its files are removed and `path` stays as it was. An OSError without a file
+    name, such as that of a full disk, then has that of `path`. A folder replaces only an empty one.
     """
     as_given, path = path, path.absolute()
     partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    remove(partial)  # of a process that was killed, whose number came again
+    remove(partial)  # of a killed process that had the same number
     try:
         yield partial
         os.replace(partial, path)
     except OSError as error:
-        if error.errno:  # one without it has only its text, which a file name would hide
+        if error.errno:  # without a number it has only its text, which a file name would hide
             error.filename = error.filename or str(as_given)
         raise
     finally:
@@ -43,7 +44,7 @@ def atomic(path: Path) -> Iterator[Path]:
 
 
 def as_umask_allows(path: Path) -> None:
-    """Give a file the mode of a new one, where a library has made it for its owner alone."""
+    """Give a file the mode of a new one, if a library has made it for its owner alone."""
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
@@ -56,7 +57,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or a folder with all that is in it; nothing if there is none."""
+    """Remove a file, a link or a folder with all that is in it, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -64,8 +65,8 @@ def remove(path: Path) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what killed processes left half-written in `folder`: the names that `atomic` gives,
-    and those of checkpoints, also half-deleted ones. No other process may be writing there.
+    """Remove files that killed processes left half-written in `folder`: the names that `atomic`
+    gives, and hidden checkpoints. No other process may be writing there.
     """
     for path in folder.glob(".*"):
         if PARTIAL.fullmatch(path.name):
@@ -73,7 +74,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def to_disk(path: Path) -> None:
-    """Wait until what was written to a file or a folder is on disk."""
+    """Wait until a file or a folder is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -84,34 +85,35 @@ def to_disk(path: Path) -> None:
 def check_writable(folder: Path) -> None:
     """Raise OSError unless files can be made in `folder`."""
     try:
-        os.rmdir(tempfile.mkdtemp(prefix=PROBE, dir=folder))
+        with tempfile.TemporaryDirectory(prefix=PROBE, dir=folder):
+            pass
     except OSError as error:
         raise OSError(f"{folder}: no file can be made there: {error.strerror}") from error
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether `error`, or what it was raised from, is that of a full disk, or of a quota."""
-    checked: set[int] = set()
-    while error is not None and id(error) not in checked:
-        checked.add(id(error))
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    """Return True if `error`, or one that it was raised from, is of a full disk or a quota. Errors
+    of libraries and other processes have only the text.
+    """
+    while error is not None:
+        if getattr(error, "errno", None) in FULL:
             return True
-        if os.strerror(errno.ENOSPC) in str(error):  # as libraries and other processes tell of it
+        if any(os.strerror(number) in str(error) for number in FULL):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
 def silence_stdout() -> None:
-    """Let what this process prints from now on be lost: nobody reads it."""
+    """Let what this process prints from now on be lost, since nobody reads it."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.close(null)
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit code of a command that ends with `error`: FULL_DISK, 2 for a mistake, which is a
-    ValueError or another OSError, and 1 for everything else.
+    """Return the exit code of a command that ends with `error`: FULL_DISK, 2 for a mistake (another
+    ValueError or OSError), and 1 for everything else.
     """
     if not isinstance(error, ValueError | OSError):
         return 1
@@ -119,14 +121,14 @@ def exit_code(error: BaseException) -> int:
 
 
 def by_step(path: Path) -> tuple[int, str]:
-    """The sort key of checkpoints: their names hold at least eight digits, so a longer name is of a
-    later step.
+    """Return the sort key of a checkpoint: names hold at least eight digits, so a longer name is of
+    a later step.
     """
     return len(path.name), path.name
 
 
 def check_utf8(text: str, problem: str) -> None:
-    """Raise ValueError, which says `problem`, for a name or an argument whose bytes are no text."""
+    """Raise ValueError with `problem` for a name or an argument that is not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -134,5 +136,5 @@ def check_utf8(text: str, problem: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Text that moves no cursor and breaks no encoding: names of folders are anybody's."""
+    """Return text that moves no cursor and breaks no encoding: folder names are untrusted."""
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)

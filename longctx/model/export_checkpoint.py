@@ -17,7 +17,7 @@ from longctx.model import GPT, huggingface, lora
 from longctx.model.export import SHORT_NAMES, architecture, check_out, export
 from longctx.model.restore import copy_weights, lora_of, mapped_model
 from longctx.runs import run_folder
-from longctx.runs.checkpoints import opened, read, verify
+from longctx.runs.checkpoints import read, verify
 
 
 def run(options: ExportOptions) -> None:
@@ -26,7 +26,7 @@ def run(options: ExportOptions) -> None:
     check_out(out)
     file = run_folder.checkpoint_of(Path(options.run), "run")
     verify(file)
-    checkpoint = opened(file)
+    checkpoint = read(file)
     model, seq_len, added = build(file, checkpoint)
     if options.adapter:
         run_adapter(model, file, checkpoint, added, seq_len, out)

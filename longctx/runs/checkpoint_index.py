@@ -1,18 +1,20 @@
-"""The JSON of a checkpoint, which says what its files are: read, and held against them.
+"""A checkpoint as files: the JSON that lists them with their checksums, and how files are deleted.
 
-Needs no torch, so that a command can look before it loads that.
+Needs no torch, so that a command can look at a run before it loads that.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import threading
 import zlib
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from longctx import untrusted
+from longctx import files, untrusted
 
 FORMAT = 3
 INDEX = "checkpoint.json"
@@ -22,45 +24,48 @@ CHUNK = 1 << 24  # bytes that a checksum reads at one time
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What the JSON of the checkpoint in the folder `path` says; ValueError, which says why, where
-    that is not what was written.
-    """
+    """Return the content of the JSON of the checkpoint at `path`; ValueError if it is damaged."""
     if path.is_file():
-        raise ValueError("a file, as longctx wrote checkpoints before 1.0; go on with that version")
+        raise ValueError("a file, written by longctx before 1.0; resume it with that version")
     try:
         written = untrusted.read_json(path / INDEX, INDEX_SIZE, within=path)
         content: dict[str, Any] = written["content"]
-        if zlib.crc32(json.dumps(content).encode()) != written["crc32"]:
-            raise ValueError("its checksum differs")
-        if not sum(file["bytes"] for file in content["files"].values()):
-            raise ValueError("it names no files")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"{INDEX} is not what runs write ({error})") from error
+        expected = written["crc32"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{INDEX} cannot be read ({error})") from error
+    if zlib.crc32(json.dumps(content).encode()) != expected:
+        raise ValueError(f"the checksum of {INDEX} differs")
     return content
 
 
-def verify(path: Path, limit: float = float("inf"), reads: bool = True) -> str | None:
-    """Return the first file of the checkpoint at `path` that is not what was written, None if all
-    are. Only listed, regular files of the listed size are read; without `reads` none is.
+def verify(path: Path, reads: bool = True) -> str | None:
+    """Return the name of a file of the checkpoint at `path` that differs from its entry in the
+    JSON, None if all are intact. Without `reads` only sizes are compared.
 
-    Raises ValueError as `read`, or if the files have more than `limit` bytes in all.
+    Raises ValueError as `read`.
     """
-    files = read(path)["files"]
-    if sum(written["bytes"] for written in files.values()) > limit:
-        raise ValueError(f"{path}: more than {limit:,.0f} bytes")
+    listed = read(path)["files"]
 
-    def is_whole(name: str) -> bool:
+    def matches(name: str) -> bool:
         try:
             with untrusted.open_file(path / name, within=path) as file:
                 # The size first: a sparse file of any size takes no space, and hours to read
-                has_size = os.fstat(file.fileno()).st_size == files[name]["bytes"]
-                return has_size and (not reads or checksum(file) == files[name]["crc32"])
+                has_size = os.fstat(file.fileno()).st_size == listed[name]["bytes"]
+                return has_size and (not reads or checksum(file) == listed[name]["crc32"])
         except (OSError, ValueError):
             return False
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        intact = list(pool.map(is_whole, files))
-    return next((name for name, good in zip(files, intact, strict=True) if not good), None)
+        intact = list(pool.map(matches, listed))
+    return next((name for name, good in zip(listed, intact, strict=True) if not good), None)
+
+
+def is_intact(path: Path, reads: bool = True) -> bool:
+    """Return True if the checkpoint at `path` can be read and `verify` finds no flaw."""
+    try:
+        return verify(path, reads) is None
+    except ValueError:
+        return False
 
 
 def checksum(file: BinaryIO) -> int:
@@ -69,3 +74,34 @@ def checksum(file: BinaryIO) -> int:
     while chunk := file.read(CHUNK):
         value = zlib.crc32(chunk, value)
     return value
+
+
+def set_aside(path: Path) -> Path:
+    """Give a checkpoint a hidden name, under which it is deleted, and return that. Readers ignore
+    it, so that they never see one half-deleted.
+    """
+    hidden = path.with_name(f".{path.name}.removed")
+    files.remove(hidden)
+    os.rename(path, hidden)
+    return hidden
+
+
+def delete(hidden: Iterable[Path], is_cancelled: threading.Event) -> str | None:
+    """Delete checkpoints that were set aside, a file at a time until cancelled; return the first
+    problem. What is left goes after the next checkpoint, or when the run is resumed.
+
+    Takes up to 0.4 s for each GiB if the file system tells the disk of every freed block (measured
+    on ext4 mounted with `discard`).
+    """
+    problem = None
+    for path in hidden:
+        is_folder = path.is_dir() and not path.is_symlink()
+        for file in [*path.iterdir(), path] if is_folder else [path]:
+            if is_cancelled.is_set():
+                return problem
+            try:
+                files.remove(file)
+            except OSError as error:
+                why = error.strerror or str(error)
+                problem = problem or f"{file}: could not be deleted ({why})"
+    return problem

@@ -1,9 +1,9 @@
 """Run folders: runs/<name>/ with config.yaml, metrics.jsonl, tokenizer.json, checkpoints/ and
 wandb/. Torch-free.
 
-The only reader of these files, but for metrics.jsonl (`metrics_file`): training, evaluation and
-reports use it alike. A folder is claimed by an exclusive mkdir, so two runs started together never
-share one. It is locked while it trains. Files are replaced atomically.
+Training, evaluation and reports read a run through here; metrics.jsonl is in `metrics_file`. A
+folder is claimed by an exclusive mkdir, so two runs started together never share one. It is locked
+while it trains. Files are replaced atomically.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import fcntl
+import itertools
 import json
 import os
 import re
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,9 @@ from longctx import files, untrusted
 from longctx.config.memory_config import MemoryConfig
 from longctx.runs import checkpoint_index
 
-# What resume= may change: where, in which pieces and by how many devices it is computed, how long
-# and how closely watched the run is. A new length changes the learning rate of the steps to come,
-# memory.optimizer_state=bf16 rounds the optimizer's state; all else changes the order of sums at
-# most.
+# What resume= may change: devices, layout, length, logging and saving. A new length changes the
+# learning rate of the steps to come, memory.optimizer_state=bf16 rounds the optimizer's state; the
+# other keys change the order of sums at most.
 RESUMABLE = {
     *(
         "max_steps",
@@ -68,9 +68,8 @@ NOT_IN_NAMES = {
     "init",
     *RESUMABLE,
 }
-# They change how the same is computed, so a name has them only where a sweep varies them.
+# They change how the same is computed, so a name has them only if a sweep varies them.
 IN_NAMES_IF_VARIED = {"precision", "deterministic", "warmup_steps"}
-QUICK = 1 << 30  # bytes that are read in about a second
 
 
 class NotARun(ValueError):
@@ -80,8 +79,8 @@ class NotARun(ValueError):
 def stem(
     choices: dict[str, str], seq_len: int, changed: dict[str, str], varied: Collection[str] = ()
 ) -> str:
-    """The beginning of a new folder's name, from what differs from the defaults and the keys
-    `varied` by a sweep, such as `tiny-flash-16k-lr0.003`.
+    """Return the beginning of a new folder's name, such as `tiny-flash-16k-lr0.003`: what differs
+    from the defaults, and the keys `varied` by a sweep.
     """
     length = f"{seq_len // 1024}k" if seq_len % 1024 == 0 else str(seq_len)
     shape = {key for key in changed if key.startswith("model.")}
@@ -98,25 +97,19 @@ def stem(
 
 
 def check_root(root: Path) -> None:
-    """Raise OSError unless a folder can be made, and locked, in `root` or in what `root` will be
-    made in.
+    """Raise OSError unless folders can be made, and locked, in `root` or its nearest parent that
+    exists.
     """
     existing = next(path for path in (root.absolute(), *root.absolute().parents) if path.exists())
     try:
-        probe = Path(tempfile.mkdtemp(prefix=files.PROBE, dir=existing))
-    except OSError as error:
-        raise OSError(
-            f"runs={root}: no folder can be made in {existing}: {error.strerror}; choose another"
-        ) from error
-    try:
-        with locked(probe):
+        probing = tempfile.TemporaryDirectory(prefix=files.PROBE, dir=existing)
+        with probing as probe, locked(Path(probe)):
             pass
     except OSError as error:
         raise OSError(
-            f"runs={root}: the file system of {existing} has no locks; choose another"
+            f"runs={root}: no folder can be made and locked in {existing}: "
+            f"{error.strerror or error}; choose another"
         ) from error
-    finally:
-        probe.rmdir()
 
 
 def check_free(root: Path, name: str | None) -> None:
@@ -129,45 +122,36 @@ def check_free(root: Path, name: str | None) -> None:
 
 
 def create(root: Path, name: str | None, beginning: str) -> Path:
-    """Make the folder of a new run, exclusively.
-
-    It is called `name`, or else `beginning` and the first free number.
+    """Make the folder of a new run, exclusively: `name`, or else `beginning` and the first free
+    number.
     """
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        if name is not None:
-            check_free(root, name)
-            (root / name).mkdir()
-            return root / name
-        number = 1
-        while True:
-            folder = root / f"{beginning}-{number:03d}"
-            try:
-                folder.mkdir()
-                return folder
-            except FileExistsError:
-                number += 1
-    except OSError as error:
-        raise OSError(
-            f"runs={root}: no folder can be made there: {error.strerror or error}"
-        ) from error
+    root.mkdir(parents=True, exist_ok=True)
+    if name is not None:
+        check_free(root, name)
+        (root / name).mkdir()
+        return root / name
+    for number in itertools.count(1):
+        folder = root / f"{beginning}-{number:03d}"
+        with suppress(FileExistsError):
+            folder.mkdir()
+            return folder
+    raise AssertionError
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of `folder` for this process; ValueError if another one trains it.
 
-    A flock of the folder itself, which the kernel releases however the process ends, which leaves
-    no file behind, and which `is_training` can ask about where it may not write.
+    It is a flock of the folder itself: the kernel releases it however the process ends, it leaves
+    no file behind, and `is_training` can see it without the right to write.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise ValueError(f"{folder}: another process is training this run") from error
     except OSError as error:
         os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise ValueError(f"{folder}: another process is training this run") from error
         raise OSError(
             f"{folder}: its file system has no locks ({error.strerror}); choose another with runs="
         ) from error
@@ -180,11 +164,8 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def is_training(folder: Path) -> bool:
-    """Whether a process trains the run now; FileNotFoundError where the folder is gone."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{folder}: the folder is gone; it was deleted or moved") from error
+    """Return True if a process trains the run now; FileNotFoundError if the folder is gone."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -197,7 +178,7 @@ def is_training(folder: Path) -> bool:
 
 
 def _leave_locks_to_the_parent() -> None:
-    # A data worker that outlives a killed run must not keep its lock.
+    # A data worker that outlives a killed run must not keep its lock
     for descriptor in _locks:
         os.close(descriptor)
 
@@ -207,8 +188,8 @@ os.register_at_fork(after_in_child=_leave_locks_to_the_parent)
 
 
 def find(path: str) -> Path:
-    """The folder of the run at `path`; ValueError if there is none, or it has no checkpoint or no
-    configuration, OSError if nothing can be written there.
+    """Return the folder of the run at `path`; ValueError if it cannot be resumed, OSError if it
+    cannot be written.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
@@ -217,6 +198,11 @@ def find(path: str) -> Path:
         )
     if not (folder / "config.yaml").is_file():
         raise ValueError(f"resume={path}: not the folder of a run, it has no config.yaml")
+    if not read_config(folder):
+        raise ValueError(
+            f"resume={path}: its config.yaml is empty, which would make it a run of the defaults; "
+            "copy that of the run here again"
+        )
     if not checkpoints(folder):
         with locked(folder):  # a run that still trains may yet write one, so it says that instead
             pass
@@ -224,84 +210,63 @@ def find(path: str) -> Path:
             f"resume={path}: the run has no checkpoint, a step-N.ckpt that holds step N; "
             "start it anew"
         )
-    if not read_config(folder):
-        raise ValueError(
-            f"resume={path}: its config.yaml is empty, which would make it a run of the defaults; "
-            "copy that of the run here again"
-        )
-    for written in (folder, folder / "checkpoints"):
-        files.check_writable(written)
+    files.check_writable(folder)
+    files.check_writable(folder / "checkpoints")
     return folder
 
 
 def check_unfinished(folder: Path, max_steps: int | None) -> None:
-    """Raise ValueError where the newest checkpoint in `folder` is that of the last step.
-
-    One that is damaged does not count.
+    """Raise ValueError if the newest checkpoint in `folder` is of the last step. A damaged one does
+    not count.
     """
     newest = checkpoints(folder)[-1]
     steps = int(newest.stem.removeprefix("step-"))
-    if max_steps is not None and steps >= max_steps and _is_whole(newest):
+    if max_steps is not None and steps >= max_steps and checkpoint_index.is_intact(newest):
         raise ValueError(
             f"resume={folder}: the run has done its {steps:,} steps; to go on, give a larger "
             "max_steps="
         )
 
 
-def _is_whole(checkpoint: Path) -> bool:
-    """Whether a checkpoint of at most QUICK bytes is what was written; False for larger ones."""
-    try:
-        return checkpoint_index.verify(checkpoint, QUICK) is None
-    except ValueError:  # the run looks closer
-        return False
-
-
 def is_hugging_face(path: Path) -> bool:
-    """Whether `path` is meant as a Hugging Face folder: it has a config.json, and is no run and no
-    adapter.
+    """Return True if `path` is a Hugging Face folder: it has a config.json, and is neither a run
+    nor an adapter.
     """
     adapter = (path / "adapter_config.json").exists() and not any(path.glob("model*.safetensors"))
     return (path / "config.json").is_file() and not (path / "config.yaml").exists() and not adapter
 
 
 def is_run(path: Path) -> bool:
-    """Whether `path` is meant as a run, or as one of its checkpoints."""
+    """Return True if `path` is a run, or one of its checkpoints."""
     return path.suffix == ".ckpt" or (path / "config.yaml").exists()
 
 
 def checkpoint_of(path: Path, key: str = "checkpoint") -> Path:
-    """The checkpoint that `path`, given as `key`, means: itself, or the newest one of a run.
+    """Return the checkpoint that `path`, given as `key`, names: itself, or the newest one of a run.
 
-    Raises ValueError where there is none.
+    Raises ValueError if there is none.
     """
-    if not path.exists():
-        raise ValueError(f"{key}={path}: no such file or folder{_remedy(path)}")
-    if not path.is_dir() or path.suffix == ".ckpt":
+    if path.exists() and (path.suffix == ".ckpt" or not path.is_dir()):
         return path
-    if of_run := checkpoints(path):
-        return of_run[-1]
-    if (path / "adapter_config.json").exists():
-        raise ValueError(
-            f"{key}={path}: an adapter, which lacks the weights it adds to; give the run, "
-            "or an export without adapter=true"
-        )
-    if (path / "config.yaml").exists():
-        raise ValueError(f"{key}={path}: the run has no checkpoint yet; train it further")
-    raise ValueError(f"{key}={path}: not the folder of a run; give one, such as runs/NAME")
-
-
-def _remedy(path: Path) -> str:
-    """What to give instead of a `path` that is not there."""
-    there = sorted(folder.parent.name for folder in path.absolute().parent.glob("*/config.yaml"))
-    close = difflib.get_close_matches(path.name, there, n=1)
-    if close:
-        return f"; did you mean {path.parent / close[0]}?"
-    return "; give a run, such as runs/NAME, or a Hugging Face folder"
+    if path.is_dir() and (saved := checkpoints(path)):
+        return saved[-1]
+    if not path.exists():
+        runs = sorted(x.parent.name for x in path.absolute().parent.glob("*/config.yaml"))
+        close = difflib.get_close_matches(path.name, runs, n=1)
+        remedy = f"did you mean {path.parent / close[0]}?" if close else "give a run or a model"
+        why = f"no such file or folder; {remedy}"
+    elif (path / "adapter_config.json").exists():
+        why = "an adapter, which lacks the weights it adds to; give the run, or a full export"
+    elif (path / "config.yaml").exists():
+        why = "the run has no checkpoint yet; train it further"
+    else:
+        why = "not the folder of a run; give one, such as runs/NAME"
+    raise ValueError(f"{key}={path}: {why}")
 
 
 def check_resumable(folder: Path, overrides: Iterable[str]) -> None:
-    """Raise ValueError naming the first of the key=value `overrides` that a resumed run must not
-    change.
+    """Raise ValueError for the first of the key=value `overrides` that must not change when a run
+    is resumed.
     """
     for key in (override.partition("=")[0] for override in overrides):
         if key not in RESUMABLE:
@@ -312,7 +277,7 @@ def check_resumable(folder: Path, overrides: Iterable[str]) -> None:
 
 
 def check_unedited(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise ValueError where `now`, read from config.yaml, computes something else than the config
+    """Raise ValueError if `now`, read from config.yaml, computes something else than the config
     `saved` in a checkpoint.
     """
     free = {"name", "runs", "resume", "init", *RESUMABLE}
@@ -327,13 +292,13 @@ def check_unedited(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> 
         for key in old:
             if key in new and old[key] != new[key]:
                 raise ValueError(
-                    f"{folder / 'config.yaml'}: {prefix}{key}={new[key]}, where the run began with "
+                    f"{folder / 'config.yaml'}: {prefix}{key}={new[key]}, but the run began with "
                     f"{old[key]}; it cannot change when the run is resumed, so put it back"
                 )
 
 
 def rows_per_step(settings: dict[str, Any]) -> int:
-    """Rows of an optimizer step over all devices of a run with these `settings`."""
+    """Return the sequences of an optimizer step over all devices of a run with these `settings`."""
     groups = settings["devices"] // settings.get("context", {}).get("degree", 1)
     rows: int = settings["batch_size"] * settings["accumulate"] * groups
     return rows
@@ -345,26 +310,23 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints of a run, oldest first, damaged ones too. A folder without an index,
-    or with the index of another step than its name, is none: somebody copied or made it.
+    """Return the checkpoints of a run, oldest first, damaged ones too. A folder without a JSON, or
+    with the JSON of another step than its name, is none: somebody copied or made it.
     """
     paths = (folder / "checkpoints").glob("step-*.ckpt")
     return sorted((path for path in paths if _is_checkpoint(path)), key=files.by_step)
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Return True if the index of the checkpoint at `path` gives the step of its name, or cannot be
-    read, which its reader reports.
-    """
     if not re.fullmatch(r"step-\d{8,}\.ckpt", path.name):
         return False
     if path.is_dir() and not os.path.lexists(path / checkpoint_index.INDEX):
         return False
     try:
-        steps = checkpoint_index.read(path)["steps_done"]
-    except (ValueError, KeyError):
+        steps = checkpoint_index.read(path).get("steps_done")
+    except ValueError:  # damaged, which its reader reports
         return True
-    return not isinstance(steps, int) or path.name == checkpoint_path(path, steps).name
+    return steps is None or path.name == f"step-{steps:08d}.ckpt"
 
 
 def write_config(folder: Path, settings: Any) -> None:
@@ -375,16 +337,16 @@ def write_config(folder: Path, settings: Any) -> None:
 
 
 def plain(config: Any) -> dict[str, Any]:
-    """A configuration as dictionaries, lists, strings, numbers."""
+    """Return a configuration as dictionaries, lists, strings, numbers."""
     values = config if isinstance(config, dict) else dataclasses.asdict(config)
     result: dict[str, Any] = json.loads(json.dumps(values))
     return result
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The values of config.yaml, whichever version wrote it, nested keys joined by dots.
+    """Return the values of config.yaml, nested keys joined by dots.
 
-    Raises FileNotFoundError where there is no such folder, NotARun where it holds none.
+    Raises FileNotFoundError if there is no such folder, NotARun if it is not the folder of a run.
     """
     if not folder.is_dir():
         raise FileNotFoundError(
@@ -406,7 +368,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def flat(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"model": {"layers": 2}} as {"model.layers": 2}."""
+    """Return {"model": {"layers": 2}} as {"model.layers": 2}."""
     result: dict[str, Any] = {}
     for key, value in nested.items():
         if isinstance(value, dict):

@@ -29,7 +29,7 @@ from longctx.kernels import SelfTestFailed
 from longctx.model.offload import HostBuffers
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import PARAMETERS, predict
-from longctx.runs import run_folder, tensor_checks
+from longctx.runs import checkpoint_folder, run_folder
 from longctx.stop_signal import StopSignal
 from longctx.training import context_check, out_of_memory
 from longctx.training.batches import (
@@ -211,7 +211,7 @@ def require_finite_state(state: TrainState, step: int, run: Run, parallel: Paral
     """Raise FloatingPointError, on every rank, where a weight or an average of any of them is not
     finite: such a state is never saved, so that no checkpoint before it goes.
     """
-    name = parallel.first_problem(tensor_checks.not_finite(state.tensors()))
+    name = parallel.first_problem(checkpoint_folder.not_finite(state.tensors()))
     if name is not None:
         raise FloatingPointError(
             f"{name} is not finite after step {step}, so that is not saved; {smaller_steps(run)}"

@@ -31,7 +31,7 @@ from longctx.planner import fitting, hardware, layouts
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import Workload, with_vocabulary, workload_of
 from longctx.runs import checkpoints, metrics_file, run_folder
-from longctx.training import compile_ahead, initial, kernel_lock, longest, saved_state
+from longctx.training import compile_ahead, initial, kernel_lock, longest, saver
 from longctx.training.child import DryRun
 from longctx.training.out_of_memory import check_fits
 from longctx.training.run import Run
@@ -322,7 +322,7 @@ def continued(run: Run) -> Run:
     config, folder = run.config, Path(run.config.resume or "")
     path, checkpoint, damaged = newest_whole(run, folder)
     about, steps_done = checkpoint["longctx"], checkpoint["steps_done"]
-    best = checkpoint.get("best") or {"since": 0}
+    best = checkpoint["best"]
     if config.patience is not None and best["since"] >= config.patience:
         raise ValueError(
             f"resume={folder}: the run has ended after {best['since']} validations without a lower "
@@ -369,8 +369,7 @@ def newest_whole(run: Run, folder: Path) -> tuple[Path, dict[str, Any], dict[Pat
 def whole_checkpoint(run: Run, folder: Path, path: Path) -> dict[str, Any]:
     """The checkpoint at `path`, every part of it checked against `run`, which goes on from it."""
     checkpoints.verify(path)
-    checkpoint = checkpoints.read(path, checkpoints.TO_RESUME)
-    checkpoints.check_plain(path, checkpoint)
+    checkpoint = checkpoints.read(path)
     about = checkpoint["longctx"]
     assert run.data is not None
     if run.data.fingerprint != about["data"]:
@@ -378,11 +377,8 @@ def whole_checkpoint(run: Run, folder: Path, path: Path) -> dict[str, Any]:
             f"resume={folder}: the documents, their split or the tokenizer are no longer those "
             "that the run began with"
         )
-    try:
-        run_folder.check_unedited(folder, about["config"], run.settings())
-    except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
-        raise ValueError(f"{path}: config: not the configuration of a run ({error})") from error
-    saved_state.check(run, path, checkpoint)
+    run_folder.check_unedited(folder, about["config"], run.settings())
+    saver.check_state(run, path, checkpoint)
     return checkpoint
 
 

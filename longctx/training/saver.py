@@ -1,42 +1,45 @@
-"""When a run is saved: a checkpoint is copied to host memory and written while the next steps run.
+"""When a run is saved, and what a checkpoint must hold to be resumed.
 
-The copy takes as much memory as the checkpoint; beside a GPU that is page-locked, in the background
-after the first step. Where so much is not free the run waits until the checkpoint is written. One
-checkpoint is written at a time, and what fails is raised at the next step.
-
-While the last one is written, and those that it replaces are deleted, the run frees what it held.
+A checkpoint is copied to host memory and written while the next steps run. The copy takes as much
+memory as the checkpoint; next to a GPU it is page-locked, in the background after the first step.
+If so much is not free, training waits for each checkpoint. One checkpoint is written at a time, and
+a failure is raised at the next step. After the last one the run frees its memory while it waits.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from longctx.distributed import sharding
 from longctx.distributed.parallel import Parallel
+from longctx.model import restore
 from longctx.model.offload import pinned
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB
 from longctx.runs import checkpoints, run_folder
-from longctx.runs.checkpoint_write import ALONE, Saving, Snapshot, Writers, use_device
-from longctx.runs.removal import Removal
+from longctx.runs.checkpoint_write import ALONE, Saving, Writers, use_device
+from longctx.training import optimizers
 from longctx.training.best import Best
+from longctx.training.optimizers.adamw import MOMENTS
+from longctx.training.optimizers.muon import Muon
 from longctx.training.run import Run
 from longctx.training.run_log import RunLog
 from longctx.training.throughput import Meter
 from longctx.training.train_step import TrainState
 
-SAID_AFTER = 1.0  # seconds for which the end of a run deletes checkpoints
+SAID_AFTER = 1.0  # seconds of deleting at the end of a run before a line says so
 
 
 class Saver:
-    """Saves a run, from `begin` on: this rank its part of the state, or the first one all.
+    """Saves a run, from `begin` on: each rank its share of the state, or rank 0 all of it.
 
-    A checkpoint that is under way when its block raises is written to its end, unless that is for
-    a signal.
+    If its block raises, the checkpoint under way is completed, unless the cause is a signal.
     """
 
     state: TrainState
@@ -48,84 +51,86 @@ class Saver:
         self.writers = ALONE
         if self.is_sharded:
             self.writers = Writers(parallel.rank, parallel.ranks, parallel.first_problem)
-        self.snapshot = Snapshot(self._allocate)
-        # No thread reserves memory any more; after a signal, its join returns early (bpo-45274)
+        self.memory: list[Tensor] = []  # on the host, for a copy of each part
+        self.no_copy = ""  # why there is no memory for it
+        # An event, since a thread's join returns too early after a signal (bpo-45274)
         self.is_reserved = threading.Event()
         self.is_reserved.set()
-        self.problem = ""  # why there is no copy
-        self.is_over = False
-        self.step = 0  # that the newest checkpoint is after
+        self.step = 0  # of the newest checkpoint
+        self.saving: Saving | None = None  # this rank's share of it
         self.is_agreed = True  # all ranks know that it is written
-        self.is_said = True
-        self.saving: Saving | None = None  # what this rank has of it
-        self.removal_problem: str | None = None  # the one that was said last
+        self.is_logged = True
+        self.warning: str | None = None  # the last one that was logged
 
     def __enter__(self) -> Saver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.is_over = True
         self.is_reserved.wait()
         if kind is None or self.saving is None or self.is_agreed:
             return
         if issubclass(kind, KeyboardInterrupt):
             self.saving.cancel()
             return
-        self.saving.wait()
+        self.saving.is_written.wait()
         if self.saving.problem is None:
-            self._say()
+            self._log()
         else:
             self.log.say(self.saving.problem)
 
     def begin(self, state: TrainState, fingerprint: str) -> None:
-        """Name what is to be saved: `state`, and which data it was trained on."""
+        """Set what is to be saved: `state`, and which data it was trained on."""
         self.state, self.fingerprint = state, fingerprint
 
     def prepare(self, step: int) -> None:
-        """Get the memory for the copy in the background, after the first step of this process; on a
-        GPU, where it takes long, and if a checkpoint will come before the last step.
+        """Reserve memory for the copy in the background, after the first step of this process; on a
+        GPU, where that takes seconds, and if a checkpoint will come before the last step.
         """
-        comes = self._writes and self.run.saves_between(step)
-        if self.parallel.device.type != "cuda" or not comes:
+        is_due = self._writes and self.run.saves_between(step)
+        if self.parallel.device.type != "cuda" or not is_due:
             return
-        sizes = [part.size for part in self._saving({"random": checkpoints.random_state()}).parts]
-        is_reserved = threading.Event()
-        work = self._reserve_beside_steps
-        threading.Thread(target=work, args=[sizes, is_reserved], name="reserve").start()
-        self.is_reserved = is_reserved
+        saving = self._saving({"random": checkpoints.random_state()})
+        self.is_reserved.clear()
+
+        def reserve() -> None:
+            try:
+                self._reserve(saving)
+            finally:
+                self.is_reserved.set()
+
+        threading.Thread(target=reserve, name="reserve").start()
 
     def save(self, meter: Meter, best: Best, step: int, last: bool) -> None:
-        """Begin to write the checkpoint after `step`; all ranks call it. Raises OSError where it,
-        or the one before, cannot be written. The older ones of the run go, but for the best one
-        where that is kept.
+        """Begin to write the checkpoint after `step`; all ranks call it. Raises OSError if it, or
+        the one before, cannot be written. Older ones go, except the best one if the run keeps it.
 
-        After the `last` one, which `finish` waits for, the state is to change no more.
+        After the `last` one, which `finish` waits for, the state must not change any more.
         """
         self.finish()
-        if self.removal is not None:  # or there would be two on the disk beside those kept
-            self.removal.wait()
-            self._say_removal_problem()
+        if self.saving is not None:
+            # The disk then holds one checkpoint more than are kept, never two
+            self.saving.is_over.wait()
+            self._log_warning()
+        self.step = step
         content = {"steps_done": step, "meter": meter.state(), "best": best.state()}
         content["random"] = checkpoints.random_state()
         best_step = best.step if self.run.config.keep_best else 0
-        self.step = step
         saving = self._saving(content, best_step) if self._writes else None
         has_copy = saving is None or self._has_copy(saving, last)
-        self.snapshot.is_last = last
         if saving is not None:
-            saving.begin(self.snapshot if has_copy else None)
-        self.saving, self.is_agreed, self.is_said = saving, False, False
+            saving.begin(self.memory if has_copy else None, frees_memory=last)
+        self.saving, self.is_agreed, self.is_logged = saving, False, False
         if last:
             del self.state
         elif self.parallel.max(int(not has_copy)):
             self.finish()
 
     def check(self) -> None:
-        """Say that the checkpoint under way is written, once it is; OSError if it cannot be."""
-        if self.saving is not None and self.saving.is_done and not self.is_agreed:
+        """Log the checkpoint under way when it is written; OSError if it cannot be."""
+        if self.saving is not None and self.saving.is_written.is_set() and not self.is_agreed:
             self.saving.check()
-            self._say()
-        self._say_removal_problem()
+            self._log()
+        self._log_warning()
 
     def finish(self) -> None:
         """Wait until the checkpoint under way is on disk; all ranks call it. OSError if it cannot
@@ -136,29 +141,24 @@ class Saver:
         if self.saving is not None:
             self.saving.end()
         self.is_agreed = True
-        self._say()
+        self._log()
         self.parallel.barrier()
 
     def end_removal(self) -> None:
-        """Wait until what the last checkpoint has replaced is deleted; that is said where it takes
+        """Wait until the checkpoints that the last one replaces are deleted; log it if that takes
         long.
         """
-        if self.removal is None:
+        if self.saving is None:
             return
-        if not self.removal.wait(SAID_AFTER):
-            self.log.deleting(self.removal.bytes)
-            self.removal.wait()
-        self._say_removal_problem()
+        if not self.saving.is_over.wait(SAID_AFTER):
+            self.log.deleting(self.saving.deleted_bytes)
+            self.saving.is_over.wait()
+        self._log_warning()
 
     def cancel_removal(self) -> None:
-        """Leave what is not deleted yet to the next run in the folder."""
-        if self.removal is not None:
-            self.removal.cancel()
-
-    @property
-    def removal(self) -> Removal | None:
-        """The deletion of what the newest checkpoint has replaced, on the first rank."""
-        return None if self.saving is None else self.saving.removal
+        """Leave checkpoints that are not deleted yet to the next run in the folder."""
+        if self.saving is not None:
+            self.saving.cancel()
 
     @property
     def _writes(self) -> bool:
@@ -169,69 +169,78 @@ class Saver:
         about = checkpoints.describe(
             run.settings(), self.fingerprint, self.parallel.ranks, run.kernel_lock
         )
-        saving = checkpoints.saving(
-            run_folder.checkpoint_path(run.folder, self.step),
+        step, keep = self.step, run.config.keep_checkpoints
+        return checkpoints.saving(
+            run_folder.checkpoint_path(run.folder, step),
             about,
             content,
             sharding.parts(state.module),
             optimizer.state_dict(),
             sharding.trained_names(state.module, optimizer),
             self.writers,
+            replaced=lambda: checkpoints.tidy(run.folder, step, keep, best_step),
         )
-        step, keep = self.step, run.config.keep_checkpoints
-        saving.then = lambda: checkpoints.tidy(run.folder, step, keep, best_step)
-        return saving
 
     def _has_copy(self, saving: Saving, last: bool) -> bool:
-        """Whether this rank has memory for the copy; the last checkpoint is copied only if there
-        was one before it. Says once, on the first rank, why there is none.
+        """Return True if this rank has memory for the copy; the last checkpoint gets no new memory.
+        Rank 0 logs once why there is none.
         """
         self.is_reserved.wait()
-        sizes = [part.size for part in saving.parts]
-        if last or self.problem:
-            return self.snapshot.holds(sizes)
-        self._reserve(sizes)
-        if self.problem:
-            self.log.say(f"saving     holds up the steps: {self.problem}")
-        return not self.problem
+        if not last and not self.no_copy:
+            self._reserve(saving)
+            if self.no_copy:
+                self.log.say(f"saving     training waits for each checkpoint: {self.no_copy}")
+        return [len(memory) for memory in self.memory] == saving.sizes
 
-    def _reserve_beside_steps(self, sizes: Sequence[int], is_reserved: threading.Event) -> None:
-        """What the thread of `prepare` does."""
-        try:
-            self._reserve(sizes)
-        finally:
-            is_reserved.set()
-
-    def _reserve(self, sizes: Sequence[int]) -> None:
-        """Have memory for a copy in parts of these sizes, or say in `problem` why not."""
-        if self.snapshot.holds(sizes):
+    def _reserve(self, saving: Saving) -> None:
+        """Have memory for a copy of `saving`, or the reason why not in `no_copy`."""
+        if [len(memory) for memory in self.memory] == saving.sizes:
             return
+        self.memory = []
         processes = self.parallel.launched.local_ranks if self.is_sharded else 1
-        needed, free = processes * sum(sizes), hardware.available_memory()
+        needed, free = processes * sum(saving.sizes), hardware.available_memory()
         copy = f"a copy to write from takes {needed / GIB:.1f} GiB of memory"
         if needed > fitting.COPY_SHARE * free:
-            self.problem = f"{copy}, more than half of the {free / GIB:.1f} that are free"
+            self.no_copy = f"{copy}, more than half of the {free / GIB:.1f} that are free"
             return
         use_device(self.parallel.device)
+        is_cuda = self.parallel.device.type == "cuda"
         try:
-            self.snapshot.reserve(sizes)
+            self.memory = [
+                pinned(size, torch.uint8) if is_cuda else torch.empty(size, dtype=torch.uint8)
+                for size in saving.sizes
+            ]
         except (MemoryError, RuntimeError) as error:
-            self.problem = f"{copy} ({' '.join(str(error).split())})"
+            self.no_copy = f"{copy} ({' '.join(str(error).split())})"
 
-    def _allocate(self, size: int) -> Tensor:
-        if self.is_over:
-            raise MemoryError("the run ends")
-        if self.parallel.device.type == "cuda":
-            return pinned(size, torch.uint8)
-        return torch.empty(size, dtype=torch.uint8)
-
-    def _say(self) -> None:
-        if not self.is_said and self.saving is not None and self.parallel.is_first:
+    def _log(self) -> None:
+        if not self.is_logged and self.saving is not None and self.parallel.is_first:
             self.log.saved(self.saving.path, self.step, self.saving.bytes, self.saving.seconds)
-        self.is_said = True
+        self.is_logged = True
 
-    def _say_removal_problem(self) -> None:
-        problem = None if self.removal is None else self.removal.problem
-        if problem is not None and problem != self.removal_problem:
-            self.log.say(f"warning: {problem}")
-            self.removal_problem = problem
+    def _log_warning(self) -> None:
+        warning = None if self.saving is None else self.saving.warning
+        if warning is not None and warning != self.warning:
+            self.log.say(f"warning: {warning}")
+            self.warning = warning
+
+
+def check_state(run: Run, path: Path, checkpoint: dict[str, Any]) -> None:
+    """Raise ValueError unless the tensors in the checkpoint at `path` are the weights and optimizer
+    state of `run`; Damaged if one is not finite. Nothing is computed with them before.
+    """
+    workload = run.workload
+    model = restore.skeleton(workload.model, workload.attention, workload.lora)
+    restore.check_weights(path, checkpoint, model)
+    optimizer = optimizers.build(model, run)
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    expected = [(p.shape, state_names(p, optimizer)) for p in trained]
+    checkpoints.check_states(path, checkpoint, expected)
+    checkpoints.check_finite(path, checkpoint)
+
+
+def state_names(p: Tensor, optimizer: torch.optim.Optimizer) -> Collection[str] | None:
+    """Return the names of the states that `optimizer` keeps for p; None if that is not known."""
+    if isinstance(optimizer, Muon) and p in optimizer.parts:
+        return ("step", "momentum")
+    return ("step", *MOMENTS) if isinstance(optimizer, torch.optim.AdamW) else None

@@ -104,7 +104,7 @@ class TrainState:
 
     def restore(self, path: Path, meter: Meter, parallel: Parallel, best: Best) -> None:
         """Continue from the checkpoint at `path`, bit for bit."""
-        checkpoint = checkpoints.read(path, checkpoints.TO_RESUME)
+        checkpoint = checkpoints.read(path)
         for name, weight in self.module.named_parameters():
             sharding.write_rows_of(checkpoint["state_dict"][name], weight)
         state = sharding.state_of_rank(checkpoint["optimizer_states"][0], self.optimizer)
@@ -113,6 +113,5 @@ class TrainState:
         self.optimizer.load_state_dict(state)
         self.scheduler = LearningRate(self.optimizer, self.run)
         meter.restore(checkpoint["meter"], parallel.is_first)
-        if "best" in checkpoint:  # checkpoints of longctx before it followed that have none
-            best.restore(checkpoint["best"])
+        best.restore(checkpoint["best"])
         checkpoints.restore_random_state(checkpoint["random"])

@@ -1,11 +1,12 @@
-"""Checkpoints in folders: any rows of any tensor come back, and what is not what was written is
-refused.
+"""Checkpoints in folders: any rows of any tensor come back, a damaged or foreign file is refused,
+and older checkpoints are deleted without a reader ever seeing half of one.
 """
 
+import errno
 import json
 import os
-import re
 import shutil
+import threading
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +15,18 @@ from typing import Any
 import pytest
 import torch
 
-from longctx.runs import checkpoint_folder, checkpoint_index, checkpoints, tensor_checks
+from longctx import files
+from longctx.evaluation.subject import load_model
+from longctx.runs import checkpoint_folder, checkpoint_index, checkpoints, run_folder
 from longctx.runs.checkpoint_folder import Sharded
+from longctx.runs.checkpoint_index import delete, set_aside
 from longctx.runs.checkpoint_write import Writers
+from tests.processes import killed_at
 from tests.runs.ranks import RANKS, Agree, on_all_ranks, rows_of_ranks
 from tests.written import write
 
 WHOLE = {"model.a": torch.randn(7, 5), "model.b": torch.randn(2), "model.c": torch.randn(9, 3, 2)}
+SHARD = "shard-00000-000.safetensors"
 
 
 def save(path: Path) -> list[object]:
@@ -55,9 +61,18 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
+def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Let the JSON of the checkpoint at `path` say something else, with a checksum that fits."""
+    index = path / checkpoint_index.INDEX
+    content = json.loads(index.read_text())["content"]
+    change(content)
+    crc32 = zlib.crc32(json.dumps(content).encode())
+    index.write_text(json.dumps({"crc32": crc32, "content": content}))
+
+
 def test_any_rows_come_back(path: Path) -> None:
     checkpoints.verify(path)
-    checkpoint = checkpoints.read(path, checkpoints.TO_RESUME)
+    checkpoint = checkpoints.read(path)
     assert (checkpoint["steps_done"], checkpoint["meter"]) == (4, {"loss": 1.5})
     for name, x in WHOLE.items():
         stored = checkpoint["state_dict"][name]
@@ -68,14 +83,12 @@ def test_any_rows_come_back(path: Path) -> None:
     states = checkpoint["optimizer_states"][0]["state"]
     assert torch.equal(states[1]["exp_avg"][:], 2 * WHOLE["model.a"])
     assert float(states[0]["step"]) == 4.0
-    torch.testing.assert_close(checkpoint["random"]["torch"], torch.get_rng_state())
+    assert checkpoint["random"]["torch"] == torch.get_rng_state().tolist()
 
 
 def test_no_file_holds_the_whole(path: Path) -> None:
-    files = sorted(path.glob("*.safetensors"))
-    assert len(files) == RANKS
-    total_bytes = sum(3 * x.nbytes for x in WHOLE.values())
-    assert all(file.stat().st_size < total_bytes for file in files)
+    sizes = [file.stat().st_size for file in path.glob("*.safetensors")]
+    assert len(sizes) == RANKS and max(sizes) < sum(3 * x.nbytes for x in WHOLE.values())
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".json"])
@@ -86,111 +99,71 @@ def test_a_flipped_bit_anywhere_is_refused(path: Path, suffix: str) -> None:
         content = bytearray(intact)
         content[place] ^= 1
         file.write_bytes(content)
-        with pytest.raises(ValueError, match=r"damaged|not a checkpoint"):
+        with pytest.raises(checkpoints.Damaged, match=path.name):
             checkpoints.verify(path)
 
 
-def test_a_missing_or_short_file_is_refused_by_name(path: Path) -> None:
+def test_a_missing_or_short_file_is_refused(path: Path) -> None:
     file = sorted(path.glob("*.safetensors"))[1]
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=file.name):
-        checkpoints.verify(path)
+    assert checkpoint_index.verify(path, reads=False) == file.name
     file.unlink()
-    with pytest.raises(ValueError, match=file.name):
-        checkpoints.verify(path)
+    assert checkpoint_index.verify(path) == file.name
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("key", "value"),
     [
-        ({"rows": lambda rows: rows[:-1]}, "without its rows from 6 on"),
-        ({"rows": lambda rows: rows[1:]}, "without its row 0"),
-        ({"rows": lambda rows: [rows[0], *rows]}, "or with that twice"),
-        ({"rows": lambda rows: [[rows[0][0], 0, 7]]}, "which is not what checkpoint.json says"),
-        ({"rows": lambda rows: []}, "without its rows from 0 on"),
-        ({"rows": lambda rows: [["none.safetensors", 0, 7]]}, "not in none.safetensors"),
-        ({"shape": lambda shape: [7, 500]}, "which is not what checkpoint.json says"),
-        ({"shape": lambda shape: [7]}, "which is not what checkpoint.json says"),
-        ({"dtype": lambda name: "bfloat16"}, "which is not what checkpoint.json says"),
+        ("rows", [[SHARD, 0, 3]]),
+        ("rows", [[SHARD, 0, 7]]),
+        ("shape", [7, 500]),
+        ("shape", [7]),
+        ("dtype", "bfloat16"),
     ],
 )
-def test_an_index_that_its_files_do_not_bear_out_is_refused_before_rows_are_read(
-    change: dict[str, Callable[[Any], Any]], message: str, path: Path
-) -> None:
-    written = json.loads((path / checkpoint_index.INDEX).read_text())
-    entry = written["content"]["tensors"]["model.a"]
-    assert tensor_checks.flaw(checkpoint_folder.Rows(path, "model.a", entry), [7, 5]) is None
-    for key, of in change.items():
-        entry[key] = of(entry[key])
-    rows = checkpoint_folder.Rows(path, "model.a", entry)
-    assert message in str(tensor_checks.flaw(rows, entry["shape"], tensor_checks.READABLE))
+def test_rows_that_differ_from_the_index_are_not_used(key: str, value: Any, path: Path) -> None:
+    rewrite(path, lambda content: content["tensors"]["model.a"].update({key: value}))
+    with pytest.raises(ValueError, match=r"model\.a"):
+        checkpoints.read(path)["state_dict"]["model.a"][:]
 
 
-def test_states_are_checked_as_those_of_a_file_of_torch(path: Path) -> None:
+def test_states_of_other_weights_are_refused(path: Path) -> None:
     names = ("step", "exp_avg")
     expected = [(WHOLE["model.c"].shape, names), (WHOLE["model.a"].shape, names)]
-    checkpoint = checkpoints.read(path, checkpoints.TO_RESUME)
+    checkpoint = checkpoints.read(path)
     checkpoints.check_states(path, checkpoint, expected)
     checkpoints.check_finite(path, checkpoint)
     with pytest.raises(ValueError, match="exp_avg of weight 0 is"):
         checkpoints.check_states(path, checkpoint, [(torch.Size([9, 3, 3]), names), expected[1]])
-    with pytest.raises(ValueError, match="not those of the optimizer"):
+    with pytest.raises(ValueError, match="not of the optimizer"):
         checkpoints.check_states(path, checkpoint, expected[:1])
 
 
 def test_a_number_that_is_not_finite_is_found_in_any_row(path: Path) -> None:
     for row in range(7):
         x = torch.zeros(7, 5)
-        assert tensor_checks.not_finite({"x": x}) is None
+        assert checkpoint_folder.not_finite({"x": x}) is None
         x[row, 3] = (float("nan"), float("inf"), -float("inf"))[row % 3]
-        assert tensor_checks.not_finite({"y": torch.zeros(0), "x": x}) == "x"
-    checkpoint = checkpoints.read(path, checkpoints.TO_RESUME)
-    assert tensor_checks.not_finite(checkpoint["state_dict"]) is None
+        assert checkpoint_folder.not_finite({"y": torch.zeros(0), "x": x}) == "x"
+    assert checkpoint_folder.not_finite(checkpoints.read(path)["state_dict"]) is None
 
 
-def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Let the index of the checkpoint at `path` say something else, with a checksum that fits."""
-    index = path / checkpoint_index.INDEX
-    content = json.loads(index.read_text())["content"]
-    change(content)
-    crc32 = zlib.crc32(json.dumps(content).encode())
-    index.write_text(json.dumps({"crc32": crc32, "content": content}))
-
-
-@pytest.mark.parametrize("kind", ["FIFO", "link", "outside"])
-def test_rows_in_a_file_that_is_not_listed_are_refused(kind: str, path: Path) -> None:
-    shard = "shard-00000-000.safetensors"
-    other = {"FIFO": "f.safetensors", "link": "l.safetensors", "outside": f"../{shard}"}[kind]
-    if kind == "FIFO":
-        os.mkfifo(path / other)
-    elif kind == "link":
-        (path / other).symlink_to(path / shard)
-    else:
-        shutil.copy(path / shard, path / other)
+def test_rows_in_a_file_that_is_not_listed_are_refused(path: Path) -> None:
+    shutil.copy(path / SHARD, path.parent / SHARD)
 
     def change(content: dict[str, Any]) -> None:
-        rows = content["tensors"]["model.a"]["rows"]
-        rows[:] = [[other if file == shard else file, *counts] for file, *counts in rows]
+        content["tensors"]["model.b"]["rows"] = [[f"../{SHARD}", 0, 2]]
 
     rewrite(path, change)
-    with pytest.raises(ValueError, match=re.escape(other)):
+    with pytest.raises(ValueError, match=f"../{SHARD}"):
         checkpoints.read(path)
-
-
-def test_a_listed_file_outside_the_folder_is_refused(path: Path) -> None:
-    shard = "shard-00000-000.safetensors"
-    shutil.copy(path / shard, path.parent / shard)
-
-    def change(content: dict[str, Any]) -> None:
-        content["files"][f"../{shard}"] = content["files"][shard]
-
-    rewrite(path, change)
-    with pytest.raises(ValueError, match=f"../{shard}"):
+    rewrite(path, lambda content: content["files"].update({f"../{SHARD}": content["files"][SHARD]}))
+    with pytest.raises(ValueError, match=f"../{SHARD}"):
         checkpoints.verify(path)
 
 
 def test_a_file_of_another_size_is_not_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    os.truncate(path / "shard-00000-000.safetensors", 300 << 30)  # sparse
+    os.truncate(path / SHARD, 300 << 30)  # sparse
     sizes, checksum = list[int](), checkpoint_index.checksum
 
     def recorded(file: Any) -> int:
@@ -198,19 +171,106 @@ def test_a_file_of_another_size_is_not_read(path: Path, monkeypatch: pytest.Monk
         return checksum(file)
 
     monkeypatch.setattr(checkpoint_index, "checksum", recorded)
-    assert checkpoint_index.verify(path) == "shard-00000-000.safetensors"
+    assert checkpoint_index.verify(path) == SHARD
     assert len(sizes) == RANKS - 1 and max(sizes) < 1 << 20
 
 
-@pytest.mark.parametrize("kind", ["FIFO", "link"])
-@pytest.mark.parametrize("place", ["checkpoint.json", "shard-00000-000.safetensors"])
-def test_what_is_no_regular_file_of_the_folder_is_not_opened(
-    place: str, kind: str, path: Path, tmp_path: Path
+@pytest.mark.parametrize("is_fifo", [True, False])
+@pytest.mark.parametrize("name", ["checkpoint.json", SHARD])
+def test_a_fifo_or_a_link_is_not_opened(
+    name: str, is_fifo: bool, path: Path, tmp_path: Path
 ) -> None:
-    moved = (path / place).rename(tmp_path / "elsewhere")
-    if kind == "FIFO":
-        os.mkfifo(path / place)
+    moved = (path / name).rename(tmp_path / "elsewhere")
+    if is_fifo:
+        os.mkfifo(path / name)
     else:
-        (path / place).symlink_to(moved)
-    with pytest.raises(ValueError, match=place):
+        (path / name).symlink_to(moved)
+    with pytest.raises(ValueError, match=name):
         checkpoints.verify(path)
+
+
+def test_a_foreign_or_other_checkpoint_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    for content in (b"", b"not a checkpoint", b"PK\x03\x04 torn"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"x\.ckpt"):
+            load_model(path)
+    path.unlink()
+    state = {"random": checkpoints.random_state()}
+    for about in ({}, {"format": 1}):
+        write(checkpoints.saving(path, about, state, {"x": Sharded.whole(torch.zeros(3))}))
+        with pytest.raises(ValueError, match="written in format"):
+            load_model(path)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with two checkpoints, in which a step is only a name."""
+    for step in (1, 2):
+        path = run_folder.checkpoint_path(tmp_path, step)
+        path.mkdir(parents=True)
+        write_files(path)
+    return tmp_path
+
+
+def write_files(path: Path) -> None:
+    for name in ("checkpoint.json", *(f"shard-00000-{n:03d}.safetensors" for n in range(5))):
+        (path / name).write_bytes(bytes(100))
+
+
+def names(run: Path) -> set[str]:
+    return {path.name for path in (run / "checkpoints").iterdir()}
+
+
+def test_a_checkpoint_that_is_deleted_is_hidden_first(run: Path) -> None:
+    first, second = run_folder.checkpoints(run)
+    link = second.with_name(".last.77.ckpt")
+    link.symlink_to(second.name)
+    hidden = set_aside(first)
+    assert run_folder.checkpoints(run) == [second]
+    assert delete([hidden, link, run / "gone"], threading.Event()) is None
+    assert names(run) == {second.name} and len(list(second.iterdir())) == 6
+
+
+def test_a_file_that_cannot_be_deleted_keeps_nothing_else(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def remove(path: Path) -> None:
+        if path.name.endswith("002.safetensors"):
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+        path.unlink() if path.is_file() else os.rmdir(path)
+
+    first, second = run_folder.checkpoints(run)
+    hidden = set_aside(first)
+    monkeypatch.setattr(files, "remove", remove)
+    problem = delete([hidden], threading.Event())
+    assert problem is not None and "shard-00000-002.safetensors" in problem
+    assert [path.name for path in hidden.iterdir()] == ["shard-00000-002.safetensors"]
+    assert run_folder.checkpoints(run) == [second]
+
+
+KILLED = """
+import sys, threading, time
+from pathlib import Path
+from longctx import files
+from longctx.runs import checkpoint_index
+remove, left = files.remove, [3]
+def slow(path):
+    if not left[0]:
+        print("half", flush=True)
+        time.sleep(60)
+    remove(path)
+    left[0] -= 1
+files.remove = slow
+checkpoint_index.delete([checkpoint_index.set_aside(Path(sys.argv[1]))], threading.Event())
+"""
+
+
+def test_a_kill_while_deleting_leaves_no_half_checkpoint(run: Path) -> None:
+    first, second = run_folder.checkpoints(run)
+    killed_at("half", KILLED, first)
+    assert run_folder.checkpoints(run) == [second]
+    (left,) = (run / "checkpoints").glob(".*")
+    assert len(list(left.iterdir())) == 4
+    files.remove_partial(run / "checkpoints")
+    assert names(run) == {second.name}

@@ -1,11 +1,10 @@
-"""Checkpoints are written whole or not at all, also while what they were copied from changes."""
+"""Checkpoints are written whole or not at all, also while training changes the tensors."""
 
 import json
 import os
 import resource
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,14 +18,15 @@ from torch import Tensor
 from longctx import files
 from longctx.runs import checkpoint_folder, checkpoint_index, checkpoint_write
 from longctx.runs.checkpoint_folder import Sharded
-from longctx.runs.checkpoint_write import Saving, Snapshot, Writers, parts_of
+from longctx.runs.checkpoint_write import Saving, Writers
 from tests.processes import killed_at
 from tests.runs.ranks import RANKS, Agree, on_all_ranks, rows_of_ranks
 from tests.written import write
 
 
-def on_host(size: int) -> Tensor:
-    return torch.full((size,), 255, dtype=torch.uint8)
+def memory_for(saving: Saving) -> list[Tensor]:
+    """Host memory for a copy of each part."""
+    return [torch.full((size,), 255, dtype=torch.uint8) for size in saving.sizes]
 
 
 def odd() -> dict[str, Tensor]:
@@ -48,14 +48,16 @@ def index_of(path: Path) -> Any:
     return json.loads((path / checkpoint_index.INDEX).read_text())["content"]
 
 
-class Held(Snapshot):
-    """A snapshot that is not copied, and so not written, before it is `released`."""
+class Held(Saving):
+    """A checkpoint that is not written before it is `released`."""
 
-    def __init__(self) -> None:
-        super().__init__(on_host)
+    released: threading.Event
+
+    def hold(self) -> None:
         self.released = threading.Event()
+        self.begin(memory_for(self))
 
-    def wait(self, number: int) -> None:
+    def _wait_for_copy(self, number: int) -> None:
         assert self.released.wait(20)
 
 
@@ -80,19 +82,17 @@ def test_a_file_is_what_the_library_of_safetensors_writes(tmp_path: Path) -> Non
         assert torch.equal(x, tensors[name]) and x.dtype == tensors[name].dtype
 
 
-def test_what_changes_after_the_copy_is_not_written(tmp_path: Path) -> None:
+def test_changes_after_the_copy_are_not_written(tmp_path: Path) -> None:
     before, tensors = odd(), odd()
     about: dict[str, Any] = {"lr": [1.0]}
     write(Saving(tmp_path / "waited", about, whole(before)))
-    held = Held()
-    saving = Saving(tmp_path / "behind", about, whole(tensors))
-    saving.begin(held)
+    saving = Held(tmp_path / "behind", about, whole(tensors))
+    saving.hold()
     for x in tensors.values():
         x.zero_()
     about["lr"].append(2.0)
-    time.sleep(0.05)
-    assert not saving.is_done and not saving.path.exists()
-    held.released.set()
+    assert not saving.is_written.wait(0.05) and not saving.path.exists()
+    saving.released.set()
     saving.end()
     assert index_of(tmp_path / "behind") == index_of(tmp_path / "waited")
     read = checkpoint_folder.read(tmp_path / "behind")["tensors"]
@@ -100,34 +100,18 @@ def test_what_changes_after_the_copy_is_not_written(tmp_path: Path) -> None:
         assert torch.equal(read[name][:], x)
 
 
-def test_memory_for_the_copy_is_used_again(tmp_path: Path) -> None:
-    snapshot = Snapshot(on_host)
-    for step in range(4):
-        tensors = {"x": torch.full((5 + step // 2, 3), float(step))}
-        saving = Saving(tmp_path / str(step), {}, whole(tensors))
-        places = [one.data_ptr() for one in snapshot.memory]
-        saving.begin(snapshot)
-        saving.end()
-        if step % 2:
-            assert [one.data_ptr() for one in snapshot.memory] == places
-        read = checkpoint_folder.read(tmp_path / str(step))["tensors"]
-        assert torch.equal(read["x"][:], tensors["x"])
-
-
-def test_memory_of_the_last_copy_goes_as_soon_as_it_is_written(
+def test_memory_of_the_last_copy_goes_when_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_write, "PART", 64)
-    snapshot = Snapshot(on_host)
-    for step in range(2):
-        snapshot.is_last = step == 1
-        saving = Saving(tmp_path / str(step), {}, whole(odd()))
-        saving.begin(snapshot)
+    for frees in (False, True):
+        saving = Saving(tmp_path / str(frees), {}, whole(odd()))
+        memory = memory_for(saving)
+        saving.begin(memory, frees_memory=frees)
         saving.end()
         assert checkpoint_index.verify(saving.path) is None
-        assert len(saving.parts) > 1
-        sizes = [0 if snapshot.is_last else part.size for part in saving.parts]
-        assert [one.nbytes for one in snapshot.memory] == sizes
+        assert len(memory) > 1
+        assert [x.nbytes for x in memory] == [0 if frees else size for size in saving.sizes]
 
 
 @pytest.mark.parametrize("behind", [False, True])
@@ -140,7 +124,7 @@ def test_a_rank_writes_as_many_files_as_its_tensors_need(
     path = tmp_path / "step-00000001.ckpt"
     weights = {f"x{n}": torch.randn(n, 3) for n in range(1, 25)}
     saving = Saving(path, {}, whole(weights))
-    saving.begin(Snapshot(on_host) if behind else None)
+    saving.begin(memory_for(saving) if behind else None)
     saving.end()
     files = list(path.glob("*.safetensors"))
     assert 15 <= len(files) <= 24
@@ -166,8 +150,8 @@ def test_a_rank_that_cannot_write_leaves_nothing(behind: bool, tmp_path: Path) -
 
     def work(rank: int, agree: Agree) -> None:
         saving = Saving(tmp_path / "x", {}, shares(rank, sizes), Writers(rank, RANKS, agree))
-        saving.begin(Snapshot(on_host) if behind else None)
-        saving.wait()  # the first rank has read what became of the others, and ends by itself
+        saving.begin(memory_for(saving) if behind else None)
+        saving.is_written.wait()  # rank 0 reads the problem of another, and ends by itself
         saving.end()
 
     with files_below(100_000):
@@ -176,13 +160,13 @@ def test_a_rank_that_cannot_write_leaves_nothing(behind: bool, tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
-def test_the_first_rank_tells_of_another_one_that_could_not_write(tmp_path: Path) -> None:
+def test_rank_0_raises_what_another_rank_could_not_write(tmp_path: Path) -> None:
     sizes, said = [2, 9_000, 2], [""] * RANKS
 
     def work(rank: int, agree: Agree) -> None:
         saving = Saving(tmp_path / "x", {}, shares(rank, sizes), Writers(rank, RANKS, agree))
-        saving.begin(Snapshot(on_host))
-        saving.wait()
+        saving.begin(memory_for(saving))
+        saving.is_written.wait()
         try:
             saving.check()
         except OSError as error:
@@ -194,21 +178,22 @@ def test_the_first_rank_tells_of_another_one_that_could_not_write(tmp_path: Path
     assert "File too large" in said[0] and said[1:] == ["", ""]
 
 
-def test_no_rank_gives_the_folder_its_name_before_all_have_written(tmp_path: Path) -> None:
+def test_the_folder_has_no_name_before_all_ranks_have_written(tmp_path: Path) -> None:
     x = torch.randn(7, 4)
-    path, held = tmp_path / "x", Held()
+    path = tmp_path / "x"
 
     def work(rank: int, agree: Agree) -> None:
         cut = rows_of_ranks(x)
         tensors = {"x": Sharded(x[cut[rank]].clone(), x.shape, cut)}
-        saving = Saving(path, {}, tensors, Writers(rank, RANKS, agree))
-        saving.begin(held if rank == 2 else Snapshot(on_host))
-        time.sleep(0.2)
+        saving = Held(path, {}, tensors, Writers(rank, RANKS, agree))
+        saving.hold()
+        if rank != 2:
+            saving.released.set()
         assert not path.exists()
         agree(None)
-        held.released.set()
-        saving.wait()
-        if rank == 0:  # which needs no other one to end
+        saving.released.set()
+        saving.is_written.wait()
+        if rank == 0:  # which needs no other rank to complete it
             assert checkpoint_index.verify(path) is None
         saving.end()
 
@@ -216,20 +201,19 @@ def test_no_rank_gives_the_folder_its_name_before_all_have_written(tmp_path: Pat
     assert torch.equal(checkpoint_folder.read(path)["tensors"]["x"][:], x)
 
 
-def test_one_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
+def test_a_cancelled_save_leaves_nothing(tmp_path: Path) -> None:
     alone_of_two = Writers(0, 2)  # and the other one never writes
     saving = Saving(tmp_path / "x", {}, shares(0, [3, 3]), alone_of_two)
-    saving.begin(Snapshot(on_host))
-    time.sleep(0.1)
-    assert not saving.is_done
+    saving.begin(memory_for(saving))
+    assert not saving.is_written.wait(0.1)
     saving.cancel()
-    assert saving.is_done and not list(tmp_path.iterdir())
+    assert saving.is_over.is_set() and not list(tmp_path.iterdir())
 
 
-def test_one_that_is_given_up_at_its_end_is_whole_or_not_there(
+def test_a_save_cancelled_at_its_end_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signal ends a thread's join at once, and later ones; what is completed goes on."""
+    """A signal ends a thread's join at once; the thread still completes the folder."""
     is_whole, may_go_on, to_disk = threading.Event(), threading.Event(), files.to_disk
 
     def slow(path: Path) -> None:
@@ -256,12 +240,12 @@ def test_one_that_is_given_up_at_its_end_is_whole_or_not_there(
         signal.signal(signal.SIGUSR1, before)
     threading.Timer(0.3, may_go_on.set).start()
     saving.cancel()
-    assert may_go_on.is_set() and saving.is_done
+    assert may_go_on.is_set() and saving.is_over.is_set()
     assert checkpoint_index.verify(tmp_path / "x") is None
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
-def test_a_number_that_json_has_not_is_told_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_number_that_json_lacks_is_refused_first(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="could not be written"):
         write(Saving(tmp_path / "x", {"lr": float("nan")}, whole(odd())))
     assert not list(tmp_path.iterdir())
@@ -275,7 +259,7 @@ from longctx.runs.checkpoint_write import Saving
 from tests.written import write
 folder = Path(sys.argv[1])
 write(Saving(folder / "step-00000001.ckpt", {}, whole(odd())))
-Saving(folder / "step-00000002.ckpt", {}, whole(odd())).begin(Held())
+Held(folder / "step-00000002.ckpt", {}, whole(odd())).hold()
 print("begun", flush=True)
 """
 
@@ -291,18 +275,9 @@ def test_a_kill_in_the_write_leaves_the_checkpoint_before_it(tmp_path: Path) -> 
     assert not partial.exists()
 
 
-def test_one_that_was_there_is_replaced(tmp_path: Path) -> None:
+def test_an_earlier_save_of_the_step_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "step-00000001.ckpt"
     for value in (1.0, 2.0):
         write(Saving(path, {}, {"x": Sharded.whole(torch.full((2,), value))}))
     assert torch.equal(checkpoint_folder.read(path)["tensors"]["x"][:], torch.full((2,), 2.0))
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_parts_are_as_large_as_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_write, "PART", 64)
-    tensors = odd()
-    parts = parts_of("shard", tensors)
-    assert sorted(name for part in parts for name in part.tensors) == sorted(tensors)
-    assert sum(part.size for part in parts) == sum(x.nbytes for x in tensors.values())
-    assert len({part.file for part in parts}) == len(parts) > 1

@@ -101,7 +101,7 @@ with run_folder.locked(Path({str(tmp_path)!r})):
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_not_another_process(
+def test_a_file_system_without_locks_is_named(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -111,7 +111,7 @@ def test_a_file_system_without_locks_is_not_another_process(
     assert not run_folder.is_training(tmp_path)
     with pytest.raises(OSError, match="runs="), run_folder.locked(tmp_path):
         pass
-    with pytest.raises(OSError, match=f"runs={tmp_path}/new: the file system of {tmp_path} has no"):
+    with pytest.raises(OSError, match=f"runs={tmp_path}/new"):
         run_folder.check_root(tmp_path / "new")
     assert not any(tmp_path.iterdir())
 
@@ -120,7 +120,7 @@ def row(step: int, **more: Any) -> dict[str, Any]:
     return {"step": step, "tokens_seen": 10 * step, **more}
 
 
-def test_metrics_past_a_step_are_dropped_and_a_cut_last_line_with_them(tmp_path: Path) -> None:
+def test_metrics_past_a_step_are_dropped(tmp_path: Path) -> None:
     rows = [row(n, loss=n / 3) for n in range(1, 8)]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "metrics.jsonl").write_text(text + '{"step": 8, "lo')
@@ -155,7 +155,7 @@ def test_malformed_line_costs_no_other_row(line: bytes, tmp_path: Path) -> None:
     assert metrics_file.read_rows(tmp_path) == (rows, "")
 
 
-def test_only_what_does_not_change_the_result_may_change_on_resume() -> None:
+def test_a_resume_must_not_change_the_result() -> None:
     allowed = ["max_steps=9", "wandb.mode=offline", "workers=0", "memory=long", "accumulate=2"]
     run_folder.check_resumable(Path("r"), [*allowed, "memory.optimizer_state=host"])
     for override in (

@@ -32,7 +32,7 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 
 def newest(folder: Path) -> dict[str, Any]:
     """The newest checkpoint of a run, all of it in memory."""
-    checkpoint = checkpoints.read(run_folder.checkpoints(folder)[-1], checkpoints.TO_RESUME)
+    checkpoint = checkpoints.read(run_folder.checkpoints(folder)[-1])
     (optimizer,) = checkpoint["optimizer_states"]
     for tensors in (checkpoint["state_dict"], *optimizer["state"].values()):
         tensors |= {name: x[:].clone() if x.ndim else x for name, x in tensors.items()}

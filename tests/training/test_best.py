@@ -79,11 +79,11 @@ def test_a_best_one_that_is_gone_is_not_linked(tmp_path: Path) -> None:
     folder.mkdir()
     for step in (1, 2, 3):
         write_checkpoint(tmp_path, step)
-    checkpoints.tidy(tmp_path, 3, keep=1, best_step=1).wait()
+    checkpoints.tidy(tmp_path, 3, keep=1, best_step=1)
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
-    checkpoints.tidy(tmp_path, 3, keep=1).wait()
+    checkpoints.tidy(tmp_path, 3, keep=1)
     assert not (folder / "best.ckpt").is_symlink()
-    checkpoints.tidy(tmp_path, 3, keep=1, best_step=2).wait()
+    checkpoints.tidy(tmp_path, 3, keep=1, best_step=2)
     assert names(tmp_path) == ["step-00000003"]
     assert not (folder / "best.ckpt").exists()
 

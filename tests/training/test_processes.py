@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 
 import train
 from longctx import files, stop_signal
-from longctx.runs import checkpoints, metrics_file, run_folder
+from longctx.runs import checkpoint_index, checkpoints, metrics_file, run_folder
 from longctx.training.saver import Saver
 from tests.training.sample_run import Overrides, newest, steps, weights, write_checkpoint
 
@@ -237,7 +238,8 @@ def test_what_a_kill_left_of_a_checkpoint_goes_with_the_next(tmp_path: Path) -> 
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / ".step-00000002.77.ckpt").touch()
     write_checkpoint(tmp_path, 1)
-    checkpoints.tidy(tmp_path, 1, keep=2).wait()
+    hidden = checkpoints.tidy(tmp_path, 1, keep=2)
+    assert checkpoint_index.delete(hidden, threading.Event()) is None
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
         "step-00000001.ckpt",
         "last.ckpt",

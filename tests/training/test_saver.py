@@ -1,4 +1,4 @@
-"""Checkpoints that are written while the next steps run, and those that they replace."""
+"""Checkpoints are written while the next steps run, and older ones are deleted."""
 
 import errno
 import json
@@ -20,12 +20,12 @@ import pytest
 import torch
 
 import train
-from longctx import stop_signal
+from longctx import files, stop_signal
 from longctx.config.model_config import GPTConfig
 from longctx.files import FULL_DISK
 from longctx.planner import hardware
-from longctx.runs import checkpoint_index, checkpoints, metrics_file, removal, run_folder
-from longctx.runs.checkpoint_write import Saving, Snapshot
+from longctx.runs import checkpoint_index, checkpoints, metrics_file, run_folder
+from longctx.runs.checkpoint_write import Saving
 from longctx.stop_signal import StopSignal
 from longctx.training import loop, saver
 from longctx.training.run_log import RunLog
@@ -39,7 +39,7 @@ def in_the_write(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]
 
     def arrange(work: Callable[[], Any]) -> None:
         left = [work]
-        monkeypatch.setattr(Snapshot, "wait", lambda snapshot, number: left and left.pop()())
+        monkeypatch.setattr(Saving, "_wait_for_copy", lambda *_: left and left.pop()())
 
     return arrange
 
@@ -48,7 +48,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def test_a_copy_changes_no_byte_and_where_there_is_no_room_it_is_said(
+def test_a_copy_changes_no_byte_and_no_room_is_logged(
     overrides: Overrides,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -64,13 +64,13 @@ def test_a_copy_changes_no_byte_and_where_there_is_no_room_it_is_said(
         assert [f"saved      after step {step}," in out for step in range(1, 9)] == [
             step in (2, 4, 6, 7) for step in range(1, 9)
         ]
-        assert out.count("saving     holds up the steps") == (name == "waited")
+        assert out.count("training waits for each checkpoint") == (name == "waited")
         monkeypatch.setattr(hardware, "available_memory", lambda: 1000.0)
     assert len(written["behind"]) == 4
     assert written["behind"] == written["waited"]
 
 
-def test_steps_go_on_while_a_checkpoint_is_written(
+def test_training_continues_during_a_save(
     overrides: Overrides, tmp_path: Path, in_the_write: Callable[[Callable[[], Any]], None]
 ) -> None:
     folder, seen = tmp_path / "runs" / "r", []
@@ -90,7 +90,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(
     assert names(folder) == ["last.ckpt", "step-00000004.ckpt", "step-00000006.ckpt"]
 
 
-def test_a_disk_that_fills_up_meanwhile_is_told_at_the_next_step(
+def test_a_disk_that_fills_up_ends_the_next_step(
     overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "runs" / "r"
@@ -109,7 +109,7 @@ def test_a_disk_that_fills_up_meanwhile_is_told_at_the_next_step(
     checkpoints.verify(run_folder.checkpoint_path(folder, 2))
 
 
-def test_a_signal_while_a_checkpoint_is_written_ends_with_both_on_disk(
+def test_a_signal_during_a_save_leaves_both_on_disk(
     overrides: Overrides, tmp_path: Path, in_the_write: Callable[[Callable[[], Any]], None]
 ) -> None:
     def terminate() -> None:
@@ -126,7 +126,7 @@ def test_a_signal_while_a_checkpoint_is_written_ends_with_both_on_disk(
     assert newest(folder)["steps_done"] == metrics_file.read(folder)[-1]["step"] > 3
 
 
-def test_a_second_signal_gives_up_what_is_written(
+def test_a_second_signal_cancels_the_save(
     overrides: Overrides,
     tmp_path: Path,
     in_the_write: Callable[[Callable[[], Any]], None],
@@ -160,7 +160,7 @@ def test_a_second_signal_gives_up_what_is_written(
     assert names(tmp_path / "runs" / "r") == []
 
 
-def test_a_run_that_fails_meanwhile_leaves_a_whole_checkpoint(
+def test_a_run_that_fails_completes_the_checkpoint(
     overrides: Overrides,
     tmp_path: Path,
     in_the_write: Callable[[Callable[[], Any]], None],
@@ -184,7 +184,7 @@ def test_a_run_that_fails_meanwhile_leaves_a_whole_checkpoint(
     checkpoints.verify(run_folder.checkpoint_path(folder, 3))
 
 
-def test_counters_are_those_of_the_step_that_is_saved(
+def test_counters_are_of_the_step_that_is_saved(
     overrides: Overrides, tmp_path: Path, in_the_write: Callable[[Callable[[], Any]], None]
 ) -> None:
     in_the_write(lambda: time.sleep(0.3))
@@ -205,18 +205,16 @@ def test_counters_are_those_of_the_step_that_is_saved(
 def at_each_deletion(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[[Callable[[], Any]], None]:
-    """Has a function called before each file of a checkpoint that is replaced is deleted, one after
-    another.
-    """
+    """Has a function called before each file of a replaced checkpoint is deleted."""
+    remove = files.remove
 
     def arrange(work: Callable[[], Any]) -> None:
-        def unlink(path: str | Path, **options: Any) -> None:
-            if Path(path).parent.suffix == ".removed":
+        def removed(path: Path) -> None:
+            if path.parent.suffix == ".removed":
                 work()
-            os.remove(path, **options)
+            remove(path)
 
-        monkeypatch.setattr(removal, "AT_ONCE", 1)
-        monkeypatch.setattr(os, "unlink", unlink)
+        monkeypatch.setattr(files, "remove", removed)
 
     return arrange
 
@@ -228,8 +226,8 @@ REPLACES = {"checkpoint_every": 2, "keep_checkpoints": 1, "max_steps": 4}
 def replacing(
     overrides: Overrides, at_each_deletion: Callable[[Callable[[], Any]], None]
 ) -> Callable[[Callable[[], Any]], None]:
-    """Has a run replace its first checkpoint by the one that it ends with, and end well; a function
-    is called before each file is deleted.
+    """Has a run end well and replace its first checkpoint by its last, and a function called before
+    each file is deleted.
     """
 
     def run(work: Callable[[], Any]) -> None:
@@ -239,7 +237,7 @@ def replacing(
     return run
 
 
-def test_the_report_waits_for_no_deletion_and_the_end_does(
+def test_the_end_of_a_run_waits_for_deletion(
     replacing: Callable[[Callable[[], Any]], None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -261,19 +259,19 @@ def test_the_report_waits_for_no_deletion_and_the_end_does(
     assert names(tmp_path / "runs" / "r") == ["last.ckpt", "step-00000004.ckpt"]
 
 
-def test_no_checkpoint_is_begun_while_an_older_one_is_deleted(
+def test_no_save_begins_while_a_checkpoint_is_deleted(
     overrides: Overrides,
     tmp_path: Path,
     at_each_deletion: Callable[[Callable[[], Any]], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So that a disk needs room for one more than are kept."""
+    """A disk needs room for one more than are kept."""
     seen: list[list[str]] = []
     begin = Saving.begin
 
-    def begin_and_look(saving: Saving, *arguments: Any) -> None:
+    def begin_and_look(saving: Saving, *arguments: Any, **options: Any) -> None:
         seen.append(names(tmp_path / "runs" / "r"))
-        begin(saving, *arguments)
+        begin(saving, *arguments, **options)
 
     monkeypatch.setattr(Saving, "begin", begin_and_look)
     at_each_deletion(lambda: time.sleep(0.3))
@@ -282,7 +280,7 @@ def test_no_checkpoint_is_begun_while_an_older_one_is_deleted(
     assert seen == [[], ["last.ckpt", "step-00000001.ckpt"], ["last.ckpt", "step-00000002.ckpt"]]
 
 
-def test_a_checkpoint_that_cannot_be_deleted_is_said_once_and_costs_nothing(
+def test_a_deletion_that_fails_is_one_warning(
     replacing: Callable[[Callable[[], Any]], None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -303,23 +301,24 @@ def test_a_checkpoint_that_cannot_be_deleted_is_said_once_and_costs_nothing(
     assert names(folder) == ["last.ckpt", "step-00000005.ckpt"]
 
 
-def test_a_signal_ends_the_deletion_and_changes_no_exit_code(
+def test_a_signal_ends_the_deletion_and_keeps_the_exit_code(
     replacing: Callable[[Callable[[], Any]], None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     is_ending, is_cancelled = threading.Event(), threading.Event()
-    end_removal, cancel = saver.Saver.end_removal, removal.Removal.cancel
+    end_removal = saver.Saver.end_removal
 
     def end(self: saver.Saver) -> None:
         is_ending.set()
         end_removal(self)
 
-    def cancelled(self: removal.Removal) -> None:
-        self._is_cancelled.set()
+    def cancel(self: saver.Saver) -> None:
+        assert self.saving is not None
+        self.saving._is_cancelled.set()
         is_cancelled.set()
-        cancel(self)
+        self.saving.is_over.wait(20)
 
     def terminate() -> None:
         is_ending.wait(20)
@@ -327,7 +326,7 @@ def test_a_signal_ends_the_deletion_and_changes_no_exit_code(
         is_cancelled.wait(20)
 
     monkeypatch.setattr(saver.Saver, "end_removal", end)
-    monkeypatch.setattr(removal.Removal, "cancel", cancelled)
+    monkeypatch.setattr(saver.Saver, "cancel_removal", cancel)
     replacing(terminate)
     printed = capsys.readouterr()
     assert "stopped    deleting older checkpoints" in printed.out
@@ -339,7 +338,7 @@ def test_a_signal_ends_the_deletion_and_changes_no_exit_code(
     checkpoints.verify(path)
 
 
-def test_a_signal_after_all_is_done_takes_nothing_away(
+def test_a_signal_after_the_end_removes_nothing(
     overrides: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     locked = run_folder.locked
@@ -356,11 +355,11 @@ def test_a_signal_after_all_is_done_takes_nothing_away(
     checkpoints.verify(run_folder.checkpoint_path(tmp_path / "runs" / "r", 2))
 
 
-def test_the_end_waits_for_memory_that_is_reserved_whatever_signals_came(
+def test_the_end_waits_for_memory_despite_signals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A signal ends a thread's join at once, and later ones: the process would exit beside it."""
-    may_go_on, parts = threading.Event(), SimpleNamespace(parts=[SimpleNamespace(size=8)])
+    """A signal ends a thread's join at once: the process would exit while it reserves memory."""
+    may_go_on, parts = threading.Event(), SimpleNamespace(sizes=[8])
     monkeypatch.setattr(saver.Saver, "_saving", lambda *_: parts)
     monkeypatch.setattr(saver.Saver, "_reserve", lambda *_: may_go_on.wait(20))
     monkeypatch.setattr(saver.checkpoints, "random_state", dict)
@@ -392,22 +391,21 @@ def test_the_end_waits_for_memory_that_is_reserved_whatever_signals_came(
 KILLED = """
 import os, sys, time
 import train
-from longctx.runs import removal
-def unlink(path, left=[1], **options):
-    if os.path.dirname(path).endswith(".removed"):
-        if not left.pop():
+from longctx import files
+remove, left = files.remove, [1]
+def slow(path):
+    if path.parent.suffix == ".removed":
+        if not left[0]:
             os.write(1, b"\\nhalf\\n")
             time.sleep(60)
-        left.append(0)
-    os.remove(path, **options)
-removal.AT_ONCE, os.unlink = 1, unlink
+        left[0] -= 1
+    remove(path)
+files.remove = slow
 train.main(sys.argv[1:])
 """
 
 
-def test_a_kill_in_the_deletion_leaves_a_run_that_goes_on(
-    overrides: Overrides, tmp_path: Path
-) -> None:
+def test_a_run_killed_while_deleting_resumes(overrides: Overrides, tmp_path: Path) -> None:
     killed_at("half", KILLED, *overrides(name="r", **REPLACES))
     folder = tmp_path / "runs" / "r"
     (left,) = (folder / "checkpoints").glob(".step-*")
