@@ -7,7 +7,6 @@ filled in from the environment: an interpolation, ${...}, is a mistake wherever 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 import re
 import typing
@@ -76,12 +75,9 @@ def from_file(command: str, path: Path, overrides: list[str]) -> Request[Any]:
     schema = SCHEMAS[command]
     overrides = [in_full(override, schema) for override in overrides]
     changed = dict(key_and_value(override) for override in overrides)
-    upgraded = getattr(importlib.import_module(schema.__module__), "upgraded", dict)
     try:
         saved = OmegaConf.create(untrusted.read_yaml(path))
         _refuse_interpolations(saved)
-        plain = OmegaConf.to_container(saved)
-        saved = OmegaConf.create(upgraded(plain)) if isinstance(plain, dict) else saved
         merged = OmegaConf.merge(OmegaConf.structured(schema), saved)
     except (
         OmegaConfBaseException,
@@ -90,7 +86,8 @@ def from_file(command: str, path: Path, overrides: list[str]) -> Request[Any]:
         *untrusted.WRONG_VALUE,
     ) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"{path}: not the configuration of a run: {reason}") from error
+        problem = f"not the configuration of a run of this version: {reason}"
+        raise ValueError(f"{path}: {problem}") from error
     with _plain_errors(schema, overrides):
         if changed.get("max_tokens", "null") != "null":
             merged.max_steps = None

@@ -14,7 +14,7 @@ from typing import Any
 from longctx import hub_snapshot, untrusted
 from longctx.cli.overrides import groups, in_full, is_literal, key_and_value, quoted
 from longctx.config import presets
-from longctx.config.train_config import TrainConfig, upgraded
+from longctx.config.train_config import TrainConfig
 from longctx.runs import run_folder
 
 NAMED_BY = {  # group → its key that names the preset which the others differ from
@@ -55,7 +55,7 @@ def arguments(path: Path) -> dict[str, str]:
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ValueError(f"{path}: no configuration; it should hold key: value lines")
     if path.name == "config.yaml":
-        values = {key: value for key, value in upgraded(values).items() if key not in OF_RUN}
+        values = {key: value for key, value in values.items() if key not in OF_RUN}
         if values.get("init") is not None:  # its model is that of the weights
             values.pop("model", None)
             data = values.get("data")

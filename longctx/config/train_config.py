@@ -346,25 +346,3 @@ def from_plain(plain: dict[str, Any]) -> TrainConfig:
         if is_dataclass(schema):
             values[name] = schema(**value)
     return TrainConfig(**values)
-
-
-def upgraded(saved: dict[str, Any]) -> dict[str, Any]:
-    """A run's configuration as this version has it. Older ones say memory.optimizer for
-    memory.optimizer_state and know AdamW only; still older ones say recompute and loss_chunk under
-    model. Raises ValueError where one of these groups is none.
-    """
-    for name in ("memory", "model"):
-        if not isinstance(saved.get(name) or {}, dict):
-            raise ValueError(f"{name}={str(saved[name])[:60]}: a group of keys belongs there")
-    saved = {"optimizer": {"name": "adamw"}} | saved
-    memory = saved.get("memory") or {}
-    if "optimizer" in memory:
-        memory = {"optimizer_state": memory["optimizer"]} | memory
-        del memory["optimizer"]
-        saved = saved | {"memory": memory}
-    model = dict(saved.get("model") or {})
-    if not {"recompute", "loss_chunk"} & model.keys():
-        return saved
-    recompute, chunk = model.pop("recompute", False), model.pop("loss_chunk", None)
-    policy = {"policy": "balanced" if recompute else "fast", "loss_chunk": chunk}
-    return saved | {"model": model, "memory": policy | memory}

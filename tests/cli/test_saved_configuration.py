@@ -65,22 +65,11 @@ def test_a_saved_value_gives_way_to_an_override_alone(tmp_path: Path) -> None:
     assert again.max_steps == 7
 
 
-def test_a_run_from_before_memory_resumes(tmp_path: Path) -> None:
-    saved = settings()
-    del saved["memory"]
-    saved["model"] |= {"recompute": True, "loss_chunk": 33}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved))
-    memory = workload_of(
-        cli.from_file("train", tmp_path / "config.yaml", []).config, "cpu", 64
-    ).memory
-    assert (memory.recompute, memory.loss_chunk, memory.keep_every) == ("block", 33, 1)
-
-
 @pytest.mark.parametrize(
     "content",
     [
         *("[1, 2]", "seq_len: many", "lerning_rate: 3", "a: [", "\x00\x01", ""),
-        *("memory: true", "model: 7", "model: [[64, 1]]"),
+        *("memory: true", "model: 7", "model: [[64, 1]]", "model: {recompute: true}"),
     ],
 )
 def test_a_file_that_is_no_configuration(tmp_path: Path, content: str) -> None:

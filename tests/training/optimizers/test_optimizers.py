@@ -11,7 +11,7 @@ import torch
 from longctx import cli, files
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.optimizer_config import TRAITS, OptimizerConfig, Traits
-from longctx.config.train_config import TrainConfig, upgraded
+from longctx.config.train_config import TrainConfig
 from longctx.model import GPT, GPTConfig
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB
@@ -106,17 +106,6 @@ def test_a_muon_run_resumes_to_the_bit(overrides: Overrides, tmp_path: Path) -> 
     assert main([f"resume={resumed}"]) == 0
     for part in ("state_dict", "optimizer_states"):
         torch.testing.assert_close(newest(resumed)[part], newest(straight)[part], rtol=0, atol=0)
-
-
-def test_older_configurations_are_read_as_adamw() -> None:
-    saved = {"model": {"layers": 3}, "memory": {"policy": "long", "optimizer": "bf16"}}
-    new = upgraded(saved)
-    assert new["memory"] == {"policy": "long", "optimizer_state": "bf16"}
-    assert new["optimizer"] == {"name": "adamw"}
-    assert upgraded({"optimizer": {"name": "muon"}})["optimizer"] == {"name": "muon"}
-    older = upgraded({"model": {"recompute": True, "loss_chunk": 64}})
-    assert older["memory"] == {"policy": "balanced", "loss_chunk": 64}
-    assert "recompute" not in older["model"]
 
 
 def test_muon_takes_less_memory_and_a_few_percent_of_a_step() -> None:
