@@ -123,7 +123,10 @@ def test_malformed_evaluation_is_left_out_with_a_note(tmp_path, capsys, content)
 
 @pytest.mark.parametrize(
     ("file", "message"),
-    [("eval/x.json", "x.json: not an evaluation"), ("metrics.jsonl", "metrics.jsonl: a FIFO")],
+    [
+        ("eval/x.json", "x.json: not an evaluation"),
+        ("metrics.jsonl", "metrics.jsonl: not a regular file"),
+    ],
 )
 def test_a_fifo_is_left_out_with_a_note(tmp_path, capsys, file, message):
     runs = [make(tmp_path / name) for name in "ab"]
