@@ -1,8 +1,8 @@
-"""Conversations as text, by the chat template of the tokenizer's own folder, and which parts of it
-are the assistant's.
+"""Conversations as text, by the chat template of the tokenizer's own folder, and the spans of the
+assistant in it.
 
-Generation marks in the template decide. Without them an answer is the text that the template writes
-for a message of the assistant after its own prompt, the token that ends the turn included. A
+Generation marks in the template decide. Without them, an answer is the text of the assistant's
+message after the template's own prompt, with the token that ends the turn. A
 template may write an answer differently once other messages follow: Qwen3 leaves out thinking. Then
 only the last turn stands as it will be asked for, and by default no other is learned.
 """
@@ -200,7 +200,7 @@ class Template:
         openings = (*self._openings, "")
         for first, end in (rendered.turns[n] for n in answers if n in rendered.turns):
             text = rendered.text[first:end]
-            opening = next(one for one in openings if text.startswith(one))
+            opening = next(prefix for prefix in openings if text.startswith(prefix))
             spans.append((first + len(opening), end))
         return spans
 
@@ -245,18 +245,16 @@ def _turn(rendered: Rendered, number: int) -> str:
 
 
 def template_in(settings: Mapping[str, Any]) -> str | None:
-    """The chat template in a tokenizer_config.json, of several the default; None without one."""
+    """Return the chat template in a tokenizer_config.json, of several the default, or None."""
     template = settings.get("chat_template")
     if isinstance(template, list):
-        named = [one for one in template if isinstance(one, dict)]
-        template = next(
-            (one.get("template") for one in named if one.get("name") == "default"), None
-        )
+        named = {entry.get("name"): entry for entry in template if isinstance(entry, dict)}
+        template = named.get("default", {}).get("template")
     return template if isinstance(template, str) else None
 
 
 def tokens_in(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The tokens in a tokenizer_config.json that a template may write, "" for those it lacks."""
+    """Return the tokens that a template may write, from a tokenizer_config.json; "" if missing."""
     names = ("bos_token", "eos_token", "pad_token", "unk_token")
     return {name: _text(settings.get(name)) for name in names}
 

@@ -1,5 +1,4 @@
-"""What a source of documents is: a class that declares its keys of `data`, checks them and opens a
-corpus.
+"""A source of documents: a class that declares its keys of `data`, checks them, opens a corpus.
 
 A new source is one file in `longctx/data/sources/` with a `Source` under `@register("name")`, a
 configs/data/name.yaml, and a test. Importing this module or a source stays cheap, because every
@@ -123,7 +122,7 @@ def register(name: str) -> Callable[[type[Source]], type[Source]]:
 
 
 def source_of(config: DataConfig) -> Source:
-    """The source that `config` names; ValueError if there is none of this name."""
+    """Return the source that `config` names; ValueError if there is none of this name."""
     if config.source not in SOURCES:
         raise ValueError(
             f"data.source={config.source}: not a source; use one of {', '.join(SOURCES)}"
@@ -159,7 +158,7 @@ def text_in(row: Mapping[str, Any], place: str, config: DataConfig) -> str:
 
 
 def content_key(text: str) -> bytes:
-    """16 bytes that stand for a text."""
+    """Return 16 bytes that stand for a text."""
     return _digest(text)[:16]
 
 

@@ -49,8 +49,9 @@ class EncodedDocument(NamedTuple):
 
 
 class SplitDocuments(NamedTuple):
-    """The tokenized documents of a source, and how many tokens of each are trained on, (documents,)
-    int64; the rest of them validates.
+    """The tokenized documents of a source.
+
+    trained: (documents,) int64, how many tokens of each are trained on; the rest validates.
     """
 
     tokenizer: Tokenizer
@@ -58,14 +59,12 @@ class SplitDocuments(NamedTuple):
     trained: np.ndarray
 
     def unseen(self) -> set[bytes]:
-        """The keys of documents that validate, or whose ends do."""
+        """Return the keys of documents that validate, whole or in part."""
         return {key.tobytes() for key in self.store.keys[self.trained < self.store.lengths]}
 
 
 class Data:
-    """A data set at one row length: `train` and `val` rows, the tokenizer, uncut documents, and
-    counts of it all.
-    """
+    """A data set at one row length: `train` and `val` rows, tokenizer, uncut documents, counts."""
 
     def __init__(self, config: DataConfig, seq_len: int, documents: SplitDocuments | None = None):
         """Tokenize and split the documents, unless a mix has done so: then take its `documents`."""
@@ -98,7 +97,7 @@ class Data:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of every document."""
+        """Return the tokens of every document."""
         return self.store.lengths
 
     @property
@@ -110,15 +109,13 @@ class Data:
         return self._rows("val")
 
     def order(self, seed: int, rank: int, world_size: int, consumed: int) -> Sampler[int]:
-        """The endless order of the rows of `train`."""
+        """Return the endless order of the rows of `train`."""
         from longctx.data.rows import SampleStream
 
         return SampleStream(len(self.train), seed, rank, world_size, consumed)
 
     def documents(self, split: str = "val") -> Iterator[EncodedDocument]:
         """Read the documents of `train` or `val`, not cut into rows, in their fixed order."""
-        if split not in SPLITS:
-            raise ValueError(f"split={split}: not a split; use train or val")
         starts, stops = self._span(split)
         for document, start, stop in zip(
             self.split[split].tolist(), starts.tolist(), stops.tolist(), strict=True
@@ -132,7 +129,7 @@ class Data:
             yield EncodedDocument(name, ids, n_bytes, self.store.scored(document, start, stop))
 
     def tokens(self, split: str) -> int:
-        """How many tokens `train` or `val` has."""
+        """Count the tokens of `train` or `val`."""
         starts, stops = self._span(split)
         return int((stops - starts).sum())
 
@@ -162,7 +159,7 @@ class Data:
         return counts
 
     def _span(self, split: str) -> tuple[np.ndarray, np.ndarray]:
-        """First and last + 1 token of each document of `split` that is in it."""
+        """Return first and last + 1 token of each document in `split`."""
         documents = self.split[split]
         trained = self.trained[documents]
         if split == "train":
@@ -178,8 +175,8 @@ class Data:
         def write(folder: Path) -> None:
             for split, documents in self.split.items():
                 starts, stops = self._span(split)
-                # Where the end validates, the last token that is trained on is only predicted: no
-                # row shows it, or the first one that validates would be its target.
+                # If the end validates, the last token that is trained on is only predicted. No row
+                # shows it, or the first token that validates would be its target.
                 shown = stops - starts - (stops < self.store.lengths[documents])
                 packing = pack(shown, self.seq_len, documents, starts)
                 packing.save(folder / f"{split}.npz")

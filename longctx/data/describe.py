@@ -1,5 +1,5 @@
-"""What `longctx data` prints and draws: how large a data set is, how long its documents are, and
-how well they fill rows.
+"""The tables and the picture of `longctx data`: the size of a data set, the lengths of its
+documents, and how well they fill rows.
 """
 
 from __future__ import annotations
@@ -20,11 +20,17 @@ _LONG = (4096, 16384, 65536)  # tokens; documents above these are what a long co
 
 
 def describe(config: DescribeConfig) -> int:
-    """Print and draw; ValueError or OSError, one line, for what cannot be described."""
+    """Print the counts of a data set, and draw its document lengths if `out` is given."""
     from longctx.data.mixture import load  # pyarrow and tokenizers, which --help does not need
+    from longctx.tables import show
 
     data = load(config.data, config.seq_len)
-    _print(data)
+    counts = data.summary()
+    show(_overview(data, counts))
+    show(_rows(counts))
+    if "mix" in counts:
+        show(_members(counts["mix"]))
+    show(_lengths(histogram(data), counts["tokens"]))
     if config.out is not None:
         draw(data, Path(config.out))
         print(f"\nHistogram of document lengths: {config.out}")
@@ -40,7 +46,7 @@ class Bin(NamedTuple):
 
 
 def histogram(data: Data | Mixture) -> list[Bin]:
-    """Document lengths in bins from one power of two to the next, without gaps."""
+    """Count document lengths in bins from one power of two to the next, without gaps."""
     import numpy as np
 
     lengths = data.lengths
@@ -52,23 +58,12 @@ def histogram(data: Data | Mixture) -> list[Bin]:
 
 
 def share_in_longer(data: Data | Mixture, length: int) -> float:
-    """Share of all tokens that lie in documents of more than `length` tokens."""
+    """Return the share of all tokens in documents of more than `length` tokens."""
     lengths = data.lengths
     return float(lengths[lengths > length].sum() / lengths.sum())
 
 
-def _print(data: Data | Mixture) -> None:
-    from longctx.tables import show
-
-    counts = data.summary()
-    show(_facts(data, counts))
-    show(_rows(counts))
-    if "mix" in counts:
-        show(_members(counts["mix"]))
-    show(_lengths(histogram(data), counts["tokens"]))
-
-
-def _facts(data: Data | Mixture, counts: dict[str, Any]) -> Table:
+def _overview(data: Data | Mixture, counts: dict[str, Any]) -> Table:
     from rich.table import Table
 
     table = Table(
@@ -120,16 +115,16 @@ def _lengths(bins: list[Bin], tokens: int) -> Table:
     table = _columns("Document lengths", "tokens", "documents")
     table.add_column("share of all tokens", header_style="dim")
     table.columns[0].justify = "right"
-    most = max(one.tokens for one in bins)
-    for one in bins:
-        bar = "█" * round(32 * one.tokens / most)
-        span = f"{one.low:,} – {2 * one.low - 1:,}" if one.low > 1 else "1"
-        table.add_row(span, f"{one.documents:,}", f"{one.tokens / tokens:6.1%} {bar}")
+    limit = max(part.tokens for part in bins)
+    for part in bins:
+        bar = "█" * round(32 * part.tokens / limit)
+        span = f"{part.low:,} – {2 * part.low - 1:,}" if part.low > 1 else "1"
+        table.add_row(span, f"{part.documents:,}", f"{part.tokens / tokens:6.1%} {bar}")
     return table
 
 
 def _columns(title: str, name: str, *numbers: str) -> Table:
-    """A table of a name and, aligned to the right, of `numbers`."""
+    """Return a table of a name and, aligned to the right, of `numbers`."""
     from rich.table import Table
 
     table = Table(title=f"\n{title}", title_justify="left", box=None, pad_edge=False)
@@ -140,9 +135,7 @@ def _columns(title: str, name: str, *numbers: str) -> Table:
 
 
 def draw(data: Data | Mixture, path: Path) -> None:
-    """Write a picture of the document lengths: how many documents there are, and where the tokens
-    are.
-    """
+    """Write a picture of the document lengths: the number of documents, and their tokens."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -154,16 +147,15 @@ def draw(data: Data | Mixture, path: Path) -> None:
     figure, (above, below) = pyplot.subplots(
         2, 1, figsize=(8, 5.6), sharex=True, layout="constrained"
     )
-    # Two bar charts over the same lengths.
-    lows = [one.low for one in bins]
-    style = {"width": [0.94 * low for low in lows], "align": "edge"}
-    above.bar(lows, [one.documents for one in bins], color="#4c78a8", **style)
-    below.bar(lows, [one.tokens / total for one in bins], color="#f58518", **style)
+    lows = [part.low for part in bins]
+    style: dict[str, Any] = {"width": [0.94 * low for low in lows], "align": "edge"}
+    above.bar(lows, [part.documents for part in bins], color="#4c78a8", **style)
+    below.bar(lows, [part.tokens / total for part in bins], color="#f58518", **style)
     above.set_ylabel("documents")
     above.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     below.set_ylabel("share of all tokens")
     below.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    below.set_xlabel("document length (tokens)")
+    below.set_xlabel(f"document length (tokens); dashed: seq_len {data.seq_len:,}")
     below.set_xscale("log", base=2)
     edges = [*lows, 2 * lows[-1]]
     below.set_xticks(edges, [_short(edge) for edge in edges])
@@ -172,36 +164,20 @@ def draw(data: Data | Mixture, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.3)
         axes.set_axisbelow(True)
-    # The row length, where it lies within them.
-    if edges[0] <= data.seq_len <= edges[-1]:
-        for axes in (above, below):
+        # Far from the documents, the line would squeeze them into a corner.
+        if edges[0] <= data.seq_len <= edges[-1]:
             axes.axvline(data.seq_len, color="#333333", linestyle="--", linewidth=1)
-        above.annotate(
-            f" seq_len {data.seq_len:,} ",
-            xy=(data.seq_len, 0.97),
-            xycoords=("data", "axes fraction"),
-            va="top",
-            ha="left" if 4 * data.seq_len <= edges[-1] else "right",
-        )
-    source = data.config.source
-    if data.config.path is not None:
-        source += f": {', '.join(data.config.paths())}"
-    above.set_title(f"{source} · {len(data.lengths):,} documents, {total:,} tokens", loc="left")
+    above.set_title(f"{data.config.source} · {len(data.lengths):,} documents, {total:,} tokens")
     try:
         with files.atomic(path) as partial:
             figure.savefig(partial, dpi=150, format=path.suffix.lstrip(".") or "png")
-    except OSError as error:
-        raise OSError(
-            f"out={path}: cannot write there ({error.strerror or error}); give another file"
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"out={path}: {error}") from error
+    except (OSError, ValueError) as error:  # ValueError: an ending that matplotlib cannot write
+        raise ValueError(f"out={path}: cannot be written ({error}); give another file") from error
     finally:
         pyplot.close(figure)
 
 
 def _short(tokens: int) -> str:
-    for size, unit in ((2**20, "M"), (2**10, "K")):
-        if tokens >= size:
-            return f"{tokens // size}{unit}"
-    return str(tokens)
+    if tokens >= 2**20:
+        return f"{tokens // 2**20}M"
+    return f"{tokens // 2**10}K" if tokens >= 2**10 else str(tokens)

@@ -40,20 +40,19 @@ if TYPE_CHECKING:
 
 
 def load(config: DataConfig, seq_len: int) -> Data | Mixture:
-    """Open a data set, or a mix of several, in rows of `seq_len` tokens, building what the cache
-    lacks.
+    """Open a data set, or a mix of several, in rows of `seq_len` tokens.
 
-    Raises ValueError or OSError with one line that names the key or file, whatever is wrong with
-    the documents.
+    Builds what the cache lacks. Raises ValueError or OSError in one line that names the key or
+    file, if something is wrong with the documents.
     """
     check(config)
     return Mixture(config, seq_len) if config.mix else Data(config, seq_len)
 
 
 class Mixture:
-    """What `Data` is for one source, for those of `config.mix`.
+    """One data set of several sources, with the members of `Data`.
 
-    `parts` are their data sets by name, in the order of the configuration.
+    parts: the data set of each source by name, in the order of the configuration.
     """
 
     def __init__(self, config: DataConfig, seq_len: int) -> None:
@@ -92,7 +91,7 @@ class Mixture:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of every document."""
+        """Return the tokens of every document."""
         return np.concatenate([part.lengths for part in self.parts.values()])
 
     @property
@@ -105,7 +104,7 @@ class Mixture:
 
     @property
     def split(self) -> dict[str, np.ndarray]:
-        """Documents of train and val, counted through over the sources."""
+        """Return the documents of train and val, numbered through over the sources."""
         parts = list(self.parts.values())
         starts = np.cumsum([0, *(len(part.store) for part in parts[:-1])])
         return {
@@ -116,7 +115,7 @@ class Mixture:
         }
 
     def order(self, seed: int, rank: int, world_size: int, consumed: int) -> Sampler[int]:
-        """The endless order of the rows of `train`."""
+        """Return the endless order of the rows of `train`."""
         from longctx.data.rows import MixStream
 
         rows = [len(part.train) for part in self.parts.values()]
@@ -187,7 +186,7 @@ def _split_together(sources: dict[str, DataConfig]) -> dict[str, SplitDocuments]
 
 
 def _train_on_all(sources: dict[str, DataConfig], config: DataConfig) -> str:
-    """The folder of a tokenizer trained on a sample of all sources."""
+    """Return the folder of a tokenizer trained on a sample of all sources."""
     corpora = []
     for name, source in sources.items():
         with _name_in_errors(name):

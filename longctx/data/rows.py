@@ -28,8 +28,8 @@ PADDING_PIECE = 128  # tokens; attention's time grows with the square of a docum
 class Rows(Dataset[dict[str, torch.Tensor]]):
     """Row i -> tokens, targets, doc_ids, each (seq_len,) int64, and padding, a count of tokens.
 
-    `targets[t]` is the document's token after `tokens[t]`, also where a row ends before the
-    document does; IGNORED at a document's last token, in the padding, and where a conversation is
+    `targets[t]` is the document's token after `tokens[t]`, even if a row ends before the
+    document; IGNORED at a document's last token, in the padding, and where a conversation is
     not the assistant's. `doc_ids` numbers the row's pieces from 0, then those of its padding.
     `padding` tells how many tokens of the row no document fills; there stands token `pad_id`.
     """
@@ -74,9 +74,7 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 
 
 def padding_ids(padding: int) -> torch.Tensor:
-    """Number of its piece, from 0, for each token of the padding at the end of a row: (padding,)
-    int64.
-    """
+    """Return the number of its piece, from 0, for each token of padding, (padding,) int64."""
     return torch.arange(padding) // PADDING_PIECE
 
 
@@ -99,9 +97,7 @@ class Joined(Dataset[dict[str, torch.Tensor]]):
 
 
 def permutation(rows: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of `rows` rows in `epoch`, (rows,) int64: rows sorted by a hash of (seed, epoch,
-    row).
-    """
+    """Return the rows of `epoch`, (rows,) int64, sorted by a hash of (seed, epoch, row)."""
     return np.argsort(hashed([seed, epoch], np.arange(rows, dtype=np.uint64)), kind="stable")
 
 
@@ -181,7 +177,7 @@ class MixStream(Sampler[int]):
         self.starts = np.cumsum([0, *rows])
 
     def sources(self, first: int, count: int) -> np.ndarray:
-        """The sources of `count` samples from `first` on, (count,) int64."""
+        """Return the sources of `count` samples from `first` on, (count,) int64."""
         keys = hashed([self.seed, 0x6D6978], np.arange(first, first + count, dtype=np.uint64))
         return np.searchsorted(self.bounds, keys, side="left")
 
@@ -204,7 +200,7 @@ class MixStream(Sampler[int]):
             first += _AHEAD
 
     def _before(self, end: int) -> list[int]:
-        """How many of the samples before `end` are of each source."""
+        """Count the samples before `end` from each source."""
         counts = np.zeros(len(self.rows), np.int64)
         for first in range(0, end, 1 << 20):
             drawn = self.sources(first, min(1 << 20, end - first))

@@ -52,10 +52,10 @@ Fractions = Mapping[str, float | None]
 def by_bytes(
     stores: Sequence[Store], fractions: Fractions, tokenizer: Tokenizer
 ) -> list[np.ndarray]:
-    """Split the documents of all `stores`, (documents,) int64 each; a group of near-duplicates, in
-    whichever stores, validates whole or not at all.
+    """Split the documents of all `stores`, (documents,) int64 each.
 
-    Raises ValueError where a store has nothing that could validate.
+    A group of near-duplicates, in one or several stores, validates whole or not at all. Raises
+    ValueError if a store has nothing that could validate.
     """
     group = _groups(stores)
     owner = np.repeat(np.arange(len(stores)), [len(store) for store in stores])
@@ -65,7 +65,7 @@ def by_bytes(
     totals = sizes.sum(axis=0).tolist()
     wanted = [_wanted(*each) for each in zip(totals, fractions.values(), strict=True)]
     validates = _validating_groups(_order(stores, group), sizes, wanted)
-    # What whole documents do not make up.
+    # Few or long documents leave a rest, which the ends of documents make up.
     alone = (sizes > 0).sum(axis=1) == 1  # in one store
     bounds = np.cumsum([len(store) for store in stores])[:-1]
     validating = np.split(validates[group], bounds)
@@ -91,7 +91,7 @@ def by_bytes(
 
 
 def _groups(stores: Sequence[Store]) -> np.ndarray:
-    """(documents,) int64 over all stores: the group of near-duplicates, counted from 0."""
+    """Return the group of near-duplicates of all documents, (documents,) int64, from 0."""
     if len(stores) == 1:
         group = stores[0].groups
     else:
@@ -100,7 +100,7 @@ def _groups(stores: Sequence[Store]) -> np.ndarray:
 
 
 def _order(stores: Sequence[Store], group: np.ndarray) -> np.ndarray:
-    """The groups by a hash of their own, whatever the order and the number of their members."""
+    """Return the groups in the order of a hash that ignores order and number of their members."""
     smallest = np.full(int(group.max()) + 1, 2**64 - 1, np.uint64)
     np.minimum.at(smallest, group, np.concatenate([store.hashes() for store in stores]))
     # The smallest of many is small: hashed again (splitmix64), large groups come no earlier.
@@ -110,15 +110,17 @@ def _order(stores: Sequence[Store], group: np.ndarray) -> np.ndarray:
 
 
 def _wanted(total: int, fraction: float | None) -> int:
-    """Bytes of `total` that are to validate."""
+    """Return how many of `total` bytes are to validate."""
     if fraction is not None:
         return 0 if fraction == 0 else min(max(1, total - 1), max(1, round(fraction * total)))
     return max(1, round(max(SHARE * total, min(ENOUGH, MOST * total))))
 
 
 def _validating_groups(order: np.ndarray, sizes: np.ndarray, wanted: Sequence[int]) -> np.ndarray:
-    """Which groups validate whole, (groups,) bool: one after the other, those that fit into what is
-    still wanted of each store; then one for each store that brings it closer.
+    """Return which groups validate whole, (groups,) bool.
+
+    Takes each group that fits into the bytes still wanted of each store, then for each store one
+    more group if that brings it closer.
     """
     validates = np.zeros(len(sizes), bool)
     room = np.array(wanted, np.int64)
@@ -146,9 +148,9 @@ def _validating_groups(order: np.ndarray, sizes: np.ndarray, wanted: Sequence[in
 
 
 def _members_are_copies(stores: Sequence[Store], group: np.ndarray) -> np.ndarray:
-    """Whether all documents of a group are the same text, (groups,) bool.
+    """Return which groups hold one text only, (groups,) bool.
 
-    Only then no end of one can lie in what is trained on of another.
+    In other groups, the end of one document may be in the trained part of another.
     """
     keys = np.concatenate([store.keys for store in stores])
     first = np.zeros(int(group.max()) + 1, np.int64)
@@ -178,7 +180,7 @@ def _cut_ends(
 
 
 def _between_characters(store: Store, tokenizer: Tokenizer, document: int, cut: int) -> int:
-    """`cut`, or a place up to 3 tokens before it, that lies in no character."""
+    """Return `cut`, or up to 3 tokens before it, so that no character is cut."""
     for place in range(cut, max(SHORTEST, cut - 3) - 1, -1):
         after = store.tokens(document, place, place + 4).tolist()  # of a byte each at least
         if not tokenizer.decode(after).startswith("\ufffd"):

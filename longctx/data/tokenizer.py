@@ -45,8 +45,7 @@ class Tokenizer:
         tokenizer.no_truncation()
         tokenizer.encode_special_tokens = True
         eos_id = tokenizer.token_to_id(eos)
-        if eos_id is None:
-            raise ValueError(f"the tokenizer has no token '{eos}' to end a document with")
+        assert eos_id is not None
         self._tokenizer = tokenizer
         self.eos: str = eos
         self.eos_id: int = eos_id
@@ -59,22 +58,24 @@ class Tokenizer:
         self._can_split = self.encode("a b\nc\n\nd") == [token for ids in parts for token in ids]
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text` alone, without special tokens."""
+        """Return the token ids of `text` alone, without special tokens."""
         return [token for part in self._encode_parts(self._segments(text)) for token in part]
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of `text` at the beginning of a document: begin-of-text if the tokenizer has
-        one, the text. Of no text without begin-of-text: the end-of-text of the document before it.
+        """Return the token ids of `text` at the beginning of a document, begin-of-text included.
+
+        Without text and begin-of-text, this is the end-of-text of the document before.
         """
         return [*self.begin, *self.encode(text)] or [self.eos_id]
 
     def decode(self, ids: Iterable[int], special: bool = True) -> str:
-        """Text of token ids; `special`: that of special tokens too."""
+        """Return the text of token ids, with `special` that of special tokens too."""
         return self._tokenizer.decode([int(x) for x in ids], skip_special_tokens=not special)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of uncut documents, (tokens,) int32 each: begin-of-text if the tokenizer has
-        one, the text, end-of-text.
+        """Return the token ids of uncut documents, (tokens,) int32 each.
+
+        A document is begin-of-text (if the tokenizer has one), the text, end-of-text.
         """
         parts: list[str] = []
         ends = []
@@ -114,12 +115,13 @@ class Tokenizer:
 
     @property
     def shortest(self) -> int:
-        """Tokens of the shortest document that has text, begin- and end-of-text among them."""
+        """Return the tokens of the shortest document with text, begin- and end-of-text included."""
         return len(self.begin) + 2
 
     def n_bytes(self, token: int) -> int:
-        """UTF-8 bytes of the text that a token stands for, which may be a part of a character; 0
-        for begin- and end-of-text.
+        """Return the UTF-8 bytes of a token's text, 0 for begin- and end-of-text.
+
+        The text may be a part of a character.
         """
         if token in (self.bos_id, self.eos_id):
             return 0
@@ -131,9 +133,7 @@ class Tokenizer:
         return len(written) if _BYTE_LETTERS.issuperset(written) else len(text.encode())
 
     def save(self, path: str | Path) -> None:
-        """Write `path` (tokenizer.json) and, beside it, tokenizer_config.json that names the
-        end-of-text token.
-        """
+        """Write `path` (tokenizer.json) and the tokenizer_config.json with its special tokens."""
         path = Path(path)
         settings: dict[str, str | None] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -150,34 +150,26 @@ class Tokenizer:
     def load(cls, path: str | Path) -> Tokenizer:
         """Read a tokenizer.json, or a folder that has one (a run, a Hugging Face model).
 
-        Raises FileNotFoundError or ValueError with one line if there is none, it is broken, or no
-        token ends a text.
+        Raises FileNotFoundError or ValueError if there is none, it is broken, or no token ends a
+        text.
         """
-        place = Path(path).expanduser()
-        file = place / "tokenizer.json" if place.is_dir() else place
-        if not os.path.lexists(file):
+        given = Path(path).expanduser()
+        file = given / "tokenizer.json" if given.is_dir() else given
+        within = given if given.is_dir() else None
+        try:
+            text = untrusted.read_text(file, untrusted.TOKENIZER_SIZE, within)
+        except FileNotFoundError as error:
             raise FileNotFoundError(
-                f"tokenizer {path}: not there; "
-                "give a tokenizer.json, or a Hugging Face folder that has one"
-            )
-        within = place if place.is_dir() else None
-        text = untrusted.read_text(file, untrusted.TOKENIZER_SIZE, within)
+                f"tokenizer {file}: not there; give a tokenizer.json, or a Hugging Face folder"
+            ) from error
         try:
             tokenizer = tokenizers.Tokenizer.from_str(text)
+            # The same text would become other tokens each time.
+            if getattr(tokenizer.model, "dropout", None):
+                raise ValueError("dropout is set; set it to null")
+            return cls(tokenizer, _find_eos(tokenizer, file.parent))
         except Exception as error:  # the library raises plain Exception
-            raise ValueError(
-                f"tokenizer {file}: does not describe a tokenizer ({error})"
-            ) from error
-        if dropout := getattr(tokenizer.model, "dropout", None):
-            raise ValueError(
-                f"tokenizer {file}: dropout={dropout} makes other tokens of the same text each "
-                "time; set it to null"
-            )
-        eos = _find_eos(tokenizer, file)
-        try:
-            return cls(tokenizer, eos)
-        except ValueError as error:
-            raise ValueError(f"tokenizer {file}: {error}") from error
+            raise ValueError(f"tokenizer {file}: cannot be used ({error})") from error
 
     def _find_bos(self) -> int | None:
         with _failures_named():
@@ -198,9 +190,10 @@ class Tokenizer:
 
 @contextmanager
 def _failures_named() -> Iterator[None]:
-    """Raise ValueError where the library gives up on a text. It raises a plain Exception where a
-    word is unknown and no token stands for such, and panics, which is no Exception, where a regular
-    expression would take for ever.
+    """Raise ValueError if the library gives up on a text.
+
+    It raises a plain Exception for an unknown word without a token for such. It panics, which is no
+    Exception, if a regular expression would take for ever.
     """
     try:
         yield
@@ -245,7 +238,7 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def _without_endless_runs(text: str) -> Iterator[str]:
-    """Split `text` where white space, or anything else, runs on for `_LONGEST_RUN` characters."""
+    """Split runs of white space, or of anything else, after `_LONGEST_RUN` characters."""
     first = 0
     for run in _ENDLESS.finditer(text):
         for cut in range(run.start() + _LONGEST_RUN, run.end(), _LONGEST_RUN):
@@ -254,14 +247,14 @@ def _without_endless_runs(text: str) -> Iterator[str]:
     yield text[first:]
 
 
-def _find_eos(tokenizer: tokenizers.Tokenizer, file: Path) -> str:
+def _find_eos(tokenizer: tokenizers.Tokenizer, folder: Path) -> str:
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        token = read_json(file.parent / name).get("eos_token")
+        token = read_json(folder / name).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str) and tokenizer.token_to_id(token) is not None:
             return token
     for name in ("config.json", "generation_config.json"):
-        number = read_json(file.parent / name).get("eos_token_id")
+        number = read_json(folder / name).get("eos_token_id")
         number = number[0] if isinstance(number, list) and number else number
         if isinstance(number, int) and (text := tokenizer.id_to_token(number)) is not None:
             return text
@@ -269,17 +262,15 @@ def _find_eos(tokenizer: tokenizers.Tokenizer, file: Path) -> str:
         if tokenizer.token_to_id(token) is not None:
             return token
     raise ValueError(
-        f"{file}: no token that ends a text is known; "
-        'put a tokenizer_config.json with "eos_token" beside it'
+        "no token that ends a text is known; "
+        'put a tokenizer_config.json with "eos_token" next to it'
     )
 
 
-def read_json(file: Path, most: int = untrusted.SETTINGS_SIZE) -> dict[str, Any]:
-    """The object in a JSON file of at most `most` bytes, {} if there is no file; ValueError if it
-    is no JSON, or lies elsewhere.
-    """
+def read_json(file: Path, limit: int = untrusted.SETTINGS_SIZE) -> dict[str, Any]:
+    """Return the object in a JSON file of at most `limit` bytes, {} if there is no file."""
     try:
-        content = untrusted.read_json(file, most, within=file.parent)
+        content = untrusted.read_json(file, limit, within=file.parent)
     except FileNotFoundError:
         return {}
     return content if isinstance(content, dict) else {}

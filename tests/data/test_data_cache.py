@@ -201,22 +201,3 @@ def test_the_cache_lies_where_the_environment_says(monkeypatch, tmp_path) -> Non
     monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "own"))
     assert DataConfig().cache_folder() == tmp_path / "own"
     assert DataConfig(cache="~/here").cache_folder() == Path.home() / "here"
-
-
-def test_folders_alike_in_names_sizes_and_times_are_told_apart(tmp_path) -> None:
-    fingerprints = []
-    for n, text in enumerate(("abc def " * 40, "xyz uvw " * 40)):
-        folder = tmp_path / str(n)
-        folder.mkdir()
-        for name in ("a.txt", "b.txt", "c.txt"):
-            (folder / name).write_text(name + text)
-            os.utime(folder / name, (10**9, 10**9))
-        config = DataConfig(
-            source="text",
-            path=str(folder),
-            vocab_size=300,
-            val_fraction=0.3,
-            cache=str(tmp_path / "c"),
-        )
-        fingerprints.append(Data(config, 32).fingerprint)
-    assert fingerprints[0] != fingerprints[1]

@@ -60,10 +60,6 @@ def test_a_task_has_one_answer(kind: str) -> None:
         assert not any(task.answer.strip() in other or other == task.fact for other in task.others)
 
 
-def test_cities_differ() -> None:
-    assert len(set(facts.CITIES)) == len(facts.CITIES)
-
-
 def test_the_embedded_documents_are_the_default_filler(
     config: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,21 +72,6 @@ def test_rows_are_those_of_the_textbook_algorithm(seed: int, seq_len: int) -> No
     )
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_no_more_rows_than_next_fit_in_any_order(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    lengths = np.minimum(rng.lognormal(4, 1.2, 400).astype(np.int64) + 1, 512)
-    rows = pack(lengths, 512).rows
-    for _ in range(5):
-        next_fit, filled = 1, 0
-        for length in rng.permutation(lengths):
-            if filled + length > 512:
-                next_fit, filled = next_fit + 1, 0
-            filled += length
-        assert rows <= next_fit
-    assert rows >= -(-int(lengths.sum()) // 512)
-
-
 def test_packing_is_deterministic_and_survives_a_round_trip(tmp_path) -> None:
     lengths = lengths_like("skewed", 211, 64)
     one, two = pack(lengths, 64), pack(lengths, 64)

@@ -143,14 +143,6 @@ def test_rows_survive_pickling_and_workers(text_config) -> None:
         rows[len(rows)]
 
 
-def test_the_same_documents_give_the_same_rows_in_another_cache(text_config, tmp_path) -> None:
-    one, two = load(text_config(), 40), load(text_config(cache=str(tmp_path / "other")), 40)
-    assert one.fingerprint == two.fingerprint
-    assert all(
-        (one.train[i]["tokens"] == two.train[i]["tokens"]).all() for i in range(len(one.train))
-    )
-
-
 @pytest.mark.parametrize("seq_len", [1, 0, -4])
 def test_a_row_length_without_a_target_is_refused(text_config, seq_len) -> None:
     with pytest.raises(ValueError, match=f"seq_len={seq_len}"):
@@ -165,14 +157,6 @@ def test_nothing_to_predict_is_one_clear_line(text_config, corpus) -> None:
         match=r"data\.path=.*corpus: ",
     ):
         load(text_config(), 16)
-
-
-def test_copies_of_too_short_a_document_cannot_be_split(text_config, corpus) -> None:
-    for name in ("one", "two"):
-        (corpus / f"{name}.txt").write_text("a")
-    files = [str(corpus / f"{name}.txt") for name in ("one", "two")]
-    with pytest.raises(ValueError, match=r"data\.val_fraction=0\.2: .*data\.val_fraction=0 "):
-        load(text_config(path=files, vocab_size=257), 16)
 
 
 def test_a_changed_file_is_read_again(text_config, corpus) -> None:

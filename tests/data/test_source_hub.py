@@ -114,7 +114,7 @@ def test_a_missing_network_is_named(kind, files, monkeypatch) -> None:
         raise kind(-2, "Name or service not known")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", offline)
-    with pytest.raises(ConnectionError, match=r"data\.path=some/texts: .*data=text"):
+    with pytest.raises(ConnectionError, match=r"data\.path=some/texts: "):
         list(read_documents(hub(files, path="some/texts", files=None)))
 
 

@@ -102,15 +102,6 @@ def test_splitting_a_long_text_changes_no_token(trained) -> None:
         assert [token for part in parts for token in trained.encode(part)] == trained.encode(text)
 
 
-@pytest.mark.slow
-def test_a_text_of_megabytes_is_encoded_like_its_parts(trained) -> None:
-    line = "the rain fell on the stone bridge\n"
-    text = line * 40_000
-    ids = trained.encode(text)
-    assert trained.decode(ids) == text
-    assert ids[: len(trained.encode(line * 9))] == trained.encode(line * 9)
-
-
 def test_training_is_deterministic_and_keeps_to_its_size(trained) -> None:
     texts = ["some words to learn from, words and words\n" * 30]
     one, two = train(texts, 300), train(texts, 300)
@@ -166,11 +157,6 @@ def test_end_of_text_is_found_where_a_model_folder_says_it(tmp_path, file, conte
     word_level("</s>", "<stop>").save(str(tmp_path / "tokenizer.json"))
     (tmp_path / file).write_text(json.dumps(content))
     assert Tokenizer.load(tmp_path).eos_id == 5
-
-
-def test_a_known_name_ends_a_text_when_nothing_says_so(tmp_path) -> None:
-    word_level("</s>").save(str(tmp_path / "tokenizer.json"))
-    assert Tokenizer.load(tmp_path / "tokenizer.json").eos == "</s>"
 
 
 def test_an_unusual_end_of_text_survives_saving_into_a_run(tmp_path) -> None:
@@ -231,7 +217,7 @@ def test_vocabulary_size_covers_ids_with_gaps(tmp_path) -> None:
         ("not json", "tokenizer.json: "),
         ("words", "tokenizer.json: .*eos_token"),
         (models.Unigram([("a", -1.0), (EOS, -2.0)]), "tokenizer.json: .*unknown token"),
-        (models.BPE({"a": 0, EOS: 1}, [], dropout=0.5), "tokenizer.json: dropout=0.5"),
+        (models.BPE({"a": 0, EOS: 1}, [], dropout=0.5), "tokenizer.json: .*dropout"),
     ],
 )
 def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path, content, message) -> None:
@@ -245,14 +231,6 @@ def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path, content, messa
     with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
         Tokenizer.load(tmp_path)
     assert str(tmp_path) in str(caught.value)
-
-
-@pytest.mark.parametrize("content", ["[" * 10**6, '{"model":' * 10**5, "\x00", "{}", "7"])
-def test_odd_tokenizer_is_one_line(tmp_path, content) -> None:
-    (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(ValueError, match=r"tokenizer\.json") as error:
-        Tokenizer.load(tmp_path)
-    assert "\n" not in str(error.value)
 
 
 def test_endless_regular_expression_is_one_line(trained, tmp_path) -> None:

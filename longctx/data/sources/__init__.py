@@ -1,5 +1,4 @@
-"""The sources that `data=` can name, and what is asked of them: is this configuration right, which
-documents does it mean.
+"""The sources that `data=` can name: check a configuration, and read the documents it means.
 
 Importing this package registers the sources that come with longctx; `register` adds others.
 """
@@ -97,8 +96,9 @@ def check_files(config: DataConfig) -> None:
 
 
 def pinned(config: DataConfig) -> DataConfig:
-    """Return the configuration that means the same documents from every folder and after every
-    push to the Hub: with absolute paths, and commits as revisions.
+    """Return the configuration with absolute paths, and commits as revisions.
+
+    It means the same documents from every folder, and after every push to the Hub.
     """
     own = replace(config, cache=_absolute(config.cache), tokenizer=_absolute(config.tokenizer))
     return source_of(own).pinned(own)
@@ -120,7 +120,7 @@ def open_corpus(config: DataConfig, without: Set[bytes] = frozenset()) -> Corpus
 
 
 def read_documents(config: DataConfig) -> Iterator[Document]:
-    """The documents of `config` as plain text, in their fixed order, read as they are asked for."""
+    """Read the documents of `config` as plain text, in their fixed order."""
     return open_corpus(config).documents()
 
 

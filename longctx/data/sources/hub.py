@@ -81,8 +81,9 @@ class Hub(Source):
 
 
 def _places(config: DataConfig) -> tuple[str, list[str]]:
-    """The name, builder or folder that `config` means, and its files: of a builder those of this
-    machine, else those in the data set.
+    """Return the name, builder or folder that `config` means, and its files.
+
+    A builder's files are on this machine, other files are in the data set.
     """
     path = os.path.expanduser(config.paths()[0])
     files = [os.path.expanduser(file) for file in config.data_files()]
@@ -127,15 +128,15 @@ def _stream(
             streaming=True,
         )
     except Exception as error:  # each builder and transport raises its own
-        raise _failure(path, error) from error
+        raise hub_snapshot.failure(f"data.path={path}", error) from error
 
 
 def _local_files(path: str, files: list[str]) -> list[tuple[str, int, int]]:
-    """(file, bytes, time) of every local file of the data set; empty for one on the Hub. Raises
-    OSError for one that is not there.
-    """
+    """Return (file, bytes, time) of every local file of the data set; none for one on the Hub."""
     names: list[str] = []
     is_folder = path not in _BUILDERS and os.path.isdir(path)
+    if not files and is_folder:
+        names = sorted(str(file) for file in Path(path).rglob("*") if file.is_file())
     for pattern in files if is_folder or path in _BUILDERS else []:
         if "://" in pattern:
             continue
@@ -143,12 +144,6 @@ def _local_files(path: str, files: list[str]) -> list[tuple[str, int, int]]:
         if not matches:
             raise FileNotFoundError(f"data.files={pattern}: no such file; give one that exists")
         names += matches
-    if not files and is_folder:
-        names = sorted(str(file) for file in Path(path).rglob("*") if file.is_file())
-        if not names:
-            raise FileNotFoundError(
-                f"data.path={path}: no file in this folder; give one that has some"
-            )
     return [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in names]
 
 
@@ -159,13 +154,13 @@ def _revision(path: str, config: DataConfig) -> str | None:
     if config.revision is not None and hub_snapshot.COMMIT.fullmatch(config.revision):
         return config.revision
     record = config.cache_folder() / "revisions" / f"{fingerprint([path, config.revision])}.json"
-    api = huggingface_hub.HfApi()
     try:
+        api = huggingface_hub.HfApi()
         sha: str | None = api.dataset_info(path, revision=config.revision, timeout=10).sha
     except Exception as error:  # transports differ between versions of the library
-        is_answer = hub_snapshot.status(error) is not None and hub_snapshot.trouble(error) is None
-        if is_answer or not record.exists():
-            raise _failure(path, error) from error
+        is_refused = hub_snapshot.status(error) is not None and not hub_snapshot.is_busy(error)
+        if is_refused or not record.exists():
+            raise hub_snapshot.failure(f"data.path={path}", error) from error
         sha = untrusted.read_json(record)
         print(
             f"data: {path}: no answer from the Hub, using revision {sha} as before",
@@ -178,18 +173,3 @@ def _revision(path: str, config: DataConfig) -> str | None:
         record.parent.mkdir(parents=True, exist_ok=True)
         write_text(record, json.dumps(sha))
     return sha
-
-
-def _failure(path: str, error: Exception) -> Exception:
-    if (why := hub_snapshot.trouble(error)) is not None:
-        return ConnectionError(f"data.path={path}: {why}")
-    if hub_snapshot.is_of_network(error):
-        return ConnectionError(
-            f"data.path={path}: the Hugging Face Hub cannot be reached; "
-            "data=text and data=embedded need no network"
-        )
-    lines = str(error).strip().splitlines()
-    reason = lines[0] if lines else type(error).__name__
-    return ValueError(
-        f"data.path={path}: cannot be read as a data set ({type(error).__name__}: {reason})"
-    )

@@ -70,7 +70,7 @@ class Mix(Source):
 
 
 def members(config: DataConfig) -> dict[str, Member]:
-    """The members of data.mix by name, checked; ValueError names the first wrong key."""
+    """Return the members of data.mix by name, checked; ValueError names the first wrong key."""
     members = {}
     for name, keys in config.mix.items():
         place = f"data.mix.{name}"
@@ -78,59 +78,52 @@ def members(config: DataConfig) -> dict[str, Member]:
             raise ValueError(f"{place}={keys}: has no keys; give some, such as {place}.path=docs/")
         own = _typed_keys(place, keys)
         weight = own.pop("weight", 1.0)
-        if not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+        if not 0 < weight < float("inf"):
             raise ValueError(f"{place}.weight={weight}: not a share; give a number above 0")
-        members[name] = Member(float(weight), _member(place, config, own))
+        members[name] = Member(weight, _member(place, config, own))
     return members
 
 
 def _typed_keys(place: str, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a member with the types of `DataConfig`; a dictionary checks none itself."""
+    """Return the keys of a member with the types of `DataConfig`; a dictionary checks none."""
     hints = {key: hint for key, hint in get_type_hints(DataConfig).items() if key not in _ONCE}
     hints["weight"] = float
-    unknown = next((key for key in keys if key not in hints), None)
-    if unknown is not None:
-        raise ValueError(
-            f"{place}.{unknown}: not a key of a source in a mix; there are "
-            f"{', '.join(sorted(hints))}"
-        )
-    return {key: _typed(f"{place}.{key}", value, hints[key]) for key, value in keys.items()}
-
-
-def _typed(name: str, value: Any, hint: Any) -> Any:
-    kinds = get_args(hint) or (hint,)
-    if hint is Any or type(value) in kinds:
-        return value
-    if str in kinds and type(value) in (int, float):  # data.mix.a.name=2024
-        return str(value)
-    if float in kinds and type(value) is int:
-        return float(value)
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    raise ValueError(
-        f"{name}={value}: must be {next(names[kind] for kind in kinds if kind in names)}"
-    )
+    typed = {}
+    for key, value in keys.items():
+        if key not in hints:
+            raise ValueError(
+                f"{place}.{key}: not a key of a source in a mix; use one of "
+                f"{', '.join(sorted(hints))}"
+            )
+        types = get_args(hints[key]) or (hints[key],)
+        if float in types and type(value) is int:
+            value = float(value)
+        if str in types and type(value) in (int, float):  # data.mix.a.name=2024
+            value = str(value)
+        if Any not in types and type(value) not in types:
+            expected = {bool: "true or false", int: "a whole number", float: "a number"}
+            raise ValueError(f"{place}.{key}={value}: must be {expected.get(types[0], 'text')}")
+        typed[key] = value
+    return typed
 
 
 def _member(place: str, config: DataConfig, own: Mapping[str, Any]) -> DataConfig:
-    """The configuration of a member: the `own` keys of it, else those of the mix that it uses."""
+    """Return the configuration of a member: its `own` keys, else those of the mix that it uses."""
     name = own.get("source") or ("text" if own.get("path") else "embedded")
     try:
         if name == "mix":
             raise ValueError("data.source=mix: a mix cannot be a member of a mix; name its sources")
         source = source_of(replace(config, source=name))
-        # Conversations are scored differently: a member that has none must say chat=false.
+        # Conversations are scored differently, so a member that has none must say chat=false.
         others = {key for other in SOURCES.values() for key in other.keys} - source.keys - {"chat"}
         unused = {key: getattr(DataConfig(), key) for key in others}
         member = replace(config, **(unused | dict(own) | {"source": name}))
         member.validate()
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
-    for key, value in own.items():
-        check_used(member, key, value, place)
-    try:
         if member.chat:
             check_used(member, "chat", True)
         source.check(member)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
+    for key, value in own.items():
+        check_used(member, key, value, place)
     return member

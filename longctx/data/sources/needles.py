@@ -100,7 +100,7 @@ class Task(NamedTuple):
 
 
 def number(rng: random.Random) -> str:
-    """A number of DIGITS digits, the first not 0."""
+    """Return a number of DIGITS digits, the first not 0."""
     return str(rng.randrange(10 ** (DIGITS - 1), 10**DIGITS))
 
 
@@ -149,7 +149,7 @@ def document(filler: str, every: int, rng: random.Random) -> str:
 
 
 def _place(rng: random.Random) -> float:
-    """A share of the text, at times its very beginning or end."""
+    """Return a share of the text, at times its very beginning or end."""
     return min(1.0, max(0.0, rng.uniform(-0.1, 1.05)))
 
 
