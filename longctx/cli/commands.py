@@ -150,7 +150,7 @@ def _train(argv: list[str]) -> int:
         if request.config.device != "cpu" and request.config.seq_len != "max":
             hardware.start_gpu(processes.local_rank)  # "max" is found by processes of their own
         with libraries():
-            from longctx.training.loop import train
+            from longctx.training.life_cycle import train
         return train(request)
     except (ValueError, OSError):
         leave_to_first()

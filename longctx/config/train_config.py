@@ -106,6 +106,7 @@ class TrainConfig:
         "AdamW's β1 and β2",
     )
     clip: float | None = key(1.0, "largest global gradient norm; null: no clipping")
+    objective: str = key("cross_entropy", "what a step minimizes", choices=("cross_entropy",))
     spike: str = key(
         "flag",
         "flag: say where the loss leaps | skip: drop such a step too (every step waits for it)",

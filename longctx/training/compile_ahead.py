@@ -20,7 +20,7 @@ from longctx.kernels import HAS_TRITON, flash_op, relaunch
 from longctx.model import GPT, compile_cache
 from longctx.planner.workload import Workload
 from longctx.stop_signal import UNNEEDED
-from longctx.training.small_run import with_few_layers
+from longctx.training.context_check import with_few_layers
 
 Task = Callable[[], object]
 TOKENS = 128  # of the step that compiles: a multiple of 16, which Triton makes code for

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from longctx.attention import Mask
 from longctx.distributed.devices import is_out_of_memory
 from longctx.training.batches import MicroBatch
+from longctx.training.module import Mark, StepParts
 from longctx.training.optimizers.adamw import AdamW
-from longctx.training.step_parts import Mark, StepParts
 
 T = TypeVar("T")
 

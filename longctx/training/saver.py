@@ -10,7 +10,7 @@ While the last one is written, and those that it replaces are deleted, the run f
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,10 +23,8 @@ from longctx.planner.hardware import GIB
 from longctx.runs import checkpoints, run_folder
 from longctx.runs.checkpoint_write import ALONE, Saving, Snapshot, Writers, use_device
 from longctx.runs.removal import Removal
-from longctx.training.best import Best
 from longctx.training.run import Run
 from longctx.training.run_log import RunLog
-from longctx.training.throughput import Meter
 from longctx.training.train_step import TrainState
 
 SAID_AFTER = 1.0  # seconds for which the end of a run deletes checkpoints
@@ -94,10 +92,12 @@ class Saver:
         threading.Thread(target=work, args=[sizes, is_reserved], name="reserve").start()
         self.is_reserved = is_reserved
 
-    def save(self, meter: Meter, best: Best, step: int, last: bool) -> None:
-        """Begin to write the checkpoint after `step`; all ranks call it. Raises OSError where it,
-        or the one before, cannot be written. The older ones of the run go, but for the best one
-        where that is kept.
+    def save(
+        self, content: Mapping[str, object], step: int, last: bool, best_step: int = 0
+    ) -> None:
+        """Begin to write the checkpoint after `step`, with `content` next to the weights and the
+        optimizer's state; all ranks call it. Raises OSError if it, or the one before, cannot be
+        written. The older ones of the run are deleted, but for that of `best_step`.
 
         After the `last` one, which `finish` waits for, the state is to change no more.
         """
@@ -105,9 +105,7 @@ class Saver:
         if self.removal is not None:  # or there would be two on the disk beside those kept
             self.removal.wait()
             self._say_removal_problem()
-        content = {"steps_done": step, "meter": meter.state(), "best": best.state()}
-        content["random"] = checkpoints.random_state()
-        best_step = best.step if self.run.config.keep_best else 0
+        content = {"steps_done": step, **content, "random": checkpoints.random_state()}
         self.step = step
         saving = self._saving(content, best_step) if self._writes else None
         has_copy = saving is None or self._has_copy(saving, last)

@@ -5,7 +5,9 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,17 +16,19 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from longctx.attention import Mask
+from longctx.config.train_config import TrainConfig
 from longctx.data import SampleStream
 from longctx.data.rows import IGNORED, padding_ids
 from longctx.training.batches import (
     LostWorker,
     StepBatch,
     _batches,
-    collate,
+    collate_step,
     lost_worker,
     micro_batch,
     validation_batches,
 )
+from tests.training.sample_run import sample_run
 
 
 def row(*lengths: int, padding: int = 0) -> dict[str, Tensor]:
@@ -88,7 +92,7 @@ def test_micro_batches_keep_the_order_of_rows() -> None:
     rows = [row(3, 2) for _ in range(6)]
     for number, r in enumerate(rows):
         r["tokens"] += 100 * number
-    batch = collate(rows, tokens=2 * 5)
+    batch = collate_step(micro_batch, 2 * 5, {None: 1}, rows)
     assert [micro.tokens[:, 0].tolist() for micro in batch.micro] == [
         [0, 100],
         [200, 300],
@@ -99,7 +103,7 @@ def test_micro_batches_keep_the_order_of_rows() -> None:
 def test_a_batch_survives_workers_and_moves_whole() -> None:
     rows = [row(3, 2, padding=1) for _ in range(8)]
     order = SampleStream(8, seed=0)
-    two_rows = partial(collate, tokens=2 * 6)
+    two_rows = partial(collate_step, micro_batch, 2 * 6, {None: 1})
     loader = DataLoader(rows, batch_size=4, sampler=order, collate_fn=two_rows, num_workers=1)  # type: ignore[arg-type,var-annotated]
     batch: StepBatch = next(iter(loader))
     moved = batch.to(torch.device("cpu"))
@@ -118,10 +122,12 @@ def test_ranks_share_the_validation_rows_without_overlap(wanted: int, world_size
     rows = [row(3, 2) for _ in range(11)]
     for number, r in enumerate(rows):
         r["tokens"][0] = number
+    run = replace(sample_run(TrainConfig(batch_size=2)), val_rows=wanted)
     first_tokens: list[int] = []
     batches = set()
     for rank in range(world_size):
-        of_rank = list(validation_batches(rows, wanted, 2, rank, world_size))  # type: ignore[arg-type]
+        parallel = SimpleNamespace(data_rank=rank, data_ranks=world_size)
+        of_rank = list(validation_batches(run, SimpleNamespace(val=rows), parallel))  # type: ignore[arg-type]
         batches.add(len(of_rank))
         for micro in of_rank:
             if micro.scored:

@@ -10,8 +10,7 @@ from rich.table import Table
 from longctx import tables
 from longctx.python_child import typed_command
 from longctx.runs.metrics import Row, duration, figures
-from longctx.training.console import Display, brief, closing_table
-from longctx.training.loss_curve import loss_curve
+from longctx.training.console import Display, brief, closing_table, loss_curve
 from longctx.training.run_log import validates
 from longctx.training.sweep import Job, sweep_table
 

@@ -96,7 +96,7 @@ def test_weights_that_are_no_numbers_are_not_saved(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(
-        "longctx.training.learning_rate.learning_rate",
+        "longctx.training.schedule.learning_rate",
         lambda step, run: float("nan") if step else 0.1,
     )
     every = {"log_every": 30, "val_every": 30, "checkpoint_every": 3}

@@ -3,7 +3,7 @@
 import pytest
 
 from longctx.config.train_config import TrainConfig
-from longctx.training.learning_rate import learning_rate
+from longctx.training.schedule import learning_rate
 from tests.training.sample_run import sample_run
 
 

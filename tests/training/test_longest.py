@@ -14,7 +14,7 @@ from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import predict
 from longctx.planner.workload import Workload, workload_of
 from longctx.training import longest
-from longctx.training.child import OUT_OF_MEMORY, DryRun
+from longctx.training.dry_run import OUT_OF_MEMORY, DryRun
 
 GPU = hardware.chip("NVIDIA H200", 139.8 * GIB)
 HOST = 128 * GIB

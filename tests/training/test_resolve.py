@@ -5,6 +5,8 @@ import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
@@ -16,9 +18,9 @@ from longctx.planner.hardware import GIB, Machine
 from longctx.planner.peak_memory import predict
 from longctx.planner.workload import Workload, workload_of
 from longctx.runs import run_folder
-from longctx.training import resolve
-from longctx.training.child import DryRun
-from longctx.training.out_of_memory import check_fits
+from longctx.training import resolve, resume
+from longctx.training.dry_run import DryRun
+from longctx.training.memory import check_fits
 from longctx.training.run import Run, of_shared
 from tests.training.sample_run import Overrides
 
@@ -51,6 +53,14 @@ def test_a_resumed_run_keeps_its_micro_batches_on_another_gpu(tmp_path: Path) ->
         assert (work.batch_size, work.accumulate) == (requested.batch_size, requested.accumulate)
 
 
+def length_on(machine: Machine, device: str, config: TrainConfig, lines: list[str]) -> int:
+    """The tokens of seq_len=max on a machine, with a tokenizer of 128 tokens; it adds to lines."""
+    choice = resolve.Choice(config, device, config.model, "", layouts.each(config, config.model))
+    data = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=128))
+    with patch("longctx.training.resolve.load", lambda *_: data):
+        return resolve.choose_length(choice, machine, lines.append)
+
+
 def test_longest_rows_are_taken_as_they_were_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(cli.compose("train", ["model=1b", "seq_len=max"]).config, batch_size=1)
     monkeypatch.setattr(
@@ -58,10 +68,10 @@ def test_longest_rows_are_taken_as_they_were_probed(monkeypatch: pytest.MonkeyPa
         lambda run, *_: DryRun([1.0], memory={"memory_peak_gib": 0.0}),
     )
     lines: list[str] = []
-    length = resolve.longest_rows(config, config.model, 128, H200, "cuda", lines.append)
+    length = length_on(H200, "cuda", config, lines)
     assert length > 100_000 and f"{length:,}" in lines[-1]
     with pytest.raises(ValueError, match="seq_len=max"):
-        resolve.longest_rows(config, config.model, 128, CPU, "cpu", lines.append)
+        length_on(CPU, "cpu", config, lines)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +119,9 @@ def test_eight_bits_are_refused_where_the_model_has_none(
 def test_model_auto_is_the_preset_of_the_device_with_what_is_overridden() -> None:
     request = cli.compose("train", ["model=auto", "model.layers=3"])
     for device, channels in (("cpu", 128), ("cuda", 768)):
-        _, model, source = resolve.choose_model(request, device)
-        assert (model.layers, model.channels) == (3, channels)
-        assert source.endswith("(model=auto)")
+        choice = resolve.choose_model(request, device)
+        assert (choice.model.layers, choice.model.channels) == (3, channels)
+        assert choice.source.endswith("(model=auto)")
 
 
 HOST_OF_EIGHT = 1536 * GIB
@@ -155,7 +165,7 @@ def test_longest_rows_of_several_gpus_are_predicted(tmp_path: Path, corpus: Path
     for overrides in (["context.degree=8"], ["strategy.name=fsdp"], ["context.degree=auto"]):
         words = ["model=1b", "seq_len=max", "devices=8", *overrides]
         config = replace(cli.compose("train", words).config, batch_size=1)
-        length = resolve.longest_rows(config, config.model, 128, EIGHT, "cuda", lines.append)
+        length = length_on(EIGHT, "cuda", config, lines)
         assert f"{length:,}" in lines[-1] and "predicted" in lines[-1] and "not tried" in lines[-1]
         lengths.append(length)
     assert lengths[2] == lengths[0] > 4 * lengths[1]
@@ -163,7 +173,7 @@ def test_longest_rows_of_several_gpus_are_predicted(tmp_path: Path, corpus: Path
     assert fitting.fits(run.workload, fitting.room(H200.gpu), HOST_OF_EIGHT)
     small = replace(EIGHT, gpu=hardware.chip("NVIDIA H200", 2 * GIB))
     with pytest.raises(ValueError, match="seq_len=max: no length is predicted to fit"):
-        resolve.longest_rows(config, config.model, 128, small, "cuda", lines.append)
+        length_on(small, "cuda", config, lines)
 
 
 def test_a_resumed_run_keeps_its_degree_unless_asked(tmp_path: Path) -> None:
@@ -176,7 +186,7 @@ def test_a_resumed_run_keeps_its_degree_unless_asked(tmp_path: Path) -> None:
         config = cli.from_file("train", tmp_path / "config.yaml", words).config
         config.resume = str(tmp_path)
         given = [word.partition("=")[0] for word in overrides]
-        each = resolve.with_steps_of_run(layouts.each(config, config.model), given)
+        each = resume.with_steps_of_run(layouts.each(config, config.model), given)
         return [(one.context.degree, one.batch_size * one.accumulate) for one in each]
 
     assert layouts_of() == [(4, 1)]
@@ -242,7 +252,7 @@ def test_a_run_that_cannot_begin_leaves_no_folder(
     def refuse(config: TrainConfig, folder: Path) -> None:
         raise ValueError(f"init={folder}: not a chat template")
 
-    monkeypatch.setattr("longctx.training.initial.keep_for_export", refuse)
+    monkeypatch.setattr("longctx.training.pretrained.keep_for_export", refuse)
     assert train.main(overrides()) == 2
     assert "error: init=" in capsys.readouterr().err
     assert not list((tmp_path / "runs").iterdir())

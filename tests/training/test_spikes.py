@@ -11,7 +11,7 @@ import torch
 import train
 from longctx.data.rows import IGNORED
 from longctx.runs import checkpoints, run_folder
-from longctx.training.spikes import LEAST, WINDOW, Spikes, is_outlier
+from longctx.training.callbacks import LEAST, WINDOW, Spikes, is_outlier
 from tests.processes import finished
 from tests.training.sample_run import Overrides, check_equal_weights, steps, weights
 
