@@ -1,8 +1,8 @@
 """Batches: the data of a run, and everything that one optimizer step needs of it.
 
 The loss of a step is divided by its target tokens over all micro-batches and ranks, so the
-micro-batches of a step travel as one batch. Worker processes count them on the CPU, where counting
-waits for nothing. B sequences per micro-batch, T = seq_len tokens per sequence.
+micro-batches of a step travel as one batch. Worker processes count them on the CPU, which waits
+for nothing. B sequences per micro-batch, T = seq_len tokens per sequence.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class DataDiffers(ValueError):
 
 
 def data_config(config: TrainConfig) -> DataConfig:
-    """Return where documents and tokenizer come from; a resumed run that began with init= has that
-    folder's tokenizer in its own.
+    """Return the sources of documents and tokenizer; a resumed run that began with init= has the
+    tokenizer in its own folder.
     """
     if config.init is None or config.resume is None:
         return config.data
@@ -77,7 +77,7 @@ def shared_data(run: Run, parallel: Parallel) -> Data | Mixture:
 
 
 class MicroBatch:
-    """Sequences that go through the model together, and the counts that a step needs before.
+    """Sequences that go through the model together, and the counts of their tokens.
 
     No dataclass: Lightning looks for tensors inside dataclasses, and masks are frozen.
     """
@@ -268,7 +268,7 @@ def _ended(workers: Sequence[Any]) -> list[Any]:
 
 
 def _end_stopped(pids: list[int]) -> None:
-    """Kill data workers that stay stopped by a signal: torch notices only those that are gone."""
+    """Kill data workers that stay stopped by a signal: torch notices no worker but a lost one."""
     looks = dict.fromkeys(pids, 0)
     while any(state_of(pid) for pid in pids):
         time.sleep(LOOK)

@@ -2,11 +2,11 @@
 
 The run's own step on the run's own rows, cut short, with few layers and random weights:
 
-1. The leak probe. A token is changed: the logits of later tokens of its document may change, and
-   no others. Packed rows that ranks share have leaked elsewhere without a word (trl#6843).
+1. The leak probe changes a token. Logits of later tokens of its document may change, and no others.
+   Packed rows that ranks share have leaked elsewhere without a word (trl#6843).
 2. Loss, gradient norm and every gradient of a step over all ranks, against the same step on each
-   rank alone. In fp32 they agree but for the order of sums. What runs in bf16 is compared there
-   too: all ranks may be no further from one rank's fp32 than one rank's bf16 is.
+   rank alone. In fp32 they agree but for the order of sums. A run in bf16 is compared in bf16 too:
+   all ranks may be no further from one rank's fp32 than one rank's bf16 is.
 
 A second step leaves out targets so that some ranks have none. The row's length is not divisible.
 """
@@ -33,15 +33,16 @@ from longctx.training.batches import StepBatch, micro_batch
 from longctx.training.run import Run
 from longctx.training.train_step import TrainState, optimizer_step
 
-LENGTH = {"cuda": 2048, "cpu": 192}  # tokens of a row, at most
-BATCH_SIZE = 2  # rows of a micro-batch, at most
+# Limits of the small run
+LENGTH = {"cuda": 2048, "cpu": 192}  # tokens of a row
+BATCH_SIZE = 2  # rows of a micro-batch
 ACCUMULATE = 2
-WORDS = 8192  # of the vocabulary, at most; the others stand for one of these
+WORDS = 8192  # of the vocabulary, modulo which tokens are taken
 WINDOW = 64  # keys: windows get shorter as rows do, but no shorter than this
 
 # Allowed differences, relative to the largest value of a tensor.
 FP32 = 1e-5
-BF16 = 2.0**-6  # from fp32, and more where one rank is as far: twice the spacing of its numbers
+BF16 = 2.0**-6  # from fp32, and more if one rank is as far: twice the spacing of its numbers
 TIMES = 2.0  # as far as one rank
 
 Row = dict[str, Tensor]  # see longctx.data.rows
@@ -53,8 +54,8 @@ class CheckFailed(RuntimeError):
 
 
 class Finding(NamedTuple):
-    """What a check that passed has seen; None: this precision is not that of the run, or not to be
-    had.
+    """The result of a check that passed; None for a precision that the run or its attention does
+    not have.
     """
 
     unchanged: int  # logits that no changed token may change
@@ -86,7 +87,7 @@ class Finding(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a step came to; of a gradient this rank holds the rows `places`."""
+    """The result of a step; this rank holds the rows `places` of a gradient."""
 
     loss: float  # mean over the scored tokens of all ranks
     grad_norm: float
@@ -95,10 +96,11 @@ class Result(NamedTuple):
 
 
 def compare_with_one(run: Run, data: Data | Mixture, parallel: Parallel) -> Finding:
-    """Check `run` before its first step, of which nothing stays; every rank calls it.
+    """Check `run` before its first step, and leave no trace; every rank calls it.
 
-    Raises CheckFailed, with one line that names what differs and by how much.
+    Raises CheckFailed, whose line names the difference and its size.
     """
+    # Two steps: of whole rows, and of rows that leave some ranks without a target
     trial = small(run)
     groups, borders = rows_of_groups(trial, data, parallel)
     fewer = [
@@ -108,7 +110,7 @@ def compare_with_one(run: Run, data: Data | Mixture, parallel: Parallel) -> Find
     mine = [rows[parallel.data_rank] for rows in (groups, fewer)]
     all_rows = [[row for rows in step for row in rows] for step in (groups, fewer)]
 
-    # As the run computes
+    # In the run's own precision: all ranks, then each rank alone
     state = begin(trial, parallel)
     unchanged = probe(state, mine[0][: trial.workload.batch_size], parallel)
     ours = results(state, mine, parallel)
@@ -116,7 +118,7 @@ def compare_with_one(run: Run, data: Data | Mixture, parallel: Parallel) -> Find
     alone = parallel.alone()
     theirs = results(begin(of_one_rank(trial), alone), all_rows, alone)
 
-    # fp32, and against it bf16
+    # bf16 rounds differently on each layout: it is held to the distance of one rank from fp32
     fp32: Differences | None = None
     bf16: Differences | None = None
     if trial.workload.precision == "fp32":
@@ -142,7 +144,7 @@ def compare_with_one(run: Run, data: Data | Mixture, parallel: Parallel) -> Find
 
 
 def has_fp32(run: Run) -> bool:
-    """Whether the run's attention can compute in fp32."""
+    """Return True if the run's attention can compute in fp32."""
     try:
         check_attention(run.config, run.workload.model, run.workload.device)
     except ValueError:
@@ -153,7 +155,7 @@ def has_fp32(run: Run) -> bool:
 def rows_of_groups(
     run: Run, data: Data | Mixture, parallel: Parallel
 ) -> tuple[list[list[Row]], int]:
-    """The first rows of each data rank, cut short, and how many of them were given a border."""
+    """Return the first rows of each data rank, cut short, and how many were given a border."""
     every = parallel.all_gather_objects(cut_rows(run, data, parallel.data_rank))
     context = run.workload.context
     for rank, (hashes, _, _) in enumerate(every):
@@ -165,7 +167,7 @@ def rows_of_groups(
 
 
 def begin(run: Run, parallel: Parallel) -> TrainState:
-    """A model with its optimizer; what LoRA adds is not zero, as it is in a run that begins."""
+    """Return a model with its optimizer; LoRA adds something, unlike at the start of a run."""
     state, r = TrainState(run, parallel), 0.05
     with torch.no_grad():
         for layer in lora.layers(state.module.model):
@@ -176,8 +178,8 @@ def begin(run: Run, parallel: Parallel) -> TrainState:
 
 
 def probe(state: TrainState, rows: list[Row], parallel: Parallel) -> int:
-    """Change a token of the first document of each row, then of its last; returns how many logits
-    must not change, and have not.
+    """Change a token of the first document of each row, then of its last; return the number of
+    logits that must not change, and have not.
     """
     unchanged, problem = 0, None
     before = logits(state, rows, parallel)
@@ -215,7 +217,7 @@ def probe(state: TrainState, rows: list[Row], parallel: Parallel) -> int:
 
 
 def logits(state: TrainState, rows: list[Row], parallel: Parallel) -> Tensor:
-    """(B, T, V) of `rows`, by the forward of training."""
+    """Return the logits (B, T, V) of `rows`, by the forward of training."""
     batch = micro_batch(rows).to(parallel.device)
     with parallel.autocast():
         scores: Tensor = state.module.model(batch.tokens, None, batch.mask)
@@ -223,7 +225,7 @@ def logits(state: TrainState, rows: list[Row], parallel: Parallel) -> Tensor:
 
 
 def results(state: TrainState, steps: list[list[Row]], parallel: Parallel) -> list[Result]:
-    """What each of the steps comes to, of which this rank takes these rows."""
+    """Return the result of each step; `steps` are the rows of this rank."""
     size, step_results = state.run.workload.batch_size, []
     for rows in steps:
         groups = [rows[i : i + size] for i in range(0, len(rows), size)]
@@ -246,7 +248,7 @@ def results(state: TrainState, steps: list[list[Row]], parallel: Parallel) -> li
 
 
 def differences(ours: list[Result], theirs: list[Result], parallel: Parallel) -> Differences:
-    """The largest difference of any step and rank, by what differs; `theirs` are of one rank."""
+    """Return the largest difference of any step and rank, by name; `theirs` are of one rank."""
     of_step: list[Differences] = []
     for mine, one in zip(ours, theirs, strict=True):
         pairs = {"loss": (mine.loss, one.loss), "gradient norm": (mine.grad_norm, one.grad_norm)}
@@ -263,8 +265,8 @@ def differences(ours: list[Result], theirs: list[Result], parallel: Parallel) ->
 
 
 def relative(x: Tensor, y: Tensor, reference: Tensor | None = None) -> float:
-    """The largest difference of x and y, relative to the largest value of y, or of the
-    `reference` that it is a part of; infinite where a value is no number.
+    """Return the largest difference of x and y, relative to the largest value of y, or of the
+    `reference` that y is a part of; infinite if a value is NaN.
     """
     if not x.numel():
         return 0.0
@@ -274,13 +276,13 @@ def relative(x: Tensor, y: Tensor, reference: Tensor | None = None) -> float:
 
 
 def summary(differences: Differences) -> Differences:
-    """The difference of the loss, and the largest of the gradients and their norm."""
+    """Return the difference of the loss, and the largest of the gradients and their norm."""
     gradients = max(x for name, x in differences.items() if name != "loss")
     return {"loss": differences["loss"], "gradients": gradients}
 
 
 def require(run: Run, differences: Differences, allowed: Differences, where: str) -> None:
-    """Raise CheckFailed where a difference is more than is allowed; it names a weight if it can."""
+    """Raise CheckFailed if a difference is more than allowed; it names a weight if it can."""
     over = {name: x / allowed[name] for name, x in differences.items() if not x <= allowed[name]}
     if over:
         name = max(over, key=lambda name: (name.startswith("gradient of"), over[name]))
@@ -292,13 +294,13 @@ def require(run: Run, differences: Differences, allowed: Differences, where: str
 
 
 def failed(run: Run, problem: str) -> CheckFailed:
-    """The error, in one line, that says how the run is spread and what to do."""
-    work = run.workload
-    shared = f" context.method={work.context_method}" if work.context > 1 else ""
+    """Return the error, with the layout of the run and a remedy."""
+    workload = run.workload
+    shared = f" context.method={workload.context_method}" if workload.context > 1 else ""
     return CheckFailed(
-        f"context.check=true: {problem} (strategy={work.strategy} context={work.context}{shared} "
-        f"attention={work.attention.backend} memory={work.memory.policy}); nothing was trained: "
-        "try another context.method or attention, or fewer devices"
+        f"context.check=true: {problem} (strategy={workload.strategy} context={workload.context}"
+        f"{shared} attention={workload.attention.backend} memory={workload.memory.policy}); "
+        "nothing was trained: try another context.method or attention, or fewer devices"
     )
 
 
@@ -313,37 +315,42 @@ def forget(run: Run) -> None:
 
 
 def small(run: Run) -> Run:
-    """`run` with short rows and few layers, which its steps never change."""
-    work = run.workload
-    length = min(work.seq_len, LENGTH[work.device])
-    if work.context > 1 and length % work.context == 0:
+    """Return `run` with short rows and few layers, and a learning rate of 0.
+
+    Everything stays that decides how ranks share a step: heads and their size, hidden size,
+    attention, memory policy, LoRA, the layout, the precision. fp8 becomes bf16: with one scale per
+    tensor, the rounding of every token depends on all others.
+    """
+    workload = run.workload
+    length = min(workload.seq_len, LENGTH[workload.device])
+    if workload.context > 1 and length % workload.context == 0:
         length -= 1
-    model = with_few_layers(work.model, work.memory.keep_every or 1)
+    model = with_few_layers(workload.model, workload.memory.keep_every or 1)
     model = replace(model, vocab_size=min(model.vocab_size or WORDS, WORDS))
     if model.window is not None:
-        scaled = max(WINDOW, model.window * length // work.seq_len)
+        scaled = max(WINDOW, model.window * length // workload.seq_len)
         model = replace(model, window=min(model.window, scaled))
-    memory = work.memory
+    memory = workload.memory
     if memory.mlp_tile:
-        tile = max(1, length // (3 * work.context))
+        tile = max(1, length // (3 * workload.context))
         memory = replace(memory, mlp_tile=min(memory.mlp_tile, tile))
-    work = replace(
-        work,
+    workload = replace(
+        workload,
         seq_len=length,
-        batch_size=min(work.batch_size, BATCH_SIZE),
+        batch_size=min(workload.batch_size, BATCH_SIZE),
         accumulate=ACCUMULATE,
         model=model,
         memory=memory,
-        precision="bf16" if work.precision == "fp8" else work.precision,
+        precision="bf16" if workload.precision == "fp8" else workload.precision,
         bf16_layers=(),
     )
     config = replace(run.config, init=None, seq_len_schedule=None)
-    return replace(run, config=config, workload=work, lr=0.0, checkpoint=None, steps_done=0)
+    return replace(run, config=config, workload=workload, lr=0.0, checkpoint=None, steps_done=0)
 
 
 def with_few_layers(model: GPTConfig, keep_every: int) -> GPTConfig:
-    """`model` with the first layer of each kind, and the first few: blocks that are recomputed
-    together, and one more.
+    """Return `model` with the first layer of each sort, and the first few: the blocks that are
+    recomputed together, and one more.
     """
     kinds = [(model.window_of(n), n in model.nope_layers) for n in range(model.layers)]
     first = {kinds.index(kind) for kind in kinds}
@@ -360,14 +367,14 @@ def with_few_layers(model: GPTConfig, keep_every: int) -> GPTConfig:
 
 
 def of_one_rank(run: Run) -> Run:
-    """The steps of all ranks of `run` on one, without torch.compile."""
-    work = run.workload
+    """Return `run` with the steps of all ranks on one, without torch.compile."""
+    workload = run.workload
     alone = replace(
-        work,
+        workload,
         devices=1,
         strategy="none",
         context=1,
-        accumulate=work.accumulate * work.data_ranks,
+        accumulate=workload.accumulate * workload.data_ranks,
         compile=False,
         graphs="false",
     )
@@ -375,20 +382,22 @@ def of_one_rank(run: Run) -> Run:
 
 
 def in_fp32(run: Run) -> Run:
-    """`run` in fp32, without torch.compile, which has been tried in bf16."""
-    work = replace(run.workload, precision="fp32", compile=False)
-    return replace(run, workload=work, config=replace(run.config, precision="fp32"))
+    """Return `run` in fp32, without torch.compile, which was tried in bf16."""
+    workload = replace(run.workload, precision="fp32", compile=False)
+    return replace(run, workload=workload, config=replace(run.config, precision="fp32"))
 
 
 def cut_rows(run: Run, data: Data | Mixture, data_rank: int) -> tuple[list[str], list[Row], int]:
     """Return the first rows of this data rank: their hashes, the rows cut short, and how many of
     them were given a border.
     """
-    work = run.workload
-    assert work.model.vocab_size is not None
-    order = data.order(run.config.seed, data_rank, work.data_ranks, 0)
-    rows = [data.train[number] for number in islice(order, work.batch_size * work.accumulate)]
-    cuts = [cut(row, work.seq_len, work.model.vocab_size) for row in rows]
+    workload = run.workload
+    assert workload.model.vocab_size is not None
+    order = data.order(run.config.seed, data_rank, workload.data_ranks, 0)
+    rows = [
+        data.train[number] for number in islice(order, workload.batch_size * workload.accumulate)
+    ]
+    cuts = [cut(row, workload.seq_len, workload.model.vocab_size) for row in rows]
     hashes = [hash_of(row) for row in rows]
     return hashes, [row for row, _ in cuts], sum(has_new_border for _, has_new_border in cuts)
 
@@ -399,7 +408,7 @@ def hash_of(row: Row) -> str:
 
 
 def cut(row: Row, length: int, words: int) -> tuple[Row, bool]:
-    """`length` tokens of `row` around a border of two documents, and whether it had to be made."""
+    """Return `length` tokens of `row` around a border of documents, and True if it is a new one."""
     tokens, targets, doc_ids = (row[key] for key in ("tokens", "targets", "doc_ids"))
     real = len(tokens) - int(row["padding"])
     borders = (doc_ids[1:real] != doc_ids[: max(real - 1, 0)]).nonzero().flatten() + 1
@@ -422,7 +431,7 @@ def cut(row: Row, length: int, words: int) -> tuple[Row, bool]:
 
 
 def documents(doc_ids: Tensor, padding: int) -> list[tuple[int, int]]:
-    """First token and number of tokens of each document of at least two tokens."""
+    """Return first token and number of tokens of each document of at least two tokens."""
     _, counts = doc_ids[: len(doc_ids) - padding].unique_consecutive(return_counts=True)
     ends = counts.cumsum(0)
     spans = zip((ends - counts).tolist(), counts.tolist(), strict=True)
@@ -430,7 +439,7 @@ def documents(doc_ids: Tensor, padding: int) -> list[tuple[int, int]]:
 
 
 def without_targets(row: Row, all_of_it: bool) -> Row:
-    """`row` whose second half, or all of it, is not scored."""
+    """Return `row` without targets in its second half, or in all of it."""
     targets = row["targets"].clone()
     targets[0 if all_of_it else len(targets) // 2 :] = IGNORED
     return row | {"targets": targets}

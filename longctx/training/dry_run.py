@@ -87,16 +87,18 @@ def dry_run(
     error.
     """
     run = dataclasses.replace(run, max_steps=steps)
-    work = run.workload
-    result, laps = DryRun([]), Laps(work.device == "cuda")
+    workload = run.workload
+    # Memory of an earlier call must not count
+    result, laps = DryRun([]), Laps(workload.device == "cuda")
     gc.collect()
-    if work.device == "cuda":
+    if workload.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    parallel = Parallel(run.config, work.device, this_machine())
+    parallel = Parallel(run.config, workload.device, this_machine())
     parallel.launch(folder="")
+    # The first steps compile, so each step has its own time
     try:
-        with within_memory(work.device):
+        with within_memory(workload.device):
             state = TrainState(run, parallel)
             laps.begin()
             for step, batch in zip(
@@ -116,18 +118,19 @@ def dry_run(
         if not is_out_of_memory(error):
             raise
         result.failed = OUT_OF_MEMORY
+    # Steps before the memory ran out have their figures, too
     result.ms = laps.ms()
-    result.memory = measured(torch.device(work.device))
+    result.memory = measured(torch.device(workload.device))
     result.kernels = attention.kernels_run()
     return result
 
 
 def random_batches(run: Run, document: int | None) -> Iterator[StepBatch]:
     """Return steps of random tokens, by the loader of training."""
-    work = run.workload
-    assert work.model.vocab_size is not None
-    rows = RandomRows(work.model.vocab_size, work.seq_len, document or work.seq_len)
-    size = work.batch_size * work.accumulate
+    workload = run.workload
+    assert workload.model.vocab_size is not None
+    rows = RandomRows(workload.model.vocab_size, workload.seq_len, document or workload.seq_len)
+    size = workload.batch_size * workload.accumulate
     order = (list(range(first, first + size)) for first in count(0, size))
     return read_ahead(train_loader(run, rows, order, min(run.config.workers, 1)))
 

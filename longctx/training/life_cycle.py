@@ -122,6 +122,7 @@ class LifeCycle:
         log = RunLog(run, parallel)
         saver = Saver(run, parallel, log)
         frozen = gc.get_freeze_count()
+        # The Saver's block writes a checkpoint that is under way to its end, also if the loop fails
         try:
             with within_memory(run.workload.device), saver:
                 loop(run, parallel, log, self, saver)
@@ -149,6 +150,7 @@ class LifeCycle:
             parallel.shut_down()
             if not parallel.is_first:
                 return 0
+        # A run refused before its first step leaves no folder, so the same command starts it again
         if is_refused and run.checkpoint is None:
             shutil.rmtree(run.folder, ignore_errors=True)
         else:
@@ -157,6 +159,7 @@ class LifeCycle:
             if parallel.is_first:
                 print(f"error: {problem}", file=sys.stderr, flush=True)
             parallel.fail(problem, code)
+        # Last: the report waits for no deletion
         self._delete_old_checkpoints(log, saver)
         return code
 
@@ -235,8 +238,8 @@ class LifeCycle:
 
 
 def without_lost_connections(show: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the excepthook `show`, silent for threads that served a data worker which is gone:
-    the run says so in one line of its own.
+    """Return the excepthook `show`, silent for threads that served a lost data worker: the run
+    prints a line of its own.
     """
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:

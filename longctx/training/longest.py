@@ -31,14 +31,15 @@ def longest_of(
     host_memory: float,
     say: Callable[[str], None],
 ) -> int:
-    """Return the tokens of the longest sequences that fit in one of the layouts that `candidates`,
-    tokens → step, compute; ValueError if none does.
+    """Return the tokens of the longest sequences that fit in a layout; ValueError if none fit.
+
+    candidates: for each layout, tokens per sequence → its step.
     """
     if any(is_shared(at(DOCUMENT)) for at in candidates):
         return predicted(candidates, gpu, host_memory, say)
 
-    def probe(work: Workload) -> DryRun:
-        return two_steps(scheduled(work))
+    def probe(workload: Workload) -> DryRun:
+        return two_steps(scheduled(workload))
 
     return find(candidates[0], probe, gpu, host_memory, say)
 
@@ -55,26 +56,32 @@ def find(
 
     Each probe tries the limit that the planner predicts, corrected by the memory of the last one.
     """
+    # NCCL's buffers are outside of torch's allocator
     nccl = GIB if at(MULTIPLE).devices > 1 else 0
     room = gpu.usable - nccl
     fits: dict[int, bool] = {}  # length tried → whether it fit
     scale = 1.0  # of measured to predicted memory
     while len(fits) < PROBES:
-        work = fitting.longest(at, room / scale, host_memory, MULTIPLE)
+        workload = fitting.longest(at, room / scale, host_memory, MULTIPLE)
         best = max((length for length, fit in fits.items() if fit), default=0)
-        if work is None or work.seq_len <= best or (best and best >= CLOSE * work.seq_len):
+        if (
+            workload is None
+            or workload.seq_len <= best
+            or (best and best >= CLOSE * workload.seq_len)
+        ):
             break
-        predicted, measured = predict(work).peak, probe(work)
+        # A child process: running out of memory there harms nobody
+        predicted, measured = predict(workload).peak, probe(workload)
         if measured.failed and not measured.failed.startswith(OUT_OF_MEMORY):
             raise ValueError(
-                f"seq_len=max: the probe of {work.seq_len:,} tokens failed: {measured.failed}"
+                f"seq_len=max: the probe of {workload.seq_len:,} tokens failed: {measured.failed}"
             )
-        fit = fits[work.seq_len] = measured.failed is None
+        fit = fits[workload.seq_len] = measured.failed is None
         peak = measured.memory.get("memory_peak_gib", 0.0) * GIB
         outcome = f"fit in {peak / GIB:.1f} GiB" if fit else "do not fit"
         say(
-            f"seq_len=max: {work.seq_len:,} tokens with memory={work.memory.policy} {outcome} "
-            f"({predicted / GIB:.1f} GiB predicted)"
+            f"seq_len=max: {workload.seq_len:,} tokens with memory={workload.memory.policy} "
+            f"{outcome} ({predicted / GIB:.1f} GiB predicted)"
         )
         # If memory ran out, the need is not known, but it is more than there is
         at_least = 1.06 * max(scale, room / scale / predicted)
@@ -89,9 +96,9 @@ def find(
     return longest
 
 
-def is_shared(work: Workload) -> bool:
+def is_shared(workload: Workload) -> bool:
     """Return True if GPUs share sequences or weights."""
-    return work.devices > 1 and (work.context > 1 or work.strategy == "fsdp")
+    return workload.devices > 1 and (workload.context > 1 or workload.strategy == "fsdp")
 
 
 def predicted(
@@ -103,21 +110,21 @@ def predicted(
     """Return the most tokens per sequence that are predicted to fit in one of the `candidates`, a
     part of the GPU left free; ValueError if none.
     """
-    work = layouts.longest(candidates, gpu, host_memory, MULTIPLE)
-    if work is None:
+    workload = layouts.longest(candidates, gpu, host_memory, MULTIPLE)
+    if workload is None:
         raise ValueError(
             f"seq_len=max: no length is predicted to fit {gpu.memory / GIB:.1f} GiB; use a smaller "
             "model=, more devices=, or give a length"
         )
     say(
-        f"seq_len=max: {work.seq_len:,} tokens on {work.devices} GPUs, predicted to fit with "
-        f"{fitting.LEFT_FREE:.0%} left free, not tried"
+        f"seq_len=max: {workload.seq_len:,} tokens on {workload.devices} GPUs, predicted to fit "
+        f"with {fitting.LEFT_FREE:.0%} left free, not tried"
     )
-    return work.seq_len
+    return workload.seq_len
 
 
 def two_steps(run: Run) -> DryRun:
     """Take two steps of one or two micro-batches and a validation batch in a child process."""
-    work = replace(run.workload, accumulate=min(2, run.workload.accumulate), devices=1)
-    short = replace(run, workload=work)
+    workload = replace(run.workload, accumulate=min(2, run.workload.accumulate), devices=1)
+    short = replace(run, workload=workload)
     return dry_run_in_child(short, 2, DOCUMENT, True, SECONDS)

@@ -18,17 +18,17 @@ from longctx.training.run import Run
 
 
 def check_fits(candidates: Sequence[Workload], machine: Machine) -> None:
-    """Raise ValueError, with a step that fits, if each of `candidates`, with every policy that its
-    memory= leaves open, is predicted to take clearly more memory than `machine` has.
+    """Raise ValueError, with a step that fits, if all `candidates` are predicted to take clearly
+    more memory than `machine` has, under every policy that memory= leaves open.
     """
-    work = candidates[0]
-    host, clearly = machine.host_memory, CLEARLY[work.device]
-    if work.device == "cuda":
+    workload = candidates[0]
+    host, clearly = machine.host_memory, CLEARLY[workload.device]
+    if workload.device == "cuda":
         assert machine.gpu is not None
         kind, there, room = "GPU memory", machine.gpu.memory, fitting.room(machine.gpu)
     else:
         # Each process has its own tensors, and the host's share is among them
-        kind, there, host = "memory", host / work.devices_per_machine, float("inf")
+        kind, there, host = "memory", host / workload.devices_per_machine, float("inf")
         room = 0.9 * there
     possible = [policy for step in candidates for policy in fitting.policies(step)]
     limit = clearly * host + fitting.HOST_LEFT
@@ -75,8 +75,8 @@ def explain(workload: Workload, steps_done: int) -> str:
 
 
 def predicted_gib(run: Run) -> float:
-    """Return the predicted peak of a GPU; on a CPU that of this process, which has the model
-    already and copies whatever it saves.
+    """Return the predicted peak of a GPU; on a CPU of this process, which has the model already and
+    copies its checkpoints.
     """
     expected = predict(run.workload)
     if run.workload.device == "cuda":

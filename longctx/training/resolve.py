@@ -129,8 +129,9 @@ def choose_model(request: Request[TrainConfig], device: str) -> Choice:
 
 
 def choose_length(choice: Choice, machine: Machine, say: Say) -> int:
-    """Return the tokens per sequence; for seq_len=max the longest that fit, if there is a GPU whose
-    memory others do not use.
+    """Return the tokens per sequence; for seq_len=max the longest that fit the GPU.
+
+    Other programs share a CPU's memory: there is no such length.
     """
     config = choice.config
     if isinstance(config.seq_len, int):

@@ -21,24 +21,13 @@ from longctx.training.run import Run
 
 
 def with_steps_of_run(open_layouts: list[TrainConfig], given: Collection[str]) -> list[TrainConfig]:
-    """Return the layouts in which a resumed run can continue with its sequences per step, split
-    over the devices that are here, and into the batch_size and accumulate that are `given`.
-
-    Raises ValueError if none can.
+    """Return the layouts in which a resumed run can keep its sequences per step on the devices of
+    this request, with the batch_size and accumulate that are `given`; ValueError if there is none.
     """
     path = Path(open_layouts[0].resume or "")
     saved = run_folder.read_config(path)
-    of_layout = {name: saved.get(name, 1) for name in ("devices", "context.degree")}
-    numbers = of_layout | {name: saved.get(name) for name in ("batch_size", "accumulate")}
-    devices, degree, *of_batch = numbers.values()
-    is_count = [isinstance(number, int) and number > 0 for number in numbers.values()]
-    if not all(is_count) or degree > devices:
-        listed = ", ".join(f"{name}={number}" for name, number in numbers.items())
-        raise ValueError(
-            f"resume={path}: its config.yaml says {listed}, which no run writes; put back the "
-            "numbers it trained with"
-        )
-    rows = math.prod(of_batch) * (devices // degree)
+    groups_of_run = saved["devices"] // saved["context.degree"]
+    rows = saved["batch_size"] * saved["accumulate"] * groups_of_run
     possible = []
     for config in open_layouts:
         assert isinstance(config.context.degree, int)
@@ -46,7 +35,7 @@ def with_steps_of_run(open_layouts: list[TrainConfig], given: Collection[str]) -
         batch_size = config.batch_size if "batch_size" in given else None
         accumulate = config.accumulate if "accumulate" in given else None
         if batch_size is None and accumulate is None:
-            batch_size = math.gcd(of_batch[0], rows // groups)
+            batch_size = math.gcd(saved["batch_size"], rows // groups)
         batch_size = batch_size or rows // groups // (accumulate or 1)
         accumulate = accumulate or rows // groups // batch_size
         if batch_size * accumulate * groups == rows:

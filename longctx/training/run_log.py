@@ -211,16 +211,18 @@ def opening(run: Run) -> list[str]:
     device = f"CPU, {count_of(torch.get_num_threads(), 'thread')}"
     if workload.device == "cuda":
         device = torch.cuda.get_device_name()
+    # Parts that say nothing for the usual run are empty
     several = f"{workload.devices} × " if workload.devices > 1 else ""
     compiled = ", torch.compile" if workload.compile else ""
     compiled += ", CUDA graphs" if workload.captured else ""
     continued = f", continued after step {run.steps_done:,}" if run.steps_done else ""
     source = f"{run.model_source}, " if run.model_source else ""
     adapters = workload.lora.parameters(workload.model)
-    lora = (
-        f", frozen; LoRA of rank {workload.lora.rank} trains {adapters:,} more" if adapters else ""
-    )
+    lora = ""
+    if adapters:
+        lora = f", frozen; LoRA of rank {workload.lora.rank} trains {adapters:,} more"
     options = "".join(f", {key}={value}" for key, value in workload.attention.options.items())
+    # Documents without text are named: many of them hint at a wrong column
     counts = data.summary()
     empty = counts["documents_dropped"]
     documents = count_of(counts["documents"], "document") + (
@@ -231,6 +233,7 @@ def opening(run: Run) -> list[str]:
         f"{steps:,} steps with rows of {seq_len:,}"
         for seq_len, steps in config.seq_len_schedule or []
     )
+    # One line per decision, in the order in which they were made
     lines = [
         f"run        {run.folder}{continued}",
         f"device     {several}{device}, {workload.precision}{compiled}",

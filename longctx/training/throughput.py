@@ -1,8 +1,8 @@
 """The cost of a step: tokens per second, model FLOP/s utilization, memory, waiting for data.
 
-MFU counts the FLOPs that the model needs (PaLM, arXiv 2204.02311, appendix B) against the chip's
-dense bf16 peak, under precision=fp8 too, so that runs compare. Padding, pairs that the mask hides
-and recomputation do not count. A chip that is not in the table gets no MFU, not a guess.
+MFU counts the FLOPs of the model (PaLM, arXiv 2204.02311, appendix B) against the chip's dense bf16
+peak, under precision=fp8 too, so that runs compare. Padding, hidden pairs and recomputation do not
+count. A chip that is not in the table gets no MFU, not a guess.
 """
 
 from __future__ import annotations

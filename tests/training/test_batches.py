@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from longctx.attention import Mask
 from longctx.config.train_config import TrainConfig
 from longctx.data import SampleStream
 from longctx.data.rows import IGNORED, padding_ids
@@ -66,26 +65,19 @@ def test_attention_of_padding_costs_by_the_token() -> None:
     assert micro.mask.pairs(1, 5 + padding, 5 + padding) < 15 + 100 * padding
 
 
-def test_pairs_are_the_mean_over_layers_with_and_without_a_window() -> None:
+def test_pairs_are_the_mean_over_layers() -> None:
     rows = [row(5, 4), row(3, padding=6), row(9)]
     windowed = (9 + 7) + 5 + 17  # two keys each, one for the first of a document
     assert micro_batch(rows, {2: 1}).pairs == windowed
     assert micro_batch(rows, {None: 1, 2: 3}).pairs == round((76 + 3 * windowed) / 4)
 
 
-def test_a_piece_of_which_nothing_is_scored_is_not_padding() -> None:
+def test_a_piece_without_targets_is_not_padding() -> None:
     """A conversation's beginning, all the user's, at the end of a row."""
     conversation = row(4, 3)
     conversation["targets"][4:] = -100
     micro = micro_batch([conversation])
     assert (micro.real, micro.scored, micro.pairs) == (7, 3, 10 + 6)
-
-
-def test_the_mask_separates_documents() -> None:
-    micro = micro_batch([row(2, 3)])
-    want = Mask.documents(torch.tensor([[0, 0, 1, 1, 1]])).bind(1, 5, 5, "cpu")
-    have = micro.mask.bind(1, 5, 5, "cpu")
-    assert torch.equal(have.first, want.first)  # type: ignore[arg-type]
 
 
 def test_micro_batches_keep_the_order_of_rows() -> None:
@@ -118,7 +110,7 @@ def test_a_batch_survives_workers_and_moves_whole() -> None:
 
 @pytest.mark.parametrize("wanted", [0, 1, 4, 7, 100])
 @pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_ranks_share_the_validation_rows_without_overlap(wanted: int, world_size: int) -> None:
+def test_ranks_share_validation_rows_without_overlap(wanted: int, world_size: int) -> None:
     rows = [row(3, 2) for _ in range(11)]
     for number, r in enumerate(rows):
         r["tokens"][0] = number
@@ -151,7 +143,7 @@ def test_a_worker_whose_connection_is_reset_is_named() -> None:
     assert text == f"data worker {lost.pid} is gone (exit code -9)"
 
 
-def test_a_lost_worker_is_one_error_though_torch_raises_its_own_later() -> None:
+def test_a_lost_worker_is_one_error() -> None:
     """The connection to a worker closes before the signal comes that it has ended: here the signal
     is held back until then.
     """

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +17,7 @@ from longctx.training import compile_ahead
 from tests.processes import ROOT
 
 
-def test_tasks_run_beside_one_another_and_what_fails_is_left_to_the_run() -> None:
+def test_tasks_run_in_parallel_and_fail_in_silence() -> None:
     meeting, done = threading.Barrier(3), []
 
     def fails() -> None:
@@ -36,29 +34,6 @@ def test_tasks_run_beside_one_another_and_what_fails_is_left_to_the_run() -> Non
     assert threading.current_thread() not in done
 
 
-def test_what_reads_the_data_need_not_wait_for_a_thread_that_compiles() -> None:
-    """Each of these sleeps gives up the interpreter's lock, as each call of os.stat does."""
-    usual_interval, read = sys.getswitchinterval(), threading.Event()
-
-    def compiles() -> None:
-        while not read.is_set():
-            pass
-
-    wait = compile_ahead.side_by_side([compiles])
-    start = time.monotonic()
-    for _ in range(2000):
-        time.sleep(0)
-    seconds = time.monotonic() - start
-    read.set()
-    wait()
-    assert seconds < 2000 * usual_interval / 2
-    assert sys.getswitchinterval() == usual_interval
-
-
-def test_nothing_to_do_is_done_at_once() -> None:
-    compile_ahead.side_by_side([])()
-
-
 def test_a_cpu_compiles_nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_ahead, "side_by_side", lambda tasks: pytest.fail("it does"))
     compile_ahead.begin(training_run(["model=tiny"], "cpu").workload)()
@@ -69,14 +44,14 @@ def test_a_cpu_compiles_nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     [[], ["model.nope_layers=[1,3]"], ["model.window=64", "model.window_layers=[0,2]"]],
     ids=["plain", "nope", "windows"],
 )
-def test_a_step_of_one_block_works_for_every_kind_of_layer(keys: list[str]) -> None:
+def test_a_step_of_one_block_works_for_every_layer(keys: list[str]) -> None:
     work = training_run(["model=tiny", "model.layers=4", "model.vocab_size=512", *keys], "cpu")
     state = torch.get_rng_state()
     compile_ahead.step_of_one_block(work.workload)
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_settings_of_the_compiler_are_those_of_the_thread_that_compiles() -> None:
+def test_compiler_settings_are_those_of_its_thread() -> None:
     code = """if True:
         from concurrent.futures import ThreadPoolExecutor
         from longctx.model import compile_cache
@@ -107,7 +82,7 @@ def test_nobody_waits_for_compilers_at_the_end() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_has_the_kernels_of_a_run_tested_before_it_asks(
+def test_kernels_are_tested_before_the_run_needs_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from longctx.kernels import selftest
@@ -122,7 +97,7 @@ def test_a_gpu_has_the_kernels_of_a_run_tested_before_it_asks(
 
 
 @pytest.mark.gpu
-def test_a_step_of_one_block_compiles_what_a_step_of_the_model_needs(
+def test_one_block_compiles_every_kernel_of_a_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     triton = pytest.importorskip("triton")
@@ -140,35 +115,3 @@ def test_a_step_of_one_block_compiles_what_a_step_of_the_model_needs(
         loss = model(tokens, tokens, reduction="sum", scale=torch.ones((), device="cuda"))
     loss.backward()
     assert compiled == []
-
-
-@pytest.mark.gpu
-def test_a_hundred_warm_starts_end_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each start compiles nothing and loads every kernel anew, with launchers seen before."""
-    triton = pytest.importorskip("triton")
-    from longctx.kernels import selftest
-
-    errors: list[Exception] = []
-    on = compile_ahead.on
-
-    def note(device: int, task: compile_ahead.Task) -> None:
-        try:
-            on(device, task)
-        except Exception as error:
-            errors.append(error)
-            raise
-
-    monkeypatch.setattr(compile_ahead, "on", note)
-    work = training_run(["model=124m", "seq_len=4096"], "cuda").workload
-    compile_ahead.begin(work)()
-    kernels = [x for x in gc.get_objects() if isinstance(x, triton.JITFunction)]
-    modules = [x for name, x in sys.modules.items() if name.startswith("longctx.kernels.hopper")]
-    for _ in range(100):
-        selftest._trusted.clear()
-        for kernel in kernels:
-            kernel.device_caches.clear()
-        for module in modules:
-            getattr(module, "_launches", {}).clear()
-        compile_ahead.begin(work)()
-        assert errors == []
-        assert {key[0] for key in selftest._trusted} == {"forward", "backward"}

@@ -34,7 +34,7 @@ def hidden(folder: Path) -> list[Path]:
     return [path for path in folder.rglob(".*")]
 
 
-def test_a_full_disk_has_an_exit_code_of_its_own_and_costs_no_checkpoint(
+def test_a_full_disk_costs_no_checkpoint(
     overrides: Overrides, disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = {"max_steps": 30, "checkpoint_every": 1, "keep_checkpoints": 99}
@@ -48,7 +48,7 @@ def test_a_full_disk_has_an_exit_code_of_its_own_and_costs_no_checkpoint(
     assert [row["step"] for row in steps(disk / "r")] == list(range(1, len(paths) + 3))
 
 
-def test_a_folder_that_cannot_be_written_is_found_before_step_1(
+def test_a_read_only_folder_is_found_before_step_1(
     overrides: Overrides, disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train.main(overrides(name="r", runs=disk, max_steps=2)) == 0
@@ -61,7 +61,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_step_1(
     assert "step 3/3" not in printed.out
 
 
-def test_checkpoints_that_cannot_be_written_are_found_before_step_1(
+def test_read_only_checkpoints_are_found_before_step_1(
     overrides: Overrides, disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "runs" / "r"
@@ -91,7 +91,7 @@ def test_what_a_killed_run_left_goes_at_the_next_start(
 
 
 @pytest.mark.parametrize("content", ["", "# nothing\n", "{}\n", "null\n", "---\n"])
-def test_an_empty_configuration_is_refused_and_not_filled_with_defaults(
+def test_an_empty_configuration_is_refused(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "r"

@@ -49,7 +49,7 @@ def test_the_best_checkpoint_stays_over_a_resume(
     assert evaluation.main([f"checkpoint={best}", "device=cpu", "documents=1"]) == 0
 
 
-def test_patience_ends_a_run_and_a_resume_needs_more_of_it(
+def test_patience_ends_a_run(
     overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "runs" / "r"

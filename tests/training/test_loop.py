@@ -88,9 +88,7 @@ def test_a_run_leaves_what_others_read(
     torch.testing.assert_close(model(tokens), again(tokens))
 
 
-def test_a_step_is_as_long_as_the_learning_rate_it_logs(
-    overrides: Overrides, tmp_path: Path
-) -> None:
+def test_the_logged_learning_rate_is_the_one_used(overrides: Overrides, tmp_path: Path) -> None:
     assert train.main(overrides(name="r", max_steps=1, lr=0.001, warmup_steps=1)) == 0
     [row] = steps(tmp_path / "runs" / "r")
     assert row["lr"] == pytest.approx(0.001)

@@ -38,7 +38,7 @@ def decided(config: object, gpu: hardware.Chip) -> Workload:
     return work
 
 
-def test_a_resumed_run_keeps_its_micro_batches_on_another_gpu(tmp_path: Path) -> None:
+def test_micro_batches_stay_on_another_gpu(tmp_path: Path) -> None:
     request = cli.compose("train", ["model=124m", "model.vocab_size=50304"]).config
     begun = decided(request, hardware.chip("NVIDIA H200", 139.8 * GIB))
     assert (begun.batch_size, begun.accumulate, begun.memory.policy) == (16, 1, "fast")
@@ -108,7 +108,7 @@ def test_device_is_what_there_is_or_a_mistake(
         (["bf16_layers=[0,-1]"], None),
     ],
 )
-def test_eight_bits_are_refused_where_the_model_has_none(
+def test_fp8_is_refused_for_sizes_that_do_not_fit(
     overrides: list[str], message: str | None
 ) -> None:
     config = cli.compose("train", ["model=tiny", "precision=fp8", *overrides]).config
@@ -116,7 +116,7 @@ def test_eight_bits_are_refused_where_the_model_has_none(
         config.check_fp8(config.model)
 
 
-def test_model_auto_is_the_preset_of_the_device_with_what_is_overridden() -> None:
+def test_model_auto_is_the_preset_of_the_device() -> None:
     request = cli.compose("train", ["model=auto", "model.layers=3"])
     for device, channels in (("cpu", 128), ("cuda", 768)):
         choice = resolve.choose_model(request, device)
@@ -147,16 +147,6 @@ def test_context_auto_is_decided_once_and_written_down(tmp_path: Path, corpus: P
     assert received.workload == run.workload
     short = decided_on_eight(tmp_path, corpus, "context.degree=auto", "seq_len=4096")
     assert run_folder.read_config(short.folder)["context.degree"] == 1
-
-
-def test_the_rows_of_a_step_follow_the_degree_chosen(tmp_path: Path, corpus: Path) -> None:
-    words = ["seq_len=4194304", "memory=balanced", "batch_size=1"]
-    auto, fixed = (
-        decided_on_eight(tmp_path, corpus, f"context.degree={degree}", *words).workload
-        for degree in ("auto", "8")
-    )
-    assert (auto.batch_size, auto.accumulate, auto.rows_per_step) == (1, 1, 1)
-    assert auto == fixed
 
 
 def test_longest_rows_of_several_gpus_are_predicted(tmp_path: Path, corpus: Path) -> None:
@@ -197,15 +187,6 @@ def test_a_resumed_run_keeps_its_degree_unless_asked(tmp_path: Path) -> None:
     # Two rows are for one group of devices or for two
     every = layouts_of("context.degree=auto", "context.method=auto")
     assert set(every) == {(4, 1), (8, 2)}
-    saved = (tmp_path / "config.yaml").read_text()
-    for line, edited, message in (
-        ("devices: 8", "", "devices=1, context.degree=4"),
-        ("devices: 8", "devices: '8'", "devices=8, context.degree=4"),
-        ("batch_size: 1", "batch_size: null", "batch_size=None"),
-    ):
-        (tmp_path / "config.yaml").write_text(saved.replace(line, edited))
-        with pytest.raises(ValueError, match=message):
-            layouts_of("context.degree=1", "devices=1")
 
 
 @pytest.mark.parametrize(
@@ -217,7 +198,7 @@ def test_a_resumed_run_keeps_its_degree_unless_asked(tmp_path: Path) -> None:
         (["model=1b", "batch_size=1024", "memory=long"], L4, r"batch_size=\d+ accumulate=\d+"),
     ],
 )
-def test_what_is_predicted_to_take_clearly_too_much_is_refused_with_what_fits(
+def test_too_much_memory_is_refused_with_a_remedy(
     tmp_path: Path, overrides: list[str], machine: Machine, remedy: str
 ) -> None:
     words = [*overrides, f"runs={tmp_path}", "data.path=/nowhere", "data=text"]

@@ -30,7 +30,7 @@ def growing(corpus: Path, tmp_path: Path) -> Path:
     ids=["context", "fsdp"],
 )
 @pytest.mark.parametrize("new", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_documents_that_differ_between_ranks_are_refused(
+def test_documents_must_be_equal_on_all_ranks(
     layout: dict[str, Any], new: bool, overrides: Overrides, growing: Path, tmp_path: Path
 ) -> None:
     keys = overrides(name="r", data__path=growing, devices=2, **layout)

@@ -28,7 +28,7 @@ def batch(scored: int, real: int, tokens: int, pairs: int) -> StepBatch:
     return StepBatch([MicroBatch(x, x, None, scored, real, pairs)])  # type: ignore[arg-type]
 
 
-def test_a_row_is_the_mean_over_the_scored_tokens_of_its_window() -> None:
+def test_a_row_is_the_mean_over_its_target_tokens() -> None:
     meter = meter_of()
     meter.add(batch(10, 80, 100, 500), torch.tensor(50.0))
     meter.add(batch(30, 100, 100, 700), torch.tensor(30.0))
@@ -57,7 +57,7 @@ def test_time_set_aside_is_not_a_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["seconds"] == pytest.approx(52)
 
 
-def test_a_restored_window_ends_as_the_uninterrupted_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restored_window_ends_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr("longctx.training.throughput.time.perf_counter", lambda: clock[0])
     straight, first, second = (meter_of() for _ in range(3))

@@ -66,7 +66,7 @@ def test_targets_after_a_gap_fill_no_bucket() -> None:
     assert place.tolist() == [3 * BUCKETS + int(math.log2(n)) for n in range(1, 8)]
 
 
-def test_buckets_are_those_of_pieces_that_fill_all_of_them() -> None:
+def test_buckets_are_of_pieces_that_fill_all() -> None:
     nats = [[0.0] * BUCKETS for _ in range(BUCKETS)]
     pieces = [0.0] * BUCKETS
     for full, count in ((2, 5), (4, 6), (5, 3)):

@@ -1,8 +1,8 @@
 """Objectives: what a step minimizes.
 
-objective=NAME is one file in this folder with one description, `OBJECTIVE`. It says how sequences
-become a micro-batch, what the loss of a micro-batch is, and what a validation shows. The loop, the
-step and the checkpoints know no objective by name.
+objective=NAME is one file in this folder with one description, `OBJECTIVE`: how sequences become a
+micro-batch, the loss of a micro-batch, the metrics of a validation. The loop, the step and the
+checkpoints know no objective by name.
 """
 
 from __future__ import annotations
