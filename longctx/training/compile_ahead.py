@@ -10,16 +10,17 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import torch
 
+from longctx.config.model_config import GPTConfig
 from longctx.distributed.devices import dtype_of
 from longctx.kernels import HAS_TRITON, flash_op, relaunch
 from longctx.model import GPT, compile_cache
 from longctx.planner.workload import Workload
 from longctx.stop_signal import UNNEEDED
-from longctx.training.context_check import with_few_layers
 
 Task = Callable[[], object]
 TOKENS = 128  # of the compiling step: Triton specializes for multiples of 16
@@ -106,3 +107,21 @@ def step_of_one_block(workload: Workload) -> None:
         del model
         if workload.device == "cuda":
             torch.cuda.empty_cache()
+
+
+def with_few_layers(model: GPTConfig, keep_every: int) -> GPTConfig:
+    """Return `model` with the first layer of each sort, and the first few: the blocks that are
+    recomputed together, and one more.
+    """
+    kinds = [(model.window_of(n), n in model.nope_layers) for n in range(model.layers)]
+    first = {kinds.index(kind) for kind in kinds}
+    chosen = sorted(first | set(range(min(model.layers, keep_every + 1))))
+    windows = model.window_layers
+    return replace(
+        model,
+        layers=len(chosen),
+        nope_layers=[n for n, layer in enumerate(chosen) if layer in model.nope_layers],
+        window_layers=None
+        if windows is None
+        else [n for n, layer in enumerate(chosen) if layer in windows],
+    )

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longctx.config.model_config import AttentionConfig, GPTConfig
+from longctx.config.model_config import AttentionConfig
 from longctx.data import Data, Mixture
 from longctx.data.rows import IGNORED
 from longctx.distributed import sharding
@@ -30,6 +30,7 @@ from longctx.distributed.devices import check_attention
 from longctx.distributed.parallel import Parallel
 from longctx.model import lora
 from longctx.training.batches import StepBatch, micro_batch
+from longctx.training.compile_ahead import with_few_layers
 from longctx.training.run import Run
 from longctx.training.train_step import TrainState, optimizer_step
 
@@ -346,24 +347,6 @@ def small(run: Run) -> Run:
     )
     config = replace(run.config, init=None, seq_len_schedule=None)
     return replace(run, config=config, workload=workload, lr=0.0, checkpoint=None, steps_done=0)
-
-
-def with_few_layers(model: GPTConfig, keep_every: int) -> GPTConfig:
-    """Return `model` with the first layer of each sort, and the first few: the blocks that are
-    recomputed together, and one more.
-    """
-    kinds = [(model.window_of(n), n in model.nope_layers) for n in range(model.layers)]
-    first = {kinds.index(kind) for kind in kinds}
-    chosen = sorted(first | set(range(min(model.layers, keep_every + 1))))
-    windows = model.window_layers
-    return replace(
-        model,
-        layers=len(chosen),
-        nope_layers=[n for n, layer in enumerate(chosen) if layer in model.nope_layers],
-        window_layers=None
-        if windows is None
-        else [n for n, layer in enumerate(chosen) if layer in windows],
-    )
 
 
 def of_one_rank(run: Run) -> Run:
