@@ -27,7 +27,7 @@ from longctx.planner.workload import Workload
 from longctx.tables import grid
 
 if TYPE_CHECKING:
-    from longctx.training.child import DryRun
+    from longctx.training.dry_run import DryRun
     from longctx.training.run import Run
 
 TAKES_TRAINING_KEYS = True
@@ -154,7 +154,7 @@ def add(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
 def find_longest(run: Run, options: Options, end: float) -> dict[str, Any]:
     """Tokens of the longest rows of `run`, and how that is known: probed, predicted, or given."""
     from longctx.distributed.devices import this_machine
-    from longctx.training.child import dry_run_in_child
+    from longctx.training.dry_run import dry_run_in_child
     from longctx.training.longest import MULTIPLE, find
 
     at, host = fitting.one_row(run.workload), this_machine().host_memory
@@ -202,7 +202,7 @@ def measure(run: Run, steps: int, end: float) -> dict[str, Any]:
 
     Where there is no speed, `note` says why.
     """
-    from longctx.training.child import dry_run_in_child
+    from longctx.training.dry_run import dry_run_in_child
 
     run = decided(run)
     work = run.workload

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from longctx.config.model_config import GPTConfig
 from longctx.model.export import architecture
-from longctx.training.throughput import memory
+from longctx.training.memory import measured
 
 Step = Callable[[], Tensor]
 SMALL_ROW = 4096  # tokens of a rank, for what attention gives and takes
@@ -323,7 +323,7 @@ def measure(job: Job) -> dict[str, Any]:
         except PackageNotFoundError:
             versions[name] = "not installed"
     checked = {"checkpointing": job.checkpointing, "liger": liger(job), "versions": versions}
-    return about | {"ms": ms, "loss": losses} | checked | memory(device)
+    return about | {"ms": ms, "loss": losses} | checked | measured(device)
 
 
 class Clock:

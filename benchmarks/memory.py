@@ -166,7 +166,7 @@ def point(model: str, run: Run, end: float, room: Room) -> dict[str, Any] | None
     """One row: the prediction, the measurement, and how far apart they are; None where the clock is
     past `end`.
     """
-    from longctx.training.child import dry_run_in_child
+    from longctx.training.dry_run import dry_run_in_child
 
     work = run.workload
     predicted = predict(work)

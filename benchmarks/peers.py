@@ -250,7 +250,7 @@ def of_longctx(
 ) -> dict[str, Any]:
     """Measure steps of longctx, its memory policy the one that a run would choose."""
     from longctx.distributed.devices import check_attention
-    from longctx.training.child import dry_run_in_child
+    from longctx.training.dry_run import dry_run_in_child
 
     if peer in OTHERWISE:
         name, pinned = OTHERWISE[peer]
@@ -293,8 +293,8 @@ def of_other(
     """
     from benchmarks.trainers import Job
     from longctx.model.export import architecture
-    from longctx.training.child import OUT_OF_MEMORY, in_child
-    from longctx.training.learning_rate import learning_rate
+    from longctx.training.dry_run import OUT_OF_MEMORY, in_child
+    from longctx.training.schedule import learning_rate
 
     bare = peer == "longctx-bare"
     run = decided(run) if bare else run

@@ -35,11 +35,11 @@ from longctx.attention.communication import Laps
 from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.distributed.devices import is_out_of_memory, within_memory
 from longctx.model.export import architecture
-from longctx.training.child import OUT_OF_MEMORY
+from longctx.training.dry_run import OUT_OF_MEMORY
+from longctx.training.memory import measured
 from longctx.training.module import TrainingModule
 from longctx.training.optimizers import build, clip_gradients
 from longctx.training.run import run_of
-from longctx.training.throughput import memory
 
 Built = tuple[
     nn.Module, torch.optim.Optimizer, Callable[[Tensor], Tensor]
@@ -210,7 +210,7 @@ def measure(job: Job) -> dict[str, Any]:
         result["failed"] = OUT_OF_MEMORY
     peft = ("peft",) if job.lora["rank"] is not None else ()
     result["versions"] = {name: version(name) for name in (*PACKAGES.get(job.trainer, ()), *peft)}
-    return result | memory(torch.device(job.device))
+    return result | measured(torch.device(job.device))
 
 
 def timed_steps(

@@ -1,7 +1,7 @@
 """Signals that end a command in good order, from its first second on. Torch-free.
 
-SIGINT is Ctrl-C, SIGTERM `kill` and preemption, SIGHUP a terminal that is gone, SIGUSR1 what SLURM
-sends before the time limit (`--signal=USR1@60`). The exit code is 128 + the number, as in a shell.
+SIGINT is Ctrl-C, SIGTERM `kill` and preemption, SIGHUP a lost terminal. SLURM sends SIGUSR1 before
+the time limit (`--signal=USR1@60`). The exit code is 128 + the number, as in a shell.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
-UNNEEDED = "unneeded at the end"  # a thread that is named so
+UNNEEDED = "unneeded at the end"  # the name of threads that the exit does not wait for
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 IGNORABLE = (signal.SIGHUP, signal.SIGUSR1)  # by who starts a command, as nohup does
 EXIT_CODES = tuple(128 + number for number in SIGNALS)
-TOGETHER = 0.5  # seconds within which signals are one: launchers pass on what reaches all processes
+TOGETHER = 0.5  # seconds in which signals count once: launchers pass on those sent to a group
 
 
 class StopSignal:
     """The signal that has reached this command, if any; it raises KeyboardInterrupt.
 
-    Where one `waits`, the first does not: the run asks for `number` after each step. A second one
-    raises, and one that comes while the command ends for it ends the process at once.
+    If `waits` is set the first does not: the run asks for `number` after each step. A second one
+    raises then. A signal that comes while the command ends for one ends the process at once.
     """
 
     def __init__(self) -> None:
         self.number: int | None = None
-        self.speaks = True  # of several processes the first one does
+        self.speaks = True  # rank 0 does
         self.waits = False
         self.has_raised = False
         self._latest = -TOGETHER
@@ -49,14 +49,10 @@ class StopSignal:
         """Such as SIGTERM."""
         return signal.Signals(self.number or signal.SIGINT).name
 
-    def wait(self) -> None:
-        """Let a signal wait from now on; KeyboardInterrupt where one has come."""
-        self.check()
-        self.waits = True
-
     def check(self) -> None:
-        """Raise KeyboardInterrupt where a signal has come that does not wait. Python drops the one
-        that `on_signal` raised where it was in a callback, as the import system has them.
+        """Raise KeyboardInterrupt if a signal has come that does not wait.
+
+        Python drops the exception of `on_signal` if a callback runs, as in the import system.
         """
         if self.number is not None and not self.waits:
             raise KeyboardInterrupt
@@ -84,7 +80,7 @@ class StopSignal:
         raise KeyboardInterrupt
 
     def _say(self, text: str) -> None:
-        """Write a line to stderr at once; print may be under way where a handler is called."""
+        """Write a line to stderr at once; a print may be under way when a handler is called."""
         if self.speaks:
             os.write(2, f"\n{text}\n".encode())
 
@@ -93,7 +89,7 @@ _current: StopSignal | None = None
 
 
 def check() -> None:
-    """Raise KeyboardInterrupt where a signal has come inside `caught`."""
+    """Raise KeyboardInterrupt if a signal has come inside `caught`."""
     if _current is not None:
         _current.check()
 
@@ -130,7 +126,7 @@ def without_signals(hook: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def exit_at_once(number: int, frame: FrameType | None) -> None:
-    """End this process, of which nothing needs to be saved, as the handler of a signal."""
+    """End this process, which has nothing to save, as the handler of a signal."""
     os.write(2, f"stopped by {signal.Signals(number).name}\n".encode())
     os._exit(128 + number)
 
@@ -143,9 +139,9 @@ def catch_first() -> None:
 
 
 def exit_with(code: int) -> NoReturn:
-    """End this process, whose work is done, with `code`, also where signals come while it ends.
+    """End this process, which is done, with `code`, whatever signals come meanwhile.
 
-    Threads whose names begin with UNNEEDED are not waited for.
+    It does not wait for threads whose names begin with UNNEEDED.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -158,8 +154,8 @@ def exit_with(code: int) -> NoReturn:
 
 
 def exit_within(seconds: float, code: int) -> None:
-    """End this process after `seconds`, should something hold its exit up, such as NCCL that waits
-    for processes that are gone, or wandb for a server.
+    """End this process after `seconds` if something holds its exit up, such as NCCL waiting for
+    lost processes, or wandb for a server.
     """
     timer = threading.Timer(seconds, os._exit, [code])
     timer.daemon = True

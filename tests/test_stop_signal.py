@@ -13,13 +13,13 @@ from tests.processes import ROOT
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_says_that_the_step_is_finished_and_a_second_quits(
+def test_first_signal_waits_for_the_step_second_quits(
     number: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stop_signal, "TOGETHER", -1.0)
     name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
     with stop_signal.caught() as stop:
-        stop.wait()
+        stop.waits = True
         signal.raise_signal(number)
         printed = capfd.readouterr().err
         assert f"{name}: finishing this step, then saving; {name} again quits unsaved" in printed
@@ -29,14 +29,14 @@ def test_the_first_signal_says_that_the_step_is_finished_and_a_second_quits(
         assert f"{name}: quitting, unsaved" in capfd.readouterr().err
 
 
-def test_before_there_is_something_to_save_and_on_other_ranks_nothing_is_said(
+def test_other_ranks_print_nothing_about_a_signal(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     with stop_signal.caught() as stop, pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
     with stop_signal.caught() as stop:
         stop.speaks = False
-        stop.wait()
+        stop.waits = True
         signal.raise_signal(signal.SIGTERM)
         assert stop.number == signal.SIGTERM
     assert capfd.readouterr().err == ""
@@ -46,7 +46,7 @@ class Leaves:
     """An object for a weak reference."""
 
 
-def test_a_signal_that_comes_in_a_callback_still_ends_the_command(
+def test_a_signal_in_a_callback_ends_the_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Python drops what is raised there, and prints its traceback."""
@@ -59,9 +59,6 @@ def test_a_signal_that_comes_in_a_callback_still_ends_the_command(
         assert stop.number == signal.SIGUSR1
         with pytest.raises(KeyboardInterrupt):
             stop_signal.check()
-        with pytest.raises(KeyboardInterrupt):
-            stop.wait()
-        assert not stop.waits  # so nothing is said of a checkpoint
         x = Leaves()
         _weak = weakref.ref(x, lambda _: 1 / 0)
         del x
@@ -77,7 +74,7 @@ stop_signal.exit_with(7)
 """
 
 
-def test_a_command_ends_with_its_code_and_without_a_search_for_garbage() -> None:
+def test_exit_keeps_the_code_and_collects_no_garbage() -> None:
     done = subprocess.run(
         [sys.executable, "-c", ENDING], cwd=ROOT, capture_output=True, text=True, check=False
     )

@@ -212,7 +212,7 @@ def _train(argv: list[str]) -> int:
         leave_to_first()
         raise
     with libraries():
-        from longctx.training.loop import train
+        from longctx.training.life_cycle import train
     return train(request)
 
 

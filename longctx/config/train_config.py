@@ -101,6 +101,7 @@ class TrainConfig:
     )
     betas: tuple[float, float] = key((0.9, 0.95), "AdamW's β1 and β2", between=(0, 1), below=1)
     clip: float | None = key(1.0, "largest global gradient norm; null: no clipping", above=0)
+    objective: str = key("cross_entropy", "what a step minimizes", choices=("cross_entropy",))
     spike: str = key(
         "flag",
         "flag: report spikes of the loss | skip: drop such a step too (every step waits for it)",

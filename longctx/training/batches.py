@@ -1,8 +1,8 @@
-"""Batches: everything one optimizer step needs, collated together.
+"""Batches: the data of a run, and everything that one optimizer step needs of it.
 
-The loss of a step is divided by its scored tokens over all micro-batches and ranks, so the
-micro-batches of a step travel as one batch and are counted on the CPU, where counting waits for
-nothing. B rows per micro-batch, T = seq_len tokens per row.
+The loss of a step is divided by its target tokens over all micro-batches and ranks, so the
+micro-batches of a step travel as one batch. Worker processes count them on the CPU, which waits
+for nothing. B sequences per micro-batch, T = seq_len tokens per sequence.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
@@ -28,38 +28,75 @@ from torch.utils.data import DataLoader, Dataset
 from longctx import python_child
 from longctx.attention import Mask
 from longctx.attention.mask import causal_pairs
+from longctx.config.data_config import DataConfig
+from longctx.config.train_config import TrainConfig
+from longctx.data import Data, Mixture, load
 from longctx.data.rows import IGNORED, padding_ids
 from longctx.distributed.heartbeat import state_of
-from longctx.planner.workload import Workload
+from longctx.distributed.parallel import Parallel
+from longctx.training import objectives
+from longctx.training.run import Run
+from longctx.training.schedule import Schedule
 
 LOOK = 5.0  # seconds between two looks at the data workers
-LOOKS = 6  # in a row that find one stopped by a signal, which is ended then
+LOOKS = 6  # a worker that this many looks find stopped by a signal is killed
 LONGEST = 600.0  # seconds that a batch may take
-ENDS = 2.0  # seconds within which a process has ended whose connection is closed
-NO_WINDOW: Mapping[int | None, int] = {None: 1}  # layers by window, as `GPTConfig.windows` has them
-_stopped: list[int] = []  # PIDs of data workers that were ended so
+ENDS = 2.0  # seconds in which a process ends after its connection is closed
+NO_WINDOW: objectives.Windows = {None: 1}
+_stopped: list[int] = []  # PIDs of data workers that were killed so
+
+
+class DataDiffers(ValueError):
+    """Ranks see different documents, or split or tokenize them differently."""
+
+
+def data_config(config: TrainConfig) -> DataConfig:
+    """Return the sources of documents and tokenizer; a resumed run that began with init= has the
+    tokenizer in its own folder.
+    """
+    if config.init is None or config.resume is None:
+        return config.data
+    return replace(config.data, tokenizer=config.resume)
+
+
+def shared_data(run: Run, parallel: Parallel) -> Data | Mixture:
+    """Open the data of `run`; raise DataDiffers, on every rank, unless all ranks see the same.
+
+    Each rank opens files of its own machine at a time of its own, so they may differ.
+    """
+    data = run.data or load(data_config(run.config), run.workload.seq_len)
+    expected, *others = parallel.all_gather_objects(data.identity())
+    for rank, found in enumerate(others, start=1):
+        for name, value in expected.items():
+            if found[name] != value:
+                raise DataDiffers(
+                    f"data={run.config.data.source}: ranks do not have the same {name}: "
+                    f"rank 0 has {value}, rank {rank} has {found[name]}; give all ranks the same "
+                    "files, and change none while the run starts"
+                )
+    return data
 
 
 class MicroBatch:
-    """Sequences that go through the model together, and what a step must know of them before.
+    """Sequences that go through the model together, and the counts of their tokens.
 
-    No dataclass: Lightning looks for tensors inside those, and masks are frozen.
+    No dataclass: Lightning looks for tensors inside dataclasses, and masks are frozen.
     """
 
     def __init__(
         self, tokens: Tensor, targets: Tensor, mask: Mask, scored: int, real: int, pairs: int
     ) -> None:
         self.tokens = tokens  # (B, T) int64
-        self.targets = targets  # (B, T) int64, -100 where not scored
+        self.targets = targets  # (B, T) int64, -100 if not scored
         self.mask = mask
         self.scored = scored  # targets that count
         self.real = real  # tokens that are not padding
         self.pairs = pairs  # visible (query, key) pairs of one head, the mean over the layers
-        # Of each scored token in the loss of the optimizer step: () float32.
+        # Weight of each target token in the loss of the optimizer step: () float32.
         self.weight = 1.0 / torch.tensor(float(max(scored, 1)))
 
     def each(self, function: Callable[[Tensor], Tensor]) -> MicroBatch:
-        """The same with `function` applied to every tensor."""
+        """Return a copy with `function` applied to every tensor."""
         moved, mask = copy(self), vars(self.mask).items()
         moved.tokens, moved.targets = function(self.tokens), function(self.targets)
         moved.weight = function(self.weight)
@@ -82,11 +119,11 @@ class StepBatch:
 
     @property
     def scored(self) -> int:
-        """Targets of the step that count, on this rank."""
+        """The target tokens of the step on this rank."""
         return sum(micro.scored for micro in self.micro)
 
     def weigh(self, weight: Tensor) -> None:
-        """Give every scored token the same `weight` in the loss of the step."""
+        """Give every target token the same `weight` in the loss of the step."""
         for micro in self.micro:
             micro.weight = weight
 
@@ -106,20 +143,11 @@ def _unpickled(micro: bytes) -> StepBatch:
     return StepBatch(pickle.loads(micro))
 
 
-def collate(
-    rows: list[dict[str, Tensor]], tokens: int, windows: Mapping[int | None, int] = NO_WINDOW
-) -> StepBatch:
-    """The rows of a step, all of one length, in micro-batches of `tokens` tokens each."""
-    size = tokens // len(rows[0]["tokens"])
-    groups = (rows[i : i + size] for i in range(0, len(rows), size))
-    return StepBatch([micro_batch(group, windows) for group in groups])
-
-
 def micro_batch(
-    rows: list[dict[str, Tensor]], windows: Mapping[int | None, int] = NO_WINDOW
+    rows: Sequence[dict[str, Tensor]], windows: objectives.Windows = NO_WINDOW
 ) -> MicroBatch:
-    """Stack rows (see `longctx.data.rows`) and count what they hold, for layers with these
-    `windows`.
+    """Stack sequences (see `longctx.data.rows`) and count their targets, tokens, and the pairs that
+    layers with these `windows` see.
     """
     keys = ("tokens", "targets", "doc_ids", "padding")
     tokens, targets, doc_ids, padding = (torch.stack([row[key] for row in rows]) for key in keys)
@@ -136,31 +164,59 @@ def micro_batch(
     return MicroBatch(tokens, targets, mask, int((targets != IGNORED).sum()), real, pairs)
 
 
+def step_batches(run: Run, schedule: Schedule, parallel: Parallel) -> Iterator[StepBatch]:
+    """Return the batches of this rank, from the next step on, read ahead by worker processes."""
+    order = schedule.order(parallel.data_rank, run.steps_done)
+    return read_ahead(train_loader(run, schedule.rows, order, run.config.workers))
+
+
 def train_loader(
-    work: Workload, rows: Dataset[dict[str, Tensor]], order: Iterable[list[int]], workers: int
+    run: Run, rows: Dataset[dict[str, Tensor]], order: Iterable[list[int]], workers: int
 ) -> DataLoader[Any]:
-    """The StepBatch of each list of row numbers in `order`, read ahead by `workers` processes."""
+    """Return a loader of the StepBatch of each list of row numbers in `order`, read ahead by
+    `workers` processes.
+    """
+    workload = run.workload
     ahead: dict[str, Any] = {"persistent_workers": True, "prefetch_factor": 2} if workers else {}
-    tokens = work.batch_size * work.seq_len  # of a micro-batch, also where a step has shorter rows
+    collate = partial(
+        collate_step,
+        objectives.named(run.config.objective).collate,
+        # Of a micro-batch, also if a stage of seq_len_schedule has shorter sequences
+        workload.batch_size * workload.seq_len,
+        workload.model.windows(),
+    )
     return DataLoader(
         rows,
         batch_sampler=order,
-        collate_fn=partial(collate, tokens=tokens, windows=work.model.windows()),
+        collate_fn=collate,
         num_workers=workers,
-        pin_memory=work.device == "cuda",
+        pin_memory=workload.device == "cuda",
         worker_init_fn=_begin_worker,
         timeout=LONGEST if workers else 0,
         **ahead,
     )
 
 
+def collate_step(
+    collate: Callable[[Sequence[dict[str, Tensor]], objectives.Windows], MicroBatch],
+    tokens: int,
+    windows: objectives.Windows,
+    rows: list[dict[str, Tensor]],
+) -> StepBatch:
+    """Return the sequences of a step, all of one length, in micro-batches of `tokens` each."""
+    size = tokens // len(rows[0]["tokens"])
+    groups = (rows[i : i + size] for i in range(0, len(rows), size))
+    return StepBatch([collate(group, windows) for group in groups])
+
+
 class LostWorker(RuntimeError):
-    """A data worker is gone, or gives no batch any more; the text names it."""
+    """A data worker is gone or too slow; the message names it."""
 
 
 def read_ahead(loader: DataLoader[Any]) -> Iterator[StepBatch]:
-    """The batches of `loader`, whose workers begin at once. Raises LostWorker where a worker dies,
-    is stopped, or takes longer than LONGEST.
+    """Return the batches of `loader`, whose workers begin at once.
+
+    The iterator raises LostWorker if a worker dies, is stopped, or takes longer than LONGEST.
     """
     iterator: Any = iter(loader)
     workers = iterator._workers if loader.num_workers else []
@@ -188,13 +244,15 @@ def _batches(iterator: Iterator[StepBatch], workers: Sequence[Any]) -> Iterator[
 
 
 def is_lost_worker(error: BaseException) -> bool:
-    """Whether torch says so of a data worker, as it may anywhere in the main thread."""
+    """Return True if `error` is about a data worker; torch may raise it anywhere in the main
+    thread.
+    """
     return isinstance(error, LostWorker) or str(error).startswith("DataLoader ")
 
 
 def lost_worker(error: BaseException, workers: Sequence[Any] = ()) -> str:
-    """What has become of a data worker: one of the processes `workers`, where `error` names none,
-    as that of a connection does not.
+    """Return what has become of a data worker: of one of the processes `workers` if `error`, such
+    as that of a closed connection, names none.
     """
     ended = _ended(workers) if workers else []
     if _stopped:
@@ -208,10 +266,10 @@ def lost_worker(error: BaseException, workers: Sequence[Any] = ()) -> str:
 
 
 def _ended(workers: Sequence[Any]) -> list[Any]:
-    """Those of `workers` that have ended, or do within ENDS seconds.
+    """Return the `workers` that have ended, or end within ENDS seconds, and join them.
 
-    They are joined here: else the signal of their end (SIGCHLD), which follows the closing of their
-    connections, makes torch raise an error of its own wherever the main thread is.
+    Without the join, torch's handler of SIGCHLD raises an error of its own wherever the main thread
+    is by then.
     """
     while True:
         try:
@@ -226,9 +284,7 @@ def _ended(workers: Sequence[Any]) -> list[Any]:
 
 
 def _end_stopped(pids: list[int]) -> None:
-    """Kill a data worker that stays stopped: torch then notices that it is gone, which it does not
-    while it waits for the memory of a batch.
-    """
+    """Kill data workers that stay stopped by a signal: torch notices no worker but a lost one."""
     looks = dict.fromkeys(pids, 0)
     while any(state_of(pid) for pid in pids):
         time.sleep(LOOK)
@@ -240,22 +296,21 @@ def _end_stopped(pids: list[int]) -> None:
                     os.kill(pid, signal.SIGKILL)
 
 
-def validation_batches(
-    rows: Dataset[dict[str, Tensor]], wanted: int, batch_size: int, rank: int, world_size: int
-) -> Iterator[MicroBatch]:
-    """This rank's part of `wanted` rows (0: all), spread evenly over the data set.
+def validation_batches(run: Run, data: Data | Mixture, parallel: Parallel) -> Iterator[MicroBatch]:
+    """Yield this rank's part of `val_rows` sequences (0: all), spread evenly over the data set.
 
-    Every rank gets the same number of batches, since sharded weights are gathered for each; one
-    that has no rows left gets a batch of which no target is scored.
+    Every rank gets the same number of batches, since sharded weights are gathered for each. A rank
+    without sequences left gets a batch without a target.
     """
-    there = len(rows)  # type: ignore[arg-type]
-    count = min(wanted or there, there)
-    mine = [i * there // count for i in range(rank, count, world_size)]
-    most = -(-count // world_size)  # rows of any rank
-    for start in range(0, most, batch_size):
-        chosen = mine[start : start + batch_size]
-        batch = micro_batch([rows[i] for i in chosen or [0]])
-        if not chosen:
+    collate = objectives.named(run.config.objective).collate
+    there, size = len(data.val), run.workload.batch_size
+    count = min(run.val_rows or there, there)
+    mine = [i * there // count for i in range(parallel.data_rank, count, parallel.data_ranks)]
+    longest = -(-count // parallel.data_ranks)  # sequences of any rank
+    for start in range(0, longest, size):
+        numbers = mine[start : start + size]
+        batch = collate([data.val[i] for i in numbers or [0]], NO_WINDOW)
+        if not numbers:
             batch.targets.fill_(IGNORED)
             batch.scored = 0
         yield batch

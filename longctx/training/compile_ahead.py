@@ -1,6 +1,5 @@
-"""Compile, while a run reads its data, what it needs in any case: the flash kernels, by their
-self-tests, and those of a block and of the loss, by a step of one block. torch.compile's modules
-are imported meanwhile.
+"""Compile a run's kernels while it reads its data: the flash kernels by their self-tests, those of
+a block and of the loss by a step of one block. Import torch.compile's modules meanwhile.
 
 Nothing fails here: the run compiles the same again and reports the error.
 """
@@ -11,33 +10,34 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import torch
 
+from longctx.config.model_config import GPTConfig
 from longctx.distributed.devices import dtype_of
 from longctx.kernels import HAS_TRITON, flash_op, relaunch
 from longctx.model import GPT, compile_cache
 from longctx.planner.workload import Workload
 from longctx.stop_signal import UNNEEDED
-from longctx.training.small_run import with_few_layers
 
 Task = Callable[[], object]
-TOKENS = 128  # of the step that compiles: a multiple of 16, which Triton makes code for
-SWITCH_INTERVAL = 1e-4  # seconds after which a thread that computes lets another one run
+TOKENS = 128  # of the compiling step: Triton specializes for multiples of 16
+SWITCH_INTERVAL = 1e-4  # seconds after which a computing thread lets another one run
 
 
-def begin(work: Workload) -> Callable[[], object]:
-    """Begin to compile for a run of `work`, in threads; returns what waits for them."""
-    if work.device != "cuda" or not torch.cuda.is_available():
+def begin(workload: Workload) -> Callable[[], object]:
+    """Begin to compile for `workload`, in threads; return a function that waits for them."""
+    if workload.device != "cuda" or not torch.cuda.is_available():
         return lambda: None
     if HAS_TRITON:
         relaunch.load_one_at_a_time()
     device = torch.cuda.current_device()
-    tasks: list[Task] = [compile_cache.preload] if work.compile else []
-    if work.attention.backend == "flash":
-        tasks += [partial(test_flash, work, part) for part in ("forward", "backward")]
-    tasks.append(partial(step_of_one_block, work))
+    tasks: list[Task] = [compile_cache.preload] if workload.compile else []
+    if workload.attention.backend == "flash":
+        tasks += [partial(test_flash, workload, part) for part in ("forward", "backward")]
+    tasks.append(partial(step_of_one_block, workload))
     wait_for_all = side_by_side([partial(on, device, task) for task in tasks])
 
     def end() -> None:
@@ -48,10 +48,10 @@ def begin(work: Workload) -> Callable[[], object]:
 
 
 def side_by_side(tasks: Sequence[Task]) -> Callable[[], object]:
-    """Begin each task in a thread of its own; returns what waits for them all.
+    """Begin each task in a thread of its own; return a function that waits for them all.
 
-    Reading a corpus makes thousands of system calls, and after each it waits for the interpreter's
-    lock: with the usual interval of 5 ms, for seconds where a task computes in Python.
+    Reading a corpus makes thousands of system calls, and waits for the interpreter's lock after
+    each: with the usual interval of 5 ms that adds up to seconds.
     """
     usual_interval = sys.getswitchinterval()
 
@@ -71,39 +71,57 @@ def side_by_side(tasks: Sequence[Task]) -> Callable[[], object]:
 
 
 def on(device: int, task: Task) -> None:
-    """`task` with `device` as the current one, which in a new thread is the first."""
+    """Call `task` with `device` as the current one; a new thread begins with the first."""
     with torch.cuda.device(device):
         task()
 
 
-def test_flash(work: Workload, part: str) -> None:
-    """The self-test of a pass, which compiles it, for the heads and rows of `work`."""
-    model, dtype = work.model, dtype_of(work.precision)
+def test_flash(workload: Workload, part: str) -> None:
+    """Run the self-test of a pass, which compiles it, for heads and lengths of `workload`."""
+    model, dtype = workload.model, dtype_of(workload.precision)
     device = torch.device("cuda", torch.cuda.current_device())
-    kernel = work.attention.options.get("kernel", "auto")
+    kernel = workload.attention.options.get("kernel", "auto")
     chosen = flash_op.implementation(device, dtype, model.head_size, kernel)
     one = torch.empty(1, 1, 1, 1, dtype=dtype, device=device)
-    q = one.expand(1, work.seq_len, model.heads // model.kv_heads, model.head_size)
+    q = one.expand(1, workload.seq_len, model.heads // model.kv_heads, model.head_size)
     flash_op.trusted(part, chosen, q, q[:, :, :1])
 
 
-def step_of_one_block(work: Workload) -> None:
-    """Forward and backward of the model with one block of each kind, on few tokens.
+def step_of_one_block(workload: Workload) -> None:
+    """Compute forward and backward of the model with one block of each sort, on few tokens.
 
-    Its weights are zeros: drawing others would change those that the run draws.
+    Its weights are zeros: random ones would change the weights of the run.
     """
     with torch.device("meta"):
-        model = GPT(with_few_layers(work.model, keep_every=0), "naive")
+        model = GPT(with_few_layers(workload.model, keep_every=0), "naive")
     try:
-        model.to_empty(device=work.device)
+        model.to_empty(device=workload.device)
         for weight in model.parameters():
             weight.data.zero_()
-        tokens = torch.zeros(1, TOKENS, dtype=torch.int64, device=work.device)
-        scale = torch.ones((), device=work.device)
-        with torch.autocast(work.device, torch.bfloat16, work.precision != "fp32"):
+        tokens = torch.zeros(1, TOKENS, dtype=torch.int64, device=workload.device)
+        scale = torch.ones((), device=workload.device)
+        with torch.autocast(workload.device, torch.bfloat16, workload.precision != "fp32"):
             loss = model(tokens, tokens, reduction="sum", scale=scale)
         loss.backward()
     finally:
         del model
-        if work.device == "cuda":
+        if workload.device == "cuda":
             torch.cuda.empty_cache()
+
+
+def with_few_layers(model: GPTConfig, keep_every: int) -> GPTConfig:
+    """Return `model` with the first layer of each sort, and the first few: the blocks that are
+    recomputed together, and one more.
+    """
+    kinds = [(model.window_of(n), n in model.nope_layers) for n in range(model.layers)]
+    first = {kinds.index(kind) for kind in kinds}
+    chosen = sorted(first | set(range(min(model.layers, keep_every + 1))))
+    windows = model.window_layers
+    return replace(
+        model,
+        layers=len(chosen),
+        nope_layers=[n for n, layer in enumerate(chosen) if layer in model.nope_layers],
+        window_layers=None
+        if windows is None
+        else [n for n, layer in enumerate(chosen) if layer in windows],
+    )

@@ -1,26 +1,33 @@
-"""What a run prints: a bar while it trains, or lines without a terminal; a table at the end."""
+"""The output of a run: a bar while it trains, or lines without a terminal; a curve and a table at
+the end.
+"""
 
 from __future__ import annotations
 
 import shlex
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from longctx import files, python_child, tables
 from longctx.runs import metrics, metrics_file
-from longctx.runs.metrics import Metric, Row, Shown, figures, is_step
+from longctx.runs.metrics import Metric, Row, Shown, figures, finite, is_step
 from longctx.runs.run_folder import checkpoints
 
 UNSCORED = "nothing scored"  # such as pieces of conversations without an answer
+WIDTH, HEIGHT = 60, 8  # characters of the loss curve, each of 2 x 4 dots
+FEWEST = 4  # points that show a curve
+DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # bits of a braille character
+BLANK = 0x2800
 
 
 class Display:
-    """Shows the rows of a run as they come; says nothing on ranks other than the first."""
+    """Show the rows of a run as they come; print nothing if `silent`."""
 
     def __init__(self, steps: int, first_step: int, silent: bool = False) -> None:
         self.console = tables.console()
@@ -47,7 +54,7 @@ class Display:
             self.console.print(text, soft_wrap=True)
 
     def print(self, table: Table) -> None:
-        """Print a table as wide as it is: a path that is broken in two cannot be copied."""
+        """Print a table without breaking lines: a path that is broken in two cannot be copied."""
         width, self.console.width = self.console.width, tables.WIDEST
         with self._heard():
             self.console.print(table, soft_wrap=True)
@@ -55,8 +62,8 @@ class Display:
 
     @contextmanager
     def _heard(self) -> Iterator[None]:
-        """Where nobody reads stdout any more, as after `| head`, print nothing from now on and take
-        that for a terminal that is gone: SIGHUP, for which a run saves and ends.
+        """Raise SIGHUP if nobody reads stdout any more, as after `| head`: the run saves and ends,
+        as it does if its terminal is gone. Print nothing from then on.
         """
         try:
             yield
@@ -71,7 +78,7 @@ class Display:
             self._bar.start()
 
     def stop(self) -> None:
-        """Leave the bar where it is."""
+        """Leave the bar as it is."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -81,7 +88,7 @@ class Display:
             self._bar.update(self._task, completed=step)
 
     def show(self, row: Row) -> None:
-        """Show a logged row: in the bar, or as a line where the output is no terminal."""
+        """Show a logged row: in the bar, or as a line if the output is no terminal."""
         time_left = self.time_left(row)
         if self._bar is not None and is_step(row):
             self._bar.update(self._task, completed=row["step"], numbers=brief(row))
@@ -94,7 +101,7 @@ class Display:
             self.say(f"estimate   about {time_left} for the {steps:,} steps to come, by the first")
 
     def time_left(self, row: Row) -> str:
-        """The time that the steps after `row` take at its pace; empty where it tells none."""
+        """Return the time that the steps after `row` take at its pace, empty if it has none."""
         steps = self.steps - row["step"]
         if not is_step(row) or not steps or not row.get("ms_per_step"):
             return ""
@@ -102,7 +109,7 @@ class Display:
 
 
 def brief(row: Row) -> str:
-    """A row of metrics.jsonl in one line."""
+    """Return a row of metrics.jsonl in one line."""
     parts = ["" if is_step(row) else "validation"]
     parts.append("" if {"loss", "val_loss"} & row.keys() else UNSCORED)
     parts.append(metrics.line(row, Shown.CONSOLE))
@@ -116,7 +123,7 @@ def closing_table(
     steps: int,
     out_of_patience: bool = False,
 ) -> Table:
-    """The end of a run after `steps`: what came out, where it is, what to type next.
+    """Return the results of a run after `steps`, its folder, and the next commands.
 
     finished: it has done all its steps. out_of_patience: its last validations brought no lower
     loss.
@@ -146,7 +153,7 @@ def closing_table(
 
 
 def summary(metric: Metric, rows: list[Row], numbers: Row) -> str:
-    """The figure of a whole run, and where it began, if that is what training improves."""
+    """Return the figure of a whole run; with its first value, if training improves it."""
     text = metric.text(numbers[metric.key])
     if metric.of_run == "median":
         return f"{text} (median)"
@@ -154,3 +161,33 @@ def summary(metric: Metric, rows: list[Row], numbers: Row) -> str:
     if metric.of_run == "last" and metric.better is not None and len(column) > 1:
         return f"{metric.text(column[0])} → {text}"
     return text
+
+
+def loss_curve(rows: Sequence[Row]) -> list[str]:
+    """Return lines that show the loss over the steps of `rows`; none if there is no curve yet."""
+    points = [
+        (row["step"], row["loss"]) for row in rows if is_step(row) and finite([row.get("loss")])
+    ]
+    if len(points) < FEWEST:
+        return []
+    steps, losses = (np.array(column, dtype=float) for column in zip(*points, strict=True))
+    low, high = losses.min(), losses.max()
+    columns = np.arange(2 * WIDTH)
+    along = np.interp(columns, np.linspace(0, 2 * WIDTH - 1, 2), [steps[0], steps[-1]])
+    heights = (high - np.interp(along, steps, losses)) / max(high - low, 1e-9)
+    dots = np.rint(heights * (4 * HEIGHT - 1)).astype(int)
+    canvas = np.full((HEIGHT, WIDTH), BLANK)
+    for column, dot in zip(columns.tolist(), dots.tolist(), strict=True):
+        canvas[dot // 4, column // 2] |= DOTS[column % 2][dot % 4]
+    labels = [f"{high:.2f}", *[""] * (HEIGHT - 2), f"{low:.2f}"]
+    margin = max(map(len, labels))
+    first, last = f"{int(steps[0]):,}", f"step {int(steps[-1]):,}"
+    return [
+        f"{'loss':>{margin}}",
+        *(
+            f"{label:>{margin}} │{''.join(map(chr, line))}"
+            for label, line in zip(labels, canvas.tolist(), strict=True)
+        ),
+        f"{'':>{margin}} └{'─' * WIDTH}",
+        f"{'':>{margin}}  {first}{last:>{WIDTH - len(first)}}",
+    ]

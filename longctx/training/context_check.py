@@ -2,11 +2,11 @@
 
 The run's own step on the run's own rows, cut short, with few layers and random weights:
 
-1. The leak probe. A token is changed: the logits of later tokens of its document may change, and
-   no others. Packed rows that ranks share have leaked elsewhere without a word (trl#6843).
+1. The leak probe changes a token. Logits of later tokens of its document may change, and no others.
+   Packed rows that ranks share have leaked elsewhere without a word (trl#6843).
 2. Loss, gradient norm and every gradient of a step over all ranks, against the same step on each
-   rank alone. In fp32 they agree but for the order of sums. What runs in bf16 is compared there
-   too: all ranks may be no further from one rank's fp32 than one rank's bf16 is.
+   rank alone. In fp32 they agree but for the order of sums. A run in bf16 is compared in bf16 too:
+   all ranks may be no further from one rank's fp32 than one rank's bf16 is.
 
 A second step leaves out targets so that some ranks have none. The row's length is not divisible.
 """
@@ -14,7 +14,9 @@ A second step leaves out targets so that some ranks have none. The row's length 
 from __future__ import annotations
 
 import gc
+import hashlib
 from dataclasses import replace
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -22,28 +24,29 @@ from torch import Tensor
 
 from longctx.config.model_config import AttentionConfig
 from longctx.data import Data, Mixture
+from longctx.data.rows import IGNORED
 from longctx.distributed import sharding
 from longctx.distributed.devices import check_attention
 from longctx.distributed.parallel import Parallel
 from longctx.model import lora
 from longctx.training.batches import StepBatch, micro_batch
+from longctx.training.compile_ahead import with_few_layers
 from longctx.training.run import Run
-from longctx.training.small_run import (
-    Row,
-    cut_rows,
-    documents,
-    in_fp32,
-    of_one_rank,
-    small,
-    without_targets,
-)
 from longctx.training.train_step import TrainState, optimizer_step
+
+# Limits of the small run
+LENGTH = {"cuda": 2048, "cpu": 192}  # tokens of a row
+BATCH_SIZE = 2  # rows of a micro-batch
+ACCUMULATE = 2
+WORDS = 8192  # of the vocabulary, modulo which tokens are taken
+WINDOW = 64  # keys: windows get shorter as rows do, but no shorter than this
 
 # Allowed differences, relative to the largest value of a tensor.
 FP32 = 1e-5
-BF16 = 2.0**-6  # from fp32, and more where one rank is as far: twice the spacing of its numbers
+BF16 = 2.0**-6  # from fp32, and more if one rank is as far: twice the spacing of its numbers
 TIMES = 2.0  # as far as one rank
 
+Row = dict[str, Tensor]  # see longctx.data.rows
 Differences = dict[str, float]  # "loss", "gradient norm", "gradient of NAME" → relative difference
 
 
@@ -52,8 +55,8 @@ class CheckFailed(RuntimeError):
 
 
 class Finding(NamedTuple):
-    """What a check that passed has seen; None: this precision is not that of the run, or not to be
-    had.
+    """The result of a check that passed; None for a precision that the run or its attention does
+    not have.
     """
 
     unchanged: int  # logits that no changed token may change
@@ -85,7 +88,7 @@ class Finding(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a step came to; of a gradient this rank holds the rows `places`."""
+    """The result of a step; this rank holds the rows `places` of a gradient."""
 
     loss: float  # mean over the scored tokens of all ranks
     grad_norm: float
@@ -94,10 +97,11 @@ class Result(NamedTuple):
 
 
 def compare_with_one(run: Run, data: Data | Mixture, parallel: Parallel) -> Finding:
-    """Check `run` before its first step, of which nothing stays; every rank calls it.
+    """Check `run` before its first step, and leave no trace; every rank calls it.
 
-    Raises CheckFailed, with one line that names what differs and by how much.
+    Raises CheckFailed, whose line names the difference and its size.
     """
+    # Two steps: of whole rows, and of rows that leave some ranks without a target
     trial = small(run)
     groups, borders = rows_of_groups(trial, data, parallel)
     fewer = [
@@ -107,7 +111,7 @@ def compare_with_one(run: Run, data: Data | Mixture, parallel: Parallel) -> Find
     mine = [rows[parallel.data_rank] for rows in (groups, fewer)]
     all_rows = [[row for rows in step for row in rows] for step in (groups, fewer)]
 
-    # As the run computes
+    # In the run's own precision: all ranks, then each rank alone
     state = begin(trial, parallel)
     unchanged = probe(state, mine[0][: trial.workload.batch_size], parallel)
     ours = results(state, mine, parallel)
@@ -115,7 +119,7 @@ def compare_with_one(run: Run, data: Data | Mixture, parallel: Parallel) -> Find
     alone = parallel.alone()
     theirs = results(begin(of_one_rank(trial), alone), all_rows, alone)
 
-    # fp32, and against it bf16
+    # bf16 rounds differently on each layout: it is held to the distance of one rank from fp32
     fp32: Differences | None = None
     bf16: Differences | None = None
     if trial.workload.precision == "fp32":
@@ -141,7 +145,7 @@ def compare_with_one(run: Run, data: Data | Mixture, parallel: Parallel) -> Find
 
 
 def has_fp32(run: Run) -> bool:
-    """Whether the run's attention can compute in fp32."""
+    """Return True if the run's attention can compute in fp32."""
     try:
         check_attention(run.config, run.workload.model, run.workload.device)
     except ValueError:
@@ -152,7 +156,7 @@ def has_fp32(run: Run) -> bool:
 def rows_of_groups(
     run: Run, data: Data | Mixture, parallel: Parallel
 ) -> tuple[list[list[Row]], int]:
-    """The first rows of each data rank, cut short, and how many of them were given a border."""
+    """Return the first rows of each data rank, cut short, and how many were given a border."""
     every = parallel.all_gather_objects(cut_rows(run, data, parallel.data_rank))
     context = run.workload.context
     for rank, (hashes, _, _) in enumerate(every):
@@ -164,7 +168,7 @@ def rows_of_groups(
 
 
 def begin(run: Run, parallel: Parallel) -> TrainState:
-    """A model with its optimizer; what LoRA adds is not zero, as it is in a run that begins."""
+    """Return a model with its optimizer; LoRA adds something, unlike at the start of a run."""
     state, r = TrainState(run, parallel), 0.05
     with torch.no_grad():
         for layer in lora.layers(state.module.model):
@@ -175,8 +179,8 @@ def begin(run: Run, parallel: Parallel) -> TrainState:
 
 
 def probe(state: TrainState, rows: list[Row], parallel: Parallel) -> int:
-    """Change a token of the first document of each row, then of its last; returns how many logits
-    must not change, and have not.
+    """Change a token of the first document of each row, then of its last; return the number of
+    logits that must not change, and have not.
     """
     unchanged, problem = 0, None
     before = logits(state, rows, parallel)
@@ -214,7 +218,7 @@ def probe(state: TrainState, rows: list[Row], parallel: Parallel) -> int:
 
 
 def logits(state: TrainState, rows: list[Row], parallel: Parallel) -> Tensor:
-    """(B, T, V) of `rows`, by the forward of training."""
+    """Return the logits (B, T, V) of `rows`, by the forward of training."""
     batch = micro_batch(rows).to(parallel.device)
     with parallel.autocast():
         scores: Tensor = state.module.model(batch.tokens, None, batch.mask)
@@ -222,7 +226,7 @@ def logits(state: TrainState, rows: list[Row], parallel: Parallel) -> Tensor:
 
 
 def results(state: TrainState, steps: list[list[Row]], parallel: Parallel) -> list[Result]:
-    """What each of the steps comes to, of which this rank takes these rows."""
+    """Return the result of each step; `steps` are the rows of this rank."""
     size, step_results = state.run.workload.batch_size, []
     for rows in steps:
         groups = [rows[i : i + size] for i in range(0, len(rows), size)]
@@ -245,7 +249,7 @@ def results(state: TrainState, steps: list[list[Row]], parallel: Parallel) -> li
 
 
 def differences(ours: list[Result], theirs: list[Result], parallel: Parallel) -> Differences:
-    """The largest difference of any step and rank, by what differs; `theirs` are of one rank."""
+    """Return the largest difference of any step and rank, by name; `theirs` are of one rank."""
     of_step: list[Differences] = []
     for mine, one in zip(ours, theirs, strict=True):
         pairs = {"loss": (mine.loss, one.loss), "gradient norm": (mine.grad_norm, one.grad_norm)}
@@ -262,8 +266,8 @@ def differences(ours: list[Result], theirs: list[Result], parallel: Parallel) ->
 
 
 def relative(x: Tensor, y: Tensor, reference: Tensor | None = None) -> float:
-    """The largest difference of x and y, relative to the largest value of y, or of the
-    `reference` that it is a part of; infinite where a value is no number.
+    """Return the largest difference of x and y, relative to the largest value of y, or of the
+    `reference` that y is a part of; infinite if a value is NaN.
     """
     if not x.numel():
         return 0.0
@@ -273,13 +277,13 @@ def relative(x: Tensor, y: Tensor, reference: Tensor | None = None) -> float:
 
 
 def summary(differences: Differences) -> Differences:
-    """The difference of the loss, and the largest of the gradients and their norm."""
+    """Return the difference of the loss, and the largest of the gradients and their norm."""
     gradients = max(x for name, x in differences.items() if name != "loss")
     return {"loss": differences["loss"], "gradients": gradients}
 
 
 def require(run: Run, differences: Differences, allowed: Differences, where: str) -> None:
-    """Raise CheckFailed where a difference is more than is allowed; it names a weight if it can."""
+    """Raise CheckFailed if a difference is more than allowed; it names a weight if it can."""
     over = {name: x / allowed[name] for name, x in differences.items() if not x <= allowed[name]}
     if over:
         name = max(over, key=lambda name: (name.startswith("gradient of"), over[name]))
@@ -291,13 +295,13 @@ def require(run: Run, differences: Differences, allowed: Differences, where: str
 
 
 def failed(run: Run, problem: str) -> CheckFailed:
-    """The error, in one line, that says how the run is spread and what to do."""
-    work = run.workload
-    shared = f" context.method={work.context_method}" if work.context > 1 else ""
+    """Return the error, with the layout of the run and a remedy."""
+    workload = run.workload
+    shared = f" context.method={workload.context_method}" if workload.context > 1 else ""
     return CheckFailed(
-        f"context.check=true: {problem} (strategy={work.strategy} context={work.context}{shared} "
-        f"attention={work.attention.backend} memory={work.memory.policy}); nothing was trained: "
-        "try another context.method or attention, or fewer devices"
+        f"context.check=true: {problem} (strategy={workload.strategy} context={workload.context}"
+        f"{shared} attention={workload.attention.backend} memory={workload.memory.policy}); "
+        "nothing was trained: try another context.method or attention, or fewer devices"
     )
 
 
@@ -309,3 +313,116 @@ def forget(run: Run) -> None:
     if run.workload.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+
+
+def small(run: Run) -> Run:
+    """Return `run` with short rows and few layers, and a learning rate of 0.
+
+    Everything stays that decides how ranks share a step: heads and their size, hidden size,
+    attention, memory policy, LoRA, the layout, the precision. fp8 becomes bf16: with one scale per
+    tensor, the rounding of every token depends on all others.
+    """
+    workload = run.workload
+    length = min(workload.seq_len, LENGTH[workload.device])
+    if workload.context > 1 and length % workload.context == 0:
+        length -= 1
+    model = with_few_layers(workload.model, workload.memory.keep_every or 1)
+    model = replace(model, vocab_size=min(model.vocab_size or WORDS, WORDS))
+    if model.window is not None:
+        scaled = max(WINDOW, model.window * length // workload.seq_len)
+        model = replace(model, window=min(model.window, scaled))
+    memory = workload.memory
+    if memory.mlp_tile:
+        tile = max(1, length // (3 * workload.context))
+        memory = replace(memory, mlp_tile=min(memory.mlp_tile, tile))
+    workload = replace(
+        workload,
+        seq_len=length,
+        batch_size=min(workload.batch_size, BATCH_SIZE),
+        accumulate=ACCUMULATE,
+        model=model,
+        memory=memory,
+        precision="bf16" if workload.precision == "fp8" else workload.precision,
+        bf16_layers=(),
+    )
+    config = replace(run.config, init=None, seq_len_schedule=None)
+    return replace(run, config=config, workload=workload, lr=0.0, checkpoint=None, steps_done=0)
+
+
+def of_one_rank(run: Run) -> Run:
+    """Return `run` with the steps of all ranks on one, without torch.compile."""
+    workload = run.workload
+    alone = replace(
+        workload,
+        devices=1,
+        strategy="none",
+        context=1,
+        accumulate=workload.accumulate * workload.data_ranks,
+        compile=False,
+        graphs="false",
+    )
+    return replace(run, workload=alone)
+
+
+def in_fp32(run: Run) -> Run:
+    """Return `run` in fp32, without torch.compile, which was tried in bf16."""
+    workload = replace(run.workload, precision="fp32", compile=False)
+    return replace(run, workload=workload, config=replace(run.config, precision="fp32"))
+
+
+def cut_rows(run: Run, data: Data | Mixture, data_rank: int) -> tuple[list[str], list[Row], int]:
+    """Return the first rows of this data rank: their hashes, the rows cut short, and how many of
+    them were given a border.
+    """
+    workload = run.workload
+    assert workload.model.vocab_size is not None
+    order = data.order(run.config.seed, data_rank, workload.data_ranks, 0)
+    rows = [
+        data.train[number] for number in islice(order, workload.batch_size * workload.accumulate)
+    ]
+    cuts = [cut(row, workload.seq_len, workload.model.vocab_size) for row in rows]
+    hashes = [hash_of(row) for row in rows]
+    return hashes, [row for row, _ in cuts], sum(has_new_border for _, has_new_border in cuts)
+
+
+def hash_of(row: Row) -> str:
+    """Return a hash of all tensors of `row`: its tokens, targets, documents and padding."""
+    return hashlib.sha256(b"".join(row[key].numpy().tobytes() for key in sorted(row))).hexdigest()
+
+
+def cut(row: Row, length: int, words: int) -> tuple[Row, bool]:
+    """Return `length` tokens of `row` around a border of documents, and True if it is a new one."""
+    tokens, targets, doc_ids = (row[key] for key in ("tokens", "targets", "doc_ids"))
+    real = len(tokens) - int(row["padding"])
+    borders = (doc_ids[1:real] != doc_ids[: max(real - 1, 0)]).nonzero().flatten() + 1
+    middle = int(borders[len(borders) // 2]) if len(borders) else 0
+    start = max(0, min(middle - length // 2, len(tokens) - length))
+    part = slice(start, start + length)
+    tokens, targets, doc_ids = tokens[part] % words, targets[part].clone(), doc_ids[part].clone()
+    padding = max(0, start + length - max(real, start))
+
+    two = len(doc_ids[: length - padding].unique()) > 1
+    needs_border = not (two and documents(doc_ids, padding))
+    if needs_border:
+        doc_ids, padding = (torch.arange(length) >= length // 2).long(), 0
+        targets[length // 2 - 1] = IGNORED
+    if bool((targets == IGNORED).all()):  # such as a long question of a conversation
+        targets[:-1] = torch.where(doc_ids[1:] == doc_ids[:-1], tokens[1:], IGNORED)
+    targets = torch.where(targets == IGNORED, targets, targets % words)
+    values = {"tokens": tokens, "targets": targets, "doc_ids": doc_ids}
+    return values | {"padding": torch.tensor(padding)}, needs_border
+
+
+def documents(doc_ids: Tensor, padding: int) -> list[tuple[int, int]]:
+    """Return first token and number of tokens of each document of at least two tokens."""
+    _, counts = doc_ids[: len(doc_ids) - padding].unique_consecutive(return_counts=True)
+    ends = counts.cumsum(0)
+    spans = zip((ends - counts).tolist(), counts.tolist(), strict=True)
+    return [(start, count) for start, count in spans if count > 1]
+
+
+def without_targets(row: Row, all_of_it: bool) -> Row:
+    """Return `row` without targets in its second half, or in all of it."""
+    targets = row["targets"].clone()
+    targets[0 if all_of_it else len(targets) // 2 :] = IGNORED
+    return row | {"targets": targets}

@@ -1,15 +1,14 @@
 """CUDA graphs of a step: all kernels of a micro-batch's forward, or backward, in one launch.
 
-Launching the some 400 kernels of a small micro-batch takes the host 40 to 60 ms where the GPU
-computes for 8. Which kernels those are, with what shapes and at what addresses, never changes while
-the rows keep their length. So the first step runs as ever, the second is captured, and from then on
-steps are replayed, to the same bits. What changes from one to the next is read from tensors that
-stay where they are: tokens, targets, documents and the weight of a token here, the gradients in
-each parameter's .grad, learning rate and step of AdamW in its `count_step`.
+Launching the some 400 kernels of a small micro-batch takes the host 40 to 60 ms; the GPU computes
+for 8. Kernels, shapes and addresses never change while sequences keep their length. So the first
+step runs as ever, the second is captured, and later ones are replayed, to the same bits. Graphs
+read changing values at fixed addresses: tokens, targets, documents and the weight of a token here,
+gradients in each parameter's .grad, learning rate and step of AdamW in its `count_step`.
 
-The first micro-batch of a step writes the gradients, the others add to them: two pairs of graphs,
-which share their memory, and which are made anew where seq_len_schedule goes on to longer rows.
-`Workload.not_captured` says what cannot be captured.
+The first micro-batch of a step writes the gradients, the others add to them: two pairs of graphs
+that share their memory. They are captured again when seq_len_schedule goes on to longer sequences.
+`Workload.not_captured` gives the reason why a step cannot be captured.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from torch import Tensor, nn
 from longctx.attention import Mask
 from longctx.distributed.devices import is_out_of_memory
 from longctx.training.batches import MicroBatch
+from longctx.training.module import Mark, StepParts
 from longctx.training.optimizers.adamw import AdamW
-from longctx.training.step_parts import Mark, StepParts
 
 T = TypeVar("T")
 
 
 class CaptureFailed(RuntimeError):
-    """Some operation cannot be captured, and torch goes on with no other after that."""
+    """An operation cannot be captured; torch captures no other after that."""
 
     def __init__(self, error: BaseException) -> None:
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
@@ -40,20 +39,20 @@ class CaptureFailed(RuntimeError):
 
 
 class StaticBatch:
-    """A micro-batch whose tensors stay where they are, to be filled from others of its shape."""
+    """A micro-batch at fixed addresses, filled from others of its shape."""
 
     def __init__(self, like: MicroBatch) -> None:
         self.micro = like.each(torch.empty_like)
-        # Without the offsets and lengths of documents, whose number changes: what reads them is not
-        # captured, see `Workload.not_captured`.
+        # Without the offsets and lengths of documents, whose number changes: a backend that reads
+        # them is not captured, see `Workload.not_captured`
         self.micro.mask = Mask("documents", like.mask.window, doc_ids=self.micro.mask.doc_ids)
 
     def fits(self, micro: MicroBatch) -> bool:
-        """Whether `micro` has the same shape."""
+        """Return True if `micro` has the same shape."""
         return micro.tokens.shape == self.micro.tokens.shape
 
     def fill(self, micro: MicroBatch) -> None:
-        """Take over what `micro` holds; waits for nothing."""
+        """Copy the tensors of `micro`; wait for nothing."""
         ours, theirs = self._tensors(self.micro), self._tensors(micro)
         for place, values in zip(ours, theirs, strict=True):
             place.copy_(values, non_blocking=True)
@@ -75,15 +74,13 @@ class Pass:
 
 @dataclass
 class End:
-    """What follows the last micro-batch, captured: the norm of the gradients, and the update, where
-    that is kernels alone.
-    """
+    """The end of a step, captured: the gradients' norm, and an update that is kernels alone."""
 
     clip: torch.cuda.CUDAGraph
     norm: Tensor
     factor: Tensor | None
     update: torch.cuda.CUDAGraph | None
-    launch: Callable[[], None] | None  # that was captured: it holds a table that `update` reads
+    launch: Callable[[], None] | None  # it was captured, and holds a table that `update` reads
 
 
 class StepGraphs(StepParts):
@@ -95,19 +92,19 @@ class StepGraphs(StepParts):
         self._begin()
 
     def _begin(self) -> None:
-        """Forget what was captured: rows of another length follow."""
-        # whether a step of this shape has run to its update, so that all is compiled and every
-        # average is where it stays
+        """Forget the graphs: sequences of another length follow."""
+        # True once a step of this shape has run to its update: all is compiled, and every moment
+        # has its address
         self.is_warm = False
         self.passes: dict[bool, Pass] = {}  # by whether a micro-batch is the first of its step
         self.end: End | None = None
-        self.gradients: list[tuple[nn.Parameter, Tensor]] = []  # where the graphs write them
+        self.gradients: list[tuple[nn.Parameter, Tensor]] = []  # written by the graphs
         self.pool: Any = torch.cuda.graph_pool_handle()
         super().zero_grad()
 
     def forward_backward(self, micro: MicroBatch, first: bool, last: bool, mark: Mark) -> Tensor:
-        """As without graphs, but where `micro` is the `first` its gradients are written, not added
-        to those that are there.
+        """Do as without graphs, but write the gradients of the `first` micro-batch over the old
+        ones.
         """
         if self.inputs is None or not self.inputs.fits(micro):
             self._begin()
@@ -150,7 +147,7 @@ class StepGraphs(StepParts):
         return self.end.update.replay()
 
     def zero_grad(self) -> None:
-        """Captured gradients stay, to be written over."""
+        """Leave captured gradients, to be written over."""
         if not self.passes:
             super().zero_grad()
 
@@ -170,13 +167,13 @@ class StepGraphs(StepParts):
         update = None if launch is None else self._capture(launch)[0]
         return End(clip, norm, optimizer.factor, update, launch)
 
-    def _capture(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        return capture(work, self.parallel.device.type, self.pool)
+    def _capture(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        return capture(function, self.parallel.device.type, self.pool)
 
 
 class ForwardGraph:
-    """`function` of micro-batches without gradients, as a graph from the second of a shape on. Its
-    result is overwritten by the next call.
+    """`function` of micro-batches without gradients, as a graph from the second of a shape on. The
+    next call overwrites its result.
     """
 
     def __init__(self, function: Callable[[MicroBatch], Tensor]) -> None:
@@ -203,23 +200,22 @@ class ForwardGraph:
         return self.result
 
 
-def capture(work: Callable[[], T], device: str, pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
-    """A graph of the kernels that `work` launches, in the memory `pool`, and what `work` returns,
-    which a replay computes. Raises CaptureFailed.
+def capture(function: Callable[[], T], device: str, pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Return a graph of the kernels of `function` in the memory `pool`, and its result, which a
+    replay computes again. Raises CaptureFailed.
     """
     graph, failure = torch.cuda.CUDAGraph(), list[BaseException]()
-    # cuBLAS allocates a workspace for each stream: it goes into the graph's memory and is not there
-    # twice.
+    # cuBLAS allocates a workspace for each stream: it goes into the graph's memory, once
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
-    # thread_local: meanwhile the loader's thread pins memory, which is no business of a graph.
+    # thread_local: meanwhile the loader's thread pins memory, which no graph needs
     try:
         with (
             torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
             uncached(device),
         ):
             try:
-                result = work()
+                result = function()
             except BaseException as error:
                 failure.append(error)  # the end of the capture may fail after it, and hide it
                 raise
@@ -233,9 +229,9 @@ def capture(work: Callable[[], T], device: str, pool: Any) -> tuple[torch.cuda.C
 
 
 def uncached(device: str) -> torch.autocast:
-    """Autocast as it is, but without its cache: a graph would read a copy that another one makes.
+    """Return autocast as it is, but without its cache: a graph would read the copy of another one.
 
-    torch.compile compiles anew with it, so the step before the capture has it too.
+    torch.compile compiles again with it, so the step before the capture has it too.
     """
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     return torch.autocast(device, dtype, enabled, cache_enabled=False)

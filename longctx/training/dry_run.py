@@ -1,9 +1,9 @@
-"""A dry run: a few steps on random tokens, for what they take of memory and time.
+"""A dry run: a few steps on random tokens, to measure their memory and time.
 
 No corpus, no folder, no log; module, step, optimizer and loader are those of training. As a script
 it is the child process in which a run may use up memory without harm:
 
-    python -m longctx.training.dry_run REQUEST OUT      both files of JSON, see `child.in_child`
+    python -m longctx.training.dry_run REQUEST OUT      both files of JSON, see `in_child`
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,16 +24,30 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from longctx import attention
+from longctx import attention, python_child
 from longctx.attention.communication import Laps
 from longctx.distributed.devices import is_out_of_memory, this_machine, within_memory
+from longctx.distributed.launched import without_launcher
 from longctx.distributed.parallel import Parallel
 from longctx.training.batches import StepBatch, read_ahead, train_loader
-from longctx.training.child import OUT_OF_MEMORY, DryRun
+from longctx.training.memory import measured
 from longctx.training.run import Run, run_of
-from longctx.training.throughput import memory
 from longctx.training.train_step import TrainState, optimizer_step
 from longctx.training.validation import validation_losses
+
+OUT_OF_MEMORY = "out of memory"
+
+
+@dataclass
+class DryRun:
+    """The cost of a few steps; `failed` is None, OUT_OF_MEMORY or another line."""
+
+    ms: list[float]  # of each step
+    tokens: int = 0  # of one step
+    pairs: float = 0  # visible (query, key) pairs of one step and head, the mean over the layers
+    memory: dict[str, float] = field(default_factory=dict)  # as in metrics.jsonl
+    kernels: dict[str, str] = field(default_factory=dict)
+    failed: str | None = None
 
 
 class RandomRows(Dataset[dict[str, Tensor]]):
@@ -62,24 +79,26 @@ def dry_run(
     validate: bool = False,
     after: Callable[[int], None] | None = None,
 ) -> DryRun:
-    """`steps` optimizer steps of `run` on rows of random tokens.
+    """Measure `steps` optimizer steps of `run` on sequences of random tokens.
 
-    Each row is one document, or documents of `document` tokens. With `validate` also one batch as
-    validation has it; `after` is called with the number of each step that the device was given.
-    Memory is that of this call on a GPU, of the process on a CPU. Running out of memory is an
-    answer, not an error.
+    Each sequence is one document, or documents of `document` tokens. `validate` adds one batch of
+    validation. `after` is called with the number of each step once the device has it. Memory is
+    that of this call on a GPU, of the process on a CPU. Running out of memory is an answer, not an
+    error.
     """
     run = dataclasses.replace(run, max_steps=steps)
-    work = run.workload
-    measured, laps = DryRun([]), Laps(work.device == "cuda")
+    workload = run.workload
+    # Memory of an earlier call must not count
+    result, laps = DryRun([]), Laps(workload.device == "cuda")
     gc.collect()
-    if work.device == "cuda":
+    if workload.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    parallel = Parallel(run.config, work.device, this_machine())
+    parallel = Parallel(run.config, workload.device, this_machine())
     parallel.launch(folder="")
+    # The first steps compile, so each step has its own time
     try:
-        with within_memory(work.device):
+        with within_memory(workload.device):
             state = TrainState(run, parallel)
             laps.begin()
             for step, batch in zip(
@@ -88,8 +107,8 @@ def dry_run(
                 batch = batch.to(parallel.device)
                 optimizer_step(state, batch, parallel)
                 laps.end()
-                measured.tokens = sum(micro.tokens.numel() for micro in batch.micro)
-                measured.pairs = sum(micro.pairs for micro in batch.micro)
+                result.tokens = sum(micro.tokens.numel() for micro in batch.micro)
+                result.pairs = sum(micro.pairs for micro in batch.micro)
                 if after is not None:
                     after(step)
                 laps.begin()
@@ -98,25 +117,65 @@ def dry_run(
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        measured.failed = OUT_OF_MEMORY
-    measured.ms = laps.ms()
-    measured.memory = memory(torch.device(work.device))
-    measured.kernels = attention.kernels_run()
-    return measured
+        result.failed = OUT_OF_MEMORY
+    # Steps before the memory ran out have their figures, too
+    result.ms = laps.ms()
+    result.memory = measured(torch.device(workload.device))
+    result.kernels = attention.kernels_run()
+    return result
 
 
 def random_batches(run: Run, document: int | None) -> Iterator[StepBatch]:
-    """Steps of random tokens, by the loader of training."""
-    work = run.workload
-    assert work.model.vocab_size is not None
-    rows = RandomRows(work.model.vocab_size, work.seq_len, document or work.seq_len)
-    size = work.batch_size * work.accumulate
+    """Return steps of random tokens, by the loader of training."""
+    workload = run.workload
+    assert workload.model.vocab_size is not None
+    rows = RandomRows(workload.model.vocab_size, workload.seq_len, document or workload.seq_len)
+    size = workload.batch_size * workload.accumulate
     order = (list(range(first, first + size)) for first in count(0, size))
-    return read_ahead(train_loader(work, rows, order, min(run.config.workers, 1)))
+    return read_ahead(train_loader(run, rows, order, min(run.config.workers, 1)))
+
+
+def dry_run_in_child(
+    run: Run, steps: int, document: int | None, validate: bool, seconds: float
+) -> DryRun:
+    """Return the `dry_run` of a child process, which ends after `seconds`.
+
+    Whatever happens to it is `failed`, in one line.
+    """
+    request = {"settings": run.settings(), "device": run.workload.device, "steps": steps}
+    request |= {"document": document, "validate": validate}
+    answer = in_child("longctx.training.dry_run", request, seconds)
+    return DryRun([], failed=answer) if isinstance(answer, str) else DryRun(**answer)
+
+
+def in_child(module: str, request: dict[str, Any], seconds: float) -> dict[str, Any] | str:
+    """Return the JSON that `python -m module REQUEST OUT` writes to OUT; one line if it writes none
+    within `seconds`.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        request_file, out = Path(scratch, "request.json"), Path(scratch, "out.json")
+        request_file.write_text(json.dumps(request))
+        try:
+            process = subprocess.run(
+                python_child.command(module, str(request_file), str(out)),
+                env=without_launcher(python_child.environment()),
+                capture_output=True,
+                text=True,
+                timeout=seconds,
+            )
+        except subprocess.TimeoutExpired:
+            return f"took longer than {seconds:.0f} s"
+        if out.exists():
+            answer: dict[str, Any] = json.loads(out.read_text())
+            return answer
+    if process.returncode == -9:
+        return f"{OUT_OF_MEMORY}: the process was killed"
+    lines = [line for line in process.stderr.splitlines() if line.strip()]
+    return lines[-1] if lines else f"exit code {process.returncode}"
 
 
 def main(argv: list[str]) -> None:
-    """The child's side of `child.dry_run_in_child`."""
+    """Answer `dry_run_in_child`, as its child."""
     request: dict[str, Any] = json.loads(Path(argv[0]).read_text())
     run = run_of(request.pop("settings"), request.pop("device"))
     Path(argv[1]).write_text(json.dumps(dataclasses.asdict(dry_run(run, **request))))

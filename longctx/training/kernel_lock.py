@@ -38,7 +38,7 @@ PACKAGES = {"flash_attn": ("flash-attn-4", "flash-attn-3", "flash-attn")}
 def of_workload(workload: Workload) -> Lock:
     """Return the lock of the attention that `workload` uses.
 
-    Runs it once, forward and backward, on a small input, which compiles kernels that the run needs
+    Run it once, forward and backward, on a small input; this compiles kernels that the run needs
     anyway. Raises ValueError, one line, if the kernels fail their self-test.
     """
     backend, model = workload.attention.backend, workload.model
@@ -61,12 +61,14 @@ def of_workload(workload: Workload) -> Lock:
             like = torch.empty(0, 0, 0, model.head_size, dtype=dtype, device=device)
             bucket = launch.longest_bucket(launch.PORTABLE, like, workload.seq_len)
         group = model.heads // model.kv_heads
+        # Head size and group choose the kernel; other sizes do not change its code
         try:
             hashes = fingerprint(run, device, dtype, model.head_size, group, bucket)
         except SelfTestFailed as error:
             raise ValueError(str(error)) from error
         kernel = kernels_run()[backend]
 
+    # Plain values only: JSON holds them, and `differences` compares them as text
     lock: Lock = {"format": FORMAT, "backend": backend, "kernel": kernel}
     lock |= {"machine": machine(device) | _packages(backend), "fingerprint": hashes}
     if missing := [name for name in HASHED if name not in hashes]:

@@ -1,7 +1,7 @@
-"""The LightningModule: the model with its loss, optimizer, learning rate and clipping.
+"""The LightningModule, and the parts of an optimizer step that call its hooks.
 
-Our own loop (loop.py) calls these hooks in a visible order; a stock `lightning.Trainer` calls them
-too, with one micro-batch per optimizer step.
+Our own step (train_step.py) calls them in a visible order. A stock `lightning.Trainer` calls the
+hooks too, with one micro-batch per optimizer step.
 """
 
 from __future__ import annotations
@@ -15,38 +15,39 @@ from torch import Tensor
 from longctx.distributed import sharding
 from longctx.distributed.devices import dtype_of
 from longctx.distributed.lightning_parts import pytorch as pl
+from longctx.distributed.parallel import Parallel
 from longctx.model import GPT, fp8, lora
-from longctx.training import initial, optimizers
+from longctx.training import objectives, optimizers, pretrained
 from longctx.training.batches import MicroBatch
-from longctx.training.learning_rate import LearningRate
 from longctx.training.run import Run
+from longctx.training.schedule import LearningRate
+
+Mark = Callable[[str], None]  # called with the part of a step that has been queued
 
 
 class TrainingModule(pl.LightningModule):
-    """The GPT of `run` under training.
-
-    Its weights are random, or those that a new run begins with.
-    """
+    """The GPT of `run` under training; its weights are random, or those of init=."""
 
     model: GPT
 
     def __init__(self, run: Run, shard: Callable[[GPT], None] = lambda model: None) -> None:
         super().__init__()
         self.run, self.shard = run, shard  # spreads the weights of a new model over the ranks
+        self.objective = objectives.named(run.config.objective)
         self.grad_norm = torch.zeros(())  # global, before clipping, of the last step
 
     def configure_model(self) -> None:
         """Build the model on the default device, with the same weights on every rank."""
         if hasattr(self, "model"):
             return
-        work, config = self.run.workload, self.run.config
+        workload, config = self.run.workload, self.run.config
         device = torch.get_default_device()
         with torch.device("meta"):
-            self.model = GPT(work.model, work.attention, work.memory)
-        if work.lora.rank is not None:  # frozen weights lie in 16 bits where they are used so
-            lora.add(lora.in_precision(self.model, dtype_of(work.precision)), work.lora)
-        if work.precision == "fp8":
-            fp8.convert(self.model, work.bf16_layers)
+            self.model = GPT(workload.model, workload.attention, workload.memory)
+        if workload.lora.rank is not None:  # frozen weights are 16 bits wide if used so
+            lora.add(lora.in_precision(self.model, dtype_of(workload.precision)), workload.lora)
+        if workload.precision == "fp8":
+            fp8.convert(self.model, workload.bf16_layers)
         self.shard(self.model)
         self.model.to_empty(device=device)
 
@@ -55,8 +56,8 @@ class TrainingModule(pl.LightningModule):
         for layer in lora.layers(self.model):
             layer.init_added(sharding.draw)
         if config.init is not None and self.run.checkpoint is None:
-            initial.load(self.model, config.init)
-        if work.compile:
+            pretrained.load(self.model, config.init)
+        if workload.compile:
             self.model.compile_blocks()
             if config.seq_len_schedule:  # a graph for each length is faster than one for all
                 torch._dynamo.config.automatic_dynamic_shapes = False
@@ -70,14 +71,8 @@ class TrainingModule(pl.LightningModule):
         }
 
     def training_step(self, batch: MicroBatch, batch_idx: int = 0) -> Tensor:
-        """Loss of one micro-batch, as it adds to the loss of the optimizer step: times its weight.
-
-        The weight is applied before gradients are rounded to 16 bits.
-        """
-        loss: Tensor = self.model(
-            batch.tokens, batch.targets, batch.mask, reduction="sum", scale=batch.weight
-        )
-        return loss
+        """Return what a micro-batch adds to the loss of its optimizer step."""
+        return self.objective.loss(self.model, batch)
 
     def configure_gradient_clipping(
         self,
@@ -89,12 +84,50 @@ class TrainingModule(pl.LightningModule):
         self.grad_norm = optimizers.clip_gradients(optimizer, self.run.config.clip)
 
     def validation_step(self, batch: MicroBatch, batch_idx: int = 0) -> Tensor:
-        """(B, T) loss of each target, 0 where not scored."""
+        """Return the (B, T) loss of each target, 0 if it is not scored."""
         with torch.no_grad():
-            losses: Tensor = self.model(batch.tokens, batch.targets, batch.mask, reduction="none")
-        return losses
+            return self.objective.losses(self.model, batch)
 
     def transfer_batch_to_device(
         self, batch: MicroBatch, device: torch.device, dataloader_idx: int
     ) -> MicroBatch:
         return batch.to(device)
+
+
+class StepParts:
+    """The parts of a step in their order, with kernels launched one by one; `prepared` is `module`
+    with its strategy.
+    """
+
+    def __init__(
+        self,
+        module: TrainingModule,
+        prepared: Any,
+        optimizer: torch.optim.Optimizer,
+        parallel: Parallel,
+    ) -> None:
+        self.module, self.prepared = module, prepared
+        self.optimizer, self.parallel = optimizer, parallel
+
+    def forward_backward(self, micro: MicroBatch, first: bool, last: bool, mark: Mark) -> Tensor:
+        """Add the gradients of `micro` to those of the step; return its loss, which the next call
+        may overwrite. `first` and `last` say where in the step it is.
+        """
+        with self.parallel.accumulates(self.prepared, last):
+            loss: Tensor = self.prepared.training_step(micro)
+            mark("forward")
+            self.parallel.backward(loss)
+            mark("backward")
+        return loss.detach()
+
+    def clip(self) -> None:
+        """Clip the gradients as the module does."""
+        self.module.configure_gradient_clipping(self.optimizer)
+
+    def update(self) -> None:
+        """Update the weights."""
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Let the next step begin without gradients."""
+        self.optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""A training run with nothing left to decide: what `resolve` returns, and all else reads."""
+"""A training run with nothing left to decide: `resolve` returns it, everything else reads it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from longctx.runs import run_folder
 class Run:
     """One training run with nothing left to decide.
 
-    What `resolve` decides is a field here or in `workload`; what is as asked stays in `config`.
+    Decisions of `resolve` are fields here or in `workload`; `config` is the request.
     """
 
     config: TrainConfig  # as asked, with absolute paths
@@ -29,50 +29,45 @@ class Run:
     val_rows: int  # 0: all
     model_source: str = ""  # such as "tiny (model=auto)" or "weights of FOLDER"
     folder: Path = Path()
-    checkpoint: Path | None = None  # where the run goes on from
-    damaged: dict[Path, str] = field(default_factory=dict)  # newer ones, and what is wrong
+    checkpoint: Path | None = None  # a resumed run continues from it
+    damaged: dict[Path, str] = field(default_factory=dict)  # newer ones, and their damage
     steps_done: int = 0  # at that checkpoint
     kernel_lock: dict[str, Any] | None = None
-    lock_note: str = ""  # what is to be said about kernels that changed
-    layout_note: str = ""  # and about a layout that was chosen here
+    lock_note: str = ""  # about kernels that changed
+    layout_note: str = ""  # about a layout that was chosen here
     data: Data | Mixture | None = field(default=None, compare=False, repr=False)
 
     def logs(self, step: int) -> bool:
-        """Whether a row is logged after `step`: first, last, every few, before validating."""
+        """Return True if a row is logged after `step`: first, last, every few, if it validates."""
         every = step % self.config.log_every and step % self.val_every
         return step in (1, self.max_steps) or not every
 
     def saves_between(self, step: int) -> bool:
-        """Whether a checkpoint is written after `step` and before the last one."""
+        """Return True if a checkpoint is written after `step` and before the last one."""
         every = self.config.checkpoint_every
         return self.config.keep_best or (step // every + 1) * every < self.max_steps
 
-    def samples(self, step: int) -> bool:
-        """Whether a sample of text is written after `step`."""
-        every = self.config.sample_every
-        return every is not None and (step == self.max_steps or step % every == 0)
-
     def settings(self) -> dict[str, Any]:
-        """Every key of the configuration as decided: what config.yaml says."""
-        work = self.workload
+        """Return every key of the configuration as decided, for config.yaml."""
+        workload = self.workload
         decided = {
-            "seq_len": work.seq_len,
-            "batch_size": work.batch_size,
-            "accumulate": work.accumulate,
+            "seq_len": workload.seq_len,
+            "batch_size": workload.batch_size,
+            "accumulate": workload.accumulate,
             "max_steps": self.max_steps,
             "max_tokens": None,
             "lr": self.lr,
             "warmup_steps": self.warmup_steps,
             "val_every": self.val_every,
             "val_rows": self.val_rows,
-            "precision": work.precision,
-            "compile": str(work.compile).lower(),
-            "devices": work.devices,
-            "strategy": {"name": "auto" if work.strategy == "none" else work.strategy},
+            "precision": workload.precision,
+            "compile": str(workload.compile).lower(),
+            "devices": workload.devices,
+            "strategy": {"name": "auto" if workload.strategy == "none" else workload.strategy},
             "context": self.context(),
-            "model": asdict(work.model),
-            "memory": asdict(work.memory),
-            "optimizer": asdict(work.optimizer),
+            "model": asdict(workload.model),
+            "memory": asdict(workload.memory),
+            "optimizer": asdict(workload.optimizer),
             "name": self.folder.name or self.config.name,
         }
         if self.config.kernel.lock == "record":  # new kernels are accepted once, not for ever
@@ -80,13 +75,13 @@ class Run:
         return run_folder.plain(self.config) | run_folder.plain(decided)
 
     def context(self) -> dict[str, Any]:
-        """The keys of context= as decided; how rows are shared is left open where none are."""
-        work = self.workload
-        method = work.context_method if work.context > 1 else self.config.context.method
-        return asdict(replace(self.config.context, degree=work.context, method=method))
+        """Return the keys of context= as decided; without sharing, the method stays open."""
+        workload = self.workload
+        method = workload.context_method if workload.context > 1 else self.config.context.method
+        return asdict(replace(self.config.context, degree=workload.context, method=method))
 
     def shared(self) -> dict[str, Any]:
-        """All but the data, as values that JSON can hold: what other processes are told."""
+        """Return all but the data as JSON values, for the other processes."""
         return {
             "settings": self.settings() | {"resume": self.config.resume},
             "device": self.workload.device,
@@ -100,7 +95,7 @@ class Run:
 
 
 def run_of(settings: dict[str, Any], device: str, **about: Any) -> Run:
-    """The run with these `settings` (see `Run.settings`) on "cuda" or "cpu"; the inverse of it."""
+    """Return the run with these `settings` (see `Run.settings`) on "cuda" or "cpu"."""
     config = build(TrainConfig, settings)
     assert isinstance(config.seq_len, int)
     return Run(
@@ -116,7 +111,7 @@ def run_of(settings: dict[str, Any], device: str, **about: Any) -> Run:
 
 
 def of_shared(shared: dict[str, Any]) -> Run:
-    """The run that another process told of by `Run.shared`."""
+    """Return the run of another process's `Run.shared`."""
     checkpoint = shared["checkpoint"]
     run = run_of(
         shared["settings"],

@@ -1,4 +1,4 @@
-"""Where a run's rows go: metrics.jsonl and wandb, the console; only on the first rank."""
+"""The log of a run, on rank 0: metrics.jsonl and wandb, the console, first and last lines."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from longctx.planner.workload import Workload
 from longctx.runs import metrics_file
 from longctx.runs.metrics import SAMPLE
 from longctx.runs.tracking import Tracker
-from longctx.training.console import Display, closing_table
+from longctx.training.console import Display, closing_table, loss_curve
 from longctx.training.context_check import Finding
-from longctx.training.loss_curve import loss_curve
 from longctx.training.run import Run
 
-FEW = 10_000  # tokens that validate; the standard error of their mean loss is some 0.03 nats
+FEW = 10_000  # tokens to validate on; the standard error of their mean loss is some 0.03 nats
 
 
 class RunLog:
-    """The log of `run`: silent on ranks other than the first."""
+    """The log of `run`, silent on ranks other than 0."""
 
     def __init__(self, run: Run, parallel: Parallel) -> None:
-        self.run, self.first, self.steps_done = run, parallel.is_first, run.steps_done
-        self.display = Display(run.max_steps, run.steps_done, silent=not self.first)
-        self.tracker = Tracker(run.folder, run.config.wandb) if self.first else None
-        self.facts = facts(run) if self.first else {}
-        self.spikes = 0  # said so far
+        self.run, self.steps_done = run, run.steps_done
+        self.display = Display(run.max_steps, run.steps_done, silent=not parallel.is_first)
+        self.tracker = Tracker(run.folder, run.config.wandb) if parallel.is_first else None
         self.out_of_patience = False
         self.figures: dict[str, float] = {}  # of context.check, for the first row
-        if self.first:
-            for line in opening(run):
-                self.display.say(line)
-        if self.tracker is not None and (where := self.tracker.opening()):
-            self.display.say(where)
+        if self.tracker is not None:
+            for line in [*opening(run), self.tracker.opening()]:
+                if line:
+                    self.say(line)
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        self.display.say(text)
 
     def checked(self, finding: Finding) -> None:
-        """Show what context.check found; its figures stand in the next row."""
-        self.display.say(f"check      {finding}")
+        """Show what context.check found; its figures are in the next row."""
+        self.say(f"check      {finding}")
         self.figures = finding.figures()
 
     def begin(self) -> None:
@@ -57,76 +57,45 @@ class RunLog:
 
     def record(self, row: dict[str, Any]) -> None:
         """Write a row to metrics.jsonl and wandb, and show it."""
-        if self.tracker is not None:
-            self.tracker.log(row | self.figures)
-            self.say_problem()
-        spikes = row.get("loss_spikes", 0)
-        if spikes > self.spikes:
-            skipped = row.get("steps_skipped", 0)
-            self.display.say(
-                f"warning: loss spike at step {row['step']:,} or since the row before it "
-                f"({count_of(spikes, 'spike')} in all, {count_of(skipped, 'step')} skipped)"
-            )
-        self.spikes = max(spikes, self.spikes)
+        self._write(row | self.figures)
         self.figures = {}
         self.display.show(row)
 
     def sample(self, step: int, tokens_seen: int, text: str) -> None:
         """Write a sample of text to metrics.jsonl and wandb, and show it."""
-        if self.tracker is not None:
-            self.tracker.log({"step": step, "tokens_seen": tokens_seen, SAMPLE: text})
-            self.say_problem()
-        self.display.say(f"sample at step {step:,}:\n{text}\n")
+        self._write({"step": step, "tokens_seen": tokens_seen, SAMPLE: text})
+        self.say(f"sample at step {step:,}:\n{text}\n")
 
     def start_wandb(self, kernels: dict[str, str]) -> None:
         """Begin the copy at wandb, once."""
         if self.tracker is not None:
-            self.tracker.start_wandb(self.facts | {"kernels": kernels})
+            self.tracker.start_wandb(run_metadata(self.run) | {"kernels": kernels})
 
     def saved(self, path: Path, step: int, size: int, seconds: float) -> None:
-        """Say that the checkpoint after `step` is on disk, and upload it if that is asked for."""
-        self.display.say(f"saved      after step {step:,}, {size_of(size)} in {seconds:.1f} s")
+        """Print that the checkpoint after `step` is on disk, and upload it if asked to."""
+        self.say(f"saved      after step {step:,}, {size_of(size)} in {seconds:.1f} s")
         if self.tracker is not None:
             self.tracker.checkpoint(path, step)
 
     def deleting(self, size: int) -> None:
-        """Say that the run ends once `size` bytes of older checkpoints are deleted."""
-        self.display.say(f"deleting   {size_of(size)} of older checkpoints")
-
-    def patience_ended(self, why: str | None) -> None:
-        """Note that no later validation brought a lower loss; `why` the run ends before its last
-        step, if it does.
-        """
-        self.out_of_patience = True
-        if why is not None:
-            self.display.say(why)
-
-    def say(self, text: str) -> None:
-        """Print a line, on the first rank."""
-        self.display.say(text)
+        """Print that the run ends once `size` bytes of older checkpoints are deleted."""
+        self.say(f"deleting   {size_of(size)} of older checkpoints")
 
     def end(self, code: int) -> None:
         """Close bar, file and wandb."""
         self.display.stop()
         if self.tracker is not None:
             self.tracker.finish(code)
-            self.say_problem()
-
-    def say_problem(self) -> None:
-        """Say, once, that the copy at wandb has failed."""
-        if self.tracker is not None and (problem := self.tracker.problem()):
-            self.display.say(problem)
+            self._report_wandb()
 
     def summary(self, code: int, stopped_by: str | None) -> None:
-        """Print what the run came to."""
-        if not self.first:
+        """Print the loss curve, the results and the next commands."""
+        if self.tracker is None:
             return
         if stopped_by is not None:
-            self.display.say(f"stopped by {stopped_by} after step {self.steps_done:,}, saved")
-        self.display.say("")
-        for line in loss_curve(metrics_file.read(self.run.folder)):
-            self.display.say(line)
-        self.display.say("")
+            self.say(f"stopped by {stopped_by} after step {self.steps_done:,}, saved")
+        for line in ["", *loss_curve(metrics_file.read(self.run.folder)), ""]:
+            self.say(line)
         finished = code == 0 and self.steps_done >= self.run.max_steps
         table = closing_table(
             self.run.folder,
@@ -137,36 +106,47 @@ class RunLog:
         )
         self.display.print(table)
 
+    def _write(self, row: dict[str, Any]) -> None:
+        if self.tracker is not None:
+            self.tracker.log(row)
+            self._report_wandb()
+
+    def _report_wandb(self) -> None:
+        """Print, once, that the copy at wandb has failed."""
+        if self.tracker is not None and (problem := self.tracker.problem()):
+            self.say(problem)
+
 
 def size_of(count: int) -> str:
-    """A number of bytes, such as 14.8 GB."""
+    """Return a number of bytes as text, such as 14.8 GB."""
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
-def facts(run: Run) -> dict[str, Any]:
-    """What wandb is told about a run: its settings and what they come to."""
-    work, data = run.workload, run.data
+def run_metadata(run: Run) -> dict[str, Any]:
+    """Return the settings of a run and their results, which wandb shows."""
+    workload, model, data = run.workload, run.workload.model, run.data
     assert data is not None
     return run.settings() | {
-        "backend": work.attention.backend,
+        "backend": workload.attention.backend,
         "data_fingerprint": data.fingerprint,
-        "parameters": work.model.parameters(),
-        "trained_parameters": work.lora.parameters(work.model) or work.model.parameters(),
+        "parameters": model.parameters(),
+        "trained_parameters": workload.lora.parameters(workload.model)
+        or workload.model.parameters(),
         "data_summary": data.summary(),
-        "device": torch.cuda.get_device_name() if work.device == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name() if workload.device == "cuda" else "cpu",
         "torch": torch.__version__,
         "kernel_lock": run.kernel_lock,
-        "memory_predicted_gib": predict(work).peak / GIB,
+        "memory_predicted_gib": predict(workload).peak / GIB,
     }
 
 
-def spread_of(work: Workload) -> str:
-    """How a step is spread over devices: empty for one."""
-    if work.devices == 1:
+def spread_of(workload: Workload) -> str:
+    """Return how a step is spread over devices, empty for one."""
+    if workload.devices == 1:
         return ""
-    shared = f", {work.context} share each row" if work.context > 1 else ""
-    groups = f" × {work.data_ranks} groups" if work.data_ranks > 1 else ""
-    return f"{groups} on {work.devices} devices ({work.strategy}{shared})"
+    shared = f", {workload.context} share each row" if workload.context > 1 else ""
+    groups = f" × {workload.data_ranks} groups" if workload.data_ranks > 1 else ""
+    return f"{groups} on {workload.devices} devices ({workload.strategy}{shared})"
 
 
 def learned_turns(counts: dict[str, Any]) -> list[str]:
@@ -181,7 +161,7 @@ def learned_turns(counts: dict[str, Any]) -> list[str]:
 
 
 def validates(counts: dict[str, Any]) -> list[str]:
-    """What validates of a data set with these `counts`, and a warning where that is little."""
+    """Return the line about validation with these `counts`, and a warning if it is little."""
     documents, tokens = counts["val_documents"], counts["val_tokens"]
     if not documents:
         return ["validate   nothing: no document is left for it"]
@@ -202,7 +182,7 @@ def validates(counts: dict[str, Any]) -> list[str]:
 
 
 def short_on_cpu(run: Run) -> str:
-    """A remark on a length that nobody asked for; empty for others."""
+    """Return a remark on a length that nobody asked for, empty for others."""
     is_own = run.config.max_steps is not None or run.config.max_tokens is not None
     if is_own or run.workload.device == "cuda" or run.steps_done:
         return ""
@@ -225,48 +205,54 @@ def beyond_trained(run: Run) -> list[str]:
 
 
 def opening(run: Run) -> list[str]:
-    """The lines that a run begins with."""
-    work, config, data = run.workload, run.config, run.data
+    """Return the lines that a run begins with."""
+    workload, config, data = run.workload, run.config, run.data
     assert data is not None
     device = f"CPU, {count_of(torch.get_num_threads(), 'thread')}"
-    if work.device == "cuda":
+    if workload.device == "cuda":
         device = torch.cuda.get_device_name()
-    several = f"{work.devices} × " if work.devices > 1 else ""
-    compiled = ", torch.compile" if work.compile else ""
-    compiled += ", CUDA graphs" if work.captured else ""
+    # Parts that say nothing for the usual run are empty
+    several = f"{workload.devices} × " if workload.devices > 1 else ""
+    compiled = ", torch.compile" if workload.compile else ""
+    compiled += ", CUDA graphs" if workload.captured else ""
     continued = f", continued after step {run.steps_done:,}" if run.steps_done else ""
     source = f"{run.model_source}, " if run.model_source else ""
-    adapters = work.lora.parameters(work.model)
-    lora = f", frozen; LoRA of rank {work.lora.rank} trains {adapters:,} more" if adapters else ""
-    options = "".join(f", {key}={value}" for key, value in work.attention.options.items())
+    adapters = workload.lora.parameters(workload.model)
+    lora = ""
+    if adapters:
+        lora = f", frozen; LoRA of rank {workload.lora.rank} trains {adapters:,} more"
+    options = "".join(f", {key}={value}" for key, value in workload.attention.options.items())
+    # Documents without text are named: many of them hint at a wrong column
     counts = data.summary()
     empty = counts["documents_dropped"]
     documents = count_of(counts["documents"], "document") + (
         f" ({empty:,} without text left out)" if empty else ""
     )
-    pieces = "micro-batch" if work.accumulate == 1 else "micro-batches"
+    pieces = "micro-batch" if workload.accumulate == 1 else "micro-batches"
     shorter = ", ".join(
         f"{steps:,} steps with rows of {seq_len:,}"
         for seq_len, steps in config.seq_len_schedule or []
     )
+    # One line per decision, in the order in which they were made
     lines = [
         f"run        {run.folder}{continued}",
-        f"device     {several}{device}, {work.precision}{compiled}",
-        f"model      {source}{work.model.parameters():,} parameters{lora}",
+        f"device     {several}{device}, {workload.precision}{compiled}",
+        f"model      {source}{workload.model.parameters():,} parameters{lora}",
         *beyond_trained(run),
-        f"attention  {work.attention.backend}{options}",
-        f"memory     {work.memory}",
+        f"attention  {workload.attention.backend}{options}",
+        f"memory     {workload.memory}",
         f"data       {config.data.source}, {documents}, {counts['tokens']:,} tokens, "
-        f"{count_of(len(data.train), 'row')} of {work.seq_len:,}",
+        f"{count_of(len(data.train), 'row')} of {workload.seq_len:,}",
         *learned_turns(counts),
         *validates(counts),
-        f"step       {work.tokens_per_step:,} tokens = {count_of(work.batch_size, 'row')} × "
-        f"{work.accumulate} {pieces}{spread_of(work)}",
-        f"length     {run.max_steps:,} steps, {run.max_steps * work.tokens_per_step:,} tokens"
+        f"step       {workload.tokens_per_step:,} tokens = "
+        f"{count_of(workload.batch_size, 'row')} × {workload.accumulate} {pieces}"
+        f"{spread_of(workload)}",
+        f"length     {run.max_steps:,} steps, {run.max_steps * workload.tokens_per_step:,} tokens"
         + (f", {shorter} first" if shorter else "")
         + short_on_cpu(run),
     ]
-    if work.graphs == "auto" and work.is_host_bound and work.not_captured is not None:
-        lines.append(f"graphs     off: {work.not_captured}")
+    if workload.graphs == "auto" and workload.is_host_bound and workload.not_captured is not None:
+        lines.append(f"graphs     off: {workload.not_captured}")
     lines += [f"layout     {run.layout_note}"] if run.layout_note else []
     return [*lines, f"kernels    {run.lock_note}"] if run.lock_note else lines

@@ -9,7 +9,7 @@ a failure is raised at the next step. After the last one the run frees its memor
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,10 @@ from longctx.planner.hardware import GIB
 from longctx.runs import checkpoints, run_folder
 from longctx.runs.checkpoint_write import ALONE, Saving, Writers, use_device
 from longctx.training import optimizers
-from longctx.training.best import Best
 from longctx.training.optimizers.adamw import MOMENTS
 from longctx.training.optimizers.muon import Muon
 from longctx.training.run import Run
 from longctx.training.run_log import RunLog
-from longctx.training.throughput import Meter
 from longctx.training.train_step import TrainState
 
 SAID_AFTER = 1.0  # seconds of deleting at the end of a run before a line says so
@@ -100,9 +98,12 @@ class Saver:
 
         threading.Thread(target=reserve, name="reserve").start()
 
-    def save(self, meter: Meter, best: Best, step: int, last: bool) -> None:
-        """Begin to write the checkpoint after `step`; all ranks call it. Raises OSError if it, or
-        the one before, cannot be written. Older ones go, except the best one if the run keeps it.
+    def save(
+        self, content: Mapping[str, object], step: int, last: bool, best_step: int = 0
+    ) -> None:
+        """Begin to write the checkpoint after `step`, with `content` next to the weights and the
+        optimizer's state; all ranks call it. Raises OSError if it, or the one before, cannot be
+        written. Older ones go, except that of `best_step`.
 
         After the `last` one, which `finish` waits for, the state must not change any more.
         """
@@ -111,10 +112,8 @@ class Saver:
             # The disk then holds one checkpoint more than are kept, never two
             self.saving.is_over.wait()
             self._log_warning()
+        content = {"steps_done": step, **content, "random": checkpoints.random_state()}
         self.step = step
-        content = {"steps_done": step, "meter": meter.state(), "best": best.state()}
-        content["random"] = checkpoints.random_state()
-        best_step = best.step if self.run.config.keep_best else 0
         saving = self._saving(content, best_step) if self._writes else None
         has_copy = saving is None or self._has_copy(saving, last)
         if saving is not None:

@@ -71,8 +71,8 @@ def varied_keys(overrides_of_jobs: list[list[str]]) -> set[str]:
 
 
 def _run(overrides: list[str], varied: set[str]) -> Job:
-    """Run one job to its end. Signals are passed on: it saves a checkpoint and ends, which is
-    waited for. Ctrl-C, which reaches it by itself too, counts once: see stop_signal.TOGETHER.
+    """Run one job to its end. Pass signals on: the job saves a checkpoint and ends. Ctrl-C also
+    reaches it directly, and counts once: see stop_signal.TOGETHER.
     """
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "folder"
@@ -95,7 +95,7 @@ def _run(overrides: list[str], varied: set[str]) -> Job:
 
 
 def sweep_table(jobs: list[Job]) -> Table:
-    """One line per job: the overrides in which the jobs differ, what came out, how it ended."""
+    """Return a line per job: the overrides in which jobs differ, its results, how it ended."""
     of_jobs = [figures(metrics_file.read(job.folder)) if job.folder else {} for job in jobs]
     columns = [
         metric

@@ -1,19 +1,17 @@
-"""What a step costs: tokens per second, model FLOP/s utilization, memory, waiting for data.
+"""The cost of a step: tokens per second, model FLOP/s utilization, memory, waiting for data.
 
-MFU counts the FLOPs that the model needs (PaLM, arXiv 2204.02311, appendix B; pairs that the mask
-hides and padding are not work, nor is recomputation) against the chip's dense bf16 peak, under
-precision=fp8 too, so that runs compare. A chip that is not in the table gets no MFU, not a guess.
+MFU counts the FLOPs of the model (PaLM, arXiv 2204.02311, appendix B) against the chip's dense bf16
+peak, under precision=fp8 too, so that runs compare. Padding, hidden pairs and recomputation do not
+count. A chip that is not in the table gets no MFU, not a guess.
 """
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,23 +21,25 @@ from longctx.planner import hardware
 from longctx.planner.workload import Workload
 from longctx.runs.metrics import BUSY_OF_RANK
 from longctx.training.batches import StepBatch
-from longctx.training.spikes import Spikes
+from longctx.training.memory import measured
+
+if TYPE_CHECKING:
+    from longctx.training.callbacks import Spikes
 
 
 class Meter:
-    """Sums since the last logged row, on this rank; `row` adds up the ranks and starts anew.
+    """Sums since the last logged row, on this rank; `row` adds up the ranks and begins again.
 
-    The loss stays on the device until then, so that only a logged step waits for it.
+    The loss stays on the device until then, so that only a logged step waits for it. A checkpoint
+    has the sums, and the state of `spikes` with them, so that rows continue as if never stopped.
     """
 
-    def __init__(
-        self, workload: Workload, parallel: Parallel, spikes: Spikes | None = None
-    ) -> None:
-        self.workload, self.parallel = workload, parallel
+    def __init__(self, workload: Workload, parallel: Parallel, spikes: Spikes) -> None:
+        self.workload, self.parallel, self.spikes = workload, parallel, spikes
         self.device = parallel.device
         self.tokens_seen = 0  # over all ranks, since the run began, padding left out
-        self.seconds = 0.0  # of training before this process, where the run was resumed
-        # Of the steps since the last row: their number, counts, loss, and seconds by use.
+        self.seconds = 0.0  # of training before this process, if the run was resumed
+        # Of the steps since the last row: their number, counts, loss, and seconds by use
         self.steps = 0
         self.counts = [0, 0, 0, 0]  # scored, real and all tokens, pairs
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -47,30 +47,30 @@ class Meter:
         self.spent = 0.0  # before this process
         self.aside = 0.0  # on validation and checkpoints
         self.steps_before = 0  # of `steps`, those before this process
-        self.spikes = spikes or Spikes("flag", 1)
         self.peak = None  # FLOP/s of one device
         if self.device.type == "cuda":
             self.peak = hardware.chip(torch.cuda.get_device_name(self.device), 0).flops
         self.begin()
 
     def begin(self) -> None:
-        """The next step starts now."""
+        """Start the clock of the next step."""
         self.started = self.idle_since = time.perf_counter()
         self.window, self.aside = self.started - self.spent, 0.0
         if self.parallel.clock is not None:
             self.parallel.clock.take()  # what ranks waited before, for weights and data
 
     def waits(self) -> None:
-        """A step has ended, and the next batch is awaited."""
+        """Note that a step has ended, and the next batch is awaited."""
         self.idle_since = time.perf_counter()
 
     def batch_arrived(self) -> None:
-        """The batch of the next step is here."""
+        """Note that the batch of the next step is here."""
         self.waited += time.perf_counter() - self.idle_since
 
     def add(self, batch: StepBatch, loss: Tensor) -> None:
-        """Count one optimizer step; `loss` is the sum over its scored tokens on this rank, left out
-        of the mean with those tokens where the step was dropped because it is not finite.
+        """Count one optimizer step; `loss` is the sum over its target tokens on this rank.
+
+        A step that was dropped because it is not finite adds neither loss nor target tokens.
         """
         lost = self.spikes.lost
         if not lost:
@@ -83,18 +83,18 @@ class Meter:
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Time spent inside is not part of a step."""
+        """Keep the time spent inside out of the steps."""
         start, clock = time.perf_counter(), self.parallel.clock
         with nullcontext() if clock is None else clock.aside():
             yield
         self.aside += time.perf_counter() - start
 
     def row(self, grad_norm: Tensor) -> dict[str, Any]:
-        """The measured part of a row of metrics.jsonl; waits for the device.
+        """Return the measured part of a row of metrics.jsonl; waits for the device.
 
-        `loss` is the mean over the scored tokens of the window, absent where it has none; tokens
-        per second count real tokens of all ranks; `padding_share` is of all tokens; `data_wait_ms`
-        is the time per step between one step and the arrival of the next batch.
+        `loss` is the mean over the target tokens of the window, absent if it has none. Tokens per
+        second count real tokens of all ranks. `padding_share` is of all tokens. `data_wait_ms` is
+        the time per step between one step and the arrival of the next batch.
         """
         loss, scored, real, everything, pairs = self._over_ranks()
         now = time.perf_counter()
@@ -112,19 +112,17 @@ class Meter:
         }
         if self.peak is not None:
             row["mfu"] = self.flops(real, pairs) / elapsed / (self.peak * self.parallel.ranks)
-        row |= self.spikes.row(row)
         row |= self.ranks(real / elapsed, now - max(self.window, self.started) - self.aside)
-        row |= memory(self.device) | {"seconds": self.seconds + now - self.started}
+        row |= measured(self.device) | {"seconds": self.seconds + now - self.started}
         self.loss.zero_()
         self.steps, self.steps_before, self.counts = 0, 0, [0, 0, 0, 0]
         self.waited, self.aside, self.window = 0.0, 0.0, now
         return row
 
     def ranks(self, tokens_per_second: float, elapsed: float) -> dict[str, Any]:
-        """What several ranks have beside their sums: how long they wait in collectives, and which
-        of them the others wait for.
+        """Return how long several ranks wait in collectives, and which rank the others wait for.
 
-        A rank is busy while it does not wait in a collective; `elapsed` are the seconds of the
+        A rank is busy while it does not wait in a collective. `elapsed` is the seconds of the
         window in this process.
         """
         if self.parallel.clock is None:
@@ -144,13 +142,13 @@ class Meter:
         }
 
     def flops(self, tokens: float, pairs: float) -> float:
-        """FLOPs of forward and backward for `tokens` that see `pairs` in all."""
+        """Return the FLOPs of forward and backward for `tokens` that see `pairs` in all."""
         model, lora = self.workload.model, self.workload.lora
         per_token = model.flops_per_token(pairs / max(tokens, 1.0), lora.parameters(model))
         return tokens * per_token
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds so that rows go on as without a stop; all ranks call it."""
+        """Return what a checkpoint holds of it, summed over the ranks; all ranks call it."""
         loss, *counts = self._over_ranks()
         now = time.perf_counter()
         return {
@@ -164,19 +162,18 @@ class Meter:
             "spikes": self.spikes.state(),
         }
 
-    def restore(self, state: dict[str, Any], first_rank: bool = True) -> None:
-        """Continue from `state`; what it has summed over the ranks, the first rank carries."""
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from `state`; rank 0 takes the sums over all ranks."""
         self.tokens_seen, self.seconds = state["tokens_seen"], state["seconds"]
         self.steps, self.spent, self.waited = state["steps"], state["spent"], state["waited"]
         self.steps_before = self.steps
-        if "spikes" in state:  # checkpoints of longctx before it looked for them have none
-            self.spikes.restore(state["spikes"])
-        if first_rank:
+        self.spikes.restore(state["spikes"])
+        if self.parallel.is_first:
             self.counts = list(state["counts"])
             self.loss.fill_(state["loss"])
 
     def _over_ranks(self) -> list[float]:
-        """Loss and counts of this window, summed over all ranks; waits for the device."""
+        """Return loss and counts of this window, summed over all ranks; waits for the device."""
         sums = torch.tensor([0.0, *self.counts], dtype=torch.float64, device=self.device)
         sums[0] = self.loss
         totals: list[float] = self.parallel.all_reduce_sum(sums).tolist()
@@ -184,7 +181,7 @@ class Meter:
 
 
 class StepSplit:
-    """Marks of one optimizer step; `row` tells the milliseconds of each part."""
+    """Marks of one optimizer step; `row` returns the milliseconds of each part."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -192,15 +189,13 @@ class StepSplit:
         self._wanted = False
 
     def begin(self, wanted: bool) -> None:
-        """A step begins; `wanted` says whether it is measured."""
+        """Begin a step, which is measured if `wanted`."""
         self._wanted = wanted
         self._marks.clear()
         self.mark("begin")
 
     def mark(self, part: str) -> None:
-        """`part` ("forward", "backward", "optimizer") ends here; it began where the part before it
-        ended.
-        """
+        """End `part` ("forward", "backward", "optimizer"); the next one begins."""
         if not self._wanted:
             return
         if self.device.type == "cuda":
@@ -211,7 +206,7 @@ class StepSplit:
             self._marks.append((part, time.perf_counter()))
 
     def row(self) -> dict[str, float]:
-        """`<part>_ms` of the step, summed over its micro-batches; {} where it was not measured.
+        """Return `<part>_ms` of the step, summed over its micro-batches; {} if it was not measured.
         Waits for the device.
         """
         parts: dict[str, float] = {}
@@ -225,27 +220,3 @@ class StepSplit:
             parts[f"{part}_ms"] = parts.get(f"{part}_ms", 0.0) + ms
         self._marks.clear()
         return parts
-
-
-def memory(device: torch.device) -> dict[str, float]:
-    """Peak memory in GiB: of torch's allocator on a GPU (in use, and reserved), of the whole
-    process on a CPU.
-    """
-    if device.type == "cuda":
-        return {
-            "memory_peak_gib": torch.cuda.max_memory_allocated(device) / 2**30,
-            "memory_reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
-        }
-    unit = 1 if sys.platform == "darwin" else 1024
-    return {"process_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
-
-
-def resident() -> float:
-    """Bytes of memory that this process has now; where that cannot be read, the most that it ever
-    had.
-    """
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return float(file.read().split()[1]) * resource.getpagesize()
-    except OSError:
-        return memory(torch.device("cpu"))["process_peak_gib"] * 2**30

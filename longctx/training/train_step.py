@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,17 +14,14 @@ from torch import Tensor
 from longctx.distributed import sharding
 from longctx.distributed.parallel import Parallel
 from longctx.model import fp8
-from longctx.runs import checkpoints
+from longctx.runs import checkpoint_folder
 from longctx.training.batches import StepBatch
-from longctx.training.best import Best
 from longctx.training.cuda_graphs import StepGraphs
-from longctx.training.learning_rate import LearningRate
-from longctx.training.module import TrainingModule
+from longctx.training.module import Mark, StepParts, TrainingModule
 from longctx.training.run import Run
-from longctx.training.step_parts import StepParts
-from longctx.training.throughput import Meter
+from longctx.training.schedule import LearningRate
 
-# Said of a step that is dropped, whose learning rate is passed over as it should be
+# torch warns of a dropped step, whose learning rate is passed over on purpose
 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
 
 
@@ -31,22 +29,21 @@ def optimizer_step(
     state: TrainState,
     batch: StepBatch,
     parallel: Parallel,
-    mark: Callable[[str], None] = lambda part: None,
+    mark: Mark = lambda part: None,
     drops: Callable[[float | None, float], bool] | None = None,
 ) -> Tensor:
-    """One update of the weights; returns the loss summed over this rank's scored tokens.
+    """Update the weights once; return the loss summed over this rank's target tokens.
 
-    Where `drops`, told the mean loss and the gradient norm of all ranks, says so, weights and
-    optimizer stay as they are.
-
-    The gradient is that of the mean loss over the scored tokens of all micro-batches and ranks.
-    `mark` is told when "forward", "backward" and "optimizer" have been queued.
+    The gradient is that of the mean loss over the target tokens of all micro-batches and ranks.
+    Weights and optimizer stay as they are if `drops` returns True for the mean loss and the
+    gradient norm of all ranks. `mark` is called once "forward", "backward" and "optimizer" have
+    been queued.
     """
     parts, weight = state.parts, parallel.loss_weight(batch.scored)
     batch.weigh(weight)
     total = torch.zeros((), device=parallel.device)
     once = state.run.workload.quantizes_once
-    # around all micro-batches, so that weights are cast once
+    # Around all micro-batches, so that weights are cast once
     with parallel.autocast(), fp8.weights_quantized(state.module) if once else nullcontext():
         for micro in batch.micro:
             first, last = micro is batch.micro[0], micro is batch.micro[-1]
@@ -74,7 +71,7 @@ def step_figures(
 
 
 class TrainState:
-    """What a step changes: weights, optimizer, learning rate."""
+    """The state that a step changes: weights, optimizer, learning rate."""
 
     def __init__(self, run: Run, parallel: Parallel) -> None:
         self.run, self.steps_done = run, run.steps_done
@@ -88,7 +85,7 @@ class TrainState:
         self.parts = kind(self.module, parallel.prepare(self.module), self.optimizer, parallel)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What this rank has of every weight, which is its master copy, and of the moments of the
+        """Return this rank's part of every weight (the master copy) and every moment of the
         optimizer, by a name for messages.
         """
         sharding.reshard(self.module)
@@ -102,9 +99,20 @@ class TrainState:
         }
         return weights | {name: sharding.local(x) for name, x in moments.items()}
 
-    def restore(self, path: Path, meter: Meter, parallel: Parallel, best: Best) -> None:
-        """Continue from the checkpoint at `path`, bit for bit."""
-        checkpoint = checkpoints.read(path)
+    def require_finite(self, step: int, parallel: Parallel) -> None:
+        """Raise FloatingPointError, on every rank, if a weight or moment of any rank is not finite.
+
+        Such a state is never saved, so no checkpoint before it is deleted.
+        """
+        name = parallel.first_problem(checkpoint_folder.not_finite(self.tensors()))
+        if name is not None:
+            raise FloatingPointError(
+                f"{name} is not finite after step {step}, so that is not saved; "
+                f"{smaller_steps(self.run)}"
+            )
+
+    def restore(self, checkpoint: dict[str, Any]) -> None:
+        """Continue from `checkpoint`, bit for bit."""
         for name, weight in self.module.named_parameters():
             sharding.write_rows_of(checkpoint["state_dict"][name], weight)
         state = sharding.state_of_rank(checkpoint["optimizer_states"][0], self.optimizer)
@@ -112,6 +120,20 @@ class TrainState:
             state["param_groups"] = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict(state)
         self.scheduler = LearningRate(self.optimizer, self.run)
-        meter.restore(checkpoint["meter"], parallel.is_first)
-        best.restore(checkpoint["best"])
-        checkpoints.restore_random_state(checkpoint["random"])
+
+
+def require_finite(name: str, value: float, step: int, run: Run) -> None:
+    """Raise FloatingPointError unless `value` is finite."""
+    if math.isfinite(value):
+        return
+    advice = smaller_steps(run)
+    if not step:
+        init = run.config.init
+        cause = f"init={init}" if init else f"model.init_std={run.workload.model.init_std}"
+        advice = f"the weights that the run begins with make it so ({cause})"
+    raise FloatingPointError(f"the {name} is {value} at step {step}; {advice}")
+
+
+def smaller_steps(run: Run) -> str:
+    """Return advice for a run that diverges."""
+    return f"try a smaller lr or longer warm-up (lr={run.lr} warmup_steps={run.warmup_steps})"

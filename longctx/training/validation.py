@@ -1,9 +1,8 @@
-"""Validation inside training: the loss of unseen rows, in all and by the number of tokens before
-each.
+"""Validation inside training: the loss of unseen sequences, in all and by position.
 
 Bucket b holds the targets with 2^b .. 2^(b+1) - 1 tokens of their piece before them. All buckets
-are those of the same pieces, the ones that reach to the end of the last bucket, or far buckets
-would be of other texts than near ones.
+are of the same pieces, long enough to fill the last one: else far buckets would be of other texts
+than near ones.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from longctx.config.train_config import TrainConfig
 from longctx.data import Data, Mixture
 from longctx.data.rows import IGNORED
 from longctx.distributed.devices import dtype_of
@@ -26,42 +24,43 @@ from longctx.evaluation.passkey import TOKENS_TOGETHER, check_texts, filler_of, 
 from longctx.evaluation.positions import Filled, mean_losses, packed_buckets
 from longctx.evaluation.scorer import Scorer
 from longctx.runs.metrics import BY_POSITION, FACTS_FOUND
+from longctx.training import objectives
 from longctx.training.batches import MicroBatch, validation_batches
 from longctx.training.cuda_graphs import ForwardGraph
 from longctx.training.run import Run
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 T = TypeVar("T")
-MOST = 32  # buckets; rows are shorter than 2^32 tokens
+BUCKETS = 32  # sequences are shorter than 2^32 tokens
 
 
 def validate(
     module: nn.Module, data: Data | Mixture, run: Run, parallel: Parallel
 ) -> dict[str, float]:
-    """Loss with its standard error over rows, perplexity and loss by position over `val_rows` rows;
-    empty where no token is scored.
+    """Return loss, its standard error, perplexity and loss by position over `val_rows` sequences;
+    {} if they have no target.
 
-    Each token is scored once over all ranks, without torch.compile, which would compile everything
-    a second time for it.
+    Each target is scored once over all ranks, and without torch.compile, which would compile
+    everything a second time.
     """
-    # Nats of every (full buckets of the piece, bucket), then those of all tokens, their number, and
-    # pieces by full buckets; of the rows, with a nats and b targets each: a², ab, b² and 1.
-    sums = torch.zeros(MOST * MOST + 2 + MOST + 4, dtype=torch.float64, device=parallel.device)
-    nats, totals, pieces, rows = sums.split([MOST * MOST, 2, MOST, 4])
+    # Nats of every (full buckets of the piece, bucket); of all targets, and their number; pieces by
+    # full buckets; of sequences with a nats and b targets each: a², ab, b² and 1
+    sums = torch.zeros(
+        BUCKETS * BUCKETS + 2 + BUCKETS + 4, dtype=torch.float64, device=parallel.device
+    )
+    nats, totals, pieces, rows = sums.split([BUCKETS * BUCKETS, 2, BUCKETS, 4])
     losses_of: Callable[[MicroBatch], Tensor] = partial(
         validation_losses, module, parallel=parallel
     )
     if run.workload.captured:
         losses_of = ForwardGraph(losses_of)
-    for micro in validation_batches(
-        data.val, run.val_rows, run.workload.batch_size, parallel.data_rank, parallel.data_ranks
-    ):
+    for micro in validation_batches(run, data, parallel):
         losses = losses_of(micro.to(parallel.device)).double().flatten()
         if not micro.scored:
             continue
-        place, kept, full = places(micro)
-        nats.index_add_(0, place.to(parallel.device), losses[kept.to(parallel.device)])
-        pieces += torch.bincount(full, minlength=MOST).to(pieces)
+        cells, positions, full = cells_of_targets(micro)
+        nats.index_add_(0, cells.to(parallel.device), losses[positions.to(parallel.device)])
+        pieces += torch.bincount(full, minlength=BUCKETS).to(pieces)
         totals[0] += losses.sum()
         totals[1] += micro.scored
         rows += row_sums(losses.view(micro.targets.shape), micro.targets)
@@ -70,15 +69,15 @@ def validate(
     if not scored:
         return {}
     loss = total / scored
-    row = {"val_loss": loss, "val_perplexity": math.exp(min(loss, 700.0))}
+    row = objectives.named(run.config.objective).metrics(loss)
     error = error_over_rows(rows.tolist(), loss, scored)
     row |= {} if error is None else {"val_loss_error": error}
-    return row | by_position(nats.view(MOST, MOST).tolist(), pieces.tolist())
+    return row | by_position(nats.view(BUCKETS, BUCKETS).tolist(), pieces.tolist())
 
 
 def row_sums(losses: Tensor, targets: Tensor) -> Tensor:
-    """(4,) sums over rows with a nats and b scored targets each, of a², ab, b² and 1; losses and
-    targets are (B, T).
+    """Return the (4,) sums of a², ab, b² and 1 over sequences with a nats and b targets each;
+    losses and targets are (B, T).
     """
     nats = losses.sum(dim=1)
     scored = (targets != IGNORED).sum(dim=1).to(nats)
@@ -86,9 +85,10 @@ def row_sums(losses: Tensor, targets: Tensor) -> Tensor:
 
 
 def error_over_rows(sums: Sequence[float], loss: float, scored: float) -> float | None:
-    """Standard error of `loss`, the mean over `scored` targets, from `row_sums`; None for one row.
+    """Return the standard error of `loss`, the mean over `scored` targets, from `row_sums`; None
+    for one sequence.
 
-    The same as `longctx.evaluation.perplexity.error_of_ratio` of the rows, from what ranks can add.
+    It equals `longctx.evaluation.perplexity.error_of_ratio`, but from sums that ranks can add.
     """
     squares, products, of_targets, rows = sums
     if rows < 2:
@@ -98,7 +98,7 @@ def error_over_rows(sums: Sequence[float], loss: float, scored: float) -> float 
 
 
 def validation_losses(module: Any, micro: MicroBatch, parallel: Parallel) -> Tensor:
-    """(B, T) loss of each target of one batch, 0 where not scored, in the precision of the run."""
+    """Return the (B, T) loss of each target, 0 if not scored, in the precision of the run."""
     module.eval()
     with parallel.autocast():
         losses: Tensor = _eager(module.validation_step, micro)
@@ -106,8 +106,8 @@ def validation_losses(module: Any, micro: MicroBatch, parallel: Parallel) -> Ten
     return losses
 
 
-def facts_found(module: Any, data: Data | Mixture, run: Run) -> dict[str, float]:
-    """Return the share of hidden facts that the model finds, for each kind and length.
+def pass_keys_found(module: Any, data: Data | Mixture, run: Run) -> dict[str, float]:
+    """Return the share of hidden pass keys that the model finds, for each sort and length.
 
     Every rank asks for all of them. A forward takes a micro-batch's tokens at most, as predicted.
     """
@@ -133,17 +133,14 @@ def facts_found(module: Any, data: Data | Mixture, run: Run) -> dict[str, float]
     return {f"{FACTS_FOUND}/{kind}/{length}": n / texts for (kind, length), n in right.items()}
 
 
-def check_facts(data: Data | Mixture, config: TrainConfig, seq_len: int) -> None:
-    """ValueError where passkey=true and no such texts can be made of the documents of `data`."""
+def check_validation(data: Data | Mixture, run: Run, overrides: Mapping[str, str]) -> None:
+    """Raise ValueError for pass keys that do not fit the documents, and for an override about
+    validations if no document is left to validate on.
+    """
+    config = run.config
     if config.passkey.enabled:
-        lengths = config.passkey.lengths or [seq_len]
+        lengths = config.passkey.lengths or [run.workload.seq_len]
         check_texts(data.tokenizer, _filler(data, lengths), lengths, config.passkey.kinds)
-
-
-def check_validation(
-    data: Data | Mixture, config: TrainConfig, overrides: Mapping[str, str]
-) -> None:
-    """ValueError for an override about validations where there is nothing to validate on."""
     for key in ("val_every", "val_rows", "passkey.enabled", "keep_best", "patience"):
         value = overrides.get(key, "null")
         if value.lower() not in ("null", "false") and not len(data.val):
@@ -158,22 +155,22 @@ def _filler(data: Data | Mixture, lengths: list[int]) -> np.ndarray:
     return filler_of(unseen, data.tokenizer, 4 * max(lengths))
 
 
-def places(micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """For each target in a bucket that its piece fills: full buckets of its piece · MOST + bucket,
-    and its place (n,) in the flattened batch; and per piece the number of buckets that it fills.
+def cells_of_targets(micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Return, for each target in a bucket that its piece fills, its cell (full buckets of the piece
+    · BUCKETS + bucket) and its position in the flattened batch; and the full buckets per piece.
     """
     assert micro.mask.offsets is not None
     scored = (micro.targets.numpy() != IGNORED).reshape(-1)
-    place, bucket, of_piece, full = packed_buckets(micro.mask.offsets.numpy(), scored)
-    cell = of_piece * MOST + bucket
-    return torch.from_numpy(cell), torch.from_numpy(place), torch.from_numpy(full)
+    position, bucket, of_piece, full = packed_buckets(micro.mask.offsets.numpy(), scored)
+    cells = of_piece * BUCKETS + bucket
+    return torch.from_numpy(cells), torch.from_numpy(position), torch.from_numpy(full)
 
 
 def by_position(nats: list[list[float]], pieces: list[float]) -> dict[str, float]:
-    """Mean loss per bucket of the pieces that fill them all, where pieces[n] of them fill n buckets
-    and have nats[n][b] in bucket b.
+    """Return the mean loss per bucket of the pieces that fill all of them: pieces[n] of them fill n
+    buckets and have nats[n][b] in bucket b.
     """
-    groups = (Filled(pieces[n], nats[n][:n]) for n in range(1, MOST))
+    groups = (Filled(pieces[n], nats[n][:n]) for n in range(1, BUCKETS))
     return {f"{BY_POSITION}/{row['first']}": row["loss"] for row in mean_losses(groups)}
 
 

@@ -16,8 +16,8 @@ from longctx.distributed import devices
 from longctx.planner import hardware
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import predict
-from longctx.training import child
-from longctx.training.child import OUT_OF_MEMORY, DryRun
+from longctx.training import dry_run
+from longctx.training.dry_run import OUT_OF_MEMORY, DryRun
 
 FOUND = (9, "predicted"), (1, "given"), (2, "given")
 
@@ -48,7 +48,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> hardware.Chip:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(devices, "this_machine", lambda: machine)
     monkeypatch.setattr(devices, "check_attention", lambda config, model, device: None)
-    monkeypatch.setattr(child, "dry_run_in_child", in_child)
+    monkeypatch.setattr(dry_run, "dry_run_in_child", in_child)
     monkeypatch.setattr(context, "machine", lambda: {"gpu": "made up"})
     return chip
 

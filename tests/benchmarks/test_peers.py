@@ -18,10 +18,10 @@ from benchmarks.words import main, training_run
 from longctx.distributed import devices
 from longctx.planner import hardware
 from longctx.planner.hardware import GIB
-from longctx.training import child
-from longctx.training.child import OUT_OF_MEMORY, DryRun
-from longctx.training.learning_rate import learning_rate
+from longctx.training import dry_run
+from longctx.training.dry_run import OUT_OF_MEMORY, DryRun
 from longctx.training.run import Run
+from longctx.training.schedule import learning_rate
 
 TINY = [
     *("model=tiny", "model.layers=2", "model.channels=96", "model.kv_heads=4", "model.ffn=256"),
@@ -167,7 +167,7 @@ def test_other_trainers_are_asked_for_the_learning_rates_of_train_py(
         requests.append(request)
         return "ended"
 
-    monkeypatch.setattr(child, "in_child", in_child)
+    monkeypatch.setattr(dry_run, "in_child", in_child)
     run = training_run([*TINY, "seq_len=33", "batch_size=2", "warmup_steps=3"], "cpu")
     peers.of_other("transformers", run, peers.Options(steps=4), [], 9.0)
     run = dataclasses.replace(run, max_steps=7)  # three warm steps and four
@@ -211,7 +211,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     machine = hardware.Machine(1, hardware.chip("NVIDIA H200", 139.8 * GIB), True, 2048 * GIB)
     monkeypatch.setattr(devices, "this_machine", lambda: machine)
-    monkeypatch.setattr(child, "in_child", in_child)
+    monkeypatch.setattr(dry_run, "in_child", in_child)
     monkeypatch.setattr(peers, "version", lambda package: "1.0")
     return requests
 
@@ -274,7 +274,7 @@ def test_longctx_row_runs_the_requested_and_the_pinned_recipe(
         )
 
     monkeypatch.setattr(devices, "check_attention", lambda config, model, device: None)
-    monkeypatch.setattr(child, "dry_run_in_child", dry_run_in_child)
+    monkeypatch.setattr(dry_run, "dry_run_in_child", dry_run_in_child)
     overrides = ["model=124m", "attention.options.kernel=hopper", "accumulate=2"]
     chosen = peers.Options()
     run = peers.shaped(chosen, overrides, 16384, "cuda")
@@ -292,7 +292,7 @@ def test_longctx_row_runs_the_requested_and_the_pinned_recipe(
         assert (row["rows"], row["tokens_per_second"], row["memory_peak_gib"]) == (4, 131072, 7.0)
         assert row["how"] == "a kernel, memory=fast"
     monkeypatch.setattr(
-        child, "dry_run_in_child", lambda *request: DryRun([], failed=OUT_OF_MEMORY)
+        dry_run, "dry_run_in_child", lambda *request: DryRun([], failed=OUT_OF_MEMORY)
     )
     row = peers.point("longctx", run, chosen, overrides, [], 1e12)
     assert row["how"] == "out of memory (memory=fast)" and "ms" not in row

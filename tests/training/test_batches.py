@@ -5,7 +5,9 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,18 +15,19 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from longctx.attention import Mask
+from longctx.config.train_config import TrainConfig
 from longctx.data import SampleStream
 from longctx.data.rows import IGNORED, padding_ids
 from longctx.training.batches import (
     LostWorker,
     StepBatch,
     _batches,
-    collate,
+    collate_step,
     lost_worker,
     micro_batch,
     validation_batches,
 )
+from tests.training.sample_run import sample_run
 
 
 def row(*lengths: int, padding: int = 0) -> dict[str, Tensor]:
@@ -62,14 +65,14 @@ def test_attention_of_padding_costs_by_the_token() -> None:
     assert micro.mask.pairs(1, 5 + padding, 5 + padding) < 15 + 100 * padding
 
 
-def test_pairs_are_the_mean_over_layers_with_and_without_a_window() -> None:
+def test_pairs_are_the_mean_over_layers() -> None:
     rows = [row(5, 4), row(3, padding=6), row(9)]
     windowed = (9 + 7) + 5 + 17  # two keys each, one for the first of a document
     assert micro_batch(rows, {2: 1}).pairs == windowed
     assert micro_batch(rows, {None: 1, 2: 3}).pairs == round((76 + 3 * windowed) / 4)
 
 
-def test_a_piece_of_which_nothing_is_scored_is_not_padding() -> None:
+def test_a_piece_without_targets_is_not_padding() -> None:
     """A conversation's beginning, all the user's, at the end of a row."""
     conversation = row(4, 3)
     conversation["targets"][4:] = -100
@@ -77,18 +80,11 @@ def test_a_piece_of_which_nothing_is_scored_is_not_padding() -> None:
     assert (micro.real, micro.scored, micro.pairs) == (7, 3, 10 + 6)
 
 
-def test_the_mask_separates_documents() -> None:
-    micro = micro_batch([row(2, 3)])
-    want = Mask.documents(torch.tensor([[0, 0, 1, 1, 1]])).bind(1, 5, 5, "cpu")
-    have = micro.mask.bind(1, 5, 5, "cpu")
-    assert torch.equal(have.first, want.first)  # type: ignore[arg-type]
-
-
 def test_micro_batches_keep_the_order_of_rows() -> None:
     rows = [row(3, 2) for _ in range(6)]
     for number, r in enumerate(rows):
         r["tokens"] += 100 * number
-    batch = collate(rows, tokens=2 * 5)
+    batch = collate_step(micro_batch, 2 * 5, {None: 1}, rows)
     assert [micro.tokens[:, 0].tolist() for micro in batch.micro] == [
         [0, 100],
         [200, 300],
@@ -99,7 +95,7 @@ def test_micro_batches_keep_the_order_of_rows() -> None:
 def test_a_batch_survives_workers_and_moves_whole() -> None:
     rows = [row(3, 2, padding=1) for _ in range(8)]
     order = SampleStream(8, seed=0)
-    two_rows = partial(collate, tokens=2 * 6)
+    two_rows = partial(collate_step, micro_batch, 2 * 6, {None: 1})
     loader = DataLoader(rows, batch_size=4, sampler=order, collate_fn=two_rows, num_workers=1)  # type: ignore[arg-type,var-annotated]
     batch: StepBatch = next(iter(loader))
     moved = batch.to(torch.device("cpu"))
@@ -114,14 +110,16 @@ def test_a_batch_survives_workers_and_moves_whole() -> None:
 
 @pytest.mark.parametrize("wanted", [0, 1, 4, 7, 100])
 @pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_ranks_share_the_validation_rows_without_overlap(wanted: int, world_size: int) -> None:
+def test_ranks_share_validation_rows_without_overlap(wanted: int, world_size: int) -> None:
     rows = [row(3, 2) for _ in range(11)]
     for number, r in enumerate(rows):
         r["tokens"][0] = number
+    run = replace(sample_run(TrainConfig(batch_size=2)), val_rows=wanted)
     first_tokens: list[int] = []
     batches = set()
     for rank in range(world_size):
-        of_rank = list(validation_batches(rows, wanted, 2, rank, world_size))  # type: ignore[arg-type]
+        parallel = SimpleNamespace(data_rank=rank, data_ranks=world_size)
+        of_rank = list(validation_batches(run, SimpleNamespace(val=rows), parallel))  # type: ignore[arg-type]
         batches.add(len(of_rank))
         for micro in of_rank:
             if micro.scored:
@@ -149,7 +147,7 @@ def test_a_worker_whose_connection_is_reset_is_named() -> None:
 def test_worker_killed_amid_a_batch_is_lost(pinned: bool) -> None:
     """The batch does not fit in the pipe, so a part of it is there and the rest never comes."""
     rows = [row(1 << 20)] * 16
-    collated = partial(collate, tokens=1 << 20)
+    collated = partial(collate_step, micro_batch, 1 << 20, {None: 1})
     loader: Any = DataLoader(rows, 1, collate_fn=collated, num_workers=1, pin_memory=pinned)  # type: ignore[arg-type]
     iterator: Any = iter(loader)
     batches = _batches(iterator, iterator._workers)
@@ -169,7 +167,7 @@ def test_worker_killed_amid_a_batch_is_lost(pinned: bool) -> None:
     del iterator, batches  # torch ends its threads
 
 
-def test_a_lost_worker_is_one_error_though_torch_raises_its_own_later() -> None:
+def test_a_lost_worker_is_one_error() -> None:
     """The connection to a worker closes before the signal comes that it has ended: here the signal
     is held back until then.
     """

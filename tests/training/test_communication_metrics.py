@@ -8,7 +8,6 @@ import pytest
 
 import train
 from longctx.runs import metrics_file
-from longctx.runs.metrics import METRICS
 from tests.processes import finished
 from tests.training.sample_run import Overrides, steps
 from tests.training.uneven_run import HOUR
@@ -52,7 +51,3 @@ def test_a_run_of_one_process_logs_none_of_it(overrides: Overrides, tmp_path: Pa
     assert train.main(overrides(name="r", max_steps=2)) == 0
     keys = set().union(*metrics_file.read(tmp_path / "runs" / "r"))
     assert not keys & OF_SEVERAL and not any(key.startswith("busy_ms") for key in keys)
-
-
-def test_every_metric_of_several_processes_is_in_the_table() -> None:
-    assert {metric.key for metric in METRICS} >= OF_SEVERAL | {"busy_ms/*"}

@@ -18,7 +18,7 @@ from longctx.training import compile_ahead
 from tests.processes import ROOT
 
 
-def test_tasks_run_beside_one_another_and_what_fails_is_left_to_the_run() -> None:
+def test_tasks_run_in_parallel_and_fail_in_silence() -> None:
     meeting, done = threading.Barrier(3), []
 
     def fails() -> None:
@@ -35,20 +35,6 @@ def test_tasks_run_beside_one_another_and_what_fails_is_left_to_the_run() -> Non
     assert threading.current_thread() not in done
 
 
-def test_what_reads_the_data_need_not_wait_for_a_thread_that_compiles() -> None:
-    """Each call of os.stat gives up the interpreter's lock, and gets it back after an interval."""
-    usual_interval, read = sys.getswitchinterval(), threading.Event()
-    wait = compile_ahead.side_by_side([read.wait])
-    assert sys.getswitchinterval() < usual_interval / 2
-    read.set()
-    wait()
-    assert sys.getswitchinterval() == usual_interval
-
-
-def test_nothing_to_do_is_done_at_once() -> None:
-    compile_ahead.side_by_side([])()
-
-
 def test_a_cpu_compiles_nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_ahead, "side_by_side", lambda tasks: pytest.fail("it does"))
     compile_ahead.begin(training_run(["model=tiny"], "cpu").workload)()
@@ -59,14 +45,14 @@ def test_a_cpu_compiles_nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     [[], ["model.nope_layers=[1,3]"], ["model.window=64", "model.window_layers=[0,2]"]],
     ids=["plain", "nope", "windows"],
 )
-def test_a_step_of_one_block_works_for_every_kind_of_layer(keys: list[str]) -> None:
+def test_a_step_of_one_block_works_for_every_layer(keys: list[str]) -> None:
     work = training_run(["model=tiny", "model.layers=4", "model.vocab_size=512", *keys], "cpu")
     state = torch.get_rng_state()
     compile_ahead.step_of_one_block(work.workload)
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_settings_of_the_compiler_are_those_of_the_thread_that_compiles() -> None:
+def test_compiler_settings_are_those_of_its_thread() -> None:
     code = """if True:
         from concurrent.futures import ThreadPoolExecutor
         from longctx.model import compile_cache
@@ -95,7 +81,7 @@ def test_nobody_waits_for_compilers_at_the_end() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_has_the_kernels_of_a_run_tested_before_it_asks(
+def test_kernels_are_tested_before_the_run_needs_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from longctx.kernels.attention import selftest
@@ -110,7 +96,7 @@ def test_a_gpu_has_the_kernels_of_a_run_tested_before_it_asks(
 
 
 @pytest.mark.gpu
-def test_a_step_of_one_block_compiles_what_a_step_of_the_model_needs(
+def test_one_block_compiles_every_kernel_of_a_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     triton = pytest.importorskip("triton")
@@ -150,7 +136,8 @@ def test_a_hundred_warm_starts_end_no_task(monkeypatch: pytest.MonkeyPatch) -> N
     work = training_run(["model=124m", "seq_len=4096"], "cuda").workload
     compile_ahead.begin(work)()
     kernels = [x for x in gc.get_objects() if isinstance(x, triton.JITFunction)]
-    modules = [x for name, x in sys.modules.items() if name.startswith("longctx.kernels.hopper")]
+    hopper = "longctx.kernels.attention.hopper"
+    modules = [module for name, module in sys.modules.items() if name.startswith(hopper)]
     for _ in range(100):
         selftest._trusted.clear()
         for kernel in kernels:

@@ -30,9 +30,7 @@ def answers_of(cases: dict[str, dict[str, Any]], ranks: int, tmp_path: Path) -> 
     return answers
 
 
-def test_a_checked_run_says_so_and_trains_as_on_one_device(
-    overrides: Overrides, tmp_path: Path
-) -> None:
+def test_a_checked_run_trains_as_on_one_device(overrides: Overrides, tmp_path: Path) -> None:
     shape = {"seq_len": 63, "max_steps": 4, "batch_size": 1, "val_rows": 3}
     assert train.main(overrides(name="one", **shape)) == 0
     run(tmp_path, overrides(name="checked", context__check=True, **SHARED, **shape))
@@ -135,9 +133,7 @@ PASSING: dict[int, dict[str, dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", PASSING)
-def test_layouts_that_compute_what_one_device_does_pass(
-    ranks: int, overrides: Overrides, tmp_path: Path
-) -> None:
+def test_correct_layouts_pass(ranks: int, overrides: Overrides, tmp_path: Path) -> None:
     cases = {
         name: {"fault": None, "keys": overrides(**SHAPE | {"devices": ranks} | changes)}
         for name, changes in PASSING[ranks].items()

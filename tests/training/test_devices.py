@@ -53,7 +53,7 @@ def test_two_devices_share_each_row_in_compiled_blocks(
 
 
 @pytest.mark.slow
-def test_a_sharded_run_resumes_on_any_number_of_devices(
+def test_a_sharded_run_resumes_on_any_devices(
     overrides: Overrides,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

@@ -12,7 +12,7 @@ from longctx import cli
 from longctx.config.model_config import GPTConfig
 from longctx.planner.workload import workload_of
 from longctx.training import dry_run as dry
-from longctx.training.child import OUT_OF_MEMORY, dry_run_in_child
+from longctx.training.dry_run import OUT_OF_MEMORY, dry_run_in_child
 from longctx.training.resolve import scheduled
 from longctx.training.run import Run, of_shared, run_of
 

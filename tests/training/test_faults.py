@@ -64,7 +64,7 @@ def test_a_name_is_not_used_twice(overrides: Overrides, capsys: pytest.CaptureFi
     assert "resume=" in capsys.readouterr().err
 
 
-def test_a_loss_that_is_no_number_ends_the_run_with_advice(
+def test_a_loss_that_is_nan_ends_the_run_with_advice(
     overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(constant: str) -> None:
@@ -96,7 +96,7 @@ def test_weights_that_are_no_numbers_are_not_saved(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(
-        "longctx.training.learning_rate.learning_rate",
+        "longctx.training.schedule.learning_rate",
         lambda step, run: float("nan") if step else 0.1,
     )
     every = {"log_every": 30, "val_every": 30, "checkpoint_every": 3}
@@ -106,7 +106,7 @@ def test_weights_that_are_no_numbers_are_not_saved(
 
 
 @pytest.mark.parametrize("kind", ["weight", "average"])
-def test_a_state_that_is_not_finite_is_not_saved_and_the_newest_finite_one_stays(
+def test_a_state_that_is_not_finite_is_not_saved(
     kind: str,
     overrides: Overrides,
     tmp_path: Path,
@@ -146,7 +146,7 @@ def test_running_out_of_memory_says_what_to_change(
 
 
 @pytest.mark.slow
-def test_memory_that_a_machine_does_not_have_is_refused_and_not_a_kill(
+def test_too_much_memory_is_an_error_and_no_kill(
     overrides: Overrides, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     used = int(re.findall(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) << 10

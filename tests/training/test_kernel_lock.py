@@ -121,36 +121,8 @@ def test_wandb_is_told(
     assert started[0]["kernel_lock"] == lock_of(tmp_path / "runs" / "r")
 
 
-@pytest.mark.parametrize("backend", ["naive", "sdpa"])
-def test_other_backends(overrides: Overrides, tmp_path: Path, backend: str) -> None:
-    assert train.main(overrides(name="r", max_steps=1, attention=backend)) == 0
-    lock = lock_of(tmp_path / "runs" / "r")
-    assert lock["backend"] == backend
-    assert (
-        lock["kernel"] == {"naive": "torch matmul and softmax", "sdpa": "torch CPU flash"}[backend]
-    )
-    assert lock["fingerprint"].keys() == {"inputs", "out", "dq", "dk", "dv"}
-    assert "sources" not in lock
-
-
-def test_a_value_that_is_none_of_them(overrides: Overrides, capsys) -> None:
-    assert train.main(overrides(kernel__lock="hard")) == 2
-    assert "kernel.lock=hard: one of auto, record, strict, off" in capsys.readouterr().err
-
-
 def test_lock_takes_no_random_number_of_the_run() -> None:
     work = workload_of(TrainConfig(), "cpu", 64)
     state = torch.get_rng_state()
     kernel_lock.of_workload(work)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_differences_name_field_before_and_now() -> None:
-    old = {"kernel": "a", "machine": {"torch": "1", "gpu": "x"}, "earlier": [{"kernel": "z"}]}
-    assert kernel_lock.differences(old, old | {"earlier": []}) == []
-    new = {"kernel": "b", "machine": {"torch": "1"}, "more": 1}
-    assert kernel_lock.differences(old, new) == [
-        ("kernel", "a", "b"),
-        ("machine.gpu", "x", "none"),
-        ("more", "none", "1"),
-    ]

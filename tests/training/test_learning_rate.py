@@ -3,7 +3,7 @@
 import pytest
 
 from longctx.config.train_config import TrainConfig
-from longctx.training.learning_rate import learning_rate
+from longctx.training.schedule import learning_rate
 from tests.training.sample_run import sample_run
 
 
@@ -11,7 +11,7 @@ def config(**changes: object):
     return sample_run(TrainConfig(**changes), "cpu")  # type: ignore[arg-type]
 
 
-def test_the_rate_rises_linearly_and_falls_as_a_cosine_to_its_floor() -> None:
+def test_rate_rises_linearly_and_falls_as_a_cosine() -> None:
     run = config(max_steps=101, warmup_steps=10, lr=0.5, min_lr=0.2)
     rates = [learning_rate(step, run) for step in range(101)]
     assert rates[:10] == pytest.approx([0.05 * n for n in range(1, 11)])

@@ -22,9 +22,10 @@ from longctx.distributed.parallel import Parallel
 from longctx.evaluation.subject import load_model
 from longctx.planner.hardware import Machine
 from longctx.runs import metrics_file, run_folder
+from longctx.stop_signal import StopSignal
 from longctx.training import resolve
-from longctx.training.batches import micro_batch
-from longctx.training.loop import Vote, step_batches
+from longctx.training.batches import micro_batch, step_batches
+from longctx.training.life_cycle import LifeCycle
 from longctx.training.module import TrainingModule
 from longctx.training.schedule import Schedule
 from tests.training.sample_run import Overrides, steps, weights
@@ -87,9 +88,7 @@ def test_a_run_leaves_what_others_read(
     torch.testing.assert_close(model(tokens), again(tokens))
 
 
-def test_a_step_is_as_long_as_the_learning_rate_it_logs(
-    overrides: Overrides, tmp_path: Path
-) -> None:
+def test_the_logged_learning_rate_is_the_one_used(overrides: Overrides, tmp_path: Path) -> None:
     assert train.main(overrides(name="r", max_steps=1, lr=0.001, warmup_steps=1)) == 0
     [row] = steps(tmp_path / "runs" / "r")
     assert row["lr"] == pytest.approx(0.001)
@@ -176,7 +175,7 @@ def test_loop_and_stock_trainer_give_the_same_losses(overrides: Overrides, tmp_p
     run = resolve.resolve(request, Machine(0, None, False, 2.0**40))
     assert run.data is not None
     parallel = Parallel(run.config, "cpu", Machine(0, None, False, 2.0**40))
-    batches = step_batches(run, Schedule(run, [run.data]), parallel)
+    batches = step_batches(run, Schedule(run, run.data), parallel)
     micro = [batch for step in itertools.islice(batches, 20) for batch in step.micro]
 
     class Losses(pl.Callback):
@@ -204,20 +203,17 @@ def test_loop_and_stock_trainer_give_the_same_losses(overrides: Overrides, tmp_p
     assert len(ours) == 20 and ours[-1] < ours[0]
 
 
-@pytest.mark.parametrize("steps_done", [0, 10_000])
-def test_processes_agree_to_stop_within_seconds_also_after_a_resume(
-    steps_done: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of steps of 8 s each is asked about, wherever the run began."""
+def test_processes_agree_to_stop_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks agree after every step of 8 s."""
     clock, asked = itertools.count(step=8.0), []
-    monkeypatch.setattr("longctx.training.loop.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("longctx.training.life_cycle.time.monotonic", lambda: next(clock))
 
     def agreed(mine: torch.Tensor) -> torch.Tensor:
         asked.append(mine.tolist())
         return mine
 
-    parallel = SimpleNamespace(ranks=2, device="cpu", all_reduce_max=agreed)
-    vote = Vote(SimpleNamespace(number=None), parallel, steps_done)
-    for step in range(steps_done + 1, steps_done + 4):
-        assert not vote.stops(step, waits_anyway=False)
+    parallel = SimpleNamespace(ranks=2, device="cpu", is_first=True, all_reduce_max=agreed)
+    life = LifeCycle(parallel, StopSignal())  # type: ignore[arg-type]
+    life.begin_steps()
+    assert not any(life.stops(steps, waits_anyway=False) for steps in (1, 2, 3))
     assert asked == [[0.0, 8.0]] * 3

@@ -13,7 +13,7 @@ import train
 from longctx import files
 from longctx.evaluation.subject import load_model
 from longctx.runs import metrics_file, run_folder
-from longctx.training import loop
+from longctx.training import life_cycle
 from tests.training.sample_run import (
     Overrides,
     check_equal_weights,
@@ -31,7 +31,7 @@ def figures(folder: Path, *more: str) -> list[list[Any]]:
     return [[row[key] for key in keys] for row in steps(folder)]
 
 
-def test_a_resumed_run_is_equal_bit_for_bit(overrides: Overrides, tmp_path: Path) -> None:
+def test_a_resumed_run_is_equal_to_the_bit(overrides: Overrides, tmp_path: Path) -> None:
     straight, resumed = tmp_path / "runs" / "straight", tmp_path / "runs" / "resumed"
     for folder in (straight, resumed):
         changes = {"max_steps": 9, "log_every": 2, "checkpoint_every": 5}
@@ -127,13 +127,13 @@ def test_a_run_that_still_trains_is_not_resumed(
     assert train.main(overrides(name="r", max_steps=2)) == 0
     folder = tmp_path / "runs" / "r"
     with run_folder.locked(folder), monkeypatch.context() as patched:
-        patched.setattr(loop, "resolve", lambda *request: pytest.fail("it chose a checkpoint"))
+        patched.setattr(life_cycle, "resolve", lambda *_: pytest.fail("it chose one"))
         assert train.main([f"resume={folder}", "max_steps=3"]) == 2
     assert f"{folder}: another process is training this run" in capsys.readouterr().err
     assert train.main([f"resume={folder}", "max_steps=3"]) == 0
 
 
-def test_a_mix_resumes_exactly(
+def test_a_mix_with_pass_keys_resumes_exactly(
     overrides: Overrides, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = {
@@ -164,7 +164,7 @@ def test_a_mix_resumes_exactly(
     check_equal_weights(straight, cut)
 
 
-def test_shorter_sequences_first_resume_exactly(
+def test_seq_len_schedule_resumes_exactly(
     overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = {"seq_len_schedule": "[[16,2],[32,2]]", "max_steps": 7, "val_every": 100}
@@ -290,7 +290,7 @@ def test_no_checkpoint_goes_for_a_damaged_one(overrides: Overrides, tmp_path: Pa
     assert rows == [1, 2, 3, 4]
 
 
-def test_without_a_whole_checkpoint_nothing_changes(
+def test_no_intact_checkpoint_is_one_clear_line(
     overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "runs" / "r"

@@ -11,7 +11,7 @@ import pytest
 
 import train
 from longctx.runs import run_folder
-from longctx.training import loop
+from longctx.training import life_cycle
 from tests.processes import finished
 from tests.training.sample_run import Overrides, steps
 
@@ -30,7 +30,7 @@ def growing(corpus: Path, tmp_path: Path) -> Path:
     ids=["context", "fsdp"],
 )
 @pytest.mark.parametrize("new", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_documents_that_differ_between_ranks_are_refused(
+def test_documents_must_be_equal_on_all_ranks(
     layout: dict[str, Any], new: bool, overrides: Overrides, growing: Path, tmp_path: Path
 ) -> None:
     keys = overrides(name="r", data__path=growing, devices=2, **layout)
@@ -65,14 +65,14 @@ def test_all_stages_train_on_the_same_documents(
     if mixed:
         shape |= {"data": "mix", "data__path": None, "data__mix__a__path": growing}
     assert train.main(overrides(name="still", **shape)) == 0
-    resolve: Callable[..., Any] = loop.resolve
+    resolve: Callable[..., Any] = life_cycle.resolve
 
     def resolve_before_growth(*arguments: Any) -> Any:
         run = resolve(*arguments)
         (growing / "new.txt").write_text("many words that rank 0 has not seen " * 20)
         return run
 
-    monkeypatch.setattr(loop, "resolve", resolve_before_growth)
+    monkeypatch.setattr(life_cycle, "resolve", resolve_before_growth)
     assert train.main(overrides(name="grown", **shape)) == 0
     still, grown = (steps(tmp_path / "runs" / name) for name in ("still", "grown"))
     assert [row["loss"] for row in grown] == [row["loss"] for row in still]

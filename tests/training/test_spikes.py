@@ -9,16 +9,15 @@ import pytest
 import torch
 
 import train
-from longctx.data.rows import IGNORED
 from longctx.runs import checkpoints, run_folder
-from longctx.training.spikes import LEAST, WINDOW, Spikes, is_outlier
+from longctx.training.callbacks import LEAST, WINDOW, Spikes, is_outlier
 from tests.processes import finished
 from tests.training.sample_run import Overrides, check_equal_weights, steps, weights
 
 LEAPING = Path(__file__).parent / "leaping_run.py"
 
 
-def test_only_a_leap_upwards_out_of_enough_values_is_an_outlier() -> None:
+def test_only_a_leap_upwards_is_an_outlier() -> None:
     before = [5.0 - 0.01 * n for n in range(LEAST)]
     assert is_outlier(50.0, before)
     assert not is_outlier(0.1, before)
@@ -26,7 +25,7 @@ def test_only_a_leap_upwards_out_of_enough_values_is_an_outlier() -> None:
     assert not is_outlier(5.2, before), "less than a tenth of the mean"
 
 
-def test_no_more_steps_than_the_budget_are_dropped_in_a_window() -> None:
+def test_no_more_steps_than_the_budget_are_dropped() -> None:
     spikes = Spikes("skip", budget=2)
     for _ in range(LEAST):
         assert not spikes.drops(5.0, 1.0)
@@ -37,7 +36,7 @@ def test_no_more_steps_than_the_budget_are_dropped_in_a_window() -> None:
     assert spikes.state()["skipped"] == 3
 
 
-def test_what_is_not_finite_is_dropped_and_is_no_measure_for_what_follows() -> None:
+def test_a_step_that_is_not_finite_is_dropped() -> None:
     for loss, norm in ((float("nan"), 1.0), (5.0, float("inf"))):
         spikes = Spikes("skip", budget=1)
         assert spikes.drops(loss, norm), "before enough values too"
@@ -56,28 +55,6 @@ def test_a_step_without_a_target_counts_nowhere() -> None:
         assert not spikes.lost
         assert not spikes.drops(5.0, 1.0)
     assert set(spikes.losses) | set(spikes.norms) == {5.0, 1.0}
-
-
-def test_a_run_keeps_steps_without_a_target_out(
-    overrides: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from longctx.training import loop
-
-    step_of_run = loop.optimizer_step
-
-    def emptied(state: Any, batch: Any, *rest: Any) -> torch.Tensor:
-        if state.steps_done % 2:
-            for micro in batch.micro:
-                micro.targets.fill_(IGNORED)
-                micro.scored = 0
-        return step_of_run(state, batch, *rest)
-
-    monkeypatch.setattr(loop, "optimizer_step", emptied)
-    assert train.main(overrides(name="r", spike="skip", max_steps=6)) == 0
-    last = run_folder.checkpoints(tmp_path / "runs" / "r")[-1]
-    spikes = checkpoints.read(last)["meter"]["spikes"]
-    assert len(spikes["losses"]) == len(spikes["norms"]) == 3
-    assert all(loss > 1 for loss in spikes["losses"])
 
 
 @pytest.fixture
@@ -109,7 +86,7 @@ def spike_rows(folder: Path) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.usefixtures("leap")
-def test_a_spike_is_flagged_and_its_step_dropped_bit_exactly_on_resume(
+def test_a_spike_is_dropped_again_on_resume(
     overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shape: dict[str, Any] = {"max_steps": 16, "checkpoint_every": 11, "keep_checkpoints": 9}
@@ -137,7 +114,7 @@ def test_a_spike_is_flagged_and_its_step_dropped_bit_exactly_on_resume(
 @pytest.mark.usefixtures("leap")
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])
 @pytest.mark.parametrize("log_every", [1, 3])
-def test_a_run_goes_on_without_a_step_that_is_not_finite(
+def test_a_run_continues_without_a_nan_step(
     overrides: Overrides, tmp_path: Path, log_every: int
 ) -> None:
     """Also where it is logged or saved: its loss is in no mean, the weights are those before."""
@@ -156,9 +133,7 @@ def test_looking_for_spikes_changes_no_bit(overrides: Overrides, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_two_processes_drop_the_same_step_and_a_resumed_run_too(
-    overrides: Overrides, tmp_path: Path
-) -> None:
+def test_two_processes_drop_the_same_step(overrides: Overrides, tmp_path: Path) -> None:
     """The losses that make step 12 a spike are those of the run before it was resumed."""
     folder = tmp_path / "runs" / "r"
     assert train.main(overrides(name="r", spike="skip", max_steps=11)) == 0

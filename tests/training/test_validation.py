@@ -17,11 +17,11 @@ from longctx.model import GPT
 from longctx.runs import metrics_file
 from longctx.training.batches import micro_batch
 from longctx.training.validation import (
+    BUCKETS,
     BY_POSITION,
-    MOST,
     by_position,
+    cells_of_targets,
     error_over_rows,
-    places,
     row_sums,
 )
 from tests.training.sample_run import Overrides, steps
@@ -47,7 +47,7 @@ def row(lengths: list[int], padding: int) -> dict[str, torch.Tensor]:
 
 def test_every_target_of_a_full_bucket_has_its_place() -> None:
     micro = micro_batch([row([9, 4, 1], 2), row([16], 0)])
-    place, kept, full = places(micro)
+    place, kept, full = cells_of_targets(micro)
     assert full.tolist() == [3, 2, 0, 0, 4]
     expected = {}
     for start, length in ((0, 9), (9, 4), (16, 16)):
@@ -55,7 +55,7 @@ def test_every_target_of_a_full_bucket_has_its_place() -> None:
         for position in range(length - 1):
             bucket = int(math.log2(position + 1))
             if bucket < buckets:
-                expected[start + position] = buckets * MOST + bucket
+                expected[start + position] = buckets * BUCKETS + bucket
     assert dict(zip(kept.tolist(), place.tolist(), strict=True)) == expected
 
 
@@ -63,15 +63,15 @@ def test_targets_after_a_gap_fill_no_bucket() -> None:
     conversation = row([16, 16], 0)
     conversation["targets"][:5] = IGNORED  # what is asked
     conversation["targets"][23:27] = IGNORED
-    place, kept, full = places(micro_batch([conversation]))
+    place, kept, full = cells_of_targets(micro_batch([conversation]))
     assert full.tolist() == [0, 3]
     assert kept.tolist() == list(range(16, 23))
-    assert place.tolist() == [3 * MOST + int(math.log2(n)) for n in range(1, 8)]
+    assert place.tolist() == [3 * BUCKETS + int(math.log2(n)) for n in range(1, 8)]
 
 
-def test_buckets_are_those_of_pieces_that_fill_all_of_them() -> None:
-    nats = [[0.0] * MOST for _ in range(MOST)]
-    pieces = [0.0] * MOST
+def test_buckets_are_of_pieces_that_fill_all() -> None:
+    nats = [[0.0] * BUCKETS for _ in range(BUCKETS)]
+    pieces = [0.0] * BUCKETS
     for full, count in ((2, 5), (4, 6), (5, 3)):
         pieces[full] = count
         for bucket in range(full):
@@ -79,10 +79,10 @@ def test_buckets_are_those_of_pieces_that_fill_all_of_them() -> None:
     losses = by_position(nats, pieces)
     assert list(losses) == [f"{BY_POSITION}/{2**b}" for b in range(4)]
     assert list(losses.values()) == pytest.approx([(6 * 4 + 3 * 5) / 9] * 4)
-    pieces = [0.0] * MOST
+    pieces = [0.0] * BUCKETS
     pieces[5] = 3
     assert len(by_position(nats, pieces)) == 5
-    assert by_position(nats, [7.0, *[0.0] * (MOST - 1)]) == {}
+    assert by_position(nats, [7.0, *[0.0] * (BUCKETS - 1)]) == {}
 
 
 def test_the_buckets_of_a_run_are_its_losses(overrides: Overrides, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from longctx.training.resolve import default_learning_rate, scheduled
 from tests.training.sample_run import Overrides, check_equal_weights, weights
 
 
-def test_a_run_begins_with_the_weights_and_goes_on_without_the_folder(
+def test_a_run_needs_the_folder_of_init_only_once(
     start: Overrides, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train.main(start(max_steps=4, checkpoint_every=2, runs=tmp_path / "straight")) == 0
@@ -126,7 +126,7 @@ def test_conversations_by_the_folders_own_template(
 
 
 @pytest.mark.parametrize("with_weights", [True, False])
-def test_conversations_by_the_template_of_another_folder(
+def test_conversations_by_the_template_of_another(
     start: Overrides, overrides: Overrides, folder: Path, tmp_path: Path, with_weights: bool
 ) -> None:
     """A base model and the tokenizer of a tuned one, whose template names tokens."""

@@ -49,7 +49,7 @@ def test_what_was_trained_opens_in_transformers(
     torch.testing.assert_close(load_model(tmp_path / "runs" / "again")[0](tokens), expected)
 
 
-def test_a_stretched_run_opens_stretched_in_transformers(
+def test_stretched_run_opens_stretched_in_transformers(
     start: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train.main(start(name="r", lr=0.01, seq_len=384, rope="auto", data__documents=20)) == 0
@@ -129,7 +129,7 @@ def test_lora_from_start_to_export(
     assert "was trained without lora.rank" in capsys.readouterr().err
 
 
-def test_an_adapter_of_weights_that_kept_their_positions_is_all_that_is_written(
+def test_export_writes_only_the_adapter(
     start: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train.main(start(name="r", seq_len=64, rope="auto", lora__rank=2, max_steps=1)) == 0

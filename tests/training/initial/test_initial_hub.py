@@ -14,7 +14,7 @@ from longctx.evaluation.subject import load_model
 from tests.training.sample_run import Overrides, check_equal_weights
 
 
-def test_a_model_of_the_hub_is_read_from_its_cache_and_recorded_with_its_commit(
+def test_hub_model_is_cached_and_recorded_with_commit(
     start: Overrides,
     folder: Path,
     tmp_path: Path,
@@ -56,7 +56,7 @@ def test_a_model_of_the_hub_is_read_from_its_cache_and_recorded_with_its_commit(
     assert train.main([f"resume={run}", "max_steps=2"]) == 0
 
 
-def test_the_cache_of_hugging_face_is_a_folder_of_links(
+def test_cache_of_hugging_face_is_a_folder_of_links(
     start: Overrides, folder: Path, tmp_path: Path
 ) -> None:
     blobs, snapshot = tmp_path / "m" / "blobs", tmp_path / "m" / "snapshots" / "abc"

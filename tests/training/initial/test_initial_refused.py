@@ -39,7 +39,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     assert not (tmp_path / "runs").exists()
 
 
-def test_broken_weights_are_found_before_the_run_begins(
+def test_broken_weights_are_found_before_the_run(
     start: Overrides, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = folder / "model.safetensors"

@@ -1,5 +1,5 @@
-"""Runs that start from weights that are trained (`init=`): a Hugging Face folder, a model of the
-Hub, or another run.
+"""Runs that start from trained weights (`init=`): a Hugging Face folder, a model of the Hub, or
+another run.
 
 The folder is read once, at the start: config.yaml of the run holds the whole model, and the run's
 folder its tokenizer, so that resuming and evaluating need nothing else.
@@ -23,16 +23,17 @@ from longctx.distributed import sharding
 from longctx.model import GPT, huggingface, restore
 from longctx.runs import checkpoints, run_folder
 
-OPEN_KEYS = ("vocab_size",)  # what the weights leave open
-# What a run keeps of the folder beside the tokenizer, for exports.
+OPEN_KEYS = ("vocab_size",)  # the weights leave them open
+# Copied to the run next to the tokenizer, for exports
 KEPT_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
 def model_of_folder(
     config: TrainConfig, overrides: Mapping[str, str]
 ) -> tuple[TrainConfig, GPTConfig]:
-    """`config` with the tokenizer of the folder `config.init` where none is named, and its model. A
-    model of the Hub has its commit in `config.init` then, and its weights in the cache.
+    """Return `config` with the tokenizer of its folder init= if none is named, and the model.
+
+    A model of the Hub gets its commit in init=, and its weights are in the cache then.
 
     The weights are checked from the files' headers; positions are not stretched yet. Raises
     ValueError or OSError for a folder that is not covered, and for overrides of its model.
@@ -72,8 +73,8 @@ def model_of_folder(
 def model_of_run(
     config: TrainConfig, overrides: Mapping[str, str]
 ) -> tuple[TrainConfig, GPTConfig]:
-    """As `model_of_folder` where `config.init` is a run, whose newest checkpoint is meant, or a
-    checkpoint. What LoRA trained is added to its weights.
+    """Do as `model_of_folder` for a checkpoint, or a run, which stands for its newest one. LoRA's
+    additions become part of the weights.
     """
     path = Path(config.init or "").expanduser().resolve()
     file = run_folder.checkpoint_of(path, "init")
@@ -92,8 +93,8 @@ def model_of_run(
 
 
 def load(model: GPT, name: str) -> None:
-    """Copy the weights that `name` means, of a folder, a checkpoint or a model of the Hub with its
-    commit, into `model`, of which this rank may hold a part.
+    """Copy the weights of `name` (a folder, a checkpoint, a model of the Hub with its commit) into
+    `model`; this rank may hold a part of it.
     """
     init = huggingface.with_weights(name, "init")
     if not run_folder.is_run(init):
@@ -103,8 +104,8 @@ def load(model: GPT, name: str) -> None:
 
 
 def keep_for_export(config: TrainConfig, folder: Path) -> None:
-    """Copy what belongs to the tokenizer of a run that began with weights or reads conversations
-    into its folder: the chat template with the tokens that it names; generation settings of `init`.
+    """Copy the chat template, its tokens, and the generation settings of init= into the folder of a
+    run that began with weights or reads conversations.
     """
     source = Path(config.data.tokenizer or "").expanduser()
     source = source if source.is_dir() else source.parent

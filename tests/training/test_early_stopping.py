@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import eval as evaluation
 import train
 from longctx.runs import checkpoints, run_folder
 from longctx.training import loop
-from longctx.training.best import Best
+from longctx.training.callbacks import EarlyStopping
 from tests.training.sample_run import Overrides, check_equal_weights, steps, write_checkpoint
 
 EVERY = {"val_every": 1, "checkpoint_every": 3, "keep_checkpoints": 1}
@@ -48,7 +49,7 @@ def test_the_best_checkpoint_stays_over_a_resume(
     assert evaluation.main([f"checkpoint={best}", "device=cpu", "documents=1"]) == 0
 
 
-def test_patience_ends_a_run_and_a_resume_needs_more_of_it(
+def test_patience_ends_a_run(
     overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "runs" / "r"
@@ -88,13 +89,13 @@ def test_a_best_one_that_is_gone_is_not_linked(tmp_path: Path) -> None:
     assert not (folder / "best.ckpt").exists()
 
 
-def test_what_it_holds_comes_back() -> None:
-    best = Best(patience=2)
+def test_its_state_comes_back() -> None:
+    run = SimpleNamespace(config=SimpleNamespace(patience=2, keep_best=True))
+    before, after = (EarlyStopping(run, None) for _ in range(2))  # type: ignore[arg-type]
     for step, loss in enumerate((9.0, 5.0, 6.0)):
-        best.add(step, {"val_loss": loss})
-    best.add(3, {})
-    again = Best(patience=2)
-    again.restore(best.state())
-    assert again.state() == {"loss": 5.0, "step": 1, "since": 1} and not again.is_over
-    again.add(4, {"val_loss": math.nextafter(5.0, 6.0)})
-    assert again.is_over
+        before.validated(step, {"val_loss": loss})
+    before.validated(3, {})
+    after.restore(before.state())
+    assert after.state() == {"loss": 5.0, "step": 1, "since": 1} and not after.ends()
+    after.validated(4, {"val_loss": math.nextafter(5.0, 6.0)})
+    assert after.ends() and after.kept_step == 1

@@ -1,0 +1,258 @@
+"""Callbacks: the optional parts of a run, which watch it, say something and may end it.
+
+Nothing here changes a gradient: with or without callbacks a run ends with the same weights. The
+loop calls every method on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from statistics import fmean, pstdev
+from typing import Any
+
+import torch
+
+from longctx.attention import kernels_run
+from longctx.data import Data, Mixture, Tokenizer
+from longctx.distributed import sharding
+from longctx.distributed.parallel import Parallel
+from longctx.evaluation.scorer import in_eval_mode
+from longctx.model.decoder import Decoder, continuations
+from longctx.model.sampling import Sampler
+from longctx.planner.overview import count_of
+from longctx.training.run import Run
+from longctx.training.run_log import RunLog
+from longctx.training.throughput import Meter
+from longctx.training.train_step import TrainState
+
+PROMPT_TOKENS = 16  # tokens of a document that serve as a prompt
+SAMPLE_TOKENS = 64
+TEMPERATURE = 0.8
+WINDOW = 128  # losses that a spike is compared with
+LEAST = 8  # of them, before which nothing is a spike
+SIGMAS = 6.0
+SHARE = 0.1  # a spike is above the mean by this share of it, or more
+
+
+class Callback:
+    """An optional part of a run. All methods do nothing by default."""
+
+    def logged(self, row: dict[str, Any]) -> None:
+        """Read a row of a step before it is written, or add keys to it."""
+
+    def validated(self, step: int, row: dict[str, Any]) -> None:
+        """Read the row of a validation."""
+
+    def stepped(self, step: int) -> None:
+        """Do something between two steps; its time is not a step's."""
+
+    def ends(self) -> bool:
+        """Return True if the run ends after this step."""
+        return False
+
+    def ended(self) -> None:
+        """Say something after the last step, when the run is saved."""
+
+
+class WandbCopy(Callback):
+    """Begin the copy at wandb after the first step, before which it has nothing to show."""
+
+    def __init__(self, log: RunLog) -> None:
+        self.log, self.has_begun = log, False
+
+    def stepped(self, step: int) -> None:
+        if not self.has_begun:
+            self.log.start_wandb(kernels_run())
+        self.has_begun = True
+
+
+class EarlyStopping(Callback):
+    """Follow the validation losses: keep the checkpoint of the lowest (keep_best=true), and end
+    the run after `patience` validations without a lower one.
+    """
+
+    def __init__(self, run: Run, log: RunLog) -> None:
+        self.run, self.log, self.patience = run, log, run.config.patience
+        self.loss: float | None = None
+        self.step = 0  # of the lowest loss
+        self.since = 0  # validations
+
+    def validated(self, step: int, row: dict[str, Any]) -> None:
+        if step == 0 or "val_loss" not in row:  # before the first step there is no checkpoint
+            return
+        if self.loss is None or row["val_loss"] < self.loss:
+            self.loss, self.step, self.since = row["val_loss"], step, 0
+        else:
+            self.since += 1
+
+    @property
+    def kept_step(self) -> int:
+        """The step whose checkpoint stays; 0 for none."""
+        return self.step if self.run.config.keep_best else 0
+
+    def keeps(self, step: int) -> bool:
+        """Return True if the checkpoint after `step` is the best so far."""
+        return step == self.kept_step
+
+    def ends(self) -> bool:
+        return self.patience is not None and self.since >= self.patience
+
+    def ended(self) -> None:
+        if not self.ends():
+            return
+        self.log.out_of_patience = True
+        if self.log.steps_done < self.run.max_steps:
+            self.log.say(
+                f"ended after step {self.log.steps_done:,}: {self.since:,} validations without a "
+                f"lower loss than {self.loss:.4f} after step {self.step:,} "
+                f"(patience={self.patience})"
+            )
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it."""
+        return {"loss": self.loss, "step": self.step, "since": self.since}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from `state`."""
+        self.loss, self.step, self.since = state["loss"], state["step"], state["since"]
+
+
+class Spikes(Callback):
+    """Count the spikes of a run: losses or gradient norms far above those before.
+
+    After SkipStepAdamW of OLMo-core: x is a spike among the last 128 values if
+
+        x > mean + 6 · standard deviation
+
+    and here also x > 1.1 · mean, so that a loss that hardly moves raises no alarm.
+
+    With spike=flag this looks at the losses of logged rows, for which no step waits. With
+    spike=skip the optimizer step asks `drops` about every step, and leaves out at most `budget` of
+    the last WINDOW. The counts are the same on every rank; the Meter saves them.
+    """
+
+    def __init__(
+        self, mode: str, budget: int, say: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self.mode, self.budget, self.say = mode, budget, say
+        self.losses: deque[float] = deque(maxlen=WINDOW)
+        self.norms: deque[float] = deque(maxlen=WINDOW)
+        self.dropped: deque[int] = deque(maxlen=WINDOW)  # 1 for each step dropped
+        self.found = self.skipped = 0  # since the run began
+        self.reported = 0  # of those found
+        self.lost = False  # the last step was dropped, and its loss or norm is not finite
+
+    def drops(self, loss: float | None, norm: float) -> bool:
+        """Return True if a step must leave weights and optimizer as they are.
+
+        A step without a target has no loss and counts nowhere.
+        """
+        if loss is None:
+            self.lost = False
+            return False
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        outlier = is_outlier(loss, self.losses) or is_outlier(norm, self.norms)
+        drop = outlier and sum(self.dropped) < self.budget
+        self.lost = drop and not finite
+        self.dropped.append(int(drop))
+        self.found += outlier
+        self.skipped += drop
+        if finite and not drop:
+            self.losses.append(loss)
+            self.norms.append(norm)
+        return drop
+
+    def logged(self, row: dict[str, Any]) -> None:
+        """Add the counts to `row`, absent if they are 0; warn of new spikes."""
+        if self.mode == "flag" and "loss" in row:
+            self.found += is_outlier(row["loss"], self.losses)
+            if math.isfinite(row["loss"]):
+                self.losses.append(row["loss"])
+        counts = {"loss_spikes": self.found, "steps_skipped": self.skipped}
+        row.update({key: count for key, count in counts.items() if count})
+        if self.found > self.reported:
+            self.say(
+                f"warning: loss spike at step {row['step']:,} or since the row before it "
+                f"({count_of(self.found, 'spike')} in all, "
+                f"{count_of(self.skipped, 'step')} skipped)"
+            )
+        self.reported = self.found
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it."""
+        values = {name: list(getattr(self, name)) for name in ("losses", "norms", "dropped")}
+        return values | {"found": self.found, "skipped": self.skipped}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from `state`."""
+        for name in ("losses", "norms", "dropped"):
+            setattr(self, name, deque(state[name], maxlen=WINDOW))
+        self.found = self.reported = state["found"]
+        self.skipped = state["skipped"]
+
+
+def is_outlier(value: float, before: Sequence[float]) -> bool:
+    """Return True if `value` is far above the values `before` it, or not finite."""
+    if not math.isfinite(value):
+        return True
+    if len(before) < LEAST:
+        return False
+    mean = fmean(before)
+    return value > mean + max(SIGMAS * pstdev(before, mean), SHARE * abs(mean))
+
+
+class Samples(Callback):
+    """Write a short sample of text every sample_every= steps.
+
+    It continues sample_prompt=, or the beginning of a validation document, always the same one and
+    with the same random numbers: samples of a run differ by its weights alone. Every rank computes
+    all of a fixed number of tokens, so that weights may be sharded.
+    """
+
+    def __init__(
+        self, state: TrainState, data: Data | Mixture, meter: Meter, parallel: Parallel, log: RunLog
+    ) -> None:
+        self.module, self.run, self.data = state.module, state.run, data
+        self.meter, self.parallel, self.log = meter, parallel, log
+
+    def stepped(self, step: int) -> None:
+        every = self.run.config.sample_every
+        if every is not None and (step == self.run.max_steps or step % every == 0):
+            self.log.sample(step, self.meter.tokens_seen, self.text())
+
+    def text(self) -> str:
+        """Return the prompt and the model's continuation, up to its end-of-text token."""
+        tokenizer, prompt = self.data.tokenizer, self.prompt()
+        choose = Sampler([0], TEMPERATURE, seed=self.run.config.seed)
+        model = self.module.model
+        with (
+            in_eval_mode(self.module),
+            sharding.unsharded(model),
+            self.parallel.autocast(),
+            torch.compiler.set_stance("force_eager"),
+        ):
+            decoder = Decoder(model, 1, len(prompt) + SAMPLE_TOKENS, "torch", graphs=False)
+            # On the CPU: with deterministic=true torch has no cumulative sum on a GPU.
+            rows = continuations(
+                decoder, [prompt], SAMPLE_TOKENS, lambda logits: choose(logits.cpu())
+            )
+            ids = [row[0] for row in rows if row[0] is not None]
+        ids = ids[: ids.index(tokenizer.eos_id)] if tokenizer.eos_id in ids else ids
+        return text_of_prompt(tokenizer, prompt) + tokenizer.decode(ids)
+
+    def prompt(self) -> list[int]:
+        """Return the tokens of sample_prompt=, or those at the beginning of a document."""
+        text, tokenizer = self.run.config.sample_prompt, self.data.tokenizer
+        if text is not None:
+            return tokenizer.encode_prompt(text)
+        split = "val" if len(self.data.split["val"]) else "train"
+        ids = next(iter(self.data.documents(split))).ids[:PROMPT_TOKENS].tolist()
+        return ids[:-1] if ids[-1] == tokenizer.eos_id and len(ids) > 1 else ids
+
+
+def text_of_prompt(tokenizer: Tokenizer, prompt: list[int]) -> str:
+    """Return the text of a prompt, without the token that begins it."""
+    special = (tokenizer.bos_id, tokenizer.eos_id)
+    return tokenizer.decode(prompt[1:] if prompt[0] in special else prompt)

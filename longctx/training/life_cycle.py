@@ -1,0 +1,250 @@
+"""The life of a training run, as one state machine: start, signals, last words, exit code.
+
+STARTING  ranks meet, rank 0 decides. A signal ends the command; a new run leaves no folder.
+TRAINING  A signal waits for the step and its checkpoint. A second one ends the run unsaved.
+SAVED     The last checkpoint is on disk. A signal only ends the deletion of older ones.
+OVER      Nothing is left that a signal could cost.
+"""
+
+from __future__ import annotations
+
+import enum
+import gc
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longctx import files, stop_signal
+from longctx.config.presets import Request
+from longctx.config.train_config import TrainConfig
+from longctx.distributed.devices import is_out_of_memory, this_machine, within_memory
+from longctx.distributed.heartbeat import go_on
+from longctx.distributed.parallel import EXIT, Parallel, exit_within, parallel_of
+from longctx.kernels.selftest import SelfTestFailed
+from longctx.planner.hardware import Machine
+from longctx.runs import run_folder
+from longctx.stop_signal import StopSignal
+from longctx.training import memory
+from longctx.training.batches import DataDiffers, is_lost_worker, lost_worker
+from longctx.training.context_check import CheckFailed
+from longctx.training.cuda_graphs import CaptureFailed
+from longctx.training.loop import loop
+from longctx.training.resolve import resolve
+from longctx.training.resume import continue_folder
+from longctx.training.run import Run, of_shared
+from longctx.training.run_log import RunLog
+from longctx.training.saver import Saver
+from longctx.training.sweep import RESULT_VARIABLE
+
+AGREE_EVERY = 10.0  # seconds between two looks at the other ranks' signals; SLURM gives 60
+REFUSED = (CheckFailed, DataDiffers)  # every rank raises it, before the first step
+TOLD = (*REFUSED, SelfTestFailed, CaptureFailed, FloatingPointError)  # the message says it all
+
+
+class Phase(enum.Enum):
+    """A phase in the life of a run; see the top of this file."""
+
+    STARTING = enum.auto()
+    TRAINING = enum.auto()
+    SAVED = enum.auto()
+    OVER = enum.auto()
+
+
+def train(request: Request[TrainConfig]) -> int:
+    """Train as `request` says and return the exit code.
+
+    Raises ValueError or OSError, one line, if the request cannot be trained.
+    """
+    sys.excepthook = without_lost_connections(sys.excepthook)
+    machine = this_machine()
+    parallel = parallel_of(request.config, machine)
+    with stop_signal.caught() as stop:
+        return LifeCycle(parallel, stop).live(request, machine)
+
+
+class LifeCycle:
+    """Lead one run through its phases; every rank has one."""
+
+    def __init__(self, parallel: Parallel, stop: StopSignal) -> None:
+        self.parallel, self.stop = parallel, stop
+        self.phase = Phase.STARTING
+        self.run: Run | None = None
+        stop.speaks = parallel.is_first
+
+    def live(self, request: Request[TrainConfig], machine: Machine) -> int:
+        """Start, train and report; return the exit code."""
+        with ExitStack() as locks:
+            try:
+                return self.train(self.start(request, machine, locks))
+            except KeyboardInterrupt:
+                self._interrupted()
+                raise
+            except BaseException as error:
+                self.parallel.fail(str(error), files.exit_code(error))
+                raise
+
+    def start(self, request: Request[TrainConfig], machine: Machine, locks: ExitStack) -> Run:
+        """Return the run that rank 0 has decided, once all ranks have met and its folder is
+        locked.
+        """
+        parallel, is_first = self.parallel, self.parallel.is_first
+        request = request._replace(config=replace(request.config, devices=parallel.ranks))
+        if request.config.resume and is_first:  # before its newest checkpoint is read
+            locks.enter_context(run_folder.locked(Path(request.config.resume)))
+        self.run = resolve(request, machine) if is_first else None
+        parallel.launch("" if self.run is None else str(self.run.folder))
+        shared = parallel.broadcast({} if self.run is None else self.run.shared())
+        run = self.run = self.run or of_shared(shared)
+        parallel.init_mesh(run.workload, str(run.folder))
+        if is_first:
+            if run.checkpoint is None:
+                locks.enter_context(run_folder.locked(run.folder))
+            else:
+                continue_folder(run)
+            if result := os.environ.get(RESULT_VARIABLE):
+                Path(result).write_text(str(run.folder), encoding="utf-8")
+        return run
+
+    def train(self, run: Run) -> int:
+        """Run the loop, say how the run ended, delete old checkpoints; return the exit code."""
+        parallel, code = self.parallel, 1
+        problem: str | None = None
+        is_refused = False
+        log = RunLog(run, parallel)
+        saver = Saver(run, parallel, log)
+        frozen = gc.get_freeze_count()
+        # The Saver's block writes a checkpoint that is under way to its end, also if the loop fails
+        try:
+            with within_memory(run.workload.device), saver:
+                loop(run, parallel, log, self, saver)
+                memory.free(run.workload.device)
+                saver.finish()
+            parallel.shut_down()
+            code = self.stop.code if self._has_stopped(log) else 0
+        except KeyboardInterrupt:
+            parallel.abandon()
+            saver.cancel_removal()
+            code = self.stop.code
+            raise
+        except Exception as error:
+            problem, is_refused = self._last_words(error, log), isinstance(error, REFUSED)
+            if problem is None:
+                raise
+            code = files.exit_code(error)
+        finally:
+            if gc.get_freeze_count() > frozen:
+                gc.unfreeze()
+            log.end(code)
+
+        # All ranks refuse together: they part in peace, and rank 0 speaks for them
+        if is_refused:
+            parallel.shut_down()
+            if not parallel.is_first:
+                return 0
+        # A run refused before its first step leaves no folder, so the same command starts it again
+        if is_refused and run.checkpoint is None:
+            shutil.rmtree(run.folder, ignore_errors=True)
+        else:
+            log.summary(code, self.stop.name if code and problem is None else None)
+        if problem is not None:
+            if parallel.is_first:
+                print(f"error: {problem}", file=sys.stderr, flush=True)
+            parallel.fail(problem, code)
+        # Last: the report waits for no deletion
+        self._delete_old_checkpoints(log, saver)
+        return code
+
+    def begin_steps(self) -> None:
+        """Let a signal wait for the step from now on. Raises KeyboardInterrupt if one has come."""
+        self.stop.check()
+        self.enter(Phase.TRAINING)
+        self.asked_at, self.asked_after, self.next_question = time.monotonic(), 0, 1
+
+    def enter(self, phase: Phase) -> None:
+        """Go on to `phase`, in which a signal waits or interrupts."""
+        self.stop.waits = phase in (Phase.TRAINING, Phase.OVER)
+        self.phase = phase
+
+    def stops(self, steps: int, waits_anyway: bool) -> bool:
+        """Return True, on every rank, if the run stops after these `steps` of this process because
+        a signal has reached any rank.
+
+        Agreeing makes ranks wait for one another: they agree if the step `waits_anyway`, and
+        otherwise every AGREE_EVERY seconds.
+        """
+        if self.parallel.ranks == 1:
+            return self.stop.number is not None
+        if not waits_anyway and steps < self.next_question:
+            return False
+        now = time.monotonic()
+        seconds = (now - self.asked_at) / (steps - self.asked_after)
+        mine = torch.tensor([self.stop.number or 0, seconds], device=self.parallel.device)
+        number, seconds = self.parallel.all_reduce_max(mine).tolist()
+        self.asked_at, self.asked_after = now, steps
+        self.next_question = steps + max(1, int(AGREE_EVERY / seconds))
+        if number:  # a signal that came while the ranks agreed counts the next time
+            self.stop.number = int(number)
+        return number > 0
+
+    def _has_stopped(self, log: RunLog) -> bool:
+        """Return True if a signal has ended the run before its last step."""
+        return self.stop.number is not None and log.steps_done < log.run.max_steps
+
+    def _last_words(self, error: Exception, log: RunLog) -> str | None:
+        """Return the line that tells the user of `error`; None if it needs a traceback, or if the
+        command line prints it.
+        """
+        if isinstance(error, TOLD):
+            return str(error)
+        if not isinstance(error, RuntimeError | MemoryError):
+            return None
+        if is_out_of_memory(error):
+            return memory.explain(log.run.workload, log.steps_done)
+        if self.parallel.is_lost_connection(error):
+            reason = str(error).splitlines()[0].partition(". ")[0]
+            return f"a process of the run is gone ({reason}); {go_on()}"
+        return f"{lost_worker(error)}; {go_on()}" if is_lost_worker(error) else None
+
+    def _delete_old_checkpoints(self, log: RunLog, saver: Saver) -> None:
+        """Wait until the checkpoints that the last one replaced are deleted, or a signal comes."""
+        has_begun = self.phase is Phase.TRAINING
+        try:
+            self.enter(Phase.SAVED)
+            saver.end_removal()
+        except KeyboardInterrupt:
+            saver.cancel_removal()
+            log.say("stopped    deleting older checkpoints; the next resume deletes the rest")
+        finally:
+            self.enter(Phase.OVER if has_begun else Phase.STARTING)
+
+    def _interrupted(self) -> None:
+        """Part from the other processes after a signal; remove the folder of an untrained run."""
+        self.parallel.abandon()
+        run = self.run
+        is_untrained = self.phase is Phase.STARTING and run is not None and run.checkpoint is None
+        if run is not None and is_untrained and self.parallel.is_first:
+            shutil.rmtree(run.folder, ignore_errors=True)
+        if self.parallel.ranks > 1:
+            exit_within(EXIT, self.stop.code)
+
+
+def without_lost_connections(show: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the excepthook `show`, silent for threads that served a lost data worker: the run
+    prints a line of its own.
+    """
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        in_thread = threading.current_thread() is not threading.main_thread()
+        if not (in_thread and isinstance(error, ConnectionError | EOFError)):
+            show(kind, error, trace)
+
+    return hook

@@ -1,0 +1,134 @@
+"""A resumed run: the layouts that keep its steps, and its newest intact checkpoint.
+
+A run continues with its sequences per step on other devices, too. A damaged checkpoint is set
+aside, and the one before it taken.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from longctx import files
+from longctx.config.train_config import TrainConfig
+from longctx.runs import checkpoints, metrics_file, run_folder
+from longctx.training import kernel_lock, saver
+from longctx.training.run import Run
+
+
+def with_steps_of_run(open_layouts: list[TrainConfig], given: Collection[str]) -> list[TrainConfig]:
+    """Return the layouts in which a resumed run can keep its sequences per step on the devices of
+    this request, with the batch_size and accumulate that are `given`; ValueError if there is none.
+    """
+    path = Path(open_layouts[0].resume or "")
+    saved = run_folder.read_config(path)
+    groups_of_run = saved["devices"] // saved["context.degree"]
+    rows = saved["batch_size"] * saved["accumulate"] * groups_of_run
+    possible = []
+    for config in open_layouts:
+        assert isinstance(config.context.degree, int)
+        groups = config.devices // config.context.degree
+        batch_size = config.batch_size if "batch_size" in given else None
+        accumulate = config.accumulate if "accumulate" in given else None
+        if batch_size is None and accumulate is None:
+            batch_size = math.gcd(saved["batch_size"], rows // groups)
+        batch_size = batch_size or rows // groups // (accumulate or 1)
+        accumulate = accumulate or rows // groups // batch_size
+        if batch_size * accumulate * groups == rows:
+            possible.append(replace(config, batch_size=batch_size, accumulate=accumulate))
+    if not possible:
+        names = ["devices", *(name for name in ("batch_size", "accumulate") if name in given)]
+        asked = " ".join(f"{name}={getattr(open_layouts[0], name)}" for name in names)
+        raise ValueError(
+            f"{asked}: a step of the run has {rows} sequences, which cannot be divided so; give "
+            f"numbers with groups of devices × batch_size × accumulate = {rows}"
+        )
+    return possible
+
+
+def continued(run: Run) -> Run:
+    """Return `run` from its newest intact checkpoint, after checking that data, model and kernels
+    fit.
+    """
+    config, folder = run.config, Path(run.config.resume or "")
+    path, checkpoint, damaged = newest_intact(run, folder)
+    about, steps_done = checkpoint["longctx"], checkpoint["steps_done"]
+    validations = checkpoint["best"]["since"]
+    if config.patience is not None and validations >= config.patience:
+        raise ValueError(
+            f"resume={folder}: the run has ended after {validations} validations without a lower "
+            "loss; to go on, give a larger patience=, or patience=null"
+        )
+    if steps_done >= run.max_steps:
+        raise ValueError(
+            f"resume={folder}: the run has done its {steps_done:,} steps; to go on, give a larger "
+            "max_steps="
+        )
+    now = kernel_lock.of_workload(run.workload) if config.kernel.lock != "off" else None
+    lock, note = kernel_lock.held(config, now, about.get("kernel_lock"), steps_done)
+    return replace(
+        run,
+        folder=folder,
+        checkpoint=path,
+        damaged=damaged,
+        steps_done=steps_done,
+        model_source="",
+        kernel_lock=lock,
+        lock_note=note or "",
+    )
+
+
+def newest_intact(run: Run, folder: Path) -> tuple[Path, dict[str, Any], dict[Path, str]]:
+    """Return the newest intact checkpoint in `folder`, its content, and the damage of each newer
+    one. Raises ValueError if there is none, or if it is of another run than `run`.
+    """
+    damaged: dict[Path, str] = {}
+    paths = run_folder.checkpoints(folder)
+    for path in reversed(paths):
+        try:
+            return path, intact_checkpoint(run, folder, path), damaged
+        except checkpoints.Damaged as error:
+            if len(paths) == 1:
+                raise
+            damaged[path] = error.what
+    listed = "; ".join(f"{path.name}: {what}" for path, what in damaged.items())
+    raise ValueError(f"resume={folder}: none of its checkpoints is intact ({listed})")
+
+
+def intact_checkpoint(run: Run, folder: Path, path: Path) -> dict[str, Any]:
+    """Return the checkpoint at `path`, every part of it checked against `run`."""
+    checkpoints.verify(path)
+    checkpoint = checkpoints.read(path)
+    about = checkpoint["longctx"]
+    assert run.data is not None
+    if run.data.fingerprint != about["data"]:
+        raise ValueError(
+            f"resume={folder}: the documents, their split or the tokenizer are no longer those "
+            "that the run began with"
+        )
+    run_folder.check_unedited(folder, about["config"], run.settings())
+    saver.check_state(run, path, checkpoint)
+    return checkpoint
+
+
+def continue_folder(run: Run) -> None:
+    """Take the folder of a resumed run back to its checkpoint: set damaged newer ones aside, remove
+    half-written files of killed processes, and later metrics.
+    """
+    for path in (run.folder, run.folder / "checkpoints"):
+        files.remove_partial(path)
+    for path, what in run.damaged.items():
+        aside = path.with_name(f"{path.name}.damaged")
+        files.remove(aside)
+        path.rename(aside)
+        print(
+            f"{path}: {what}; set aside as {aside.name}, the run goes on from {run.checkpoint}",
+            file=sys.stderr,
+        )
+    kernel_lock.write(run.folder, run.kernel_lock)
+    run_folder.write_config(run.folder, run.settings() | {"resume": None})
+    metrics_file.drop_after(run.folder, run.steps_done)
