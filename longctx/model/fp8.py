@@ -32,7 +32,7 @@ if HAS_TRITON:
     from longctx.kernels import quantize, swiglu
 
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
-LEAST = 1e-30  # see longctx.kernels.quantize
+LEAST = 1e-30  # see longctx.kernels.elementwise.quantize
 # cuBLAS adds up in about 14 bits where that is fast: right for activations, too coarse for
 # gradients (arXiv 2412.19437, 3.3.2)
 FAST_FORWARD, FAST_BACKWARD = True, False
@@ -153,8 +153,9 @@ class _Product(torch.autograd.Function):
 
 
 class Product(nn.Module):
-    """What computes a layer's product instead of `longctx.kernels.linear`. It has no weights
-    and no buffers, so a model's names stay as they are.
+    """A layer's product in FP8, instead of `longctx.kernels.linear`.
+
+    It has no weights and no buffers, so a model's names stay as they are.
     """
 
     def __init__(self) -> None:
@@ -168,7 +169,7 @@ class Product(nn.Module):
     def gated_down(
         self, gate_up: Tensor, weight: Tensor, bias: Tensor | None, with_output: bool = True
     ) -> Tensor:
-        """`longctx.kernels.swiglu.gated_down` of gate_up (..., 2I)."""
+        """`longctx.kernels.elementwise.swiglu.gated_down` of gate_up (..., 2I)."""
         if not self.training:
             return swiglu.gated_down(gate_up, weight, bias, with_output)
         return self._product(gate_up, weight, bias, True, with_output)

@@ -9,7 +9,7 @@ never computed twice (as in Liger Kernel, arXiv 2410.10989). Backward only multi
 incoming gradient, a scalar. dW is accumulated in fp32 over the chunks; matmuls run in the dtype of
 the inputs, or in autocast's.
 
-On a GPU one kernel makes dz of a chunk's z in place (longctx.kernels.cross_entropy). There logits
+On a GPU one kernel makes dz of a chunk's z in place (elementwise/cross_entropy.py). There logits
 with a gradient are rounded to 16 bits, as F.linear and F.cross_entropy would; those of an
 evaluation stay in fp32.
 

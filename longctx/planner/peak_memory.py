@@ -115,7 +115,7 @@ class _Step:
         self.in_8_bits = [is_fp8 and n not in in_bf16 for n in range(self.L)]
         once = workload.quantizes_once
         self.held = 2.0 * sum(self.in_8_bits) * (self.before_weights + self.after_weights) * once
-        # One kernel makes the product of gate and up again in backward, see longctx.kernels.swiglu.
+        # One kernel makes the product of gate and up again in backward, see swiglu.py.
         targets = workload.lora.targets if self.added else []
         self.kernels = device == "cuda" and self.e < FP32
         self.fused = self.kernels and "down" not in targets

@@ -29,7 +29,7 @@ from longctx.config.train_config import TrainConfig
 from longctx.distributed.devices import is_out_of_memory, this_machine, within_memory
 from longctx.distributed.heartbeat import go_on
 from longctx.distributed.parallel import EXIT, Parallel, exit_within, parallel_of
-from longctx.kernels.selftest import SelfTestFailed
+from longctx.kernels import SelfTestFailed
 from longctx.planner.hardware import Machine
 from longctx.runs import run_folder
 from longctx.stop_signal import StopSignal

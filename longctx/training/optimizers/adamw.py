@@ -2,7 +2,7 @@
 
 Weight decay acts on every matrix, the embedding among them (tied, it is also the lm_head), never
 on norms and biases. Its two moments, 8 bytes a weight, can be kept in bf16 or on the host. On a
-GPU one kernel of ours (longctx.kernels.adamw_update) updates a tensor and clips its gradient on
+GPU one kernel of ours (elementwise/adamw_update.py) updates a tensor and clips its gradient on
 the way.
 """
 
