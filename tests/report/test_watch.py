@@ -28,7 +28,7 @@ def test_watch_follows_until_the_process_ends(tmp_path, capsys, monkeypatch):
 
     thread = threading.Thread(target=train)
     thread.start()
-    assert locked.wait(60)
+    assert locked.wait(300)
     watch.watch(folder)
     thread.join()
     lines = capsys.readouterr().out.splitlines()

@@ -24,9 +24,9 @@ def on_all_ranks(work: Callable[[int, Agree], None]) -> list[object]:
     def run(rank: int) -> None:
         def agree(problem: str | None) -> str | None:
             problems[rank] = problem  # type: ignore[call-overload]
-            barrier.wait(10)
+            barrier.wait(300)
             first = next((x for x in problems if x is not None), None)
-            barrier.wait(10)
+            barrier.wait(300)
             return first
 
         try:

@@ -58,7 +58,7 @@ class Held(Saving):
         self.begin(memory_for(self))
 
     def _wait_for_copy(self, number: int) -> None:
-        assert self.released.wait(20)
+        assert self.released.wait(300)
 
 
 @contextmanager
@@ -219,17 +219,17 @@ def test_a_save_cancelled_at_its_end_is_whole(
     def slow(path: Path) -> None:
         if path.suffix == ".partial":
             is_whole.set()
-            assert may_go_on.wait(20)
+            assert may_go_on.wait(300)
         to_disk(path)
 
     def interrupt() -> None:
-        assert is_whole.wait(20) and waits.wait(20)
+        assert is_whole.wait(300) and waits.wait(300)
         os.kill(os.getpid(), signal.SIGUSR1)
 
     monkeypatch.setattr(files, "to_disk", slow)
     saving = Saving(tmp_path / "x", {}, whole(odd()))
-    waits, wait = threading.Event(), saving._has_ended.wait
-    monkeypatch.setattr(saving._has_ended, "wait", lambda: waits.set() or wait())
+    waits, wait = threading.Event(), saving.is_written.wait
+    monkeypatch.setattr(saving.is_written, "wait", lambda: waits.set() or wait())
     before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
     try:
         saving.begin()

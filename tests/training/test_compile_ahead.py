@@ -22,11 +22,11 @@ def test_tasks_run_in_parallel_and_fail_in_silence() -> None:
     meeting, done = threading.Barrier(3), []
 
     def fails() -> None:
-        meeting.wait(20)
+        meeting.wait(300)
         raise RuntimeError("no compiler")
 
     def works() -> None:
-        meeting.wait(20)
+        meeting.wait(300)
         done.append(threading.current_thread())
 
     wait = compile_ahead.side_by_side([fails, works, works])

@@ -252,7 +252,7 @@ def test_the_end_of_a_run_waits_for_deletion(
     monkeypatch.setattr(RunLog, "summary", report)
     monkeypatch.setattr(saver, "SAID_AFTER", 0.0)
     waited: list[bool] = []
-    replacing(lambda: time.sleep(0.05) or waited.append(is_reported.wait(20)))
+    replacing(lambda: time.sleep(0.05) or waited.append(is_reported.wait(300)))
     assert len(waited) > 1 and all(waited)
     out = capsys.readouterr().out.splitlines()
     assert re.match(r"deleting .* MB of older checkpoints", out[-1])
@@ -318,12 +318,12 @@ def test_a_signal_ends_the_deletion_and_keeps_the_exit_code(
         assert self.saving is not None
         self.saving._is_cancelled.set()
         is_cancelled.set()
-        self.saving.is_over.wait(20)
+        self.saving.is_over.wait(300)
 
     def terminate() -> None:
-        is_ending.wait(20)
+        is_ending.wait(300)
         os.kill(os.getpid(), signal.SIGTERM)
-        is_cancelled.wait(20)
+        is_cancelled.wait(300)
 
     monkeypatch.setattr(saver.Saver, "end_removal", end)
     monkeypatch.setattr(saver.Saver, "cancel_removal", cancel)
@@ -361,7 +361,7 @@ def test_the_end_waits_for_memory_despite_signals(
     """A signal ends a thread's join at once: the process would exit while it reserves memory."""
     may_go_on, parts = threading.Event(), SimpleNamespace(sizes=[8])
     monkeypatch.setattr(saver.Saver, "_saving", lambda *_: parts)
-    monkeypatch.setattr(saver.Saver, "_reserve", lambda *_: may_go_on.wait(20))
+    monkeypatch.setattr(saver.Saver, "_reserve", lambda *_: may_go_on.wait(300))
     monkeypatch.setattr(saver.checkpoints, "random_state", dict)
     on_gpu = {"is_first": True, "device": torch.device("cuda", 0), "strategy": "none"}
     one = saver.Saver(
