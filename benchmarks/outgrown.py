@@ -110,11 +110,9 @@ def rows_of(
     from longctx.attention import Mask
     from longctx.data import DataConfig, load
     from longctx.evaluation.subject import open_run
-    from longctx.runs import checkpoints
 
-    file, folder, _ = open_run(Path(checkpoint))
+    _, folder, _ = open_run(Path(checkpoint))
     data = load(DataConfig(**config["data"] | {"tokenizer": str(folder)}), seq_len)
-    data = data.as_begun(checkpoints.read(file)["longctx"]["data"]) or data
     rows, found = data.val if len(data.val) else data.train, []
     for number in range(min(most, len(rows))):
         row = rows[number]

@@ -57,7 +57,7 @@ def check_against_formula(mask, backend, tokens):
         for results in (actual, expected)
     ]
     for x, y in zip((*actual, *gradients[0]), (*expected, *gradients[1]), strict=True):
-        torch.testing.assert_close(x.double(), y.double(), atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(x.double(), y.double(), atol=5e-5, rtol=5e-5)
 
 
 @pytest.mark.parametrize("mask", MASKS)

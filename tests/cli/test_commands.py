@@ -203,7 +203,7 @@ def test_a_mistake_found_while_a_signal_waits_is_printed(
 ) -> None:
     def saves(argv: list[str]) -> int:
         with stop_signal.caught() as stop:
-            stop.wait()
+            stop.waits = True
             signal.raise_signal(signal.SIGTERM)
             raise OSError("disk full")
 

@@ -18,6 +18,7 @@ from longctx.model.export import export
 from longctx.model.huggingface import pretrained
 from longctx.runs import checkpoints
 from longctx.runs.checkpoint_folder import Sharded
+from tests.training.sample_run import newest, replace_newest
 from tests.written import write
 
 SMALL: dict[str, Any] = {
@@ -157,10 +158,9 @@ def test_an_export_of_numbers_not_finite_warns(
     dtype: str,
     warns: bool,
 ) -> None:
-    file = run / "checkpoints" / "step-00000007.ckpt"
-    content = torch.load(file)
+    content = newest(run)
     content["state_dict"]["model.blocks.1.mlp.gate_up.weight"][50, 3] = number
-    torch.save(content, file)
+    replace_newest(content, run)
     assert main(["export", str(run), str(tmp_path / "out"), f"dtype={dtype}"]) == 0
     assert ("model.layers.1.mlp.up_proj.weight" in capsys.readouterr().err) == warns
 

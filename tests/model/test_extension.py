@@ -116,7 +116,7 @@ def test_auto_continues_the_scaling_of_the_weights(
             {"type": "yarn"},
             "the length that the weights were trained for is not known",
         ),
-        ({}, {"type": "yrn"}, "rope=yrn: one of keep, auto, abf"),
+        ({}, {"type": "yrn"}, "yrn: one of keep, auto, abf"),
         ({}, {"type": "abf"}, "rope=abf: needs the new base"),
         ({}, {"type": "yarn", "theta": 1e6}, "rope.theta goes with rope=abf"),
         ({}, {"type": "auto", "factor": 2.0}, "rope.factor=2.0: not used by rope=auto"),

@@ -38,7 +38,7 @@ def test_watch_follows_until_the_process_ends(tmp_path, capsys, monkeypatch):
 
 
 def test_watch_of_a_folder_that_is_deleted_says_so(tmp_path):
-    with pytest.raises(FileNotFoundError, match="r: "):
+    with pytest.raises(FileNotFoundError, match="/r"):
         list(watch.following(tmp_path / "r", watch.Tail(tmp_path / "r"), []))
 
 

@@ -256,7 +256,7 @@ def test_a_resumed_run_is_a_new_leg_of_its_group_offline(
     assert {run["job_type"] for run in runs} == {"probe"}
     config = runs[1]["config"]["update"]
     command = next(r["environment"] for r in records[1] if r["type"] == "environment")
-    assert (command["program"], command["args"]) == (sys.argv[0], sys.argv[1:])
+    assert (command["program"], command.get("args", [])) == (sys.argv[0], sys.argv[1:])
     assert config["backend"] == "flash" and config["leg"] == 2 and len(config["commit"]) >= 40
     defined = {
         r["metric"].get("name") or r["metric"]["glob_name"]: r["metric"]

@@ -2,7 +2,7 @@
 
 import gc
 from dataclasses import replace
-from functools import partial, partialmethod
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -286,7 +286,7 @@ def test_captured_steps_fit_the_predicted_memory(
     unset = dict.fromkeys(("model.channels", "model.heads", "model.kv_heads", "model.ffn"))
     keys = shape | unset | {"model.layers": 12, "max_steps": 6, "log_every": 1, "compile": True}
     keys |= {"val_every": 3, "val_rows": 8, "optimizer": optimizer, "deterministic": False}
-    folder = run(partial(overrides), tmp_path / "free", True, **keys)
+    folder = run(overrides, tmp_path / "runs", True, **keys)
     predicted = steps(folder)[-1]["memory_predicted_gib"] * 2**30
     gc.collect()
     torch.cuda.empty_cache()
@@ -294,6 +294,6 @@ def test_captured_steps_fit_the_predicted_memory(
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((left_over + 1.1 * predicted) / total)
     try:
-        run(partial(overrides), tmp_path / "capped", True, **keys)
+        run(overrides, tmp_path / "runs", True, **keys, name="capped")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

@@ -87,4 +87,4 @@ def test_a_resumed_run_keeps_what_it_began_with(
     text = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(text.replace("\n  type: yarn", "\n  type: linear"))
     assert train.main([f"resume={run}", "max_steps=3"]) == 2
-    assert "rope.type=linear, where the run began with yarn" in capsys.readouterr().err
+    assert "rope.type=linear, but the run began with yarn" in capsys.readouterr().err
