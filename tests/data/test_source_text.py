@@ -302,10 +302,11 @@ def test_a_reader_of_parquet_may_stop_early(tmp_path: Path) -> None:
     assert [text for _, text in read(str(tmp_path))] == texts
 
 
-def test_streams_of_xz_follow_one_another(tmp_path: Path) -> None:
+@pytest.mark.parametrize("padding", [b"", b"\0" * 4, b"\0" * 40_000])
+def test_streams_of_xz_follow_one_another(tmp_path: Path, padding: bytes) -> None:
     texts = [os.urandom(length).hex() for length in (1, 9000, 300_000)]
-    packed = b"".join(lzma.compress(text.encode()) for text in texts)
-    (tmp_path / "a.txt.xz").write_bytes(packed)
+    packed = padding.join(lzma.compress(text.encode()) for text in texts)
+    (tmp_path / "a.txt.xz").write_bytes(packed + padding)
     assert read(str(tmp_path)) == [("a.txt.xz", "".join(texts))]
     (tmp_path / "a.txt.xz").write_bytes(packed[:-1])
     with pytest.raises(ValueError, match=r"a\.txt\.xz: "):
