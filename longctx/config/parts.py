@@ -62,8 +62,7 @@ class Pass(NamedTuple):
     gradient: int  # of a weight's gradient; 0 if weights are frozen
     is_fused: bool  # one kernel makes the product of gate and up again in backward
     adapted: tuple[str, ...] = ()  # linear layers with LoRA
-    scores: int | None = None  # keys that naive attention scores for each query
-    is_compiled: bool = False
+    attention: float = 0.0  # all bytes that the backend saves of q, k, v, the output and the lse
     saves_lse: bool = True  # with recompute=block, next to attention's output
 
 
@@ -182,15 +181,9 @@ class Attention(Part):
         lse = FP32 * self.heads if p.saves_lse else 0
         return (p.activation * self.query_size + lse) * p.tokens
 
-    def saved(self, p: Pass) -> int:
+    def saved(self, p: Pass) -> float:
         """Return the bytes saved for backward up to its output, which is one of them."""
-        e, q, kv = p.activation, self.query_size, self.key_size
-        saved = (e * q + FP32 * self.heads) * p.tokens + e * (q + kv) * p.tokens  # q, k rotated
-        if p.scores is None:
-            saved += e * (q + 2 * kv) * p.tokens  # v is a part of the projection's output
-        else:
-            saved += e * kv * p.tokens + self.score_bytes(p) * self.heads * p.tokens * p.scores
-        return saved + p.weight_copy * self.linears()[0].weights
+        return p.attention + p.weight_copy * self.linears()[0].weights
 
     def saved_after(self, p: Pass) -> int:
         """Return the bytes saved for the projection of its output, which is one of them."""
@@ -198,12 +191,6 @@ class Attention(Part):
         return (
             p.activation * self.size * p.tokens + in_fp8 + p.weight_copy * self.linears()[1].weights
         )
-
-    def score_bytes(self, p: Pass) -> int:
-        """Return the bytes per score that naive attention leaves for backward."""
-        if p.is_compiled and p.recompute == "none":
-            return 2 * p.activation  # raw scores, probabilities; the compiler recomputes the rest
-        return 2 * FP32 + p.activation  # masked scores, exp of them, probabilities
 
 
 @dataclass(frozen=True)
@@ -278,7 +265,7 @@ class Block:
         """Weights of the linear layers after attention, where recompute=mlp begins."""
         return self.weights - self.attention.linears()[0].weights
 
-    def saved(self, p: Pass, keeps_input: bool = True) -> int:
+    def saved(self, p: Pass, keeps_input: bool = True) -> float:
         """Return the bytes that the block saves for backward."""
         stream = p.activation * self.mlp.size * p.tokens
         if p.recompute == "block":

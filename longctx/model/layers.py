@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longctx.attention import Attention, Mask
+from longctx.attention.description import AttentionConfig
 from longctx.config import parts
-from longctx.config.model_config import AttentionConfig
 from longctx.kernels import HAS_TRITON, linear
 from longctx.model.rope import rotate
 

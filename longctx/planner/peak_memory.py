@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from longctx.config.model_config import HOPPER_HEAD_SIZES, hopper_size
-from longctx.config.parallel_config import allgather_group, kv_copies, ulysses_parts
+from longctx.config.parallel_config import kv_copies
 from longctx.config.parts import FP32, Pass
 from longctx.planner import links, optimizer_cost
 from longctx.planner.workload import Workload
@@ -65,17 +64,6 @@ def predict(workload: Workload) -> Memory:
     return Memory(moment, terms, step.host(), step.saved())
 
 
-def for_hopper(workload: Workload) -> bool:
-    """Whether flash takes its Hopper kernels for `workload` on a Hopper GPU. Memory is predicted as
-    if every GPU were one, so on others a sum of dq too much is counted unless
-    attention.options.kernel=portable.
-    """
-    kernel = workload.attention.options.get("kernel", "auto")
-    if workload.attention.backend != "flash" or kernel != "auto":
-        return workload.attention.backend == "flash" and kernel == "hopper"
-    return workload.activation_bytes == 2 and workload.model.head_size in HOPPER_HEAD_SIZES
-
-
 class _Step:
     """The inventory of one training step."""
 
@@ -84,16 +72,15 @@ class _Step:
         workload = replace(workload, memory=workload.memory.filled(workload.memory.policy))
         self.workload, self.model, self.memory = workload, m, workload.memory
         self.device, self.libraries = device, CUBLAS if device == "cuda" else 0
-        self.backend = workload.attention.backend
         self.blocks = m.blocks()
         self.block = self.blocks[0]  # all have the same sizes
         self.B, self.T = workload.batch_size, workload.seq_len
         self.N = self.B * -(-self.T // workload.context)
+        self.backend, self.layer = workload.attention.description, workload.layer(self.B, self.T)
         self.C, self.L, self.V = m.channels, m.layers, int(m.vocab_size or 0)
         self.e = workload.activation_bytes
         # fsdp: a slice of weights, gradients and optimizer state, and gathered weights in 16 bits
-        self.sharded = workload.strategy == "fsdp"
-        self.slices = workload.devices if self.sharded else 1
+        self.sharded, self.slices = workload.sharing.shards_weights, workload.slices
         # LoRA: these are trained, in fp32, and the model's own weights are frozen
         self.added = workload.lora.parameters(m)
         self.trained = self.added or m.parameters()
@@ -130,9 +117,8 @@ class _Step:
             gradient=self.gradient,
             is_fused=self.kernels and "down" not in targets,
             adapted=targets,
-            scores=self.T if self.backend == "naive" else None,
-            is_compiled=self.workload.compile,
-            saves_lse=self.backend == "flash",
+            attention=self.backend.saved(self.layer),
+            saves_lse=self.backend.has_backward,
         )
 
     def of_passes(self) -> Iterator[tuple[str, Terms]]:
@@ -146,7 +132,7 @@ class _Step:
         tied = self.model.tied
         # From the second micro-batch on every gradient is there all the time, and always where DDP
         # keeps them in its buckets.
-        full = self.workload.accumulate > 1 or self.workload.strategy == "ddp"
+        full = self.workload.accumulate > 1 or self.workload.sharing.buckets_gradients
         before = gradients if full else 0.0
         yield "loss", _sum(always, {GRADIENTS: before}, self.kept(self.L), self.loss())
         # The head's gradient is there at once; a tied one waits beside the sum for that of the
@@ -254,7 +240,7 @@ class _Step:
         if links.exchanges_halo(self.workload, window):
             keys = self.N + self.B * ((window or 1) - 1)
             return 4.0 * self.e * kv * keys  # k and v with the neighbour's, dk and dv
-        parts = self.parts_of_heads()
+        parts = self.workload.head_parts
         if self.workload.context_method == "allgather":
             # Of a group of heads, k and v of all tokens: in order, their gradients, those in one
             # tensor, by rank and as received; and their sum in fp32
@@ -263,15 +249,6 @@ class _Step:
         # Ulysses: q, the output and its gradient, and k and v twice, as sent and as received
         copies = kv_copies(attention.heads, heads, ranks)
         return 2.0 * self.e * (3 * q + 2 * copies * kv) * self.N / parts
-
-    def parts_of_heads(self) -> int:
-        """Parts in which attention goes through the heads where ranks share rows."""
-        m, ranks = self.model, self.workload.context
-        if ranks == 1:
-            return 1
-        if self.workload.context_method == "allgather":
-            return -(-m.kv_heads // allgather_group(m.kv_heads, ranks))
-        return ulysses_parts(m.kv_heads // ranks, self.N) if m.kv_heads % ranks == 0 else 1
 
     def host(self) -> Terms:
         """Bytes of host memory that grow with the run: the optimizer's, and kept activations in
@@ -329,38 +306,16 @@ class _Step:
     def attention_backward(self, layer: int) -> Terms:
         """Return the bytes of attention's backward, and of what is recomputed for it."""
         block, through = self.blocks[layer - 1], self.pass_of(layer - 1)
-        needed = block.attention_backward(through) + self.kernel_workspace(through) + self.exchanged
+        needed = block.attention_backward(through) + self.exchanged
+        needed += self.backend.workspace(self.layer)
         freed = block.freed_after_mlp(through) if self.memory.recompute == "none" else 0
         return {ATTENTION: needed, KEPT: self.again(layer) - freed}
-
-    def kernel_workspace(self, through: Pass) -> float:
-        """Return the bytes that the backend's backward takes besides its inputs and outputs."""
-        attention, N, e = self.block.attention, self.N, self.e
-        q, kv = attention.query_size, attention.key_size
-        if self.backend == "naive":
-            scores = attention.heads * N * self.T
-            if self.memory.recompute == "block":
-                return (attention.score_bytes(through) + e + 2 * FP32) * scores
-            # Probabilities make room for a part
-            return (FP32 if self.workload.compile else 2 * FP32 + e) * scores
-        rows = 2 * FP32 * attention.heads * N  # lse and delta
-        if self.backend == "flash":
-            if self.device != "cuda" or not for_hopper(self.workload):
-                return rows
-            padded = hopper_size(attention.head_size)
-            return rows + FP32 * attention.heads * padded * N / self.parts_of_heads()  # sums of dq
-        again = e * q * N if self.memory.recompute == "block" else 0
-        # Dk and dv of every query head, before they are summed
-        repeated = 2 * e * q * N if q != kv else 0
-        return rows + FP32 * q * N + repeated + again
 
     def validation(self, rows: int, length: int) -> Terms:
         """Return the bytes of a forward without gradient, in which blocks run uncompiled."""
         tokens = rows * -(-length // self.workload.context)
         tile = min(self.memory.mlp_tile or tokens, tokens)
-        # masked scores, their distance to the lse, and its exp
-        heads = self.block.attention.heads
-        scores = 3 * FP32 * heads * tokens * length if self.backend == "naive" else 0
+        scores = self.backend.forward_workspace(self.workload.layer(rows, length))
         mlp = self.block.forward(self.pass_of(0)._replace(tokens=tokens, tile=tile))
         logits = self.logits(FP32) + self.copy * self.V * self.C + self.e * self.C * tokens
         return {MLP: mlp, ATTENTION: scores} if mlp + scores > logits else {LOSS: logits}
