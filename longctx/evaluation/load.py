@@ -25,12 +25,12 @@ from longctx.attention.description import AttentionConfig
 from longctx.config.eval_config import EvalRequest
 from longctx.config.model_config import GPTConfig
 from longctx.data import DataConfig, Tokenizer, load, read_documents
-from longctx.data.tokenizer import read_json
 from longctx.distributed import sharding
 from longctx.evaluation.windows import Document
 from longctx.model import GPT, huggingface
 from longctx.model.restore import copy_weights
 from longctx.runs import checkpoints, run_folder
+from longctx.untrusted import read_settings
 
 RESULTS = Path("evaluations")  # of models that are no runs, in the current folder
 TOGETHER = 32  # texts that are tokenized at a time, on all cores
@@ -60,7 +60,7 @@ class TrainedModel(NamedTuple):
         generation_config.json, or else config.json.
         """
         files = (self.folder / name for name in ("generation_config.json", "config.json"))
-        declared = (read_json(file).get("eos_token_id") for file in files)
+        declared = (read_settings(file).get("eos_token_id") for file in files)
         found = next((ids for ids in declared if ids is not None), None)
         found = found if isinstance(found, list) else [found]
         return {self.tokenizer.eos_id, *(token for token in found if type(token) is int)}
