@@ -37,7 +37,7 @@ from longctx.planner.hardware import Machine
 from longctx.planner.workload import precision_of
 from longctx.runs import evaluations
 
-# Keys that decide where and how fast an evaluation runs, and leave its results as they are.
+# Keys that leave the results as they are: they decide the place and the speed of an evaluation.
 INDIFFERENT = (
     "checkpoint",
     "device",
@@ -59,7 +59,7 @@ class Setup:
     device: str  # cuda | cpu
     precision: str  # bf16 | fp32
     context: int  # tokens that the model sees at most
-    batch_size: int  # windows per forward of one device, or of those that share sequences
+    batch_size: int  # windows per forward of the devices that share sequences
     lengths: list[int]  # tokens of the texts of pass keys or RULER
     strategy: str  # how the devices share the model: none | ddp | fsdp
 
@@ -152,7 +152,7 @@ def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
             "leave it out"
         )
     check_attention(config, model.model, device)
-    # Sizes: of the context, of a batch, and of the largest forward, which decides the strategy.
+    # The largest forward decides the strategy, and sizes of context and batch decide that forward.
     precision = precision_of(config.precision, device)
     seq_len = config.seq_len or model.seq_len
     sharing = config.context.degree
@@ -162,7 +162,9 @@ def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
     forward = largest_forward(config, lengths, batch_size, device)
     dtype = dtype_of(precision)
     strategy = choose_strategy(config, model.model, dtype, forward, machine, device)
+    # An hour of scoring must not end at a folder that cannot be written.
     check_writable(model.home / evaluations.FOLDER, config.checkpoint)
+    # A longer context is allowed: to see how a model extrapolates is a use of evaluation.
     if seq_len > model.seq_len:
         origin = "the run trained at" if model.run else "the model is made for"
         print(

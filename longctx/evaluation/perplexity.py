@@ -2,7 +2,7 @@
 allows (see `windows`).
 
 Sums of nats are added up, never means of windows. Targets are all tokens of a document but the
-first, or those of a conversation that the run learns; nats = Σ -ln p(token | context) over them:
+first; of a conversation, the tokens that the run learns. With nats = Σ -ln p(token | context):
 
     perplexity       exp(nats / target tokens)
     word perplexity  exp(nats / words), PG-19's convention (arXiv 1911.05507)
@@ -131,7 +131,7 @@ class Contexts:
                 self._add_gains(window, end, both[0], both[last])
 
     def _add_gains(self, window: Window, end: int, short: np.ndarray, long: np.ndarray) -> None:
-        """Keep the stretch's tokens that gain, if they are among those that gain most."""
+        """Keep the tokens of the stretch with the largest gains, a few per document."""
         for n in np.argsort(long - short, kind="stable")[:GAINS_PER_DOCUMENT].tolist():
             if short[n] <= long[n]:
                 break
@@ -256,10 +256,12 @@ def perplexity(
             f"contexts={list(contexts)}: a length does not fit; give 1 to seq_len={context}"
         )
     result = Perplexity(context, stride, contexts=Contexts(sorted(set(contexts))))
+    # On a GPU the first batch compiles kernels, so its time says nothing.
     line = Progress("tokens", warms_up=scorer.device.type == "cuda", visible=progress)
     windows = _windows(documents, result, line)
     with in_eval_mode(scorer.model), line:
         for window, nats in losses(scorer, windows, context, batch_size, line.advance):
+            # Windows of `contexts` score tokens a second time, which must not count in the sums.
             if window.context:
                 result.contexts.add(window, nats)
                 continue

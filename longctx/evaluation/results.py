@@ -145,6 +145,7 @@ def documents_table(content: Content) -> Table:
     view = table(f"context {content['context']:,}, stride {content['stride']:,}", columns)
     scored = [row for row in content["documents"] if row["tokens"]]
     by_perplexity = sorted(scored, key=lambda row: row["perplexity"])
+    # A data set has thousands of documents: a few say enough, and the JSON has them all.
     groups = {"": by_perplexity}
     if len(scored) > 3 * SHOWN:
         groups = {

@@ -159,19 +159,22 @@ class Texts:
                 f"ruler.lengths=[{length}]: {task} needs {needed:,} tokens at least, {answer} of "
                 "them for the answer; give greater lengths, or other ruler.tasks"
             )
-        # The size is that of the first sample. Others of this size may be a little longer.
-        size, per_unit = largest_size(
-            lambda size: len(makers[0](size)[1]), limit, smallest, largest
-        )
 
-        def shortened(make: Callable[[int], tuple[Sample, list[int]]]) -> tuple[Sample, list[int]]:
-            own_size = size
-            while len((made := make(own_size))[1]) > limit:
-                excess = len(made[1]) - limit
-                own_size = max(smallest, own_size - max(1, round(excess / per_unit)))
-            return made
+        def fitting() -> Iterator[tuple[Sample, list[int]]]:
+            first = makers[0]
+            size, per_unit = largest_size(
+                lambda size: len(first(size)[1]), limit, smallest, largest
+            )
+            for make in makers:
+                # Other samples of the first one's size may be a little longer.
+                sample, ids = make(size)
+                shorter = size
+                while len(ids) > limit:
+                    shorter = max(smallest, shorter - max(1, round((len(ids) - limit) / per_unit)))
+                    sample, ids = make(shorter)
+                yield sample, ids
 
-        return map(shortened, makers)
+        return fitting()
 
 
 def largest_size(
@@ -181,6 +184,7 @@ def largest_size(
 
     The `smallest` fits, and `tokens` grows about evenly with the size.
     """
+    # `low` fits, and `high` does not: each guess interpolates between them by tokens per unit.
     low, high = smallest, largest + 1
     base = at_low = tokens(low)
     guess = 2 * low + 8
@@ -229,7 +233,7 @@ def different(draw: Callable[[], str], count: int) -> list[str]:
 
 
 def inserted(lines: Sequence[str], positions: Sequence[int], hidden: Sequence[str]) -> list[str]:
-    """Return `lines` with the `hidden` ones before those at `positions`, which rise."""
+    """Return `lines` with each of `hidden` before the line at its position; positions rise."""
     result = list(lines)
     for position, line in reversed(list(zip(positions, hidden, strict=True))):
         result.insert(position, line)
@@ -255,6 +259,7 @@ class Needles:
                 return str(rng.randint(10**6, 10**7 - 1))
             return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
+        # The draws keep their order whatever the haystack is: another would change a seed's texts.
         form = self.form
         keys = different(lambda: draw(self.key_form), self.keys)
         values = {key: [draw(form) for _ in range(self.values)] for key in keys}
@@ -418,6 +423,7 @@ def read_questions(task: str, path: str) -> tuple[list[Question], list[str]]:
     """
     questions = []
     documents: set[str] = set()
+    # Anybody can write such a file, so its form is checked by reading it.
     try:
         content: Any = untrusted.read_json(Path(path), LARGEST_FILE)
         for entry in content if task == "qa_2" else ():

@@ -21,7 +21,7 @@ from longctx.data.rows import IGNORED, padding_ids
 from longctx.evaluation.score import Scorer
 from longctx.model.decoder import reading
 
-# Batches, and sequences at least, that are packed together, so that little of a sequence is empty.
+# Batches that are packed together, and sequences at least: more waste less of each sequence.
 AHEAD = (4, 32)
 
 
