@@ -93,26 +93,6 @@ def test_a_continuation_longer_than_the_context_is_scored_in_pieces(
     assert total == pytest.approx(expected, rel=1e-4)
 
 
-def test_generation_is_greedy_and_ends_at_stop_words(model: GPT, tokenizer: Tokenizer) -> None:
-    lm = harness(model, tokenizer)
-    prompt, tokens = tokenizer.encode("a rose is"), []
-    for _ in range(12):
-        with torch.no_grad():
-            tokens.append(int(model(torch.tensor([(prompt + tokens)[-32:]]))[0, -1].argmax()))
-    until_end = tokens[: tokens.index(tokenizer.eos_id)] if tokenizer.eos_id in tokens else tokens
-    expected = tokenizer.decode(until_end)
-
-    def answer(**settings: object) -> str:
-        (text,) = lm.generate_until([SimpleNamespace(args=("a rose is", settings))])
-        return text
-
-    assert answer(max_gen_toks=12, until=[]) == expected
-    stop = expected[len(expected) // 2]
-    assert answer(max_gen_toks=12, until=[stop]) == expected[: expected.index(stop)]
-    with pytest.raises(ValueError, match="sampling"):
-        answer(do_sample=True, temperature=0.7)
-
-
 def test_answers_are_those_of_a_forward_for_every_token(model: GPT, tokenizer: Tokenizer) -> None:
     lm, requests, expected = harness(model, tokenizer, 64), [], []
     for n, most in [(4, 5), (30, 9), (0, 7), (9, 1), (52, 11), (12, 9), (7, 12)]:
@@ -127,6 +107,8 @@ def test_answers_are_those_of_a_forward_for_every_token(model: GPT, tokenizer: T
     assert lm.generate_until(requests) == expected
     with pytest.raises(ValueError, match="seq_len=256"):
         lm.generate_until([SimpleNamespace(args=("a", {"max_gen_toks": 64}))])
+    with pytest.raises(ValueError, match="sampling"):
+        lm.generate_until([SimpleNamespace(args=("a", {"do_sample": True, "temperature": 0.7}))])
 
 
 def test_log_likelihoods_are_those_of_hflm_with_begin_of_text(tmp_path: Path) -> None:

@@ -35,6 +35,16 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def with_begin(plain: Tokenizer) -> Tokenizer:
+    """The same tokenizer with <s> before every text."""
+    begins = tokenizers.Tokenizer.from_str(plain._tokenizer.to_str())
+    begins.add_special_tokens(["<s>"])
+    begins.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", begins.token_to_id("<s>"))]
+    )
+    return Tokenizer(begins, plain.eos)
+
+
 def test_documents_of_files_are_uncut_and_count_bytes_after_the_first_token(
     folder: Path, tokenizer: Tokenizer
 ) -> None:
@@ -97,14 +107,9 @@ def test_documents_without_text_are_left_out_and_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain = train(["abc"], 257)
-    with_begin = tokenizers.Tokenizer.from_str(plain._tokenizer.to_str())
-    with_begin.add_special_tokens(["<s>"])
-    with_begin.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", with_begin.token_to_id("<s>"))]
-    )
     (tmp_path / "a.txt").write_text("")
     (tmp_path / "b.txt").write_text("abc")
-    for tokenizer in (plain, Tokenizer(with_begin, plain.eos)):
+    for tokenizer in (plain, with_begin(plain)):
         (document,) = of_source(DataConfig(source="text", path=str(tmp_path)), tokenizer)
         assert document.name == "b.txt"
         assert document.n_bytes == (2 if tokenizer is plain else 3)
@@ -149,14 +154,9 @@ def test_documents_of_a_run_are_those_of_its_split(
 
 
 def test_begin_of_text_has_no_bytes_in_a_cut_document(folder: Path, tokenizer: Tokenizer) -> None:
-    plain = tokenizers.Tokenizer.from_str(tokenizer._tokenizer.to_str())
-    plain.add_special_tokens(["<s>"])
-    plain.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", plain.token_to_id("<s>"))]
-    )
     run = folder / "run"
     run.mkdir()
-    Tokenizer(plain, tokenizer.eos).save(run / "tokenizer.json")
+    with_begin(tokenizer).save(run / "tokenizer.json")
     (folder / "one.txt").write_text("a rose is a rose \n" * 90)
     data = {"source": "text", "path": str(folder / "one.txt"), "cache": str(folder / "cache")}
     (cut,) = of_run(run, {"data": data | {"val_fraction": 0.5}, "seq_len": 64}, "train", "")
