@@ -79,8 +79,8 @@ def test_the_best_of_each_column_is_marked(tmp_path):
 def test_half_written_line_is_left_out_with_a_note(tmp_path, capsys, tail):
     compare([make(tmp_path / "a", tail=tail)], tmp_path / "x.html")
     printed = capsys.readouterr()
-    assert "the last line" in printed.err and "0.2500" in printed.out
-    assert "the last line" in page_data(tmp_path / "x.html")["notes"][0]
+    assert "1 of 22 lines" in printed.err and "0.2500" in printed.out
+    assert "1 of 22 lines" in page_data(tmp_path / "x.html")["notes"][0]
 
 
 def test_how_a_run_ended(tmp_path):
@@ -201,7 +201,8 @@ def test_a_failed_write_leaves_the_old_page(tmp_path, monkeypatch):
 @pytest.mark.parametrize("rows", [1, 99, 100, 101, 1234])
 def test_a_reduced_curve_keeps_extremes(rows):
     values = [math.sin(n) for n in range(rows)]
-    curve = reduced(list(range(rows)), [float(n) for n in range(rows)], values, 100)
+    timed = [{"tokens_seen": n, "seconds": 1.0 * n, "loss": x} for n, x in enumerate(values)]
+    curve = reduced(timed, "loss", 100)
     assert len(curve["y"]) == len(curve["t"]) == len(curve["s"]) <= 100
     assert min(curve.get("lo", curve["y"])) == pytest.approx(min(values), rel=1e-4)
     assert max(curve.get("hi", curve["y"])) == pytest.approx(max(values), rel=1e-4)
