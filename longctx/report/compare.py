@@ -21,7 +21,6 @@ from rich.text import Text
 from longctx import files
 from longctx.report.run_view import Run, read
 from longctx.runs.metrics import METRICS, STEP_PARTS, Metric, Row, Shown, finite, shown
-from longctx.runs.run_folder import NotARun
 from longctx.tables import console, show
 
 # Points in all curves of a page together: 7 MB.
@@ -70,11 +69,11 @@ def read_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
         unique.setdefault(path.resolve(), path)
     points = min(2000, max(60, POINTS // (len(unique) * len(shown(Shown.CURVE)))))
     runs: list[Run] = []
-    problems: list[NotARun] = []
+    problems: list[ValueError] = []
     for path in unique.values():
         try:
             runs.append(read(path, points))
-        except NotARun as problem:
+        except ValueError as problem:
             problems.append(problem)
     if not runs:
         raise problems[0]

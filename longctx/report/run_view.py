@@ -16,7 +16,7 @@ from longctx.runs import metrics
 from longctx.runs.evaluations import Evaluations, Line, read_evaluations
 from longctx.runs.metrics import BY_POSITION, FACTS_FOUND, Row, Shown, finite, is_step
 from longctx.runs.metrics_file import odd_value, read_rows
-from longctx.runs.run_folder import NotARun, is_training, read_config
+from longctx.runs.run_folder import is_training, read_config
 
 # A curve: "t" tokens seen, "s" seconds of training, "y" values; if rows were joined, also "lo" and
 # "hi" next to the mean "y"; if they have a standard error, the values below and above it.
@@ -46,19 +46,21 @@ class Run:
 def read(folder: Path, points: int) -> Run:
     """Read the run in `folder`, with at most `points` points in a curve.
 
-    Raises NotARun or FileNotFoundError, one line, if there is none.
+    Raises ValueError or FileNotFoundError, one line, if there is none.
     """
     config = read_config(folder)
     # Before the rows are read: a run that ends in between has written all of them.
     training = is_training(folder)
     rows, cut = read_rows(folder)
     if not rows:
-        raise NotARun(
+        raise ValueError(
             f"{folder}: no metrics yet; wait for the first row of metrics.jsonl, or start the run "
             "again"
         )
     if odd := odd_value(rows):
-        raise NotARun(f"{folder}: {odd} in metrics.jsonl, which no run writes; take that line out")
+        raise ValueError(
+            f"{folder}: {odd} in metrics.jsonl, which no run writes; take that line out"
+        )
     numbers = metrics.figures(rows)
     # A broken evaluation or lock costs the run no other figure, so it is only a note.
     run = Run(

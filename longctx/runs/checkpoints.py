@@ -21,25 +21,14 @@ from torch import Tensor
 from longctx import files
 from longctx.files import by_step
 from longctx.runs import checkpoint_index, run_folder
-from longctx.runs.checkpoint_index import INDEX
+from longctx.runs.checkpoint_index import INDEX, Damaged
+from longctx.runs.checkpoint_index import verify as verify
 from longctx.runs.checkpoint_write import ALONE, Saving, Sharded, Writers
 
 FORMAT = 2  # of the content of a checkpoint; checkpoint_index.FORMAT is that of the folder
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 READABLE = frozenset(DTYPES.values())  # dtypes of weights and moments in files
 FINITE_CHUNK = 1 << 26  # numbers of a tensor on disk that are checked together
-
-
-class Damaged(ValueError):
-    """Raised for a checkpoint that differs from the run's own; `what` is the difference."""
-
-    def __init__(self, path: Path, what: str) -> None:
-        self.what = what
-        target = path.resolve()  # last.ckpt is a link
-        saved = run_folder.checkpoints(target.parent.parent)
-        older = [earlier for earlier in saved if by_step(earlier) < by_step(target)]
-        remedy = f", or delete it to resume from {older[-1]}" if older else ""
-        super().__init__(f"{path}: {what}; copy it here again{remedy}")
 
 
 class Rows:
@@ -135,11 +124,7 @@ def read(path: Path) -> dict[str, Any]:
     """
     if not path.exists():
         raise ValueError(f"{path}: no such checkpoint")
-    try:
-        content = checkpoint_index.read(path)
-        tensors = rows(path, content)
-    except ValueError as error:
-        raise Damaged(path, f"not a whole checkpoint: {error}") from error
+    content = checkpoint_index.read(path)
     formats = content["format"], content["longctx"].get("format")
     if formats != (checkpoint_index.FORMAT, FORMAT):
         raise ValueError(
@@ -151,7 +136,7 @@ def read(path: Path) -> dict[str, Any]:
         for number, values in content.pop("optimizer_scalars").items()
     }
     weights = {}
-    for name, tensor in tensors.items():
+    for name, tensor in rows(path, content.pop("tensors")).items():
         if name.startswith("optimizer."):
             _, number, key = name.split(".")
             states.setdefault(int(number), {})[key] = tensor
@@ -161,26 +146,9 @@ def read(path: Path) -> dict[str, Any]:
     return content | {"state_dict": weights, "optimizer_states": [optimizer]}
 
 
-def rows(path: Path, content: Mapping[str, Any]) -> dict[str, Rows]:
+def rows(path: Path, entries: Mapping[str, Any]) -> dict[str, Rows]:
     """Return the tensors that the JSON of the checkpoint at `path` lists."""
-    tensors = {name: Rows(path, name, entry) for name, entry in content["tensors"].items()}
-    # `checkpoint_index.verify` looks at listed files only, so no other may hold rows
-    used = {file for tensor in tensors.values() for file, _, _ in tensor.parts}
-    if unlisted := used - content["files"].keys():
-        raise ValueError(f"{unlisted.pop()} holds rows and is not listed")
-    return tensors
-
-
-def verify(path: Path) -> None:
-    """Raise Damaged, with a remedy, unless the bytes of the checkpoint at `path` match their
-    checksums.
-    """
-    try:
-        damaged = checkpoint_index.verify(path)
-    except ValueError as error:
-        raise Damaged(path, f"not a whole checkpoint: {error}") from error
-    if damaged is not None:
-        raise Damaged(path, f"damaged, the checksum of {damaged} differs")
+    return {name: Rows(path, name, entry) for name, entry in entries.items()}
 
 
 def flaw(

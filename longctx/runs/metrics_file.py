@@ -10,11 +10,10 @@ import math
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from longctx import files, untrusted
 from longctx.runs.metrics import BY_POSITION, SAMPLE, Row
-from longctx.runs.run_folder import NotARun
 
 FILE = "metrics.jsonl"
 LARGEST = 1e300  # a sum of 100 million such numbers is still a float
@@ -48,7 +47,7 @@ class Writer:
 class Tail:
     """Read the rows that a growing metrics.jsonl gains; the beginning of a line waits for its end.
 
-    Raises NotARun if the file is not a regular file in `folder`.
+    Raises ValueError if the file is not a regular file in `folder`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -66,16 +65,15 @@ class Tail:
         """Return the rows since the last call; all of them if a resumed run replaced the file. If
         it has `ended`, its last line needs no line break: a kill may have come in between.
         """
-        try:
-            with open_metrics(self.folder) as file:
-                now = os.fstat(file.fileno())
-                # A resumed run drops rows of steps that it computes again, by a new file
-                if now.st_ino != self.inode or now.st_size < self.position:
-                    self._begin(now.st_ino)
-                file.seek(self.position)
-                new = file.read()
-        except FileNotFoundError:
+        if not os.path.lexists(self.folder / FILE):
             return []
+        with untrusted.open_file(self.folder / FILE, within=self.folder) as file:
+            now = os.fstat(file.fileno())
+            # A resumed run drops rows of steps that it computes again, by a new file
+            if now.st_ino != self.inode or now.st_size < self.position:
+                self._begin(now.st_ino)
+            file.seek(self.position)
+            new = file.read()
         self.position += len(new)
         *lines, self.rest = (self.rest + new).split(b"\n")
         lines += [self.rest] if ended else []
@@ -86,16 +84,8 @@ class Tail:
         return rows
 
 
-def open_metrics(folder: Path) -> BinaryIO:
-    """Open the metrics.jsonl of `folder`; raises NotARun or FileNotFoundError."""
-    try:
-        return untrusted.open_file(folder / FILE, within=folder)
-    except ValueError as error:
-        raise NotARun(str(error)) from error
-
-
 def read(folder: Path) -> list[Row]:
-    """Return the rows of metrics.jsonl, [] if there is no such file; raises NotARun as `Tail`."""
+    """Return the rows of metrics.jsonl, [] without such a file; raises ValueError as `Tail`."""
     return read_rows(folder)[0]
 
 

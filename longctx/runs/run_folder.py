@@ -51,10 +51,6 @@ NOT_IN_NAMES = RESUMABLE | {"model", "attention", "seq_len", "data", "name", "ru
 IN_NAMES_IF_VARIED = {"precision", "deterministic", "warmup_steps"}
 
 
-class NotARun(ValueError):
-    """Raised for a folder that holds nothing to read a run from."""
-
-
 def stem(
     choices: dict[str, str], seq_len: int, changed: dict[str, str], varied: Collection[str] = ()
 ) -> str:
@@ -324,7 +320,7 @@ def plain(config: Any) -> dict[str, Any]:
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the values of config.yaml, nested keys joined by dots.
 
-    Raises FileNotFoundError if there is no such folder, NotARun if it is not the folder of a run.
+    Raises FileNotFoundError if there is no such folder, ValueError if it is not that of a run.
     """
     if not folder.is_dir():
         raise FileNotFoundError(
@@ -335,13 +331,10 @@ def read_config(folder: Path) -> dict[str, Any]:
         remedy = "it has no config.yaml; give runs/NAME"
         if any(folder.glob("*/config.yaml")):
             remedy = f"it holds runs, so give {folder}/*"
-        raise NotARun(f"{folder}: not the folder of a run, {remedy}")
-    try:
-        values = untrusted.load_yaml(path, within=folder)
-    except ValueError as error:
-        raise NotARun(str(error)) from error
+        raise ValueError(f"{folder}: not the folder of a run, {remedy}")
+    values = untrusted.load_yaml(path, within=folder)
     if not isinstance(values, dict):
-        raise NotARun(f"{path}: not the configuration of a run; it should hold key: value lines")
+        raise ValueError(f"{path}: not the configuration of a run; it should hold key: value lines")
     return flat(values)
 
 

@@ -105,9 +105,10 @@ def test_a_flipped_bit_anywhere_is_refused(path: Path, suffix: str) -> None:
 def test_a_missing_or_short_file_is_refused(path: Path) -> None:
     file = sorted(path.glob("*.safetensors"))[1]
     file.write_bytes(file.read_bytes()[:-1])
-    assert checkpoint_index.verify(path, reads=False) == file.name
+    assert not checkpoint_index.is_intact(path, reads=False)
     file.unlink()
-    assert checkpoint_index.verify(path) == file.name
+    with pytest.raises(checkpoints.Damaged, match=file.name):
+        checkpoints.verify(path)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +171,8 @@ def test_a_file_of_another_size_is_not_read(path: Path, monkeypatch: pytest.Monk
         return checksum(file)
 
     monkeypatch.setattr(checkpoint_index, "checksum", recorded)
-    assert checkpoint_index.verify(path) == SHARD
+    with pytest.raises(checkpoints.Damaged, match=SHARD):
+        checkpoints.verify(path)
     assert len(sizes) == RANKS - 1 and max(sizes) < 1 << 20
 
 
