@@ -45,7 +45,8 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Sharded]:
 
 def read(path: Path) -> dict[str, checkpoints.Rows]:
     """The tensors of a checkpoint."""
-    return checkpoints.rows(path, checkpoint_index.read(path)["tensors"])
+    entries = checkpoint_index.read(path)["tensors"]
+    return {name: checkpoints.Rows(path, name, entry) for name, entry in entries.items()}
 
 
 class Held(Saving):
