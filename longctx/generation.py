@@ -118,10 +118,9 @@ def find_source(config: GenerateConfig, device: str) -> Source:
     dtype = dtype_of(precision_of(config.precision, device))
     backend = AttentionConfig(**presets.read("attention", config.attention))
     subject = open_model(config.checkpoint, place_of(config.checkpoint))
-    head_dim = subject.model.head_size
-    attention.check(
-        backend.backend, device=device, dtype=dtype, head_dim=head_dim, options=backend.options
-    )
+    required = subject.model.block(0).attention.required()
+    options = backend.options
+    attention.check(backend.backend, device=device, dtype=dtype, options=options, **required)
     return Source(subject, backend, dtype)
 
 
