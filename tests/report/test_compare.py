@@ -4,7 +4,6 @@ ended.
 
 import json
 import math
-import os
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -182,20 +181,6 @@ def test_a_mistake_is_one_line_and_leaves_nothing(tmp_path):
             compare(paths, out)
         assert part in str(error.value) and "\n" not in str(error.value)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_failed_write_leaves_the_old_page(tmp_path, monkeypatch):
-    run, out = make(tmp_path / "a"), tmp_path / "x.html"
-    out.write_text("old")
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="No space left"):
-        compare([run], out)
-    assert out.read_text() == "old"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "x.html"]
 
 
 @pytest.mark.parametrize("rows", [1, 99, 100, 101, 1234])
