@@ -33,8 +33,7 @@ from longctx.distributed.devices import (
     this_machine,
     within_memory,
 )
-from longctx.evaluation.subject import Subject, open_model, place_of
-from longctx.evaluation.weights import build_model
+from longctx.evaluation.load import TrainedModel, build_model, open_model
 from longctx.model import GPT
 from longctx.model.decoder import Decoder, continuations
 from longctx.model.kv_cache import KVCache
@@ -50,7 +49,7 @@ WINDOW = 16  # tokens that are decoded again with each new one: a character has 
 class Source(NamedTuple):
     """A trained model before its weights are read, and how it is to compute."""
 
-    subject: Subject
+    trained: TrainedModel
     attention: AttentionConfig
     dtype: torch.dtype  # of its matrices
 
@@ -87,8 +86,8 @@ def generate(config: GenerateConfig) -> int:
     """
     device = choose_device(config, this_machine())
     source = find_source(config, device)
-    known = source.subject.seq_len
-    prompts = read_prompts(config, source.subject.tokenizer, source.subject.folder)
+    known = source.trained.seq_len
+    prompts = read_prompts(config, source.trained.tokenizer, source.trained.folder)
     length = max(len(prompt.ids) for prompt in prompts) + config.max_new_tokens
     if length > known:
         say(
@@ -117,16 +116,16 @@ def find_source(config: GenerateConfig, device: str) -> Source:
     """Return the model of `config` with its tokenizer; none of its weights is read yet."""
     dtype = dtype_of(precision_of(config.precision, device))
     backend = AttentionConfig(**presets.read("attention", config.attention))
-    subject = open_model(config.checkpoint, place_of(config.checkpoint))
-    required = subject.model.block(0).attention.required()
+    trained = open_model(config.checkpoint)
+    required = trained.model.block(0).attention.required()
     options = backend.options
     attention.check(backend.backend, device=device, dtype=dtype, options=options, **required)
-    return Source(subject, backend, dtype)
+    return Source(trained, backend, dtype)
 
 
 def load_model(source: Source, device: str) -> GPT:
     """Return the model on `device`, its matrices in the precision of `source`."""
-    model = build_model(source.subject.file, source.attention, device, source.dtype)
+    model = build_model(source.trained.file, source.attention, device, source.dtype)
     for module in model.modules():  # norms stay in fp32, which they compute in
         if isinstance(module, nn.Linear | nn.Embedding):
             module.to(source.dtype)
@@ -140,14 +139,14 @@ def too_little_memory(source: Source, sequences: int, length: int, device: str) 
     machine = this_machine()
     is_cpu = device == "cpu" or machine.gpu is None
     there = machine.host_memory if machine.gpu is None or is_cpu else machine.gpu.memory
-    needs = f"{source.subject.model.parameters() * source.dtype.itemsize / GIB:.1f} GiB"
+    needs = f"{source.trained.model.parameters() * source.dtype.itemsize / GIB:.1f} GiB"
     problem = f"out of {'memory' if is_cpu else 'GPU memory'}"
     changes = ["precision=bf16"] if source.dtype == torch.float32 else []
     if not sequences:
         problem += f" while the model loads: its weights take {needs}"
         changes.append("a smaller model")
     else:
-        cache = KVCache.bytes_of(source.subject.model, sequences, length, source.dtype)
+        cache = KVCache.bytes_of(source.trained.model, sequences, length, source.dtype)
         problem += (
             f": weights take {needs}, keys and values of {sequences} "
             f"text{'s' if sequences > 1 else ''} of up to {length:,} tokens {cache / GIB:.1f}"
@@ -220,8 +219,8 @@ def write_batch(
     are printed, and write it to `answers` when it is done. Return `speed` with theirs.
     """
     ids = [prompts[number].ids for number in numbers]
-    ends = source.subject.end_tokens
-    completions = [Completion(source.subject.tokenizer, ends) for _ in numbers]
+    ends = source.trained.end_tokens
+    completions = [Completion(source.trained.tokenizer, ends) for _ in numbers]
     decoder = Decoder(model, len(ids), max(map(len, ids)) + config.max_new_tokens, config.decode)
     sampler = Sampler(numbers, config.temperature, config.top_k, config.top_p, config.seed)
     screen = shown(prompts, numbers, completions, answers)
