@@ -29,7 +29,7 @@ from longctx import python_child
 from longctx.attention import Mask
 from longctx.attention.mask import causal_pairs
 from longctx.config.doors import OBJECTIVES
-from longctx.data import Data, Mixture
+from longctx.data import Data
 from longctx.data.rows import IGNORED, padding_ids
 from longctx.distributed.heartbeat import state_of
 from longctx.distributed.parallel import Parallel
@@ -262,7 +262,7 @@ def _end_stopped(pids: list[int]) -> None:
                     os.kill(pid, signal.SIGKILL)
 
 
-def validation_batches(run: Run, data: Data | Mixture, parallel: Parallel) -> Iterator[MicroBatch]:
+def validation_batches(run: Run, data: Data, parallel: Parallel) -> Iterator[MicroBatch]:
     """Yield this rank's part of `val_rows` sequences (0: all), spread evenly over the data set.
 
     Every rank gets the same number of batches, since sharded weights are gathered for each. A rank

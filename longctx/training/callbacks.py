@@ -18,7 +18,7 @@ import torch
 from longctx.attention import kernels_run
 from longctx.config.doors import Door
 from longctx.config.train_config import TrainConfig
-from longctx.data import Data, Mixture, Tokenizer
+from longctx.data import Data, Tokenizer
 from longctx.distributed import sharding
 from longctx.distributed.parallel import Parallel
 from longctx.evaluation.scorer import in_eval_mode
@@ -43,7 +43,7 @@ class Parts(NamedTuple):
     """The parts of a run that a callback may read."""
 
     run: Run
-    data: Data | Mixture
+    data: Data
     parallel: Parallel
     state: TrainState
     meter: Meter

@@ -20,7 +20,7 @@ from longctx.config import presets
 from longctx.config.model_config import GPTConfig
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig, check_warmup
-from longctx.data import Data, Mixture, load, sources
+from longctx.data import Data, load, sources
 from longctx.distributed.devices import check_attention, choose_device
 from longctx.distributed.launched import launched
 from longctx.model.context_extension import extended
@@ -165,7 +165,7 @@ def stretched(choice: Choice, seq_len: int) -> Choice:
     return replace(choice, model=model, source=source)
 
 
-def open_data(choice: Choice, seq_len: int) -> Data | Mixture:
+def open_data(choice: Choice, seq_len: int) -> Data:
     """Return the data; raise ValueError if the model's vocabulary is smaller than its tokenizer's,
     or no document is left to train on.
     """
@@ -186,7 +186,7 @@ def open_data(choice: Choice, seq_len: int) -> Data | Mixture:
 
 
 def choose_workload(
-    choice: Choice, seq_len: int, data: Data | Mixture, machine: Machine
+    choice: Choice, seq_len: int, data: Data, machine: Machine
 ) -> tuple[Workload, str]:
     """Choose layout, memory policy, and micro-batches if neither batch_size nor accumulate is
     given; return the step, and a note about the layout if it was open.

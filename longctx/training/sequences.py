@@ -13,12 +13,11 @@ from dataclasses import replace
 from itertools import count, islice
 from typing import NamedTuple
 
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset
 
 from longctx.config.data_config import DataConfig
 from longctx.config.train_config import TrainConfig
-from longctx.data import Data, Mixture, load
-from longctx.data.rows import Joined
+from longctx.data import Data, load
 from longctx.distributed.parallel import Parallel
 from longctx.training.run import Run
 
@@ -36,7 +35,7 @@ def data_config(config: TrainConfig) -> DataConfig:
     return replace(config.data, tokenizer=config.resume)
 
 
-def shared_data(run: Run, parallel: Parallel) -> Data | Mixture:
+def shared_data(run: Run, parallel: Parallel) -> Data:
     """Open the data of `run`; raise DataDiffers, on every rank, unless all ranks see the same.
 
     Each rank opens files of its own machine at a time of its own, so they may differ.
@@ -57,7 +56,7 @@ def shared_data(run: Run, parallel: Parallel) -> Data | Mixture:
 class Stage(NamedTuple):
     """Steps first .. last - 1 of sequences of one length, `batch_size` in a micro-batch."""
 
-    data: Data | Mixture
+    data: Data
     first: int
     last: int
     batch_size: int
@@ -66,7 +65,7 @@ class Stage(NamedTuple):
 class Sequences:
     """The sequences of all stages, and the order in which each data rank takes them."""
 
-    def __init__(self, run: Run, data: Data | Mixture) -> None:
+    def __init__(self, run: Run, data: Data) -> None:
         self.run = run
         self.stages: list[Stage] = []
         workload, first = run.workload, 0
@@ -76,7 +75,7 @@ class Sequences:
             first += steps
         self.stages.append(Stage(data, first, run.max_steps, workload.batch_size))
         datasets = [stage.data.train for stage in self.stages]
-        self.dataset: Dataset = datasets[0] if len(datasets) == 1 else Joined(datasets)
+        self.dataset: Dataset = datasets[0] if len(datasets) == 1 else ConcatDataset(datasets)
 
     def order(self, rank: int, steps_done: int) -> Iterator[list[int]]:
         """Yield the numbers of each step's sequences on data rank `rank`, from step `steps_done`

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from longctx.config.doors import OBJECTIVES
-from longctx.data import Data, Mixture
+from longctx.data import Data
 from longctx.data.rows import IGNORED
 from longctx.distributed.devices import dtype_of
 from longctx.distributed.parallel import Parallel
@@ -33,9 +33,7 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 BUCKETS = 32  # sequences are shorter than 2^32 tokens
 
 
-def validate(
-    module: nn.Module, data: Data | Mixture, run: Run, parallel: Parallel
-) -> dict[str, float]:
+def validate(module: nn.Module, data: Data, run: Run, parallel: Parallel) -> dict[str, float]:
     """Return loss, its standard error, perplexity and loss by position over `val_rows` sequences;
     {} if they have no target.
     """
@@ -124,7 +122,7 @@ def by_position(nats: list[list[float]], pieces: list[float]) -> dict[str, float
     return {f"{BY_POSITION}/{row['first']}": row["loss"] for row in mean_losses(groups)}
 
 
-def pass_keys_found(module: Any, data: Data | Mixture, run: Run) -> dict[str, float]:
+def pass_keys_found(module: Any, data: Data, run: Run) -> dict[str, float]:
     """Return the share of hidden pass keys that the model finds, for each sort and length.
 
     Every rank asks for all of them. A forward takes a micro-batch's tokens at most, as predicted.
@@ -145,13 +143,13 @@ def pass_keys_found(module: Any, data: Data | Mixture, run: Run) -> dict[str, fl
     return {f"{FACTS_FOUND}/{kind}/{length}": n / texts for (kind, length), n in found.items()}
 
 
-def unseen_tokens(data: Data | Mixture, lengths: list[int]) -> np.ndarray:
+def unseen_tokens(data: Data, lengths: list[int]) -> np.ndarray:
     """Return tokens to hide pass keys in: of validation documents, if there are any."""
     documents = data.documents("val" if len(data.split["val"]) else "train")
     return filler_of(documents, data.tokenizer, 4 * max(lengths))
 
 
-def check_validation(data: Data | Mixture, run: Run, overrides: Mapping[str, str]) -> None:
+def check_validation(data: Data, run: Run, overrides: Mapping[str, str]) -> None:
     """Raise ValueError for pass keys that do not fit the documents, and for an override about
     validations if no document is left to validate on.
     """
