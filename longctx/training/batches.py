@@ -102,8 +102,8 @@ class StepBatch:
         return StepBatch([micro.to(device) for micro in self.micro])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A data worker sends bytes through a pipe. Tensors would go through files of /dev/shm, of
-        # which Docker gives 64 MB, and through sockets of TMPDIR, whose path may be too long.
+        # A data worker sends bytes through a pipe. Tensors would go through files of /dev/shm
+        # (Docker gives 64 MB) and through sockets of TMPDIR (its path may be too long).
         return _unpickled, (pickle.dumps(self.micro),)
 
 
@@ -111,21 +111,23 @@ def _unpickled(micro: bytes) -> StepBatch:
     return StepBatch(pickle.loads(micro))
 
 
-def micro_batch(rows: Sequence[dict[str, Tensor]], windows: Windows = NO_WINDOW) -> MicroBatch:
+def micro_batch(sequences: Sequence[dict[str, Tensor]], windows: Windows = NO_WINDOW) -> MicroBatch:
     """Stack sequences (see `longctx.data.rows`) and count their targets, tokens, and the pairs that
     layers with these `windows` see.
     """
-    keys = ("tokens", "targets", "doc_ids", "padding")
-    tokens, targets, doc_ids, padding = (torch.stack([row[key] for row in rows]) for key in keys)
+    tokens, targets, doc_ids, padding = (
+        torch.stack([sequence[key] for sequence in sequences])
+        for key in ("tokens", "targets", "doc_ids", "padding")
+    )
     mask = Mask.documents(doc_ids)
     B, T = tokens.shape
-    of_padding = torch.cat([padding_ids(n).bincount() for n in padding.flatten().tolist()])
-    each = {
-        w: (mask if w is None else mask.windowed(w)).pairs(B, T, T)
-        - int(causal_pairs(of_padding, w).sum())
-        for w in windows
-    }
-    pairs = round(sum(each[w] * n for w, n in windows.items()) / sum(windows.values()))
+    # Padding is short documents of its own: their pairs do not count
+    lengths = torch.cat([padding_ids(n).bincount() for n in padding.flatten().tolist()])
+    total = 0
+    for window, layers in windows.items():
+        visible = (mask if window is None else mask.windowed(window)).pairs(B, T, T)
+        total += layers * (visible - int(causal_pairs(lengths, window).sum()))
+    pairs = round(total / sum(windows.values()))
     real = tokens.numel() - int(padding.sum())
     return MicroBatch(tokens, targets, mask, int((targets != IGNORED).sum()), real, pairs)
 
@@ -137,10 +139,10 @@ def step_batches(run: Run, sequences: Sequences, parallel: Parallel) -> Iterator
 
 
 def train_loader(
-    run: Run, rows: Dataset[dict[str, Tensor]], order: Iterable[list[int]], workers: int
+    run: Run, dataset: Dataset[dict[str, Tensor]], order: Iterable[list[int]], workers: int
 ) -> DataLoader[Any]:
-    """Return a loader of the StepBatch of each list of row numbers in `order`, read ahead by
-    `workers` processes.
+    """Return a loader of the StepBatch of each list of numbers in `order`, read ahead by `workers`
+    processes.
     """
     workload = run.workload
     ahead: dict[str, Any] = {"persistent_workers": True, "prefetch_factor": 2} if workers else {}
@@ -152,7 +154,7 @@ def train_loader(
         workload.model.windows(),
     )
     return DataLoader(
-        rows,
+        dataset,
         batch_sampler=order,
         collate_fn=collate,
         num_workers=workers,
@@ -167,11 +169,11 @@ def collate_step(
     collate: Callable[[Sequence[dict[str, Tensor]], Windows], MicroBatch],
     tokens: int,
     windows: Windows,
-    rows: list[dict[str, Tensor]],
+    sequences: list[dict[str, Tensor]],
 ) -> StepBatch:
     """Return the sequences of a step, all of one length, in micro-batches of `tokens` each."""
-    size = tokens // len(rows[0]["tokens"])
-    groups = (rows[i : i + size] for i in range(0, len(rows), size))
+    size = tokens // len(sequences[0]["tokens"])
+    groups = (sequences[i : i + size] for i in range(0, len(sequences), size))
     return StepBatch([collate(group, windows) for group in groups])
 
 
@@ -269,11 +271,11 @@ def validation_batches(run: Run, data: Data, parallel: Parallel) -> Iterator[Mic
     without sequences left gets a batch without a target.
     """
     collate = OBJECTIVES[run.config.objective].collate or micro_batch
-    there, size = len(data.val), run.workload.batch_size
-    count = min(run.val_rows or there, there)
-    mine = [i * there // count for i in range(parallel.data_rank, count, parallel.data_ranks)]
-    longest = -(-count // parallel.data_ranks)  # sequences of any rank
-    for start in range(0, longest, size):
+    available, size = len(data.val), run.workload.batch_size
+    count = min(run.val_rows or available, available)
+    mine = [i * available // count for i in range(parallel.data_rank, count, parallel.data_ranks)]
+    per_rank = -(-count // parallel.data_ranks)  # at most
+    for start in range(0, per_rank, size):
         numbers = mine[start : start + size]
         batch = collate([data.val[i] for i in numbers or [0]], NO_WINDOW)
         if not numbers:

@@ -101,6 +101,7 @@ class Callbacks(Callback):
             callback.stepped(step)
 
     def ends(self) -> bool:
+        # A list: every callback is asked, on every rank
         return any([callback.ends() for callback in self.all])
 
     def ended(self) -> None:
@@ -128,7 +129,8 @@ class EarlyStopping(Callback):
         self.since = 0  # validations since then
 
     def validated(self, step: int, row: dict[str, Any]) -> None:
-        if step == 0 or "val_loss" not in row:  # before the first step there is no checkpoint
+        # Before the first step there is no checkpoint to keep
+        if step == 0 or "val_loss" not in row:
             return
         if self.loss is None or row["val_loss"] < self.loss:
             self.loss, self.step, self.since = row["val_loss"], step, 0
@@ -193,6 +195,7 @@ class Spikes(Callback):
         if loss is None:
             self.lost = False
             return False
+        # A spike that is dropped, or is not finite, must not raise the mean of later ones
         finite = math.isfinite(loss) and math.isfinite(norm)
         is_spike = is_outlier(loss, self.losses) or is_outlier(norm, self.norms)
         drop = is_spike and sum(self.dropped) < self.budget
@@ -295,6 +298,7 @@ class Samples(Callback):
         data, tokenizer = self.parts.data, self.parts.data.tokenizer
         if self.config.sample_prompt is not None:
             return tokenizer.encode_prompt(self.config.sample_prompt)
+        # Unseen text, if there is any; always the same document
         split = "val" if len(data.split["val"]) else "train"
         ids = next(iter(data.documents(split))).ids[:PROMPT_TOKENS].tolist()
         return ids[:-1] if ids[-1] == tokenizer.eos_id and len(ids) > 1 else ids

@@ -40,7 +40,7 @@ from longctx.training.cuda_graphs import CaptureFailed
 from longctx.training.loop import loop
 from longctx.training.resolve import resolve
 from longctx.training.resume import continue_folder
-from longctx.training.run import Run, of_shared
+from longctx.training.run import Run
 from longctx.training.run_log import RunLog
 from longctx.training.saver import Saver
 from longctx.training.sequences import DataDiffers
@@ -99,12 +99,16 @@ class LifeCycle:
         """
         parallel, is_first = self.parallel, self.parallel.is_first
         request = request._replace(config=replace(request.config, devices=parallel.ranks))
-        if request.config.resume and is_first:  # before its newest checkpoint is read
+        # A resumed run is locked before its newest checkpoint is read
+        if request.config.resume and is_first:
             locks.enter_context(run_folder.locked(Path(request.config.resume)))
         self.run = resolve(request, machine) if is_first else None
         parallel.launch("" if self.run is None else str(self.run.folder))
-        shared = parallel.broadcast({} if self.run is None else self.run.shared())
-        run = self.run = self.run or of_shared(shared)
+        # Every rank opens the data itself
+        mine = None if self.run is None else replace(self.run, data=None)
+        decided, *_ = parallel.all_gather_objects(mine)
+        run = self.run = self.run or decided
+        assert run is not None
         parallel.init_mesh(run.workload, str(run.folder))
         if is_first:
             if run.checkpoint is None:
@@ -192,7 +196,8 @@ class LifeCycle:
         number, seconds = self.parallel.all_reduce_max(mine).tolist()
         self.asked_at, self.asked_after = now, steps
         self.next_question = steps + max(1, int(AGREE_EVERY / seconds))
-        if number:  # a signal that came while the ranks agreed counts the next time
+        # A signal that came while the ranks agreed counts the next time
+        if number:
             self.stop.number = int(number)
         return number > 0
 

@@ -19,7 +19,7 @@ from longctx.training.run import Run
 
 
 class Limits(NamedTuple):
-    """Bytes of memory for one process: all, the part that a step may fill, and that of the host."""
+    """Bytes of memory for one process: in all, to be filled by a step, and on the host."""
 
     name: str
     total: float
@@ -39,8 +39,10 @@ def limits(workload: Workload, machine: Machine) -> Limits:
 
 
 def check_fits(candidates: Sequence[Workload], machine: Machine) -> None:
-    """Raise ValueError, with a step that fits, if all `candidates` are predicted to take clearly
-    more memory than `machine` has, under every policy that memory= leaves open.
+    """Raise ValueError, with a step that fits, if none of `candidates` is predicted to fit.
+
+    Each is tried with every policy that memory= leaves open. A prediction may be wrong, so a step
+    is refused only if it takes clearly more than `machine` has.
     """
     there, clearly = limits(candidates[0], machine), CLEARLY[candidates[0].device]
     possible = [policy for step in candidates for policy in fitting.policies(step)]

@@ -79,15 +79,18 @@ class TrainingModule(pl.LightningModule):
             return
         workload, config = self.run.workload, self.run.config
         device = torch.get_default_device()
+        # On "meta" no weight takes memory before it is sharded
         with torch.device("meta"):
             self.model = GPT(workload.model, workload.attention, workload.memory)
-        if workload.lora.rank is not None:  # frozen weights are 16 bits wide if used so
+        # Weights that LoRA freezes need no fp32 copy
+        if workload.lora.rank is not None:
             lora.add(lora.in_precision(self.model, dtype_of(workload.precision)), workload.lora)
         if workload.precision == "fp8":
             fp8.convert(self.model, workload.bf16_layers)
         self.shard(self.model)
         self.model.to_empty(device=device)
 
+        # The weights depend on the seed alone, not on the number of ranks
         torch.manual_seed(config.seed)
         self.model.init_weights(sharding.draw)
         for layer in lora.layers(self.model):
@@ -96,7 +99,8 @@ class TrainingModule(pl.LightningModule):
             pretrained.copy_into(self.model, config.init)
         if workload.compile:
             self.model.compile_blocks()
-            if config.seq_len_schedule:  # a graph for each length is faster than one for all
+            # A graph for each length is faster than one for all
+            if config.seq_len_schedule:
                 torch._dynamo.config.automatic_dynamic_shapes = False
 
     def configure_optimizers(self) -> Any:

@@ -43,6 +43,7 @@ def model_of(config: TrainConfig, overrides: Mapping[str, str]) -> Pretrained:
     The weights are checked from the files' headers; positions are not stretched yet. Raises
     ValueError or OSError for a folder that is not covered, and for overrides of its model.
     """
+    # The branch of a model may move on while the run trains, its commit does not
     init = hub_snapshot.pinned(config.init or "", "init")
     folder = hub_snapshot.folder(init, "init")
     for key, text in overrides.items():

@@ -69,6 +69,7 @@ def resolve(request: Request[TrainConfig], machine: Machine, say: Say = print) -
     A resumed run keeps the choices in its config.yaml. Raises ValueError or OSError, one line with
     a remedy, for whatever is wrong with the request.
     """
+    # Machine → model → layouts → length
     choice = choose_model(request, choose_device(request.config, machine))
     seq_len = choose_length(choice, machine, say)
     choice = stretched(choice, seq_len)
@@ -81,6 +82,7 @@ def resolve(request: Request[TrainConfig], machine: Machine, say: Say = print) -
     wait_for_compilers = compile_ahead.begin(choice.workloads(seq_len, tokens)[0])
     data = open_data(choice, seq_len)
 
+    # Layout, memory, schedule: the vocabulary is known now
     workload, layout_note = choose_workload(choice, seq_len, data, machine)
     if not is_probed:
         check_fits([workload], machine)
@@ -265,6 +267,7 @@ def begun(run: Run, choices: dict[str, str], overrides: dict[str, str]) -> Run:
     folder = run_folder.create(Path(config.runs), config.name, stem)
     run = replace(run, config=replace(config, name=folder.name), folder=folder, kernel_lock=lock)
     assert run.data is not None
+    # A folder that is not complete would look like a run
     try:
         run.data.tokenizer.save(folder / "tokenizer.json")
         pretrained.keep_for_export(config, folder)

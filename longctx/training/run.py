@@ -80,19 +80,6 @@ class Run:
         method = workload.context_method if workload.context > 1 else self.config.context.method
         return asdict(replace(self.config.context, degree=workload.context, method=method))
 
-    def shared(self) -> dict[str, Any]:
-        """Return all but the data as JSON values, for the other processes."""
-        return {
-            "settings": self.settings() | {"resume": self.config.resume},
-            "device": self.workload.device,
-            "machines": self.workload.machines,
-            "model_source": self.model_source,
-            "folder": str(self.folder),
-            "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
-            "steps_done": self.steps_done,
-            "kernel_lock": self.kernel_lock,
-        }
-
 
 def run_of(settings: dict[str, Any], device: str, **about: Any) -> Run:
     """Return the run with these `settings` (see `Run.settings`) on "cuda" or "cpu"."""
@@ -108,18 +95,3 @@ def run_of(settings: dict[str, Any], device: str, **about: Any) -> Run:
         val_rows=settings["val_rows"],
         **about,
     )
-
-
-def of_shared(shared: dict[str, Any]) -> Run:
-    """Return the run of another process's `Run.shared`."""
-    checkpoint = shared["checkpoint"]
-    run = run_of(
-        shared["settings"],
-        shared["device"],
-        model_source=shared["model_source"],
-        folder=Path(shared["folder"]),
-        checkpoint=None if checkpoint is None else Path(checkpoint),
-        steps_done=shared["steps_done"],
-        kernel_lock=shared["kernel_lock"],
-    )
-    return replace(run, workload=replace(run.workload, machines=shared["machines"]))

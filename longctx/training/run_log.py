@@ -94,6 +94,7 @@ class RunLog:
             self.say(f"stopped by {stopped_by} after step {self.steps_done:,}, saved")
         for line in ["", *loss_curve(metrics_file.read(self.run.folder)), ""]:
             self.say(line)
+        # The next command depends on how the run ended
         finished = code == 0 and self.steps_done >= self.run.max_steps
         self.display.print(
             closing_table(

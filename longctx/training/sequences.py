@@ -83,6 +83,7 @@ class Sequences:
         """
         workload, offset = self.run.workload, 0
         for stage in self.stages:
+            # Stages that are done are passed over; the last one has no end
             last = stage is self.stages[-1]
             if last or steps_done < stage.last:
                 consumed = max(0, steps_done - stage.first) * self.per_step(stage)
@@ -93,6 +94,7 @@ class Sequences:
                 numbers = (list(islice(stream, size)) for _ in count())
                 steps = None if last else stage.last - max(steps_done, stage.first)
                 yield from ([offset + number for number in step] for step in islice(numbers, steps))
+            # `dataset` has the sequences of all stages, one stage after another
             offset += len(stage.data.train)
 
     def epoch(self, step: int) -> float:

@@ -78,6 +78,7 @@ class Meter:
 
         A step that was dropped because it is not finite adds neither loss nor target tokens.
         """
+        # NaN would make the mean of the whole window NaN
         lost = self.spikes.lost
         if not lost:
             self.loss += loss.double()
@@ -102,6 +103,7 @@ class Meter:
         second count real tokens of all ranks. `padding_share` is of all tokens. `data_wait_ms` is
         the time per step between one step and the arrival of the next batch.
         """
+        # The sums wait for the device, so the clock is read after them
         loss, scored, real, everything, pairs = self._over_ranks()
         now = time.perf_counter()
         elapsed = max(now - self.window - self.aside, 1e-9)
@@ -171,12 +173,14 @@ class Meter:
         self.steps, self.spent, self.waited = state["steps"], state["spent"], state["waited"]
         self.steps_before = self.steps
         self.spikes.restore(state["spikes"])
+        # The saved sums are over all ranks, so only one rank may add them
         if self.parallel.is_first:
             self.counts = list(state["counts"])
             self.loss.fill_(state["loss"])
 
     def _over_ranks(self) -> list[float]:
         """Return loss and counts of this window, summed over all ranks; waits for the device."""
+        # One collective for all of them
         sums = torch.tensor([0.0, *self.counts], dtype=torch.float64, device=self.device)
         sums[0] = self.loss
         totals: list[float] = self.parallel.all_reduce_sum(sums).tolist()

@@ -47,6 +47,7 @@ def optimizer_step(
         for micro in batch.micro:
             first, last = micro is batch.micro[0], micro is batch.micro[-1]
             total += parts.forward_backward(micro, first, last, mark) / weight
+    # Gradients of all micro-batches and ranks are summed by now
     parts.clip()
     if drops is None or not drops(*step_figures(state, batch, total * weight, parallel)):
         parts.update()
@@ -113,7 +114,8 @@ class TrainState:
         for name, weight in self.module.named_parameters():
             sharding.write_rows_of(checkpoint["state_dict"][name], weight)
         state = sharding.state_of_rank(checkpoint["optimizer_states"][0], self.optimizer)
-        if isinstance(self.optimizer, torch.optim.AdamW):  # its settings are the run's own
+        # The run decides the settings of AdamW and Muon, not the checkpoint
+        if isinstance(self.optimizer, torch.optim.AdamW):
             state["param_groups"] = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict(state)
         self.scheduler = LearningRate(self.optimizer, self.run)

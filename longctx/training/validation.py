@@ -42,6 +42,7 @@ def validate(module: nn.Module, data: Data, run: Run, parallel: Parallel) -> dic
     sizes = [BUCKETS * BUCKETS, 2, BUCKETS, 4]
     sums = torch.zeros(sum(sizes), dtype=torch.float64, device=parallel.device)
     nats, totals, pieces, of_sequences = sums.split(sizes)
+    # Small batches wait for the host unless their kernels are launched as a graph
     losses_of: Callable[[MicroBatch], Tensor] = partial(
         validation_losses, module, parallel=parallel
     )

@@ -14,7 +14,7 @@ from longctx.planner.workload import workload_of
 from longctx.training import dry_run as dry
 from longctx.training.dry_run import OUT_OF_MEMORY, dry_run_in_child
 from longctx.training.resolve import scheduled
-from longctx.training.run import Run, of_shared, run_of
+from longctx.training.run import Run, run_of
 
 KEYS = [
     "model=tiny",
@@ -68,7 +68,6 @@ def test_run_survives_its_way_to_another_process(small: Run) -> None:
     there = run_of(small.settings(), "cpu")
     assert there.settings() == small.settings()
     assert there.workload == small.workload
-    assert of_shared(small.shared()).settings() == small.settings()
 
 
 @pytest.mark.parametrize(

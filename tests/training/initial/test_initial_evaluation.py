@@ -1,7 +1,6 @@
 """Evaluation of a Hugging Face folder, beside a run that starts from it."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -49,18 +48,3 @@ def test_evaluation_of_a_folder(
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
     assert evaluate.main([f"checkpoint={folder}", *documents]) == 2
     assert "model_type=mamba is not covered yet" in capsys.readouterr().err
-
-
-def test_evaluation_of_a_folder_that_cannot_be_written(
-    folder: Path,
-    corpus: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    # Chmod does not keep root out
-    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
-    assert (
-        evaluate.main([f"checkpoint={folder}", "data=text", f"data.path={corpus}", "device=cpu"])
-        == 2
-    )
-    assert "no permission to write the result into" in capsys.readouterr().err

@@ -54,15 +54,3 @@ def test_hub_model_is_cached_and_recorded_with_commit(
     check_equal_weights(run, tmp_path / "runs" / "again")
     shutil.rmtree(model)
     assert train.main([f"resume={run}", "max_steps=2"]) == 0
-
-
-def test_cache_of_hugging_face_is_a_folder_of_links(
-    start: Overrides, folder: Path, tmp_path: Path
-) -> None:
-    blobs, snapshot = tmp_path / "m" / "blobs", tmp_path / "m" / "snapshots" / "abc"
-    blobs.mkdir(parents=True)
-    snapshot.mkdir(parents=True)
-    for file in folder.iterdir():
-        shutil.copyfile(file, blobs / file.name)
-        (snapshot / file.name).symlink_to(Path("../../blobs", file.name))
-    assert train.main(start(init=snapshot, max_steps=1)) == 0
