@@ -22,7 +22,7 @@ from torch import Tensor
 
 from longctx.attention.exchange import WHOLE_ROWS
 from longctx.attention.mask import Mask
-from longctx.config.model_config import check_options
+from longctx.config.model_config import BACKEND_OPTIONS, check_options
 from longctx.kernels.attention import Saved
 from longctx.kernels.attention.flash_op import unobserved
 from longctx.kernels.attention.relaunch import stream_of
@@ -102,6 +102,7 @@ def register(name: str, backend: Backend) -> None:
     if name in _backends and type(_backends[name]) is not type(backend):
         raise ValueError(f"attention backend {name!r} is already registered")
     _backends[name] = backend
+    BACKEND_OPTIONS.setdefault(name, dict(backend.options))
 
 
 @functools.cache

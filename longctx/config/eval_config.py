@@ -166,6 +166,10 @@ class EvalConfig:
         between=(0, 10**6),
         needs="tasks",
     )
+    plugins: list[str] | None = key(
+        None,
+        "Python files of yours that register backends, sources, …: [my.py]; see docs/extend.md",
+    )
     attention: AttentionConfig = group(AttentionConfig)
     passkey: PasskeyConfig = group(PasskeyConfig)
     ruler: RulerConfig = group(RulerConfig)

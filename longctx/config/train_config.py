@@ -15,6 +15,8 @@ from longctx.config.parallel_config import ContextConfig, StrategyConfig
 from longctx.config.rope_config import RopeConfig
 
 LONGEST_ROW = 2**24
+# objective=NAME → its module; longctx.training.objectives and plugins register them
+OBJECTIVES = {"cross_entropy": "longctx.training.objectives.cross_entropy"}
 SWITCH = ("auto", "true", "false")
 FOLDER_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 
@@ -101,7 +103,7 @@ class TrainConfig:
     )
     betas: tuple[float, float] = key((0.9, 0.95), "AdamW's β1 and β2", between=(0, 1), below=1)
     clip: float | None = key(1.0, "largest global gradient norm; null: no clipping", above=0)
-    objective: str = key("cross_entropy", "what a step minimizes", choices=("cross_entropy",))
+    objective: str = key("cross_entropy", "what a step minimizes", choices=OBJECTIVES)
     spike: str = key(
         "flag",
         "flag: report spikes of the loss | skip: drop such a step too (every step waits for it)",
@@ -126,6 +128,7 @@ class TrainConfig:
     bf16_layers: list[int] = key(
         [],
         "blocks that stay in bf16 under precision=fp8: the first is 0, the last -1",
+        between=(-4096, 4095),
         needs="precision=fp8",
     )
     compile: str = key(
@@ -151,6 +154,10 @@ class TrainConfig:
     )
     resume: str | None = key(None, "continue this run, for example runs/tiny-flash-4k-001")
     runs: str = key("runs", "the folder that runs are written to")
+    plugins: list[str] | None = key(
+        None,
+        "Python files of yours that register backends, sources, …: [my.py]; see docs/extend.md",
+    )
     val_every: int | None = key(
         None,
         "steps between validations, also one at step 0; null: a fifth of the run, 20 or more",

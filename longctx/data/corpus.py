@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
-from longctx.config.data_config import DataConfig
+from longctx.config.data_config import SOURCES, DataConfig
 
 
 class Document(NamedTuple):
@@ -104,9 +104,6 @@ class Source(ABC):
 
         `without` holds the `content_key` of texts that generated documents must not contain.
         """
-
-
-SOURCES: dict[str, Source] = {}
 
 
 def register(name: str) -> Callable[[type[Source]], type[Source]]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from longctx import attention, files
 from longctx.config import presets
-from longctx.config.generate_config import GenerateConfig
+from longctx.config.command_config import GenerateConfig
 from longctx.config.model_config import AttentionConfig
 from longctx.distributed.devices import (
     choose_device,

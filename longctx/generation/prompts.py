@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longctx import untrusted
-from longctx.config.generate_config import GenerateConfig
+from longctx.config.command_config import GenerateConfig
 from longctx.data import Tokenizer
 from longctx.data.chat import Template
 

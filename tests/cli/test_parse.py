@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from longctx import cli
-from longctx.cli import early_checks, parse
-from longctx.cli.commands import checked_jobs
+from longctx.cli import checked_jobs, early_checks, parse
 from longctx.config import presets
 from longctx.config.train_config import TrainConfig
 from longctx.planner.workload import workload_of
@@ -274,10 +273,10 @@ def test_a_misspelt_key_in_a_preset_is_an_error(
     shutil.copytree(cli.CONFIGS, tmp_path / "configs")
     (tmp_path / "configs" / "model" / "odd.yaml").write_text("layrs: 3\n")
     monkeypatch.setattr(presets, "CONFIGS", tmp_path / "configs")
-    presets.names.cache_clear()
+    presets.files.cache_clear()
     with pytest.raises(ValueError, match=r"model\.layrs"):
         compose("model=odd")
-    presets.names.cache_clear()
+    presets.files.cache_clear()
 
 
 def test_a_sweep_is_every_combination_in_order() -> None:

@@ -36,6 +36,7 @@ class Declared:
         ({"length": True}, "length=true: must be a whole number, or max"),
         ({"words": ["c"]}, "words=c: one of a, b"),
         ({"pair": [1]}, r"pair=\[1\]: must be a list"),
+        ({"pair": [0, 1]}, r"pair=0\.0: a number above 0"),
         ({"other": 1}, "other is not a key"),
     ],
 )
@@ -45,10 +46,10 @@ def test_a_value_outside_its_declaration_is_refused(values: dict, message: str) 
 
 
 def test_values_get_the_type_of_their_declaration() -> None:
-    values = {"share": "1e-3", "norm": None, "sizes": ["4"], "length": "max", "pair": [0, 1]}
+    values = {"share": "1e-3", "norm": None, "sizes": ["4"], "length": "max", "pair": [1, 2]}
     config = build(Declared, values)
     check(config)
-    assert config == Declared(0.001, None, [4], "max", [], (0.0, 1.0))
+    assert config == Declared(0.001, None, [4], "max", [], (1.0, 2.0))
 
 
 @pytest.mark.parametrize("value", ["all", "0", "null", "4"])
