@@ -13,18 +13,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longctx.attention.description import DESCRIPTIONS
 from longctx.attention.mask import Mask
 from longctx.attention.registry import Backend, Request, register
 from longctx.kernels import HAS_TRITON
-from longctx.kernels.attention.flash_op import HEAD_SIZES
+from longctx.kernels.attention import HEAD_SIZES
 
 
 class Naive(Backend):
     """Runs on every device, dtype, head size and mask; memory grows with Tq·Tk."""
 
-    differentiable_lse = True
-    takes_softcap = True
-    reproducible = {"torch matmul and softmax": ("out", "dq", "dk", "dv")}
+    description = DESCRIPTIONS["naive"]
 
     def refusal(self, request: Request) -> str | None:
         return None

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longctx import files, garbage, stop_signal
+from longctx.attention.description import AttentionConfig
 from longctx.cli import early_checks, parse
 from longctx.cli.parse import SCHEMAS, compose, from_file, jobs, options, split_own
 from longctx.config import command_config, fields, presets
 from longctx.config.command_config import GenerateConfig, PlanOptions
 from longctx.config.eval_config import EvalRequest
-from longctx.config.model_config import AttentionConfig
 from longctx.config.presets import CONFIGS, Request, names, with_model
 from longctx.config.train_config import TrainConfig
 from longctx.distributed.launched import launched, leave_to_first, number_here

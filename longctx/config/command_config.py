@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from longctx.attention.description import DESCRIPTIONS
 from longctx.config.data_config import DataConfig
 from longctx.config.fields import check, group, key, refuse
-from longctx.config.model_config import BACKEND_OPTIONS
 
 SIZES = (1, 2**24)  # of tokens and of a head
 PROMPT_FILES = (".txt", ".jsonl")
@@ -77,7 +77,7 @@ class GenerateConfig:
         "kernel of single tokens: auto: triton on a GPU, torch on a CPU | triton | torch",
         choices=("auto", "triton", "torch"),
     )
-    attention: str = key("flash", "backend that computes the prompts", choices=BACKEND_OPTIONS)
+    attention: str = key("flash", "backend that computes the prompts", choices=DESCRIPTIONS)
     plugins: list[str] | None = key(None, PLUGINS)
 
     def validate(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,69 +9,6 @@ from longctx.config.fields import check, key
 from longctx.config.rope_config import check_scaling
 
 LORA_TARGETS = ("qkv", "out", "gate_up", "down")
-
-
-# Head sizes that flash's Hopper kernels compute as they are; others are padded to the next
-HOPPER_SIZES = (64, 96, 128, 192, 256)
-HOPPER_HEAD_SIZES = range(64, 257, 8)  # that they take, padded to one of those
-# Backend → its options, each with what it may be, the default first
-BACKEND_OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
-    "naive": {},
-    "sdpa": {"kernel": ("auto", "flash", "cudnn")},
-    "flash": {"kernel": ("auto", "portable", "hopper")},
-    "flex": {},
-    "flash_attn": {"version": ("auto", 4, 3, 2)},
-}
-# Backend, or one of its kernels → why a CPU has none, and what to use instead
-NEEDS_GPU = {
-    "flash_attn": "FlashAttention needs a CUDA GPU; use attention=flash",
-    "flex": "FlexAttention has no backward on a CPU; use attention=flash",
-    "sdpa cudnn": "kernel=cudnn needs a GPU; leave attention.options.kernel=auto",
-    "flash hopper": "kernel=hopper needs a Hopper GPU; use attention.options.kernel=portable",
-}
-
-
-def hopper_size(head_dim: int) -> int:
-    """Head size as which flash's Hopper kernels compute head_dim."""
-    return next(size for size in HOPPER_SIZES if size >= head_dim)
-
-
-@dataclass
-class AttentionConfig:
-    """Which backend computes attention, and how."""
-
-    backend: str = key("flash", "set by attention=NAME", choices=BACKEND_OPTIONS)
-    options: dict[str, Any] = key({}, "the backend's own: attention.options.kernel=cudnn of sdpa")
-
-    def validate(self) -> None:
-        """Raise ValueError for an option that the backend does not have."""
-        check(self, "attention.")
-        if self.backend in BACKEND_OPTIONS:
-            check_options(self.backend, self.options, BACKEND_OPTIONS[self.backend])
-
-    def check_without_gpu(self) -> None:
-        """Raise ValueError, saying what to use instead, for what needs a GPU."""
-        kernel = f"{self.backend} {self.options.get('kernel')}"
-        for needy in (self.backend, kernel):
-            if needy in NEEDS_GPU:
-                raise ValueError(f"attention={self.backend} cannot run here: {NEEDS_GPU[needy]}")
-
-
-def check_options(
-    backend: str, options: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]
-) -> None:
-    """Raise ValueError for the first of `options` that `backend` does not have, or for its value;
-    `allowed` has the values of each.
-    """
-    for name, value in options.items():
-        if name not in allowed:
-            names = ", ".join(allowed) or "none"
-            raise ValueError(
-                f"attention.options.{name}={value} is not an option of {backend}; it has: {names}"
-            )
-        if value not in allowed[name]:
-            choices = ", ".join(str(x) for x in allowed[name])
-            raise ValueError(f"attention.options.{name}={value} must be one of {choices}")
 
 
 @dataclass

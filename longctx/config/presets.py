@@ -14,10 +14,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import yaml
 
+from longctx.attention.description import AttentionConfig
 from longctx.config.data_config import DataConfig
 from longctx.config.fields import keys, rules_of
 from longctx.config.memory_config import MemoryConfig
-from longctx.config.model_config import AttentionConfig, GPTConfig
+from longctx.config.model_config import GPTConfig
 from longctx.config.optimizer_config import OptimizerConfig
 from longctx.config.parallel_config import StrategyConfig
 from longctx.config.rope_config import RopeConfig

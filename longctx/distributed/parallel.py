@@ -24,11 +24,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from longctx.attention import communication, takes_intervals
+from longctx.attention import communication
 from longctx.attention.communication import Clock, measured
 from longctx.attention.context_parallel import Context
+from longctx.attention.description import AttentionConfig
 from longctx.config.eval_config import EvalConfig
-from longctx.config.model_config import AttentionConfig
 from longctx.config.train_config import TrainConfig
 from longctx.distributed import rendezvous, sharding
 from longctx.distributed.devices import choose_device, dtype_of
@@ -198,7 +198,7 @@ class Parallel:
             )
             if workload.context > 1:
                 group = self.mesh.get_group("context")
-                fetches_windows = takes_intervals(workload.attention.backend)
+                fetches_windows = workload.attention.description.takes_intervals
                 self.context = Context(group, workload.context_method, fetches_windows)
 
     def in_fp32(self) -> Parallel:

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 
 from longctx import hub_snapshot
+from longctx.attention.description import AttentionConfig
 from longctx.config.eval_config import EvalRequest
-from longctx.config.model_config import AttentionConfig, GPTConfig
+from longctx.config.model_config import GPTConfig
 from longctx.data import DataConfig, Tokenizer, load, read_documents
 from longctx.data.tokenizer import read_json
 from longctx.evaluation.weights import build_model

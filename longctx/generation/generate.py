@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from longctx import attention, files
+from longctx.attention.description import AttentionConfig
 from longctx.config import presets
 from longctx.config.command_config import GenerateConfig
-from longctx.config.model_config import AttentionConfig
 from longctx.distributed.devices import (
     choose_device,
     dtype_of,
@@ -129,7 +129,7 @@ def too_little_memory(source: ModelSource, rows: int, most: int, device: str) ->
             f"there are {there / GIB:.1f}; give {' or '.join([*change, 'a smaller model'])}"
         )
     cache = KVCache.bytes_of(source.subject.model, rows, most, source.dtype)
-    change += ["attention=flash"] if source.attention.backend == "naive" else []
+    change += ["attention=flash"] if source.attention.description.score_bytes is not None else []
     change += [f"batch_size={rows // 2}"] if rows > 1 else []
     change += ["a smaller max_new_tokens", "shorter prompts"]
     return (

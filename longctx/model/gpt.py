@@ -17,8 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from longctx.attention import Mask
 from longctx.attention.context_parallel import Context, Shards
+from longctx.attention.description import AttentionConfig
 from longctx.config.memory_config import MemoryConfig
-from longctx.config.model_config import AttentionConfig, GPTConfig
+from longctx.config.model_config import GPTConfig
 from longctx.model import compile_cache
 from longctx.model.layers import Block, RMSNorm, StreamNorm
 from longctx.model.loss import IGNORED, linear_cross_entropy

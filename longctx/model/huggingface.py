@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from longctx import hub_snapshot, untrusted
-from longctx.config.model_config import AttentionConfig, GPTConfig
+from longctx.attention.description import AttentionConfig
+from longctx.config.model_config import GPTConfig
 from longctx.model.families import read_json, read_model
 from longctx.model.families.tensors import BUFFERS, EMBEDDING, LM_HEAD
 from longctx.model.gpt import GPT

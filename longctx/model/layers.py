@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longctx.attention import Attention, Mask
-from longctx.config.model_config import AttentionConfig, GPTConfig
+from longctx.attention.description import AttentionConfig
+from longctx.config.model_config import GPTConfig
 from longctx.kernels import HAS_TRITON, linear
 from longctx.model.rope import rotate
 

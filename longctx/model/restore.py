@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.config.model_config import AttentionConfig, GPTConfig, LoraConfig
+from longctx.attention.description import AttentionConfig
+from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.model.gpt import GPT
 from longctx.model.lora import add as add_lora
 from longctx.model.lora import merged_weights

@@ -59,7 +59,7 @@ def workspace(workload: Workload) -> float:
     # While it is filled: itself, the same in fp32, and its momentum unless that changes in place.
     each = 8 if workload.memory.optimizer_state in (None, "fp32") else 10
     largest_matrix = max(rows * columns for rows, columns in block_matrices(model))
-    if workload.strategy == "fsdp":  # one matrix at a time, next to gate and up as gathered
+    if workload.sharing.shards_weights:  # one matrix at a time, next to gate and up as gathered
         return max(slices, 12.0 * largest_matrix)
     return max(slices, float(each * min(max(STACK, largest_matrix), trained(workload)[0])))
 

@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from longctx.config.model_config import HOPPER_HEAD_SIZES, hopper_size
-from longctx.config.parallel_config import allgather_group, kv_copies, ulysses_parts
+from longctx.config.parallel_config import kv_copies
 from longctx.planner import links, optimizer_cost
 from longctx.planner.workload import FP32, Workload
 
@@ -64,17 +63,6 @@ def predict(workload: Workload) -> Memory:
     return Memory(moment, terms, step.host(), step.saved())
 
 
-def for_hopper(workload: Workload) -> bool:
-    """Whether flash takes its Hopper kernels for `workload` on a Hopper GPU. Memory is predicted as
-    if every GPU were one, so on others a sum of dq too much is counted unless
-    attention.options.kernel=portable.
-    """
-    kernel = workload.attention.options.get("kernel", "auto")
-    if workload.attention.backend != "flash" or kernel != "auto":
-        return workload.attention.backend == "flash" and kernel == "hopper"
-    return workload.activation_bytes == 2 and workload.model.head_size in HOPPER_HEAD_SIZES
-
-
 class _Step:
     """The inventory of one training step."""
 
@@ -86,8 +74,7 @@ class _Step:
         self.B, self.T = workload.batch_size, workload.seq_len
         self.N = self.B * -(-self.T // workload.context)
         # fsdp: a slice of weights, gradients and optimizer state, and gathered weights in 16 bits
-        self.sharded = workload.strategy == "fsdp"
-        self.slices = workload.devices if self.sharded else 1
+        self.sharded, self.slices = workload.sharing.shards_weights, workload.slices
         self.C, self.F, self.L, self.V = m.channels, m.ffn, m.layers, int(m.vocab_size or 0)
         # Q, kv: channels
         self.H, self.q, self.kv = (
@@ -97,7 +84,7 @@ class _Step:
         )
         self.e = workload.activation_bytes
         self.compiled = workload.compile
-        self.backend = workload.attention.backend
+        self.backend, self.layer = workload.attention.description, workload.layer(self.B, self.T)
         # Of a block's products, before and after attention
         self.before_weights = self.C * (self.q + 2 * self.kv)
         self.after_weights = self.q * self.C + 3 * self.C * self.F
@@ -141,7 +128,7 @@ class _Step:
         tied = self.model.tied
         # From the second micro-batch on every gradient is there all the time, and always where DDP
         # keeps them in its buckets.
-        full = self.workload.accumulate > 1 or self.workload.strategy == "ddp"
+        full = self.workload.accumulate > 1 or self.workload.sharing.buckets_gradients
         before = gradients if full else 0.0
         yield "loss", _sum(always, {GRADIENTS: before}, self.kept(self.L), self.loss())
         # The head's gradient is there at once; a tied one waits beside the sum for that of the
@@ -248,7 +235,7 @@ class _Step:
         if links.exchanges_halo(self.workload, window):
             keys = self.N + self.B * ((window or 1) - 1)
             return 4.0 * self.e * self.kv * keys  # k and v with the neighbour's, dk and dv
-        parts = self.parts_of_heads()
+        parts = self.workload.head_parts
         if self.workload.context_method == "allgather":
             # Of a group of heads, k and v of all tokens: in order, their gradients, those in one
             # tensor, by rank and as received; and their sum in fp32
@@ -257,15 +244,6 @@ class _Step:
         # Ulysses: q, the output and its gradient, and k and v twice, as sent and as received
         copies = kv_copies(self.model.heads, heads, ranks)
         return 2.0 * self.e * (3 * self.q + 2 * copies * self.kv) * self.N / parts
-
-    def parts_of_heads(self) -> int:
-        """Parts in which attention goes through the heads where ranks share rows."""
-        m, ranks = self.model, self.workload.context
-        if ranks == 1:
-            return 1
-        if self.workload.context_method == "allgather":
-            return -(-m.kv_heads // allgather_group(m.kv_heads, ranks))
-        return ulysses_parts(m.kv_heads // ranks, self.N) if m.kv_heads % ranks == 0 else 1
 
     def host(self) -> Terms:
         """Bytes of host memory that grow with the run: the optimizer's, and kept activations in
@@ -285,14 +263,9 @@ class _Step:
         if self.memory.recompute == "block":
             x = float(e * C * N) if layer % (self.memory.keep_every or 1) == 0 else 0.0
             # The others run forward again
-            lse = FP32 * self.H * N if self.backend == "flash" else 0
+            lse = FP32 * self.H * N if self.backend.has_backward else 0
             return x + e * self.q * N + lse  # with attention's output
-        attention: float = e * self.q * N + FP32 * self.H * N  # its output and lse
-        attention += e * (self.q + self.kv) * N  # q and k, rotated
-        if self.backend == "naive":
-            attention += e * self.kv * N + self.scores_kept() * self.H * self.N * self.T
-        else:
-            attention += e * (self.q + 2 * self.kv) * N  # v is a part of the projection's output
+        attention = self.backend.saved(self.layer)
         copy, x8 = self.copies(layer)
         norm = (x8 or e) * C * N + FP32 * N  # its output, and 1 / rms
         weights = copy * self.before_weights  # in 16 bits, for backward
@@ -313,12 +286,6 @@ class _Step:
     def kept(self, layers: int) -> Terms:
         """What the first `layers` blocks keep on the GPU."""
         return {KEPT: self.kept_by_first[layers]}
-
-    def scores_kept(self) -> float:
-        """Bytes per score that naive attention leaves for backward."""
-        if self.compiled and self.memory.recompute == "none":
-            return 2 * self.e  # raw scores and probabilities; the compiler computes the rest again
-        return 2 * FP32 + self.e  # masked scores, exp of them, probabilities
 
     def logits(self, bytes_each: int) -> float:
         """The logits of a chunk: all chunks of the loss are about equal, none larger than
@@ -378,7 +345,12 @@ class _Step:
         """Backward of attention, with what comes before it computed again where it was not kept."""
         N, C, e, q, kv = self.N, self.C, self.e, self.q, self.kv
         # Residual; do, dq, dk, dv
-        work = e * C * N + e * (2 * q + 2 * kv) * N + self.kernel_workspace() + self.exchanged
+        work = (
+            e * C * N
+            + e * (2 * q + 2 * kv) * N
+            + self.backend.workspace(self.layer)
+            + self.exchanged
+        )
         if self.memory.recompute == "none":
             copy, x8 = self.copies(layer - 1)
             gone = (e * (2 if self.fused else 3) * self.F + (x8 or e) * C + x8 * q) * N + copy * (
@@ -393,33 +365,11 @@ class _Step:
         qkv = e * (q + 2 * kv) * N + (e * (C + q + kv) * N if untiled else 0)
         return {ATTENTION: work + qkv + sums, KEPT: self.again(layer)}
 
-    def kernel_workspace(self) -> float:
-        """What the backend's backward takes besides its inputs and outputs."""
-        N, q, kv, e = self.N, self.q, self.kv, self.e
-        if self.backend == "naive":
-            scores = self.H * N * self.T
-            if self.memory.recompute == "block":
-                return (self.scores_kept() + e + 2 * FP32) * scores
-            return (
-                FP32 if self.compiled else 2 * FP32 + e
-            ) * scores  # probabilities make room for a part
-        rows = 2 * FP32 * self.H * N  # lse and delta
-        if self.backend == "flash":
-            if self.device != "cuda" or not for_hopper(self.workload):
-                return rows
-            padded = hopper_size(self.workload.model.head_size)
-            return rows + FP32 * self.H * padded * N / self.parts_of_heads()  # sums of dq
-        again = e * q * N if self.memory.recompute == "block" else 0
-        # Dk and dv of every query head, before they are summed
-        repeated = 2 * e * q * N if q != kv else 0
-        return rows + FP32 * q * N + repeated + again
-
     def validation(self, rows: int, length: int) -> Terms:
         """Return the bytes of a forward without gradient, in which blocks run uncompiled."""
         C, F, e = self.C, self.F, self.e
         N = rows * -(-length // self.workload.context)
-        # masked scores, their distance to the lse, and its exp
-        scores = 3 * FP32 * self.H * N * length if self.backend == "naive" else 0
+        scores = self.backend.forward_workspace(self.workload.layer(rows, length))
         inner = max(3 if self.fused else 4, self.lora_gate_up)
         mlp = e * (2 * C + self.q) * N + e * (2 * C + inner * F) * min(self.memory.mlp_tile or N, N)
         logits = self.logits(FP32) + self.copy * self.V * C + e * C * N

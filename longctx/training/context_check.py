@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longctx.config.model_config import AttentionConfig
+from longctx.attention.description import AttentionConfig
 from longctx.data import Data, Mixture
 from longctx.data.rows import IGNORED
 from longctx.distributed import sharding

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from longctx.config.model_config import AttentionConfig, GPTConfig
+from longctx.attention.description import AttentionConfig
+from longctx.config.model_config import GPTConfig
 from longctx.kernels.elementwise.rotary import rope, rope_backward, rotated
 from longctx.model.layers import SelfAttention
 from longctx.model.rope import Rope, rotate

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longctx.attention import Mask
+from longctx.attention.description import AttentionConfig
 from longctx.cli import compose
-from longctx.config.model_config import AttentionConfig, GPTConfig, LoraConfig
+from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.kernels import HAS_TRITON
 from longctx.model import GPT, fp8, lora
 from longctx.model.fp8 import GRADIENTS, VALUES, Product, quantized, weights_quantized
