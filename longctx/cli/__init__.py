@@ -261,7 +261,7 @@ def _resumed(words: list[str]) -> Request[TrainConfig] | None:
     if given.get("resume") is None:
         return None
     folder = run_folder.find(given["resume"])
-    run_folder.check_resumable(folder, given.keys() - {"resume", "plugins"})
+    run_folder.check_resumable(folder, given.keys() - {"resume"})
     request = parse.from_file(folder / "config.yaml", words)
     request.config.resume = str(folder)
     run_folder.check_unfinished(folder, request.config.max_steps)

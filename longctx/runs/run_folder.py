@@ -44,7 +44,7 @@ RESUMABLE = {
         "sample_every",
         "sample_prompt",
     ),
-    *("workers", "device", "devices", "compile", "graphs", "kernel.lock"),
+    *("workers", "device", "devices", "compile", "graphs", "kernel.lock", "plugins"),
     *("batch_size", "accumulate", "memory"),
     *(f"memory.{item.name}" for item in dataclasses.fields(MemoryConfig)),
     *("strategy", "strategy.name", "context.degree", "context.method", "context.check"),

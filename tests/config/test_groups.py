@@ -67,7 +67,9 @@ def test_auto_offers_what_is_possible_and_a_choice_itself() -> None:
     assert choices == [(1, "auto"), (2, "ulysses"), (2, "allgather"), (4, "allgather")]
     assert [one.degree for one in auto.each(4, heads=6, takes_intervals=False)] == [1, 2]
     ulysses = ContextConfig(degree=4, method="ulysses")
-    assert ulysses.each(4, heads=6, takes_intervals=True) == [ulysses]  # refused by name, not replaced
+    assert ulysses.each(4, heads=6, takes_intervals=True) == [
+        ulysses
+    ]  # refused by name, not replaced
     with pytest.raises(ValueError, match=r"context\.method=ulysses"):
         ulysses.method_for(6)
 
