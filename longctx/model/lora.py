@@ -27,7 +27,7 @@ from longctx.model.export import warn_of_not_finite, write_json
 from longctx.model.families import family_of
 from longctx.model.gpt import GPT, Draw
 from longctx.model.layers import Linear, RMSNorm
-from longctx.runs.checkpoint_folder import not_finite
+from longctx.runs.checkpoints import not_finite
 
 OF_BLOCK = {"qkv": "attention", "out": "attention", "gate_up": "mlp", "down": "mlp"}
 

@@ -14,7 +14,7 @@ from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.model.gpt import GPT
 from longctx.model.lora import add as add_lora
 from longctx.model.lora import merged_weights
-from longctx.runs import checkpoint_folder
+from longctx.runs import checkpoints
 
 
 def skeleton(config: GPTConfig, backend: AttentionConfig | str, lora: LoraConfig) -> GPT:
@@ -38,8 +38,8 @@ def check_weights(path: Path, checkpoint: dict[str, Any], model: GPT) -> None:
             wrong = "in the checkpoint, missing in the model"
         else:
             # Frozen weights may lie in 16 bits, those that are trained never do
-            dtypes = {mine[name].dtype} if mine[name].requires_grad else checkpoint_folder.READABLE
-            wrong = checkpoint_folder.flaw(weights[name], mine[name].shape, dtypes)
+            dtypes = {mine[name].dtype} if mine[name].requires_grad else checkpoints.READABLE
+            wrong = checkpoints.flaw(weights[name], mine[name].shape, dtypes)
         if wrong:
             raise ValueError(f"{path}: its weights are not those of its model: {name} is {wrong}")
 

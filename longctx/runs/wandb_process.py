@@ -190,9 +190,7 @@ def run_id(folder: Path) -> str:
 
 
 def init(settings: WandbConfig, folder: Path, mode: str, **about: Any) -> Any:
-    """Begin a run at wandb, silently, for the run in `folder`; draw every metric over tokens_seen,
-    and keep the last and the best of some in its summary.
-    """
+    """Begin a run at wandb, silently, for the run in `folder`, and define its metrics."""
     import wandb
 
     logging.getLogger("wandb").setLevel(logging.ERROR)
@@ -215,6 +213,12 @@ def init(settings: WandbConfig, folder: Path, mode: str, **about: Any) -> Any:
         ),
         **about,
     )
+    define_metrics(run)
+    return run
+
+
+def define_metrics(run: Any) -> None:
+    """Draw every metric over tokens_seen; keep the last and the best of some in the summary."""
     # Runs of different batch sizes are compared by tokens instead of by steps
     run.define_metric("tokens_seen", hidden=True)
     for metric in metrics.METRICS:
@@ -226,7 +230,6 @@ def init(settings: WandbConfig, folder: Path, mode: str, **about: Any) -> Any:
             summary = f"{metric.summary},last"
             run.define_metric(metric.key, step_metric="tokens_seen", summary=summary)
     run.define_metric("*", step_metric="tokens_seen")
-    return run
 
 
 def plot(columns: tuple[str, str, str], rows: list[list[Any]], title: str) -> Any:
