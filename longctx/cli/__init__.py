@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import gc
+import inspect
 import io
 import os
 import signal
@@ -27,7 +28,7 @@ from longctx.cli import early_checks, parse
 from longctx.cli.parse import SCHEMAS, compose, from_file, jobs, options, split_own
 from longctx.config import command_config, fields, presets
 from longctx.config.command_config import GenerateConfig, PlanOptions
-from longctx.config.eval_config import EvalRequest
+from longctx.config.eval_config import EvalConfig, EvalRequest
 from longctx.config.presets import CONFIGS, Request, names, with_model
 from longctx.config.train_config import TrainConfig
 from longctx.distributed.launched import launched, leave_to_first, number_here
@@ -55,13 +56,11 @@ EVERYTHING = 10**6  # a range that ends above this is shown as open
 class Command(NamedTuple):
     """One command.
 
-    schema: the dataclass of its options.
+    schema: the dataclass of its keys. Its docstring is the head of --help.
     run: called with the arguments after the name; returns the exit code, None for 0.
     trains: every key of train may follow its own.
     """
 
-    summary: str
-    examples: tuple[str, ...]
     schema: type
     run: Callable[[list[str]], int | None]
     trains: bool = False
@@ -157,7 +156,7 @@ def told_by_first() -> Iterator[None]:
 def list_text(name: str) -> str:
     """Return the commands that begin with the word `name`, or else all."""
     chosen = [command for command in COMMANDS if command.split()[0] == name] or COMMANDS
-    lines = [f"  longctx {command:<14}{COMMANDS[command].summary}" for command in chosen]
+    lines = [f"  longctx {name:<14}{summary_of(COMMANDS[name].schema)}" for name in chosen]
     title = "Train GPTs on long documents, and see what runs show."
     more = "Each takes key=value and --help. Measurements: python -m benchmarks --help"
     return "\n".join([title, "", *lines, "", more])
@@ -169,7 +168,8 @@ def help_text(name: str, arguments: Iterable[str] = ()) -> str:
     """
     command = COMMANDS[name]
     parse.load_plugins(arguments)
-    lines = [f"{command.summary}.", "", *(f"  {example}" for example in command.examples)]
+    summary, _, examples = inspect.cleandoc(command.schema.__doc__ or "").partition("\n\n")
+    lines = [summary, "", *textwrap.indent(examples, "  ").splitlines()]
     if name in SCHEMAS:
         lines += ["", "Presets (group=name):"]
         for group in presets.groups(command.schema):
@@ -200,8 +200,7 @@ def key_lines(schema: Any, prefix: str = "") -> Iterator[str]:
         yield from (" " * COLUMN + line for line in lines)
     for name, inner in nested:
         yield ""
-        summary = " ".join((inner.__doc__ or "").split("\n\n")[0].split()).rstrip(".")
-        yield from textwrap.wrap(f"{prefix}{name}: {summary}", WIDTH)
+        yield from textwrap.wrap(f"{prefix}{name}: {summary_of(inner)}", WIDTH)
         yield from key_lines(inner, f"{prefix}{name}.")
 
 
@@ -214,6 +213,11 @@ def meaning_of(rules: fields.Rules) -> str:
         least, most = rules.between
         meaning += f" ({least:g} to {most:,g})" if most < EVERYTHING else f" (≥ {least:,g})"
     return meaning
+
+
+def summary_of(schema: type) -> str:
+    """Return the first paragraph of its docstring, without the full stop."""
+    return " ".join((schema.__doc__ or "").split("\n\n")[0].split()).rstrip(".")
 
 
 def refuse_name(name: str) -> None:
@@ -413,87 +417,14 @@ def _show_kernels(argv: list[str]) -> None:
 
 
 COMMANDS: dict[str, Command] = {
-    "train": Command(
-        "Train a GPT on long documents",
-        (
-            "python train.py attention=flash seq_len=16384",
-            "python train.py -m attention=naive,sdpa,flash seq_len=4096,8192",
-            "    -m: a sweep, every combination, one process each",
-            "python train.py resume=runs/NAME",
-            "python train.py my.yaml key=value ...",
-            "    my.yaml: keys as below, or a run's config.yaml",
-            "    values: text as it is typed, null for none, lists as [a,b]",
-            "The same: longctx train key=value ...",
-        ),
-        SCHEMAS["train"],
-        _train,
-    ),
-    "eval": Command(
-        "Evaluate a run, a checkpoint or a Hugging Face folder",
-        (
-            "python eval.py checkpoint=runs/NAME seq_len=16384",
-            "python eval.py checkpoint=OWNER/NAME data=text data.path=docs/",
-            "The same: longctx eval key=value ...",
-        ),
-        SCHEMAS["eval"],
-        _evaluate,
-    ),
-    "generate": Command(
-        "Generate text from a run or a Hugging Face folder",
-        (
-            "longctx generate runs/NAME prompt='Once upon a time'",
-            "longctx generate FOLDER prompt='Who are you?' chat=true temperature=0",
-            "longctx generate OWNER/NAME@REVISION prompt='Once upon a time'",
-            "longctx generate runs/NAME prompts=questions.jsonl out=answers.jsonl",
-        ),
-        GenerateConfig,
-        _generate,
-    ),
-    "plan": Command(
-        "Predict memory, time and the longest context that fits",
-        (
-            "longctx plan model=1b seq_len=262144",
-            "longctx plan model=1b seq_len=262144 gpu=H200 gpu_memory=139",
-            "longctx plan model=8b seq_len=262144 devices=64",
-        ),
-        PlanOptions,
-        _plan,
-        trains=True,
-    ),
-    "data": Command(
-        "Describe a data set: documents, tokens, lengths, packing",
-        ("longctx data seq_len=16384", "longctx data data=text data.path=docs/ out=docs.png"),
-        SCHEMAS["data"],
-        _describe,
-    ),
-    "compare": Command(
-        "Compare runs: what differs, what came out, their curves",
-        ("longctx compare runs/*", "longctx compare runs/a runs/b out=page.html"),
-        command_config.CompareOptions,
-        _compare,
-    ),
-    "watch": Command(
-        "Follow a run that another process trains",
-        ("longctx watch runs/NAME",),
-        command_config.WatchOptions,
-        _watch,
-    ),
-    "dashboard": Command(
-        "Make a workspace at wandb for the runs of a project",
-        ("longctx dashboard project=longctx", "longctx dashboard project=longctx dry_run=true"),
-        command_config.DashboardOptions,
-        _dashboard,
-    ),
-    "export": Command(
-        "Write a trained model as a Hugging Face folder",
-        ("longctx export runs/NAME out/",),
-        command_config.ExportOptions,
-        _export,
-    ),
-    "kernels show": Command(
-        "Show the kernels that attention=flash runs here, tested",
-        ("longctx kernels show", "longctx kernels show head_size=128 dtype=bf16"),
-        command_config.ShowOptions,
-        _show_kernels,
-    ),
+    "train": Command(TrainConfig, _train),
+    "eval": Command(EvalConfig, _evaluate),
+    "generate": Command(GenerateConfig, _generate),
+    "plan": Command(PlanOptions, _plan, trains=True),
+    "data": Command(command_config.DescribeConfig, _describe),
+    "compare": Command(command_config.CompareOptions, _compare),
+    "watch": Command(command_config.WatchOptions, _watch),
+    "dashboard": Command(command_config.DashboardOptions, _dashboard),
+    "export": Command(command_config.ExportOptions, _export),
+    "kernels show": Command(command_config.ShowOptions, _show_kernels),
 }

@@ -7,16 +7,19 @@ from pathlib import Path
 
 from longctx.attention.description import DESCRIPTIONS
 from longctx.config.data_config import DataConfig
-from longctx.config.fields import check, group, key, refuse
+from longctx.config.fields import PLUGINS, check, group, key, refuse
 
 SIZES = (1, 2**24)  # of tokens and of a head
 PROMPT_FILES = (".txt", ".jsonl")
-PLUGINS = "Python files of yours that register backends, sources, …: [my.py]; see docs/extend.md"
 
 
 @dataclass
 class DescribeConfig:
-    """Which documents to describe; `data` has the keys that train.py has."""
+    """Describe a data set: documents, tokens, lengths, packing.
+
+    longctx data seq_len=16384
+    longctx data data=text data.path=docs/ out=docs.png
+    """
 
     seq_len: int = key(4096, "tokens in a sequence", between=(2, 2**31 - 1))
     out: str | None = key(None, "picture of the document lengths, such as lengths.png; null: none")
@@ -32,7 +35,13 @@ class DescribeConfig:
 
 @dataclass
 class GenerateConfig:
-    """The prompt, the model that continues it, and how tokens are chosen."""
+    """Generate text from a run or a Hugging Face folder.
+
+    longctx generate runs/NAME prompt='Once upon a time'
+    longctx generate FOLDER prompt='Who are you?' chat=true temperature=0
+    longctx generate OWNER/NAME@REVISION prompt='Once upon a time'
+    longctx generate runs/NAME prompts=questions.jsonl out=answers.jsonl
+    """
 
     checkpoint: str = key(
         "",
@@ -116,7 +125,12 @@ class GenerateConfig:
 
 @dataclass
 class PlanOptions:
-    """The machine to plan for; every key of train may follow."""
+    """Predict memory, time and the longest context that fits.
+
+    longctx plan model=1b seq_len=262144
+    longctx plan model=1b seq_len=262144 gpu=H200 gpu_memory=139
+    longctx plan model=8b seq_len=262144 devices=64
+    """
 
     gpu: str = key("auto", "such as H100; auto: the one here, else an H200")
     gpu_memory: str = key("auto", "GiB of it, such as 80; auto: the GPU's")
@@ -132,7 +146,11 @@ class PlanOptions:
 
 @dataclass
 class CompareOptions:
-    """Runs to compare."""
+    """Compare runs: what differs, what came out, their curves.
+
+    longctx compare runs/*
+    longctx compare runs/a runs/b out=page.html
+    """
 
     runs: list[str] = key([], "folders of runs, such as runs/*", positional=True)
     out: str = key("compare.html", "page with their curves; needs no network")
@@ -140,14 +158,21 @@ class CompareOptions:
 
 @dataclass
 class WatchOptions:
-    """The run to follow."""
+    """Follow a run that another process trains.
+
+    longctx watch runs/NAME
+    """
 
     run: str = key("", "the folder of one run, such as runs/NAME", positional=True)
 
 
 @dataclass
 class DashboardOptions:
-    """The project at wandb that gets a workspace."""
+    """Make a workspace at wandb for the runs of a project.
+
+    longctx dashboard project=longctx
+    longctx dashboard project=longctx dry_run=true
+    """
 
     project: str = key("", "the project at wandb, such as longctx")
     entity: str | None = key(None, "team or user; null: your default")
@@ -162,7 +187,10 @@ class DashboardOptions:
 
 @dataclass
 class ExportOptions:
-    """The run to export, and the form of the export."""
+    """Write a trained model as a Hugging Face folder.
+
+    longctx export runs/NAME out/
+    """
 
     run: str = key(
         "", "a run, of which the newest checkpoint is taken, or a checkpoint", positional=True
@@ -186,7 +214,11 @@ class ExportOptions:
 
 @dataclass
 class ShowOptions:
-    """The kernel to show."""
+    """Show the kernels that attention=flash runs here, tested.
+
+    longctx kernels show
+    longctx kernels show head_size=128 dtype=bf16
+    """
 
     kernel: str = key(
         "auto",

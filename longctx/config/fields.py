@@ -17,6 +17,7 @@ from copy import copy
 from typing import Any, NamedTuple
 
 ITEMS = {int: "whole numbers", float: "numbers", str: "text"}
+PLUGINS = "Python files of yours that register backends, sources, …: [my.py]; see docs/extend.md"
 TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
