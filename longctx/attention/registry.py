@@ -139,10 +139,11 @@ def check(
     mask: Mask | None = None,
     options: Mapping[str, Any] | None = None,
     deterministic: bool = False,
+    softcap: float | None = None,
 ) -> None:
     """Raise ValueError, saying what to use instead, if `backend` cannot serve such tensors here."""
     options = options or {}
-    request = Request(torch.device(device), dtype, head_dim, mask, options, deterministic)
+    request = Request(torch.device(device), dtype, head_dim, mask, options, deterministic, softcap)
     _refuse(backend, _lookup(backend, options), request)
 
 

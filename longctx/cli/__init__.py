@@ -87,7 +87,8 @@ def answer(
     A mistake is a ValueError or an OSError, one line on stderr; LONGCTX_TRACEBACK=1 adds its
     traceback.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):  # an arrow must not end a run in latin-1
+    # An arrow must not end a run whose terminal is latin-1
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     with stop_signal.caught() as stop:
         try:
@@ -100,7 +101,8 @@ def answer(
             code = run(argv) or 0
             sys.stdout.flush()
             return code
-        except BrokenPipeError:  # the reader of our output, such as `head`, has closed it
+        except BrokenPipeError:
+            # The reader of our output, such as `head`, has closed it
             files.silence_stdout()
             return 128 + signal.SIGPIPE
         except (Exception, KeyboardInterrupt) as error:

@@ -310,6 +310,7 @@ def values_of_file(schema: type, path: Path, given: Mapping[str, Any]) -> dict[s
     if path.name == "config.yaml":
         plugins.check_named(values.pop("plugins", None), given.get("plugins"), path.parent)
         values = as_new_run(values)
+    # A group that a run recorded with all its values becomes its preset and what differs from it
     result: dict[str, Any] = {}
     for group, value in values.items():
         if not isinstance(value, dict):
@@ -329,7 +330,8 @@ def values_of_file(schema: type, path: Path, given: Mapping[str, Any]) -> dict[s
     without = set(given)
     # passkey=false switches a group off, as a preset replaces it
     without |= {name.partition(".")[0] for name, value in given.items() if value is False}
-    if {"max_tokens", "max_steps"} & without:  # each ends the run
+    # Each of these ends the run, so they are given together or not at all
+    if {"max_tokens", "max_steps"} & without:
         without |= {"max_tokens", "max_steps"}
     full = {full_key(schema, name): value for name, value in result.items()}
     return {

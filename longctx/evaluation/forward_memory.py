@@ -82,18 +82,14 @@ def needed(
     """What each device needs of `forward`, where they share the model by `strategy`."""
     whole = skeleton(model, config.attention, dtype)
     weights = float(sum(x.numel() * x.element_size() for x in whole.parameters()))
-    if STRATEGIES[
-        strategy
-    ].shards_weights:  # a slice; of two blocks, and what is outside of them, all
+    if STRATEGIES[strategy].shards_weights:
+        # a slice; of two blocks, and what is outside of them, all
         blocks = sum(x.numel() * x.element_size() for x in whole.blocks.parameters())
         gathered = weights - blocks + 2 * blocks / model.layers
         weights = min(weights, weights / config.devices + gathered)
-    # Of a token: the residual stream, its norm, attention's q, k, v and output, and of the MLP gate
-    # and up in one tensor, their product, and its input and output.
     size, tokens = dtype.itemsize, forward.tokens
-    heads = (2 * model.heads + 2 * model.kv_heads) * model.head_size
     in_mlp = min(tokens, POLICIES["long"]["mlp_tile"]) if forward.generates else tokens
-    activations: float = size * (tokens * (4 * model.channels + heads) + 3 * in_mlp * model.ffn)
+    activations: float = size * model.block(0).forward_elements(tokens, in_mlp)
     if config.attention.description.score_bytes is not None:
         packed = forward.rows if forward.generates else 1
         pairs = packed * forward.rows * forward.length**2 / forward.sharing

@@ -98,10 +98,9 @@ def find_source(config: GenerateConfig, device: str) -> ModelSource:
     dtype = dtype_of(precision_of(config.precision, device))
     chosen = AttentionConfig(**presets.read("attention", config.attention))
     subject = open_model(config.checkpoint, place_of(config.checkpoint))
-    head_dim = subject.model.head_size
-    attention.check(
-        chosen.backend, device=device, dtype=dtype, head_dim=head_dim, options=chosen.options
-    )
+    required = subject.model.block(0).attention.required()
+    options = chosen.options
+    attention.check(chosen.backend, device=device, dtype=dtype, options=options, **required)
     return ModelSource(subject, chosen, dtype)
 
 

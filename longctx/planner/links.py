@@ -17,8 +17,9 @@ from __future__ import annotations
 from math import ceil
 
 from longctx.config.parallel_config import allgather_group, kv_copies
+from longctx.config.parts import FP32
 from longctx.planner.hardware import Chip
-from longctx.planner.workload import FP32, Workload
+from longctx.planner.workload import Workload
 
 # Seconds from one rank of a ring to the next, inside a machine and to another: what NCCL's choice
 # of an algorithm assumes (its tuning.cc, ring, simple protocol).

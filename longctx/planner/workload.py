@@ -11,7 +11,6 @@ from longctx.config.optimizer_config import OptimizerConfig
 from longctx.config.parallel_config import STRATEGIES, Strategy, allgather_group, ulysses_parts
 from longctx.config.train_config import TrainConfig
 
-FP32 = 4  # bytes of a number
 # Defaults by device, in tokens: a GPU is kept busy by 16,384 tokens at a time.
 TOKENS_PER_MICRO_BATCH = {"cuda": 16384, "cpu": 4096}
 TOKENS_PER_STEP = {"cuda": 65536, "cpu": 4096}
@@ -113,13 +112,10 @@ class Workload:
 
     def layer(self, sequences: int, length: int) -> Layer:
         """Return attention of one layer for so many sequences of `length` tokens."""
-        m = self.model
         return Layer(
             tokens=sequences * -(-length // self.context),
             keys=length,
-            heads=m.heads,
-            kv_heads=m.kv_heads,
-            head_size=m.head_size,
+            part=self.model.block(0).attention,
             itemsize=self.activation_bytes,
             recompute=self.memory.recompute or "none",
             is_compiled=self.compile,
