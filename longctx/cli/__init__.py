@@ -138,7 +138,8 @@ def libraries() -> Iterator[None]:
         print("loading torch ...", file=sys.stderr, flush=True)
     with garbage.paused():
         yield
-        gc.freeze()  # libraries stay, so later collections need not look at them
+        # Libraries stay, so later collections need not look at them
+        gc.freeze()
     stop_signal.check()
 
 
@@ -169,6 +170,7 @@ def help_text(name: str, arguments: Iterable[str] = ()) -> str:
     to them.
     """
     command = COMMANDS[name]
+    # The lists below have the names that they register
     parse.load_plugins(arguments)
     summary, _, examples = inspect.cleandoc(command.schema.__doc__ or "").partition("\n\n")
     lines = [summary, "", *textwrap.indent(examples, "  ").splitlines()]
@@ -185,6 +187,7 @@ def help_text(name: str, arguments: Iterable[str] = ()) -> str:
 def key_lines(schema: Any, prefix: str = "") -> Iterator[str]:
     """Yield the keys of `schema`, then each group of keys under a heading of its own."""
     nested = []
+    # Plain keys first, so that each heading is followed by all keys of its group
     for item in dataclasses.fields(schema):
         default = item.default_factory() if callable(item.default_factory) else item.default
         if dataclasses.is_dataclass(default):
@@ -223,7 +226,7 @@ def summary_of(schema: type) -> str:
 
 
 def refuse_name(name: str) -> None:
-    """Raise ValueError for a word that names no command, with the closest one."""
+    """Raise ValueError for a name that is no command, with the closest one."""
     if inner := [command for command in COMMANDS if command.startswith(f"{name} ")]:
         raise ValueError(f"{name}: is followed by a word, as in longctx {' or '.join(inner)}")
     close = difflib.get_close_matches(name, COMMANDS, n=1)
@@ -236,14 +239,14 @@ def refuse_name(name: str) -> None:
 
 def _train(argv: list[str]) -> int:
     """Train one run in this process, or each job of a sweep in a process of its own."""
-    words = [word for word in argv if word not in ("-m", "--multirun")]
-    if len(words) < len(argv):
-        sweep_jobs = checked_jobs(words)
+    arguments = [argument for argument in argv if argument not in ("-m", "--multirun")]
+    if len(arguments) < len(argv):
+        sweep_jobs = checked_jobs(arguments)
         from longctx.training.sweep import sweep
 
         return sweep(sweep_jobs)
     with told_by_first():
-        request = _resumed(words) or parse.compose("train", words)
+        request = _resumed(arguments) or parse.compose("train", arguments)
         early_checks.check_training(request.config)
         # The length "max" is found by processes of their own
         _start_gpu(request.config, is_used=request.config.seq_len != "max")
@@ -255,33 +258,37 @@ def _train(argv: list[str]) -> int:
 def _start_gpu(config: Any, is_used: bool = True) -> None:
     """Let the driver start while torch is imported, and keep torch quiet about lost processes."""
     processes = launched(config)
-    if processes.ranks > 1:  # its warnings bury the line that names the process
+    # torch's warnings would bury the line that names a lost process
+    if processes.ranks > 1:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if config.device != "cpu" and is_used:
         hardware.start_gpu(processes.local_rank)
 
 
-def _resumed(words: list[str]) -> Request[TrainConfig] | None:
-    """Return the request of the run that resume= names, changed by `words`; None for a new run."""
-    given = parse.given_values(TrainConfig, words)
+def _resumed(arguments: list[str]) -> Request[TrainConfig] | None:
+    """Return the request of the run that resume= names, changed by `arguments`; None if it is a
+    new run.
+    """
+    given = parse.given_values(TrainConfig, arguments)
     if given.get("resume") is None:
         return None
     folder = run_folder.find(given["resume"])
     run_folder.check_resumable(folder, given.keys() - {"resume"})
-    request = parse.from_file(folder / "config.yaml", words)
+    request = parse.from_file(folder / "config.yaml", arguments)
     request.config.resume = str(folder)
     run_folder.check_unfinished(folder, request.config.max_steps)
     return request
 
 
-def checked_jobs(words: Iterable[str]) -> list[list[str]]:
-    """Return the words of each job of a sweep, checked as far as that needs no torch.
+def checked_jobs(arguments: Iterable[str]) -> list[list[str]]:
+    """Return the arguments of each job of a sweep, checked as far as that needs no torch.
 
     The commit of a model of the Hub is asked for once, for all jobs.
     """
-    sweep_jobs = parse.jobs(words)
+    sweep_jobs = parse.jobs(arguments)
     pinned: dict[str | None, str | None] = {}  # init as given → with its commit
     for job in sweep_jobs:
+        # A mistake in the last job is told before the first one trains
         config = parse.compose("train", job).config
         for name in ("resume", "name") if len(sweep_jobs) > 1 else ():
             if (value := getattr(config, name)) is not None:
@@ -294,7 +301,8 @@ def checked_jobs(words: Iterable[str]) -> list[list[str]]:
         early_checks.check_training(config)
         pinned[given] = config.init
         if config.init != given:
-            job[:] = [f"init={config.init}" if word.startswith("init=") else word for word in job]
+            pinned_init = f"init={config.init}"
+            job[:] = [pinned_init if text.startswith("init=") else text for text in job]
     return sweep_jobs
 
 
@@ -326,8 +334,9 @@ def _plan(argv: list[str]) -> None:
     request = with_model(parse.compose("train", training), gpu=True)
     chosen = options(PlanOptions, own)
     check_backends(chosen.backends)
+    # The table shows every degree unless one is given
     if "context.degree" not in request.overrides:
-        request.config.context.degree = "auto"  # the table shows every degree
+        request.config.context.degree = "auto"
     backends, attention = chosen.backends, request.overrides.get("attention")
     if attention is not None:
         if backends != PlanOptions.backends:
@@ -357,19 +366,19 @@ def check_backends(backends: Iterable[str]) -> None:
             raise ValueError(f"backends={name}: choose from {', '.join(known)}")
 
 
-def check_unused(words: Iterable[str], set_here: Mapping[str, str]) -> None:
-    """Raise ValueError for a word whose key is in `set_here`: key → what to use instead."""
-    for word in words:
-        name = word.partition("=")[0]
+def check_unused(arguments: Iterable[str], set_here: Mapping[str, str]) -> None:
+    """Raise ValueError for an argument whose key is in `set_here`: key → what to use instead."""
+    for argument in arguments:
+        name = argument.partition("=")[0]
         if name in set_here:
-            raise ValueError(f"{word}: is set for each point; {set_here[name]}")
+            raise ValueError(f"{argument}: is set for each point; {set_here[name]}")
 
 
 def _without_sweep(command: str, argv: list[str]) -> list[str]:
     """Return `argv`; ValueError if it asks for a sweep."""
-    for word in argv:
-        if word in ("-m", "--multirun"):
-            raise ValueError(f"{word}: only train sweeps; call {command} once for each")
+    for argument in argv:
+        if argument in ("-m", "--multirun"):
+            raise ValueError(f"{argument}: only train sweeps; call {command} once for each")
     return argv
 
 

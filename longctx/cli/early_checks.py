@@ -34,14 +34,16 @@ def check_training(config: TrainConfig) -> None:
         workload_of(step, "cuda" if has_gpu else "cpu", seq_len=1).check_graphs()
     if config.resume is None:
         check_warmup(config.warmup_steps, config.max_steps)
-        if number_here() == 0:  # the others may find the folder that rank 0 has made
+        # Other ranks may find the folder that rank 0 has made
+        if number_here() == 0:
             run_folder.check_root(Path(config.runs))
             run_folder.check_free(Path(config.runs), config.name)
             config.init = config.init and hub_snapshot.pinned(config.init, "init")
         if config.init is not None and hub_snapshot.model_name(config.init) is None:
             check_init(Path(config.init).expanduser())
     data = config.data
-    if config.resume is not None and config.init is not None:  # the run has a tokenizer of its own
+    # A resumed run has its tokenizer in its own folder
+    if config.resume is not None and config.init is not None:
         data = replace(data, tokenizer=None)
     sources.check_files(data)
 
@@ -58,12 +60,13 @@ def check_evaluation(request: EvalRequest) -> None:
 def with_commit(checkpoint: str, named: Sequence[str] | None) -> str:
     """Return `checkpoint`, a model of the Hub with its commit.
 
-    ValueError or OSError for a path that is neither run, checkpoint nor Hugging Face folder, and
-    for a run whose plugins are not among those `named`.
+    ValueError or OSError if it is no run, checkpoint or Hugging Face folder, or a run with plugins
+    and none are `named`.
     """
     if checkpoint.startswith("~"):
         checkpoint = str(Path(checkpoint).expanduser())
-    if number_here() == 0:  # the others take rank 0's model
+    # Other ranks take the model of rank 0
+    if number_here() == 0:
         checkpoint = hub_snapshot.pinned(checkpoint, "checkpoint")
     path = Path(checkpoint)
     if hub_snapshot.model_name(checkpoint) is None and not run_folder.is_hugging_face(path):
@@ -72,7 +75,7 @@ def with_commit(checkpoint: str, named: Sequence[str] | None) -> str:
 
 
 def check_plugins(checkpoint: Path, named: Sequence[str] | None) -> None:
-    """Raise ValueError for the checkpoint of a run whose plugins are not `named`."""
+    """Raise ValueError if the run of `checkpoint` recorded plugins and none are `named`."""
     folder = checkpoint.resolve().parent.parent
     if (folder / "config.yaml").is_file():
         plugins.check_named(run_folder.read_config(folder).get("plugins"), named, folder)
@@ -96,7 +99,7 @@ def check_semaphores(workers: int) -> None:
     for the semaphores of `workers` data workers: a page of memory each.
     """
     try:
-        # as many as torch's DataLoader makes: 3 a queue, 5 an event
+        # As many as torch's DataLoader makes: 3 a queue, 5 an event
         _ = [multiprocessing.Lock() for _ in range(3 * workers + 8 if workers else 0)]
     except OSError as error:
         raise ValueError(

@@ -1,7 +1,8 @@
-"""Words of a command line → a checked dataclass: the only parser of the project.
+"""Arguments of a command line → a checked dataclass: the only parser of the project.
 
-A word is key=value, or one file of keys, which give way to those of the command line. A value is
-read as YAML, except that text is taken as it is typed. A sweep becomes a list of words per job.
+An argument is key=value, or the name of one file of keys. The command line wins over its file.
+Values are read as YAML, but text is taken as it is typed. A sweep becomes a list of arguments per
+job.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ for tag, pattern in (
 # Configurations
 
 
-def compose(command: str, words: Iterable[str]) -> Request[Any]:
-    """Return the configuration of train, eval or data: defaults, then presets, then `words`.
+def compose(command: str, arguments: Iterable[str]) -> Request[Any]:
+    """Return the configuration of train, eval or data: defaults, then presets, then `arguments`.
 
     With model=auto, `config.model` has the values of tiny; `presets.with_model` replaces them.
     ValueError, one line, names the key that is wrong.
     """
     schema = SCHEMAS[command]
-    given = given_values(schema, words)
+    given = given_values(schema, arguments)
     choices = {group: given.get(group, usual) for group, usual in presets.groups(schema).items()}
     values: dict[str, Any] = {group: presets.read(group, name) for group, name in choices.items()}
     assign(values, {name: value for name, value in given.items() if name not in choices})
@@ -70,9 +71,9 @@ def compose(command: str, words: Iterable[str]) -> Request[Any]:
     return Request(config, choices, overrides)
 
 
-def from_file(path: Path, words: Iterable[str]) -> Request[TrainConfig]:
-    """Return the configuration of the run that saved it at `path`, changed by `words`."""
-    given = given_values(TrainConfig, words)
+def from_file(path: Path, arguments: Iterable[str]) -> Request[TrainConfig]:
+    """Return the configuration of the run that saved it at `path`, changed by `arguments`."""
+    given = given_values(TrainConfig, arguments)
     given = {short_key(TrainConfig, name): value for name, value in given.items()}
     values = untrusted.load_yaml(path)
     values = {} if values is None else values
@@ -85,7 +86,8 @@ def from_file(path: Path, words: Iterable[str]) -> Request[TrainConfig]:
         raise ValueError(f"{path}: {error}") from None
     if given.get("max_tokens") is not None:
         values["max_steps"] = None
-    if "memory.policy" in given:  # all values of the run's policy give way to the new one's
+    # A new policy replaces all values of the run's own
+    if "memory.policy" in given:
         values["memory"] = {}
     assign(values, given)
     config: TrainConfig = build(TrainConfig, values)
@@ -101,7 +103,7 @@ def options(schema: type[Options], arguments: Iterable[str]) -> Options:
     Lists may be written a,b as well as [a,b]. Paths are taken as they are, without a key.
     """
     known = keys(typing.cast(Any, schema))
-    words: list[str] = []
+    key_values: list[str] = []
     paths: list[str] = []
     fields = [name for name, declared in known.items() if declared.rules.positional]
     for argument in arguments:
@@ -111,11 +113,11 @@ def options(schema: type[Options], arguments: Iterable[str]) -> Options:
         if fields and not argument.startswith("-") and (is_path or not equals):
             paths.append(argument)
         elif name in known and known[name].is_list and text[:1] != "[" and text not in ("", "null"):
-            words.append(f"{name}=[{text}]")
+            key_values.append(f"{name}=[{text}]")
         else:
-            words.append(argument)
+            key_values.append(argument)
     values: dict[str, Any] = {}
-    assign(values, given_values(schema, words))
+    assign(values, given_values(schema, key_values))
     for name in (field for field in fields if field not in values):
         if not paths:
             raise ValueError(f"{name.upper()} is missing: {known[name].rules.meaning}")
@@ -132,10 +134,10 @@ def options(schema: type[Options], arguments: Iterable[str]) -> Options:
     return result
 
 
-def split_own(schema: type, words: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Separate the words of `schema` from those of train."""
-    own = [word for word in words if word.partition("=")[0] in keys(schema)]
-    return own, [word for word in words if word not in own]
+def split_own(schema: type, arguments: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Separate the arguments of `schema` from those of train."""
+    own = [argument for argument in arguments if argument.partition("=")[0] in keys(schema)]
+    return own, [argument for argument in arguments if argument not in own]
 
 
 def check_needed(config: Any, overrides: Mapping[str, str]) -> None:
@@ -144,6 +146,7 @@ def check_needed(config: Any, overrides: Mapping[str, str]) -> None:
     for name, text in overrides.items():
         group, _, own = name.rpartition(".")
         needed = declared[name].rules.needs if name in declared else None
+        # Keys of passkey and ruler need the group's own switch
         if f"{group}.enabled" in declared and own != "enabled":
             needed = "enabled"
         if needed is None:
@@ -157,14 +160,15 @@ def check_needed(config: Any, overrides: Mapping[str, str]) -> None:
             raise ValueError(f"{name}={text}: does nothing without {needed}; give it too")
 
 
-# Words
+# Arguments
 
 
-def jobs(words: Iterable[str]) -> list[list[str]]:
-    """Return the words of each job of a sweep: every combination of the values that `words` list,
-    the last varying fastest.
+def jobs(arguments: Iterable[str]) -> list[list[str]]:
+    """Return the arguments of each job of a sweep: every combination of the listed values, the last
+    key varying fastest.
     """
-    file, rest = split_file(words)
+    file, rest = split_file(arguments)
+    # Texts as typed, since each job parses them again
     choices = [
         [f"{name}={text}" for text in alternatives(keys(TrainConfig).get(name), text)]
         for name, text in typed_texts(TrainConfig, rest, is_sweep=True).items()
@@ -172,17 +176,19 @@ def jobs(words: Iterable[str]) -> list[list[str]]:
     return [[*file, *job] for job in itertools.product(*choices)]
 
 
-def given_values(schema: type, words: Iterable[str]) -> dict[str, Any]:
-    """Return key → value that `words` and their file give. Plugins are loaded then, so that the
-    names that they register can be chosen.
+def given_values(schema: type, arguments: Iterable[str]) -> dict[str, Any]:
+    """Return key → value that `arguments` and their file give, and load plugins.
+
+    ValueError names a key that does not exist, or a group without a preset of that name.
     """
-    file, rest = split_file(words)
+    file, rest = split_file(arguments)
     known = keys(schema)
     given = {
         name: value_of(text, known.get(name)) for name, text in typed_texts(schema, rest).items()
     }
     if file:
         given = values_of_file(schema, Path(file[0]), given) | given
+    # Before names are checked: plugins register some of them
     if isinstance(given.get("plugins"), list):
         given["plugins"] = plugins.load(given["plugins"])
     for group in (name for name in given if name in known and known[name].is_group):
@@ -197,39 +203,39 @@ def given_values(schema: type, words: Iterable[str]) -> dict[str, Any]:
     return given
 
 
-def load_plugins(words: Iterable[str]) -> None:
-    """Import the plugins that `words` name, so that help has their names."""
-    for word in words:
-        if word.startswith("plugins="):
-            plugins.load(value_of(word.partition("=")[2], None))
+def load_plugins(arguments: Iterable[str]) -> None:
+    """Import the plugins of `arguments`; --help then has the names that they register."""
+    for argument in arguments:
+        if argument.startswith("plugins="):
+            plugins.load(value_of(argument.partition("=")[2], None))
 
 
-def split_file(words: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Separate the file of keys, if there is one, from the other words."""
-    words = list(words)
-    files = [word for word in words if "=" not in word and word.endswith((".yaml", ".yml"))]
+def split_file(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Separate the file of keys, if there is one, from the other arguments."""
+    arguments = list(arguments)
+    files = [text for text in arguments if "=" not in text and text.endswith((".yaml", ".yml"))]
     if len(files) > 1:
         raise ValueError(f"{files[1]}: {files[0]} is given too; give one file")
-    return files, [word for word in words if word not in files]
+    return files, [text for text in arguments if text not in files]
 
 
-def typed_texts(schema: type, words: Iterable[str], is_sweep: bool = False) -> dict[str, str]:
+def typed_texts(schema: type, arguments: Iterable[str], is_sweep: bool = False) -> dict[str, str]:
     """Return key → value as typed, each key in full; ValueError for one that does not exist."""
     known, result = keys(schema), dict[str, str]()
-    for word in words:
-        name, equals, text = word.partition("=")
-        if word.startswith("-"):
-            option = word.strip("-").replace("-", "_")
+    for argument in arguments:
+        name, equals, text = argument.partition("=")
+        if argument.startswith("-"):
+            option = argument.strip("-").replace("-", "_")
             advice = f"write {option}{'' if equals else '=VALUE'}" if option else "see --help"
-            raise ValueError(f"{word}: not an option; keys are given as key=value, {advice}")
+            raise ValueError(f"{argument}: not an option; keys are given as key=value, {advice}")
         if not equals or not name:
-            raise ValueError(f"{word}: not of the form key=value; see --help")
+            raise ValueError(f"{argument}: not of the form key=value; see --help")
         full = full_key(schema, name)
         if len(alternatives(known.get(full), text)) > 1 and not is_sweep:
             advice = "add -m for a sweep" if schema is TrainConfig else "give one"
-            raise ValueError(f"{word}: several values; {advice}, or write a list as [a,b]")
+            raise ValueError(f"{argument}: several values; {advice}, or write a list as [a,b]")
         if result.setdefault(full, text) != text:
-            raise ValueError(f"{word}: {full}={result[full]} is given too; leave one of them out")
+            raise ValueError(f"{argument}: {full}={result[full]} is given too; leave one out")
     return result
 
 
@@ -297,9 +303,9 @@ def assign(values: dict[str, Any], given: Mapping[str, Any]) -> None:
 def values_of_file(schema: type, path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return key → value of the file at `path`: nested or dotted keys, or config.yaml of a run.
 
-    Left out are keys that the command line gives, and those of a group that it chooses anew.
-    Defaults are left out too, since another preset may refuse them; those of a model stay, because
-    its preset is not recorded.
+    The keys `given` on the command line are left out, and all keys of a group that it chooses.
+    Defaults are left out too, since another preset may refuse them. A model keeps its defaults: a
+    run does not record its preset.
     """
     try:
         values = untrusted.load_yaml(path)
@@ -346,7 +352,8 @@ def as_new_run(saved: dict[str, Any]) -> dict[str, Any]:
     values = {name: value for name, value in saved.items() if name not in ("name", "resume")}
     init, data = values.get("init"), values.get("data")
     if init is not None:
-        values.pop("model", None)  # it is that of the weights
+        # The weights bring their model
+        values.pop("model", None)
         # The tokenizer is in the cache of the machine that the run was trained on
         if isinstance(data, dict) and hub_snapshot.is_snapshot(data.get("tokenizer"), init):
             values["data"] = data | {"tokenizer": None}

@@ -90,7 +90,7 @@ class GenerateConfig:
     plugins: list[str] | None = key(None, PLUGINS)
 
     def validate(self) -> None:
-        """Raise ValueError for the first key that makes no sense, or whose file is missing."""
+        """Raise ValueError for the first key that makes no sense, or names a missing file."""
         check(self)
         out, file = Path("out.jsonl" if self.out is None else self.out), Path(self.prompts or "")
         refuse(
@@ -146,7 +146,7 @@ class PlanOptions:
 
 @dataclass
 class CompareOptions:
-    """Compare runs: what differs, what came out, their curves.
+    """Compare runs: their keys, their results, their curves.
 
     longctx compare runs/*
     longctx compare runs/a runs/b out=page.html

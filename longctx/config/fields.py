@@ -50,6 +50,7 @@ class Rules(NamedTuple):
 def key(default: Any, meaning: str, **rules: Any) -> Any:
     """Declare a field with its `default`, help text and `Rules`."""
     metadata = {"rules": Rules(meaning, **rules)}
+    # A dataclass refuses mutable defaults: instances would share them
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: copy(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -236,7 +237,7 @@ def _check_value(name: str, value: Any, rules: Rules) -> None:
 
 
 def refuse(*mistakes: tuple[object, str]) -> None:
-    """Raise ValueError with the first message whose condition holds, for keys that disagree."""
+    """Raise ValueError with the message of the first condition that is true."""
     for is_wrong, message in mistakes:
         if is_wrong:
             raise ValueError(message)

@@ -24,7 +24,8 @@ from longctx.config.parallel_config import StrategyConfig
 from longctx.config.rope_config import RopeConfig
 from longctx.config.train_config import TrainConfig
 
-CONFIGS = (Path(__file__).parents[1] / "configs").resolve()  # a link, so that wheels have them
+# The folder is a link, so that wheels have the files
+CONFIGS = (Path(__file__).parents[1] / "configs").resolve()
 GROUPS: dict[str, type] = {
     "attention": AttentionConfig,
     "model": GPTConfig,
