@@ -18,7 +18,7 @@ from longctx.attention import kernels_run
 from longctx.data import Data, Tokenizer
 from longctx.distributed import sharding
 from longctx.distributed.parallel import Parallel
-from longctx.evaluation.scorer import in_eval_mode
+from longctx.evaluation.score import in_eval_mode
 from longctx.model.decoder import Decoder, continuations
 from longctx.model.sampling import Sampler
 from longctx.planner.overview import count_of

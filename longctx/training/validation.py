@@ -22,7 +22,7 @@ from longctx.distributed.devices import dtype_of
 from longctx.distributed.parallel import Parallel
 from longctx.evaluation.passkey import TOKENS_TOGETHER, check_texts, filler_of, recall
 from longctx.evaluation.positions import Filled, mean_losses, packed_buckets
-from longctx.evaluation.scorer import Scorer
+from longctx.evaluation.score import Scorer
 from longctx.runs.metrics import BY_POSITION, FACTS_FOUND
 from longctx.training import objectives
 from longctx.training.batches import MicroBatch, validation_batches

@@ -19,7 +19,7 @@ import train
 from longctx import cli
 from longctx.data import Data, DataConfig, SampleStream, load
 from longctx.distributed.parallel import Parallel
-from longctx.evaluation.subject import load_model
+from longctx.evaluation.load import load_model
 from longctx.planner.hardware import Machine
 from longctx.runs import metrics_file, run_folder
 from longctx.stop_signal import StopSignal
