@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from longctx.attention.description import AttentionConfig
 from longctx.config.data_config import DataConfig
+from longctx.config.doors import OBJECTIVES, SCHEDULES
 from longctx.config.eval_config import PasskeyConfig
 from longctx.config.fields import PLUGINS, check, group, key, refuse
 from longctx.config.memory_config import MemoryConfig
@@ -16,8 +17,6 @@ from longctx.config.parallel_config import ContextConfig, StrategyConfig
 from longctx.config.rope_config import RopeConfig
 
 LONGEST_ROW = 2**24
-# objective=NAME → its module; longctx.training.objectives and plugins register them
-OBJECTIVES = {"cross_entropy": "longctx.training.objectives.cross_entropy"}
 SWITCH = ("auto", "true", "false")
 FOLDER_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 
@@ -105,7 +104,12 @@ class TrainConfig:
         "peak learning rate; null: 0.5 / model.channels, with init 2e-5, with lora 2e-4",
         between=(0.0, 10.0),
     )
-    min_lr: float = key(0.1, "end of the cosine, as a share of lr", between=(0.0, 1.0))
+    lr_schedule: str = key(
+        "cosine",
+        "the rate after the warm-up: cosine, linear: falls to min_lr · lr | constant",
+        choices=SCHEDULES,
+    )
+    min_lr: float = key(0.1, "rate of the last step, as a share of lr", between=(0.0, 1.0))
     warmup_steps: int | None = key(
         None, "linear warm-up; null: a tenth of the steps, at most 200", between=(0, 10**9)
     )
