@@ -23,7 +23,7 @@ from torch import nn
 from longctx import attention, files, untrusted
 from longctx.attention.description import AttentionConfig
 from longctx.config import presets
-from longctx.config.generate_config import GenerateConfig
+from longctx.config.command_config import GenerateConfig
 from longctx.data import Tokenizer
 from longctx.data.chat import Template
 from longctx.distributed.devices import (

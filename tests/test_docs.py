@@ -1,18 +1,100 @@
-"""The Python that the documentation shows runs as it stands."""
+"""The Python and the commands that the documentation shows run as they stand."""
 
+import json
+import os
 import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT
-
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-def blocks(page: str) -> list[str]:
-    return BLOCK.findall((ROOT / "docs" / page).read_text())
+from longctx import cli
+from longctx.runs import metrics_file
+from tests.processes import PYTHONPATH, ROOT
 
 
-@pytest.mark.parametrize("code", blocks("python.md"))
+def blocks(page: str, language: str) -> list[str]:
+    pattern = re.compile(rf"^```{language}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return pattern.findall((ROOT / "docs" / page).read_text())
+
+
+def commands(page: str) -> Iterator[list[str]]:
+    """Yield the arguments of `longctx` in each command of a page."""
+    for line in "".join(blocks(page, "sh")).splitlines():
+        name, *arguments = shlex.split(line.removeprefix("python ").removeprefix("longctx "))
+        yield [name.removesuffix(".py"), *arguments]
+
+
+@pytest.mark.parametrize("code", blocks("python.md", "python"))
 def test_a_block_of_the_docs_runs(code: str) -> None:
     exec(compile(code, "docs/python.md", "exec"), {})
+
+
+@pytest.mark.slow  # half a minute: two small runs and an evaluation
+def test_commands_of_the_tutorial_run_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "longctx").symlink_to(ROOT / "longctx")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
+    written = {}
+    for arguments in commands("tutorial.md"):
+        assert cli.main(arguments) == 0, f"{arguments}\n{capsys.readouterr().err}"
+        printed = capsys.readouterr()
+        assert "warning" not in printed.err, f"{arguments}\n{printed.err}"
+        written[arguments[0]] = printed.out
+
+    for run in ("short", "long"):
+        assert (tmp_path / "runs" / run / "checkpoints" / "last.ckpt").exists()
+    assert list((tmp_path / "runs" / "long" / "eval").glob("*.json"))
+    assert (tmp_path / "compare.html").is_file()
+    assert "def forward(self" in written["generate"]
+    assert (tmp_path / "my-model" / "model.safetensors").is_file()
+
+
+TINY = [
+    *("model.layers=1", "max_steps=2", "batch_size=1", "accumulate=2", "workers=0"),
+    *("val_rows=2", "device=cpu", "wandb.mode=disabled"),
+]
+# In one process, to import torch once. The family of the docs reads a Llama by another name.
+RUN_ALL = """
+import json, pathlib, sys
+from longctx import cli
+for arguments in json.loads(sys.argv[1]):
+    assert cli.main(arguments) == 0, arguments
+    if arguments[0] == "export":
+        config = pathlib.Path("folder/config.json")
+        config.write_text(config.read_text().replace('"llama"', '"renamed"'))
+"""
+
+
+@pytest.mark.slow  # half a minute: seven runs of two steps
+def test_plugins_of_the_docs_train(tmp_path: Path) -> None:
+    for code in blocks("extend.md", "python"):
+        (tmp_path / code.split()[1]).write_text(code)
+    message = "From a@b Thu Jan  1 00:00:00 1970\n\n" + "A line of a message.\n" * 40
+    (tmp_path / "archive.mbox").write_text("\n".join([message] * 30))
+    (tmp_path / "docs.txt").write_text("\n".join(f"Line {n} of a text." for n in range(999)))
+
+    text = ["data=text", "data.path=docs.txt", "data.vocab_size=300"]
+    jobs = [["train", "name=base", "seq_len=64", *TINY, *text], ["export", "runs/base", "folder"]]
+    for number, arguments in enumerate(commands("extend.md")):
+        sizes = ["seq_len=64"] if "init=folder" in arguments else ["seq_len=64", text[2]]
+        if arguments[0] == "train":
+            brings_model = "init=folder" in arguments
+            sizes += [f"name=run{number}", *TINY[brings_model:]]
+            sizes += [] if any(word.startswith("data=") for word in arguments) else text[:2]
+        jobs.append([*arguments, *sizes])
+    process = subprocess.run(
+        [sys.executable, "-c", RUN_ALL, json.dumps(jobs)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": PYTHONPATH, "LONGCTX_CACHE": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    rows = metrics_file.read(next(tmp_path.glob(f"runs/run{len(jobs) - 3}")))
+    assert "host_load" in rows[-2] or "host_load" in rows[-1]

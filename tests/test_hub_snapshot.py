@@ -190,7 +190,7 @@ def test_the_cache_answers_where_the_hub_does_not(machine: Machine) -> None:
 def test_the_jobs_of_a_sweep_begin_with_one_commit_that_is_asked_for_once(machine: Machine) -> None:
     script = """
         import json, sys
-        from longctx.cli.commands import checked_jobs
+        from longctx.cli import checked_jobs
         print(json.dumps(checked_jobs(sys.argv[1:])))
     """
     words = ("init=me/small", "data=needles", "seq_len=64,128", "lr=0.1,0.2", "device=cpu")

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 GROUND = {"files", "garbage", "hub_snapshot", "untrusted", "tables", "python_child", "stop_signal"}
-GROUND |= {"config", "runs"}
+GROUND |= {"config", "plugins", "runs"}
 MAY_IMPORT = {
     "config": {"config"},
     "runs": GROUND,

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from longctx.config.fields import key
+from longctx.config.fields import check, key
 from longctx.config.parts import FP32, Attention
 from longctx.kernels.attention import HOPPER_HEAD_SIZES, hopper_size
 
@@ -245,7 +245,7 @@ UNKNOWN = Description()  # of a backend that no imported module has registered
 class AttentionConfig:
     """Which backend computes attention, and how."""
 
-    backend: str = key("flash", "set by attention=NAME")
+    backend: str = key("flash", "set by attention=NAME", choices=DESCRIPTIONS)
     options: dict[str, Any] = key({}, "the backend's own: attention.options.kernel=cudnn of sdpa")
 
     @property
@@ -254,12 +254,9 @@ class AttentionConfig:
         return DESCRIPTIONS.get(self.backend, UNKNOWN)
 
     def validate(self) -> None:
-        """Raise ValueError for an option that the backend does not have.
-
-        A backend from elsewhere checks its own once it is imported.
-        """
-        if self.backend in DESCRIPTIONS:
-            check_options(self.backend, self.options)
+        """Raise ValueError for an unknown backend, or an option that it does not have."""
+        check(self, "attention.")
+        check_options(self.backend, self.options)
 
     def check_without_gpu(self) -> None:
         """Raise ValueError, with a remedy, if the backend or its options need a GPU."""

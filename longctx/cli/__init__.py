@@ -1,37 +1,441 @@
 """The command line: arguments → a checked dataclass → the command. Nothing here imports torch.
 
-`parse` reads arguments, `commands` is the table of commands with their help and exit codes,
-`early_checks` tells what is missing on this machine.
+One table has every command: what it does, examples, keys, function. A command imports its libraries
+when it runs, so `--help` and most mistakes are answered before torch is imported, which takes 5 to
+30 s. parse.py reads the arguments; early_checks.py finds what this machine lacks.
 """
 
-from longctx.cli.commands import (
-    COMMANDS,
-    answer,
-    check_backends,
-    check_unused,
-    help_text,
-    key_lines,
-    libraries,
-    main,
-)
-from longctx.cli.parse import compose, from_file, jobs, options, split_own, with_model
-from longctx.config.presets import CONFIGS, names
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import gc
+import inspect
+import io
+import os
+import signal
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from longctx import files, garbage, stop_signal
+from longctx.attention.description import AttentionConfig
+from longctx.cli import early_checks, parse
+from longctx.cli.parse import SCHEMAS, compose, from_file, jobs, options, split_own
+from longctx.config import command_config, fields, presets
+from longctx.config.command_config import GenerateConfig, PlanOptions
+from longctx.config.eval_config import EvalConfig, EvalRequest
+from longctx.config.presets import CONFIGS, Request, names, with_model
+from longctx.config.train_config import TrainConfig
+from longctx.distributed.launched import launched, leave_to_first, number_here
+from longctx.planner import hardware
+from longctx.runs import run_folder
 
 __all__ = [
-    "COMMANDS",
     "CONFIGS",
-    "answer",
-    "check_backends",
-    "check_unused",
     "compose",
     "from_file",
-    "help_text",
     "jobs",
-    "key_lines",
-    "libraries",
     "main",
     "names",
     "options",
     "split_own",
     "with_model",
 ]
+
+NOT_UTF8 = "not text in UTF-8; give other characters, or rename the file or folder"
+WIDTH = 80
+COLUMN = 28  # at which the meanings of --help begin
+EVERYTHING = 10**6  # a range that ends above this is shown as open
+
+
+class Command(NamedTuple):
+    """One command.
+
+    schema: the dataclass of its keys. Its docstring is the head of --help.
+    run: called with the arguments after the name; returns the exit code, None for 0.
+    trains: every key of train may follow its own.
+    """
+
+    schema: type
+    run: Callable[[list[str]], int | None]
+    trains: bool = False
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command that `argv` (None: the process's arguments) names; return the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    two_words = " ".join(argv[:2])
+    is_two = two_words in COMMANDS
+    name, arguments = (two_words, argv[2:]) if is_two else ("".join(argv[:1]), argv[1:])
+    if name in COMMANDS:
+        return answer(arguments, lambda: help_text(name, arguments), COMMANDS[name].run)
+    return answer(argv or ["--help"], lambda: list_text(name), lambda _: refuse_name(name))
+
+
+def answer(
+    argv: list[str], help_text: Callable[[], str], run: Callable[[list[str]], int | None]
+) -> int:
+    """Call `run(argv)` and return the exit code: its own (None: 0), 0 for help, 2 for a mistake,
+    files.FULL_DISK, or 128 + the number of a signal, as 130 for Ctrl-C and 141 (SIGPIPE) if nobody
+    reads stdout any more.
+
+    A mistake is a ValueError or an OSError, one line on stderr; LONGCTX_TRACEBACK=1 adds its
+    traceback.
+    """
+    # An arrow must not end a run whose terminal is latin-1
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    with stop_signal.caught() as stop:
+        try:
+            for argument in argv:
+                files.check_utf8(argument, NOT_UTF8)
+            if any(argument in ("-h", "--help", "help") for argument in argv):
+                print(help_text(), flush=True)
+                return 0
+            check_home()
+            code = run(argv) or 0
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:
+            # The reader of our output, such as `head`, has closed it
+            files.silence_stdout()
+            return 128 + signal.SIGPIPE
+        except (Exception, KeyboardInterrupt) as error:
+            # A compiled module may raise another error for a signal, as numpy's import does
+            if isinstance(error, KeyboardInterrupt) or stop.has_raised:
+                if number_here() == 0:
+                    unsaved = ", unsaved since the last checkpoint" if stop.waits else ""
+                    print(f"stopped by {stop.name}{unsaved}", file=sys.stderr)
+                return stop.code
+            if not isinstance(error, ValueError | OSError):
+                raise
+            if os.environ.get("LONGCTX_TRACEBACK"):
+                traceback.print_exception(error)
+            line = files.printable(" ".join(str(error).split()))
+            print(f"error: {line}", file=sys.stderr)
+            return files.exit_code(error)
+
+
+def check_home() -> None:
+    """Raise ValueError if this user has no home folder, which holds the caches."""
+    if os.path.expanduser("~") == "~":
+        leave_to_first()
+        raise ValueError(
+            f"HOME: not set, and user {os.getuid()} has no entry in /etc/passwd; set HOME to a "
+            "folder in which this user may write"
+        )
+
+
+@contextmanager
+def libraries() -> Iterator[None]:
+    """Import large libraries in this block: pause the garbage collector, and tell a terminal."""
+    if "torch" not in sys.modules and sys.stderr.isatty() and number_here() == 0:
+        print("loading torch ...", file=sys.stderr, flush=True)
+    with garbage.paused():
+        yield
+        # Libraries stay, so later collections need not look at them
+        gc.freeze()
+    stop_signal.check()
+
+
+@contextmanager
+def told_by_first() -> Iterator[None]:
+    """Let rank 0 alone report a mistake in this block, which every rank finds."""
+    try:
+        yield
+    except (ValueError, OSError):
+        leave_to_first()
+        raise
+
+
+# Help
+
+
+def list_text(name: str) -> str:
+    """Return the commands that begin with the word `name`, or else all."""
+    chosen = [command for command in COMMANDS if command.split()[0] == name] or COMMANDS
+    lines = [f"  longctx {name:<14}{summary_of(COMMANDS[name].schema)}" for name in chosen]
+    title = "Train GPTs on long documents, and see what runs show."
+    more = "Each takes key=value and --help. Measurements: python -m benchmarks --help"
+    return "\n".join([title, "", *lines, "", more])
+
+
+def help_text(name: str, arguments: Iterable[str] = ()) -> str:
+    """Return examples, presets and keys of the command `name`; plugins among `arguments` add names
+    to them.
+    """
+    command = COMMANDS[name]
+    # The lists below have the names that they register
+    parse.load_plugins(arguments)
+    summary, _, examples = inspect.cleandoc(command.schema.__doc__ or "").partition("\n\n")
+    lines = [summary, "", *textwrap.indent(examples, "  ").splitlines()]
+    if name in SCHEMAS:
+        lines += ["", "Presets (group=name):"]
+        for group in presets.groups(command.schema):
+            choices = " | ".join(presets.names(group))
+            head = f"  {group + '=':<12}"
+            lines += textwrap.wrap(choices, WIDTH, initial_indent=head, subsequent_indent=" " * 14)
+    lines += ["", "Keys (key=default):", *key_lines(command.schema)]
+    return "\n".join([*lines, *(["", "And every key of longctx train --help."] * command.trains)])
+
+
+def key_lines(schema: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the keys of `schema`, then each group of keys under a heading of its own."""
+    nested = []
+    # Plain keys first, so that each heading is followed by all keys of its group
+    for item in dataclasses.fields(schema):
+        default = item.default_factory() if callable(item.default_factory) else item.default
+        if dataclasses.is_dataclass(default):
+            nested.append((item.name, type(default)))
+            continue
+        rules = fields.rules_of(item)
+        head = (
+            item.name.upper()
+            if rules.positional
+            else f"{prefix}{item.name}={fields.shown(default)}"
+        )
+        lines = textwrap.wrap(meaning_of(rules), WIDTH - COLUMN, break_on_hyphens=False)
+        has_room = len(head) + 4 <= COLUMN
+        yield f"  {head:<{COLUMN - 2}}{lines.pop(0)}" if has_room else f"  {head}"
+        yield from (" " * COLUMN + line for line in lines)
+    for name, inner in nested:
+        yield ""
+        yield from textwrap.wrap(f"{prefix}{name}: {summary_of(inner)}", WIDTH)
+        yield from key_lines(inner, f"{prefix}{name}.")
+
+
+def meaning_of(rules: fields.Rules) -> str:
+    """Return a help text, with the choices and the range if the text does not tell them."""
+    meaning = rules.meaning
+    if not all(choice in meaning for choice in rules.choices):
+        meaning += f" ({' | '.join(rules.choices)})"
+    if rules.between is not None:
+        least, most = rules.between
+        meaning += f" ({least:g} to {most:,g})" if most < EVERYTHING else f" (≥ {least:,g})"
+    return meaning
+
+
+def summary_of(schema: type) -> str:
+    """Return the first paragraph of its docstring, without the full stop."""
+    return " ".join((schema.__doc__ or "").split("\n\n")[0].split()).rstrip(".")
+
+
+def refuse_name(name: str) -> None:
+    """Raise ValueError for a name that is no command, with the closest one."""
+    if inner := [command for command in COMMANDS if command.startswith(f"{name} ")]:
+        raise ValueError(f"{name}: is followed by a word, as in longctx {' or '.join(inner)}")
+    close = difflib.get_close_matches(name, COMMANDS, n=1)
+    advice = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(COMMANDS)}"
+    raise ValueError(f"{name}: not a command; {advice}")
+
+
+# Commands
+
+
+def _train(argv: list[str]) -> int:
+    """Train one run in this process, or each job of a sweep in a process of its own."""
+    arguments = [argument for argument in argv if argument not in ("-m", "--multirun")]
+    if len(arguments) < len(argv):
+        sweep_jobs = checked_jobs(arguments)
+        from longctx.training.sweep import sweep
+
+        return sweep(sweep_jobs)
+    with told_by_first():
+        request = _resumed(arguments) or parse.compose("train", arguments)
+        early_checks.check_training(request.config)
+        # The length "max" is found by processes of their own
+        _start_gpu(request.config, is_used=request.config.seq_len != "max")
+    with libraries():
+        from longctx.training.life_cycle import train
+    return train(request)
+
+
+def _start_gpu(config: Any, is_used: bool = True) -> None:
+    """Let the driver start while torch is imported, and keep torch quiet about lost processes."""
+    processes = launched(config)
+    # torch's warnings would bury the line that names a lost process
+    if processes.ranks > 1:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if config.device != "cpu" and is_used:
+        hardware.start_gpu(processes.local_rank)
+
+
+def _resumed(arguments: list[str]) -> Request[TrainConfig] | None:
+    """Return the request of the run that resume= names, changed by `arguments`; None if it is a
+    new run.
+    """
+    given = parse.given_values(TrainConfig, arguments)
+    if given.get("resume") is None:
+        return None
+    folder = run_folder.find(given["resume"])
+    run_folder.check_resumable(folder, given.keys() - {"resume"})
+    request = parse.from_file(folder / "config.yaml", arguments)
+    request.config.resume = str(folder)
+    run_folder.check_unfinished(folder, request.config.max_steps)
+    return request
+
+
+def checked_jobs(arguments: Iterable[str]) -> list[list[str]]:
+    """Return the arguments of each job of a sweep, checked as far as that needs no torch.
+
+    The commit of a model of the Hub is asked for once, for all jobs.
+    """
+    sweep_jobs = parse.jobs(arguments)
+    pinned: dict[str | None, str | None] = {}  # init as given → with its commit
+    for job in sweep_jobs:
+        # A mistake in the last job is told before the first one trains
+        config = parse.compose("train", job).config
+        for name in ("resume", "name") if len(sweep_jobs) > 1 else ():
+            if (value := getattr(config, name)) is not None:
+                raise ValueError(
+                    f"{name}={value}: each job of a sweep is a new run with a name of its own; "
+                    "leave it out"
+                )
+        given = config.init
+        config.init = pinned.get(given, given)
+        early_checks.check_training(config)
+        pinned[given] = config.init
+        if config.init != given:
+            pinned_init = f"init={config.init}"
+            job[:] = [pinned_init if text.startswith("init=") else text for text in job]
+    return sweep_jobs
+
+
+def _evaluate(argv: list[str]) -> int:
+    """Run one evaluation, print its tables and write its files."""
+    with told_by_first():
+        config, _, given = parse.compose("eval", _without_sweep("eval", argv))
+        request = EvalRequest.of(config, given)
+        early_checks.check_evaluation(request)
+        _start_gpu(request.config)
+    with libraries():
+        from longctx.evaluation.evaluate import evaluate
+    return evaluate(request)
+
+
+def _generate(argv: list[str]) -> int:
+    chosen = options(GenerateConfig, argv)
+    chosen.checkpoint = early_checks.with_commit(chosen.checkpoint, chosen.plugins)
+    if chosen.device != "cpu":
+        hardware.start_gpu(0)
+    with libraries():
+        from longctx.generation import generate
+    return generate(chosen)
+
+
+def _plan(argv: list[str]) -> None:
+    own, training = split_own(PlanOptions, _without_sweep("plan", argv))
+    check_unused(training, {"device": "it is a GPU"})
+    request = with_model(parse.compose("train", training), gpu=True)
+    chosen = options(PlanOptions, own)
+    check_backends(chosen.backends)
+    # The table shows every degree unless one is given
+    if "context.degree" not in request.overrides:
+        request.config.context.degree = "auto"
+    backends, attention = chosen.backends, request.overrides.get("attention")
+    if attention is not None:
+        if backends != PlanOptions.backends:
+            raise ValueError(
+                f"attention={attention}: backends={','.join(backends)} is given too; "
+                "leave one of them out"
+            )
+        backends = (attention,)
+    from longctx.planner.overview import run
+
+    run(chosen, {backend: with_backend(request, backend) for backend in backends})
+
+
+def with_backend(request: Request[TrainConfig], backend: str) -> TrainConfig:
+    """Return its configuration with another backend; overrides of attention.options stay."""
+    prefix, attention = "attention.options.", AttentionConfig(**presets.read("attention", backend))
+    overridden = [key.removeprefix(prefix) for key in request.overrides if key.startswith(prefix)]
+    attention.options |= {key: request.config.attention.options[key] for key in overridden}
+    return dataclasses.replace(request.config, attention=attention)
+
+
+def check_backends(backends: Iterable[str]) -> None:
+    """Raise ValueError for a name that attention= does not have."""
+    known = names("attention")
+    for name in backends:
+        if name not in known:
+            raise ValueError(f"backends={name}: choose from {', '.join(known)}")
+
+
+def check_unused(arguments: Iterable[str], set_here: Mapping[str, str]) -> None:
+    """Raise ValueError for an argument whose key is in `set_here`: key → what to use instead."""
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if name in set_here:
+            raise ValueError(f"{argument}: is set for each point; {set_here[name]}")
+
+
+def _without_sweep(command: str, argv: list[str]) -> list[str]:
+    """Return `argv`; ValueError if it asks for a sweep."""
+    for argument in argv:
+        if argument in ("-m", "--multirun"):
+            raise ValueError(f"{argument}: only train sweeps; call {command} once for each")
+    return argv
+
+
+def _describe(argv: list[str]) -> int:
+    config = parse.compose("data", _without_sweep("data", argv)).config
+    from longctx.data.describe import describe
+
+    return describe(config)
+
+
+def _compare(argv: list[str]) -> None:
+    chosen = options(command_config.CompareOptions, argv)
+    from longctx.report.compare import compare
+
+    compare([Path(path) for path in chosen.runs], Path(chosen.out))
+
+
+def _watch(argv: list[str]) -> None:
+    chosen = options(command_config.WatchOptions, argv)
+    from longctx.report.watch import watch
+
+    watch(Path(chosen.run))
+
+
+def _dashboard(argv: list[str]) -> None:
+    chosen = options(command_config.DashboardOptions, argv)
+    from longctx.report.dashboard import dashboard
+
+    dashboard(**vars(chosen))
+
+
+def _export(argv: list[str]) -> None:
+    chosen = options(command_config.ExportOptions, argv)
+    early_checks.check_plugins(run_folder.checkpoint_of(Path(chosen.run), "run"), chosen.plugins)
+    with libraries():
+        from longctx.model.export_checkpoint import run
+
+    run(chosen)
+
+
+def _show_kernels(argv: list[str]) -> None:
+    chosen = options(command_config.ShowOptions, argv)
+    with libraries():
+        from longctx.training.kernel_lock import show
+
+    show(chosen)
+
+
+COMMANDS: dict[str, Command] = {
+    "train": Command(TrainConfig, _train),
+    "eval": Command(EvalConfig, _evaluate),
+    "generate": Command(GenerateConfig, _generate),
+    "plan": Command(PlanOptions, _plan, trains=True),
+    "data": Command(command_config.DescribeConfig, _describe),
+    "compare": Command(command_config.CompareOptions, _compare),
+    "watch": Command(command_config.WatchOptions, _watch),
+    "dashboard": Command(command_config.DashboardOptions, _dashboard),
+    "export": Command(command_config.ExportOptions, _export),
+    "kernels show": Command(command_config.ShowOptions, _show_kernels),
+}

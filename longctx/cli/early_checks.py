@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from longctx import hub_snapshot
+from longctx import hub_snapshot, plugins
 from longctx.config.eval_config import EvalConfig, EvalRequest
 from longctx.config.train_config import TrainConfig, check_warmup
 from longctx.data import sources
@@ -27,46 +28,57 @@ def check_training(config: TrainConfig) -> None:
     check_device(config)
     check_semaphores(config.workers)
     config.runs = str(Path(config.runs).expanduser())
-    if config.graphs.lower() == "true":
+    if config.graphs == "true":
         has_gpu = config.device != "cpu" and hardware.may_be_here()
         step = replace(config, context=replace(config.context, degree=1))
         workload_of(step, "cuda" if has_gpu else "cpu", seq_len=1).check_graphs()
     if config.resume is None:
         check_warmup(config.warmup_steps, config.max_steps)
-        if number_here() == 0:  # the others may find the folder that it has made
+        # Other ranks may find the folder that rank 0 has made
+        if number_here() == 0:
             run_folder.check_root(Path(config.runs))
             run_folder.check_free(Path(config.runs), config.name)
             config.init = config.init and hub_snapshot.pinned(config.init, "init")
         if config.init is not None and hub_snapshot.model_name(config.init) is None:
             check_init(Path(config.init).expanduser())
     data = config.data
-    if config.resume is not None and config.init is not None:  # the run has a tokenizer of its own
+    # A resumed run has its tokenizer in its own folder
+    if config.resume is not None and config.init is not None:
         data = replace(data, tokenizer=None)
     sources.check_files(data)
 
 
 def check_evaluation(request: EvalRequest) -> None:
     """Raise ValueError or OSError for a path of an evaluation that is missing."""
-    check_device(request.config)
-    request.config.checkpoint = with_commit(request.config.checkpoint or "")
+    config = request.config
+    check_device(config)
+    config.checkpoint = with_commit(config.checkpoint or "", config.plugins)
     if request.other_data:
-        sources.check_files(request.config.data)
+        sources.check_files(config.data)
 
 
-def with_commit(checkpoint: str) -> str:
+def with_commit(checkpoint: str, named: Sequence[str] | None) -> str:
     """Return `checkpoint`, a model of the Hub with its commit.
 
-    ValueError or OSError for a path that is neither run, checkpoint nor Hugging Face folder.
+    ValueError or OSError if it is no run, checkpoint or Hugging Face folder, or a run with plugins
+    and none are `named`.
     """
     if checkpoint.startswith("~"):
         checkpoint = str(Path(checkpoint).expanduser())
-    if number_here() == 0:  # the others take rank 0's model
+    # Other ranks take the model of rank 0
+    if number_here() == 0:
         checkpoint = hub_snapshot.pinned(checkpoint, "checkpoint")
-    if hub_snapshot.model_name(checkpoint) is None:
-        path = Path(checkpoint)
-        if not run_folder.is_hugging_face(path):
-            run_folder.checkpoint_of(path)
+    path = Path(checkpoint)
+    if hub_snapshot.model_name(checkpoint) is None and not run_folder.is_hugging_face(path):
+        check_plugins(run_folder.checkpoint_of(path), named)
     return checkpoint
+
+
+def check_plugins(checkpoint: Path, named: Sequence[str] | None) -> None:
+    """Raise ValueError if the run of `checkpoint` recorded plugins and none are `named`."""
+    folder = checkpoint.resolve().parent.parent
+    if (folder / "config.yaml").is_file():
+        plugins.check_named(run_folder.read_config(folder).get("plugins"), named, folder)
 
 
 def check_init(path: Path) -> None:
@@ -87,7 +99,7 @@ def check_semaphores(workers: int) -> None:
     for the semaphores of `workers` data workers: a page of memory each.
     """
     try:
-        # as many as torch's DataLoader makes: 3 a queue, 5 an event
+        # As many as torch's DataLoader makes: 3 a queue, 5 an event
         _ = [multiprocessing.Lock() for _ in range(3 * workers + 8 if workers else 0)]
     except OSError as error:
         raise ValueError(
@@ -108,20 +120,19 @@ def check_device(config: TrainConfig | EvalConfig) -> None:
     if config.precision == "fp8":
         raise ValueError(hardware.without_fp8("a CPU"))
     config.attention.check_without_gpu()
-    if isinstance(config, TrainConfig) and config.seq_len == "max":
+    if config.seq_len == "max":
         raise ValueError(hardware.NO_LONGEST)
     processes, cores = launched(config), hardware.cores()
     here = processes.local_ranks
     if here > PROCESSES_PER_CORE * cores:
+        limit = PROCESSES_PER_CORE * cores
         raise ValueError(
-            f"devices={here}: {here} processes on {cores} cores; give at most devices="
-            f"{PROCESSES_PER_CORE * cores}, {PROCESSES_PER_CORE} a core"
+            f"devices={here}: {here} processes on {cores} cores; give at most devices={limit}, "
+            f"{PROCESSES_PER_CORE} a core"
         )
-    if (
-        here > cores and number_here() == 0 and processes.nodes == 1
-    ):  # several nodes: warned once all are here
+    # Ranks of several nodes are warned once all of them are there
+    if here > cores and number_here() == 0 and processes.nodes == 1:
         print(
             f"warning: devices={here}: {here} processes share the {cores} "
-            f"core{'s' if cores > 1 else ''} of this machine, which is slower than "
-            f"devices={cores}"
+            f"core{'s' if cores > 1 else ''} of this machine, which is slower than devices={cores}"
         )

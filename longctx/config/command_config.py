@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from longctx.attention.description import DESCRIPTIONS
 from longctx.config.data_config import DataConfig
-from longctx.config.fields import check, group, key
+from longctx.config.fields import PLUGINS, check, group, key, refuse
 
 SIZES = (1, 2**24)  # of tokens and of a head
+PROMPT_FILES = (".txt", ".jsonl")
 
 
 @dataclass
 class DescribeConfig:
-    """Which documents to describe; `data` has the keys that train.py has."""
+    """Describe a data set: documents, tokens, lengths, packing.
+
+    longctx data seq_len=16384
+    longctx data data=text data.path=docs/ out=docs.png
+    """
 
     seq_len: int = key(4096, "tokens in a sequence", between=(2, 2**31 - 1))
     out: str | None = key(None, "picture of the document lengths, such as lengths.png; null: none")
+    plugins: list[str] | None = key(None, PLUGINS)
     data: DataConfig = group(DataConfig)
 
     def validate(self) -> None:
@@ -26,8 +34,103 @@ class DescribeConfig:
 
 
 @dataclass
+class GenerateConfig:
+    """Generate text from a run or a Hugging Face folder.
+
+    longctx generate runs/NAME prompt='Once upon a time'
+    longctx generate FOLDER prompt='Who are you?' chat=true temperature=0
+    longctx generate OWNER/NAME@REVISION prompt='Once upon a time'
+    longctx generate runs/NAME prompts=questions.jsonl out=answers.jsonl
+    """
+
+    checkpoint: str = key(
+        "",
+        "a run (its newest checkpoint), one of its checkpoints, a Hugging Face folder, or a "
+        "model of the Hub: OWNER/NAME, OWNER/NAME@REVISION",
+        positional=True,
+    )
+    prompt: str | None = key(
+        None, "text to continue, as it is typed; null: what a document begins with", literal=True
+    )
+    prompts: str | None = key(
+        None,
+        "file instead: .txt, one prompt; .jsonl, a `prompt` on each line, or `messages` of a chat",
+    )
+    chat: bool = key(
+        False, "the prompt is a message; the answer is asked for by the model's chat template"
+    )
+    max_new_tokens: int = key(200, "of each prompt; fewer if its text ends", between=(1, 2**31))
+    temperature: float = key(
+        0.8, "0: always the likeliest token; 1: by the model's probabilities", between=(0.0, 100.0)
+    )
+    top_k: int | None = key(
+        None, "choose among the k likeliest tokens; null: among all", between=(1, 2**31)
+    )
+    top_p: float | None = key(
+        None,
+        "choose among the likeliest that together have this probability; null: among all",
+        above=0,
+        between=(0, 1),
+    )
+    seed: int = key(1, "of the choices", between=(0, 2**63 - 1))
+    batch_size: int = key(8, "prompts at a time", between=(1, 2**20))
+    out: str | None = key(None, "write prompts and texts to this .jsonl too")
+    device: str = key(
+        "auto", "auto: a GPU if there is one | cpu | cuda", choices=("auto", "cpu", "cuda")
+    )
+    precision: str = key(
+        "auto", "auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp32", choices=("auto", "bf16", "fp32")
+    )
+    decode: str = key(
+        "auto",
+        "kernel of single tokens: auto: triton on a GPU, torch on a CPU | triton | torch",
+        choices=("auto", "triton", "torch"),
+    )
+    attention: str = key("flash", "backend that computes the prompts", choices=DESCRIPTIONS)
+    plugins: list[str] | None = key(None, PLUGINS)
+
+    def validate(self) -> None:
+        """Raise ValueError for the first key that makes no sense, or names a missing file."""
+        check(self)
+        out, file = Path("out.jsonl" if self.out is None else self.out), Path(self.prompts or "")
+        refuse(
+            *(
+                (
+                    self.temperature == 0 and value is not None,
+                    f"{name}={value}: does nothing with temperature=0, which takes the likeliest "
+                    "token; leave one of them out",
+                )
+                for name, value in (("top_k", self.top_k), ("top_p", self.top_p))
+            ),
+            (
+                self.chat and self.prompt is None and self.prompts is None,
+                "chat=true: give the message, as in prompt='Who are you?'",
+            ),
+            (out.suffix != ".jsonl", f"out={out}: a file that ends in .jsonl"),
+            (
+                not out.absolute().parent.is_dir(),
+                f"out={out}: the folder {out.parent} is not there",
+            ),
+            (
+                self.prompts is not None and self.prompt is not None,
+                f"prompts={file}: prompt= is given too; leave one of them out",
+            ),
+            (
+                self.prompts is not None
+                and (file.suffix not in PROMPT_FILES or not file.is_file()),
+                f"prompts={file}: no such file; give one that ends in {' or '.join(PROMPT_FILES)}",
+            ),
+        )
+
+
+@dataclass
 class PlanOptions:
-    """The machine to plan for; every key of train may follow."""
+    """Predict memory, time and the longest context that fits.
+
+    longctx plan model=1b seq_len=262144
+    longctx plan model=1b seq_len=262144 gpu=H200 gpu_memory=139
+    longctx plan model=8b seq_len=262144 devices=64
+    """
 
     gpu: str = key("auto", "such as H100; auto: the one here, else an H200")
     gpu_memory: str = key("auto", "GiB of it, such as 80; auto: the GPU's")
@@ -43,7 +146,11 @@ class PlanOptions:
 
 @dataclass
 class CompareOptions:
-    """Runs to compare."""
+    """Compare runs: their keys, their results, their curves.
+
+    longctx compare runs/*
+    longctx compare runs/a runs/b out=page.html
+    """
 
     runs: list[str] = key([], "folders of runs, such as runs/*", positional=True)
     out: str = key("compare.html", "page with their curves; needs no network")
@@ -51,14 +158,21 @@ class CompareOptions:
 
 @dataclass
 class WatchOptions:
-    """The run to follow."""
+    """Follow a run that another process trains.
+
+    longctx watch runs/NAME
+    """
 
     run: str = key("", "the folder of one run, such as runs/NAME", positional=True)
 
 
 @dataclass
 class DashboardOptions:
-    """The project at wandb that gets a workspace."""
+    """Make a workspace at wandb for the runs of a project.
+
+    longctx dashboard project=longctx
+    longctx dashboard project=longctx dry_run=true
+    """
 
     project: str = key("", "the project at wandb, such as longctx")
     entity: str | None = key(None, "team or user; null: your default")
@@ -73,7 +187,10 @@ class DashboardOptions:
 
 @dataclass
 class ExportOptions:
-    """The run to export, and the form of the export."""
+    """Write a trained model as a Hugging Face folder.
+
+    longctx export runs/NAME out/
+    """
 
     run: str = key(
         "", "a run, of which the newest checkpoint is taken, or a checkpoint", positional=True
@@ -92,11 +209,16 @@ class ExportOptions:
         False,
         "of a run with LoRA: write its adapter alone, for peft; false: merge it into the weights",
     )
+    plugins: list[str] | None = key(None, PLUGINS)
 
 
 @dataclass
 class ShowOptions:
-    """The kernel to show."""
+    """Show the kernels that attention=flash runs here, tested.
+
+    longctx kernels show
+    longctx kernels show head_size=128 dtype=bf16
+    """
 
     kernel: str = key(
         "auto",

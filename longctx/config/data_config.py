@@ -13,12 +13,14 @@ from typing import Any
 
 from longctx.config.fields import check, key
 
+SOURCES: dict[str, Any] = {}  # name → source; longctx.data.sources and plugins fill it
+
 
 @dataclass
 class DataConfig:
     """Documents and tokens of every source, each of which uses some of the keys."""
 
-    source: str = key("embedded", "source of the documents; data=NAME sets it")
+    source: str = key("embedded", "source of the documents; data=NAME sets it", choices=SOURCES)
     path: Any = key(
         None,
         "text, and the haystack of needles: file, folder, glob, list [a,b]; hub: OWNER/NAME, or a "

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from longctx.attention.description import AttentionConfig
 from longctx.config.data_config import DataConfig
-from longctx.config.fields import check, group, key, refuse
+from longctx.config.fields import PLUGINS, check, group, key, refuse
 from longctx.config.parallel_config import ContextConfig, StrategyConfig
 
 KINDS = ("passkey", "needle")  # of pass keys: one number, or one among others
@@ -112,7 +112,12 @@ class RulerConfig:
 
 @dataclass
 class EvalConfig:
-    """One evaluation of one checkpoint."""
+    """Evaluate a run, a checkpoint or a Hugging Face folder.
+
+    python eval.py checkpoint=runs/NAME seq_len=16384
+    python eval.py checkpoint=OWNER/NAME data=text data.path=docs/
+    The same: longctx eval key=value ...
+    """
 
     checkpoint: str | None = key(
         None,
@@ -166,6 +171,7 @@ class EvalConfig:
         between=(0, 10**6),
         needs="tasks",
     )
+    plugins: list[str] | None = key(None, PLUGINS)
     attention: AttentionConfig = group(AttentionConfig)
     passkey: PasskeyConfig = group(PasskeyConfig)
     ruler: RulerConfig = group(RulerConfig)

@@ -17,46 +17,40 @@ from copy import copy
 from typing import Any, NamedTuple
 
 ITEMS = {int: "whole numbers", float: "numbers", str: "text"}
+PLUGINS = "Python files of yours that register backends, sources, …: [my.py]; see docs/extend.md"
 TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
-def key(
-    default: Any,
-    meaning: str,
-    *,
-    between: tuple[float, float] | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    choices: Collection[str] = (),
-    word: str | None = None,
-    needs: str | None = None,
-    positional: bool = False,
-    short: bool = False,
-    literal: bool = False,
-) -> Any:
-    """Declare a field with its `default` and help text.
+class Rules(NamedTuple):
+    """The meaning of a key, and the values that its declaration allows.
 
-    between: smallest and largest number allowed, of each item if the field is a list.
+    between: smallest and largest number allowed, of each item if the field is a list. A number
+        without any bound must be above 0.
     above, below: the number is beyond this bound, which itself is not allowed.
-    choices: the words allowed, of each item if the field is a list; others may be registered.
+    choices: the names allowed, of each item if the field is a list. A registry may grow later.
     word: the only word that may replace the number, as in seq_len=max.
     needs: the key of the same group that must be set too, or its value, as in "spike=skip".
-    positional: the command line gives it without `key=`, as in `watch runs/NAME`.
+    positional: the command line takes it without `key=` too, as in `watch runs/NAME`.
     short: the name of its group is enough, as passkey=true for passkey.enabled=true.
     literal: the command line's text is the value, whatever characters it has.
     """
-    metadata = {
-        "help": meaning,
-        "between": between,
-        "above": above,
-        "below": below,
-        "choices": choices,
-        "word": word,
-        "needs": needs,
-        "positional": positional,
-        "short": short,
-        "literal": literal,
-    }
+
+    meaning: str = ""
+    between: tuple[float, float] | None = None
+    above: float | None = None
+    below: float | None = None
+    choices: Collection[str] = ()
+    word: str | None = None
+    needs: str | None = None
+    positional: bool = False
+    short: bool = False
+    literal: bool = False
+
+
+def key(default: Any, meaning: str, **rules: Any) -> Any:
+    """Declare a field with its `default`, help text and `Rules`."""
+    metadata = {"rules": Rules(meaning, **rules)}
+    # A dataclass refuses mutable defaults: instances would share them
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: copy(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -67,12 +61,18 @@ def group(schema: type) -> Any:
     return dataclasses.field(default_factory=schema)
 
 
+def rules_of(item: dataclasses.Field[Any]) -> Rules:
+    """Return what was declared of a field; no rules for a group."""
+    rules: Rules = item.metadata.get("rules", Rules())
+    return rules
+
+
 class Key(NamedTuple):
-    """A declared key: its type without None, whether None is allowed, and its metadata."""
+    """A declared key: its type without None, whether None is allowed, and its rules."""
 
     type: Any
     optional: bool
-    metadata: Mapping[str, Any]
+    rules: Rules
 
     @property
     def is_group(self) -> bool:
@@ -91,10 +91,10 @@ class Key(NamedTuple):
 
     def expected(self) -> str:
         """Describe the values allowed, for a message."""
-        if self.metadata.get("choices") and not self.is_list:
-            return f"one of {', '.join(self.metadata['choices'])}"
-        if word := self.metadata.get("word"):
-            return f"a whole number, or {word}"
+        if self.rules.choices and not self.is_list:
+            return f"one of {', '.join(self.rules.choices)}"
+        if self.rules.word:
+            return f"a whole number, or {self.rules.word}"
         if self.is_open:
             return "keys with values, such as {key: value}"
         if self.is_list:
@@ -112,12 +112,12 @@ def keys(schema: Any) -> dict[str, Key]:
     result: dict[str, Key] = {}
     for item in dataclasses.fields(schema):
         hint = hints[item.name]
-        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        declared = [kind for kind in kinds if kind is not type(None)]
+        types_allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        declared = [allowed for allowed in types_allowed if allowed is not type(None)]
         result[item.name] = Key(
             type=declared[0] if len(declared) == 1 else hint,
-            optional=len(declared) < len(kinds) or hint is Any,
-            metadata=item.metadata,
+            optional=len(declared) < len(types_allowed) or hint is Any,
+            rules=rules_of(item),
         )
         if dataclasses.is_dataclass(hint):
             inner = keys(typing.cast(type, hint))
@@ -146,42 +146,42 @@ def build(schema: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
 
 def typed(name: str, value: Any, declared: Key) -> Any:
     """Return `value` with the type of the key `name`; ValueError tells what to give instead."""
-    if (value is None and declared.optional) or value == (declared.metadata.get("word") or ()):
+    rules = declared.rules
+    if (value is None and declared.optional) or (rules.word and value == rules.word):
         return value
-    kind = int if declared.metadata.get("word") else declared.type
     try:
-        result = _converted(value, kind)
-        # true and false have any capitals, as for a key that is only true or false.
-        if "true" in declared.metadata.get("choices", ()):
+        result = _converted(value, int if rules.word else declared.type)
+        # true and false may have any capitals, also if the key has other choices besides
+        if "true" in rules.choices:
             result = result.lower()
     except (TypeError, ValueError, OverflowError):
         verb = "not allowed; give" if value is None else "must be"
         raise ValueError(f"{name}={shown(value)}: {verb} {declared.expected()}") from None
-    # Nothing is ever filled in from the environment, so a user who expects it must hear of it.
-    if "${" in str(result) and not declared.metadata.get("literal"):
+    # Nothing is ever filled in from the environment, so a user who expects it must hear of it
+    if "${" in str(result) and not rules.literal:
         raise ValueError(f"{name}={shown(value)}: ${{...}} is not filled in; give the value itself")
     return result
 
 
-def _converted(value: Any, kind: Any) -> Any:
-    """Return `value` as `kind`; raise TypeError or ValueError if it is no such value."""
-    origin, items = typing.get_origin(kind), typing.get_args(kind)
-    # YAML reads {a:1}, without a space, as a key "a:1" that has no value.
+def _converted(value: Any, target: Any) -> Any:
+    """Return `value` as the type `target`; raise TypeError or ValueError if it is no such value."""
+    origin, items = typing.get_origin(target), typing.get_args(target)
+    # YAML reads {a:1}, without a space, as a key "a:1" that has no value
     is_dictionary = isinstance(value, Mapping) and not any(":" in str(name) for name in value)
-    if kind is Any or (origin is dict and is_dictionary):
+    if target is Any or (origin is dict and is_dictionary):
         return value
     is_list = isinstance(value, list | tuple)
     has_length = origin is list or ... in items or (is_list and len(value) == len(items))
     if origin in (list, tuple) and is_list and has_length:
         return origin(_converted(item, items[0]) for item in value)
-    if kind is bool and str(value).lower() in ("true", "false"):
+    if target is bool and str(value).lower() in ("true", "false"):
         return str(value).lower() == "true"
-    if kind is str and isinstance(value, str | int | float):
+    if target is str and isinstance(value, str | int | float):
         return str(value).lower() if isinstance(value, bool) else str(value)
-    # Python counts True as 1, and rounds 4.5 to 4.
+    # Python counts True as 1, and rounds 4.5 to 4
     is_number = isinstance(value, str | int | float) and not isinstance(value, bool)
-    if is_number and (kind is float or (kind is int and not isinstance(value, float))):
-        return kind(value)
+    if is_number and (target is float or (target is int and not isinstance(value, float))):
+        return target(value)
     raise TypeError
 
 
@@ -204,43 +204,40 @@ def check(config: Any, prefix: str = "") -> None:
         if dataclasses.is_dataclass(value):
             value.validate() if hasattr(value, "validate") else check(value, f"{name}.")
             continue
+        # A configuration of a checkpoint comes here without `build`, which knows the item's type
         declared = str(item.type)
         is_flat = declared.startswith(("list[", "tuple[")) and "list[list" not in declared
         for each in value if isinstance(value, list | tuple) else [value]:
             if is_flat and isinstance(each, list | tuple | dict):
                 raise ValueError(f"{name}={value}: a list without lists in it, as in [1,2]")
-            _check_value(name, each, item.metadata)
+            if each is not None:
+                _check_value(name, each, rules_of(item))
 
 
-def _check_value(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
-    choices, word = metadata.get("choices"), metadata.get("word")
-    if value is None or (word is not None and value == word):
+def _check_value(name: str, value: Any, rules: Rules) -> None:
+    """Raise ValueError for a value that `rules` do not allow, such as NaN for any number."""
+    if rules.choices and value not in rules.choices:
+        names = ", ".join(rules.choices)
+        raise ValueError(f"{name}={value}: one of {names}{closest(str(value), rules.choices)}")
+    if rules.word is not None and isinstance(value, str) and value != rules.word:
+        raise ValueError(f"{name}={value}: must be a whole number, or {rules.word}")
+    if not isinstance(value, int | float) or isinstance(value, bool):
         return
-    if choices and value not in choices:
-        raise ValueError(f"{name}={value}: one of {', '.join(choices)}")
-    if word is not None and isinstance(value, str):
-        raise ValueError(f"{name}={value}: must be a whole number, or {word}")
-    has_bounds = any(metadata.get(bound) is not None for bound in ("between", "above", "below"))
-    if has_bounds and isinstance(value, int | float):
-        _check_bounds(name, value, metadata)
-
-
-def _check_bounds(name: str, number: float, metadata: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a number is within its bounds, as NaN never is."""
-    least, most = metadata.get("between") or (float("-inf"), float("inf"))
-    above, below = metadata.get("above"), metadata.get("below")
-    is_within = least <= number <= most and (below is None or number < below)
-    if is_within and (above is None or above < number < float("inf")):
+    least, most = rules.between or (float("-inf"), float("inf"))
+    is_bounded = any(bound is not None for bound in (rules.between, rules.above, rules.below))
+    above = rules.above if is_bounded else 0
+    is_within = least <= value <= most and (rules.below is None or value < rules.below)
+    if is_within and (above is None or above < value < float("inf")):
         return
     lowest = f"from {least:,}" if above is None else f"above {above:,}"
-    highest = f"to {most:,}" if below is None else f"to below {below:,}"
+    highest = f"to {most:,}" if rules.below is None else f"to below {rules.below:,}"
     if most == float("inf"):
         highest = "up" if above is None else ""
-    raise ValueError(f"{name}={number}: a number {lowest} {highest}".rstrip())
+    raise ValueError(f"{name}={value}: a number {lowest} {highest}".rstrip())
 
 
 def refuse(*mistakes: tuple[object, str]) -> None:
-    """Raise ValueError with the first message whose condition holds, for keys that disagree."""
+    """Raise ValueError with the message of the first condition that is true."""
     for is_wrong, message in mistakes:
         if is_wrong:
             raise ValueError(message)

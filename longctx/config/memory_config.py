@@ -6,27 +6,23 @@ change speed and memory, never the gradients beyond the order of sums.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from longctx.config.fields import check, key
 
 LOGITS = {"fast": 2**29, "balanced": 2**29, "long": 2**27}  # of a chunk of the loss: tokens × words
-POLICIES: dict[str, dict[str, Any]] = {
-    "fast": {
-        "recompute": "none",
-        "keep_every": 1,
-        "mlp_tile": 0,
-        "offload": 0.0,
-        "optimizer_state": "fp32",
-    },
-    "balanced": {
-        "recompute": "block",
-        "keep_every": 1,
-        "mlp_tile": 0,
-        "offload": 0.0,
-        "optimizer_state": "fp32",
-    },
+NOTHING_TWICE: dict[str, Any] = {
+    "recompute": "none",
+    "keep_every": 1,
+    "mlp_tile": 0,
+    "offload": 0.0,
+    "optimizer_state": "fp32",
+}
+POLICIES = {
+    "fast": NOTHING_TWICE,
+    "balanced": NOTHING_TWICE | {"recompute": "block"},
     "long": {
         "recompute": "block",
         "keep_every": 2,
@@ -86,18 +82,18 @@ class MemoryConfig:
 
     def __str__(self) -> str:
         """Return the policy and its values that differ from fast, for a run's first lines."""
-        plain = POLICIES["fast"] | {"loss_chunk": None}
         values = vars(self if self.policy == "auto" else self.filled(self.policy))
-        parts = [
-            f"{name}={values[name]}"
-            for name, usual in plain.items()
-            if values[name] not in (None, usual)
-        ]
         usual = POLICIES.get(self.policy, {})
-        if any(values[name] not in (None, of_policy) for name, of_policy in usual.items()):
-            changed = [f"{n}={values[n]}" for n, x in usual.items() if values[n] not in (None, x)]
-            return f"{', '.join(changed)}, all else as {self.policy}"
-        return ", ".join([self.policy, *parts])
+        if changed := self._changes(values, usual):
+            return f"{changed}, all else as {self.policy}"
+        beyond_fast = self._changes(values, NOTHING_TWICE | {"loss_chunk": None})
+        return f"{self.policy}, {beyond_fast}" if beyond_fast else self.policy
+
+    @staticmethod
+    def _changes(values: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
+        """Return the `values` that are given and differ from the `usual` ones."""
+        differing = [name for name in usual if values[name] not in (None, usual[name])]
+        return ", ".join(f"{name}={values[name]}" for name in differing)
 
     def policies(self) -> list[str]:
         """Return the possible policies, the fastest first: its own, or for auto all that allow
@@ -112,13 +108,14 @@ class MemoryConfig:
     def _contradiction(self, policy: str) -> str:
         """Return which keys contradict each other under `policy`; empty if none do."""
         filled = self.filled(policy)
-        needs = "needs memory.recompute"
-        if filled.recompute != "block" and filled.keep_every != 1:
-            return f"memory.keep_every={filled.keep_every} {needs}=block, not {filled.recompute}"
-        if filled.recompute != "block" and filled.offload:
-            return f"memory.offload={filled.offload} {needs}=block, not {filled.recompute}"
-        if filled.recompute == "none" and filled.mlp_tile:
-            return f"memory.mlp_tile={filled.mlp_tile} {needs}=mlp or block, not none"
+        unusable = {"keep_every": 1, "offload": 0.0} if filled.recompute != "block" else {}
+        unusable |= {"mlp_tile": 0} if filled.recompute == "none" else {}
+        for name, unused in unusable.items():
+            if (value := getattr(filled, name)) != unused:
+                needed = "mlp or block" if name == "mlp_tile" else "block"
+                return (
+                    f"memory.{name}={value} needs memory.recompute={needed}, not {filled.recompute}"
+                )
         return ""
 
     def filled(self, policy: str) -> MemoryConfig:

@@ -1,4 +1,8 @@
-"""The named choices in configs/, and the request that the command line makes of them."""
+"""The named choices of a group, and the request that the command line makes of them.
+
+`attention=flash` is configs/attention/flash.yaml, with what differs from the defaults. A name that
+code has registered, such as a plugin's backend, needs no file: the first key of its group has it.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,27 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import yaml
 
-from longctx.config.fields import keys
+from longctx.attention.description import AttentionConfig
+from longctx.config.data_config import DataConfig
+from longctx.config.fields import keys, rules_of
+from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import GPTConfig
+from longctx.config.optimizer_config import OptimizerConfig
+from longctx.config.parallel_config import StrategyConfig
+from longctx.config.rope_config import RopeConfig
+from longctx.config.train_config import TrainConfig
 
-CONFIGS = (Path(__file__).parents[1] / "configs").resolve()  # a link, so that wheels have them
+# The folder is a link, so that wheels have the files
+CONFIGS = (Path(__file__).parents[1] / "configs").resolve()
+GROUPS: dict[str, type] = {
+    "attention": AttentionConfig,
+    "model": GPTConfig,
+    "memory": MemoryConfig,
+    "optimizer": OptimizerConfig,
+    "rope": RopeConfig,
+    "data": DataConfig,
+    "strategy": StrategyConfig,
+}
 AUTO_MODEL = {"cuda": "124m", "cpu": "tiny"}  # what model=auto stands for
 
 Config = TypeVar("Config")
@@ -32,28 +53,47 @@ class Request(NamedTuple, Generic[Config]):
 
 
 @functools.cache
-def names(group: str) -> set[str]:
+def files(group: str) -> dict[str, Path]:
+    """Return name → file of the presets in configs/`group`."""
+    return {path.stem: path for path in sorted((CONFIGS / group).glob("*.yaml"))}
+
+
+def names(group: str) -> list[str]:
     """Return the names that `group`= may have; none if it has no presets."""
-    return {path.stem for path in (CONFIGS / group).glob("*.yaml")}
+    if group not in GROUPS:
+        return []
+    return sorted({*files(group), *rules_of(first_key(group)).choices})
+
+
+def first_key(group: str) -> dataclasses.Field[Any]:
+    """Return the first key of a group, which holds the name of its preset; a model has no such."""
+    return dataclasses.fields(GROUPS[group])[0]
 
 
 def read(group: str, name: str) -> dict[str, Any]:
-    """Return key → value of configs/<group>/<name>.yaml: what differs from the defaults."""
-    values: dict[str, Any] = yaml.safe_load((CONFIGS / group / f"{name}.yaml").read_text()) or {}
+    """Return key → value of the preset `name`: what differs from the defaults."""
+    if name not in files(group):
+        return {first_key(group).name: name}
+    values: dict[str, Any] = yaml.safe_load(files(group)[name].read_text()) or {}
     return values
 
 
 def groups(schema: type) -> dict[str, str]:
-    """Return the groups of `schema` that have presets, each with its default choice.
+    """Return the groups of `schema` that have presets, each with its default choice."""
+    defaults = {group: first_key(group).default for group in GROUPS if group in keys(schema)}
+    return {
+        group: default if default in files(group) else "auto" for group, default in defaults.items()
+    }
 
-    The first key of a group holds the name of its preset; a model has no such key.
-    """
-    result = {}
-    for name, declared in keys(schema).items():
-        if declared.is_group and names(name):
-            default = dataclasses.fields(declared.type)[0].default
-            result[name] = default if default in names(name) else "auto"
-    return result
+
+def with_model(request: Request[TrainConfig], gpu: bool) -> Request[TrainConfig]:
+    """Replace model=auto by the preset for a machine with a `gpu` or without one."""
+    if request.choices.get("model") != "auto":
+        return request
+    device, config = "cuda" if gpu else "cpu", request.config
+    model = auto_model(config.model, request.overrides, device)
+    choices = request.choices | {"model": AUTO_MODEL[device]}
+    return request._replace(config=dataclasses.replace(config, model=model), choices=choices)
 
 
 def auto_model(composed: GPTConfig, overrides: Mapping[str, str], device: str) -> GPTConfig:

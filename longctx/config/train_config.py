@@ -9,7 +9,7 @@ from longctx.attention.description import AttentionConfig
 from longctx.config.data_config import DataConfig
 from longctx.config.doors import OBJECTIVES, SCHEDULES
 from longctx.config.eval_config import PasskeyConfig
-from longctx.config.fields import check, group, key, refuse
+from longctx.config.fields import PLUGINS, check, group, key, refuse
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.config.optimizer_config import OptimizerConfig
@@ -56,7 +56,17 @@ class KernelConfig:
 
 @dataclass
 class TrainConfig:
-    """One training run."""
+    """Train a GPT on long documents.
+
+    python train.py attention=flash seq_len=16384
+    python train.py -m attention=naive,sdpa,flash seq_len=4096,8192
+        -m: a sweep, every combination, one process each
+    python train.py resume=runs/NAME
+    python train.py my.yaml key=value ...
+        my.yaml: keys as below, or a run's config.yaml
+        values: text as it is typed, null for none, lists as [a,b]
+    The same: longctx train key=value ...
+    """
 
     seq_len: int | str = key(
         4096,
@@ -133,6 +143,7 @@ class TrainConfig:
     bf16_layers: list[int] = key(
         [],
         "blocks that stay in bf16 under precision=fp8: the first is 0, the last -1",
+        between=(-4096, 4095),
         needs="precision=fp8",
     )
     compile: str = key(
@@ -158,6 +169,7 @@ class TrainConfig:
     )
     resume: str | None = key(None, "continue this run, for example runs/tiny-flash-4k-001")
     runs: str = key("runs", "the folder that runs are written to")
+    plugins: list[str] | None = key(None, PLUGINS)
     val_every: int | None = key(
         None,
         "steps between validations, also one at step 0; null: a fifth of the run, 20 or more",

@@ -12,8 +12,8 @@ import torch
 
 from longctx import attention
 from longctx.attention import Mask
+from longctx.config.command_config import GenerateConfig
 from longctx.config.eval_config import EvalConfig
-from longctx.config.generate_config import GenerateConfig
 from longctx.config.model_config import GPTConfig
 from longctx.config.train_config import TrainConfig
 from longctx.planner import hardware

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from longctx import attention, python_child
+from longctx import attention, plugins, python_child
 from longctx.attention.communication import Laps
 from longctx.distributed.devices import is_out_of_memory, this_machine, within_memory
 from longctx.distributed.launched import without_launcher
@@ -177,6 +177,7 @@ def in_child(module: str, request: dict[str, Any], seconds: float) -> dict[str, 
 def main(argv: list[str]) -> None:
     """Answer `dry_run_in_child`, as its child."""
     request: dict[str, Any] = json.loads(Path(argv[0]).read_text())
+    plugins.load(request["settings"]["plugins"] or [])  # those that the parent runs
     run = run_of(request.pop("settings"), request.pop("device"))
     Path(argv[1]).write_text(json.dumps(dataclasses.asdict(dry_run(run, **request))))
 

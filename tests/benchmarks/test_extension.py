@@ -71,7 +71,7 @@ def test_small_run_writes_report_and_plot(tmp_path: Path, monkeypatch: pytest.Mo
     ("overrides", "message"),
     [
         (["short=2048", "long=2048"], "long=2048: a multiple of short=2048"),
-        (["samples=0"], "samples=0: must be above 0"),
+        (["samples=0"], "samples=0: a number above 0"),
         (["path=nowhere"], "path=nowhere: no such file or folder"),
         (["device=tpu"], "device=tpu"),
     ],

@@ -74,7 +74,7 @@ def test_a_mistake_is_one_line_that_names_it(
     refused: Callable[[int, str], str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("longctx.cli.commands.libraries", imported)
+    monkeypatch.setattr("longctx.cli.libraries", imported)
     before = sorted(here.rglob("*"))
     refused(cli.main(words), message)
     assert sorted(here.rglob("*")) == before

@@ -8,7 +8,6 @@ import pytest
 import yaml
 
 from longctx import cli
-from longctx.cli.parse import with_file
 from longctx.config.train_config import TrainConfig
 from longctx.planner.workload import workload_of
 from longctx.runs import run_folder
@@ -17,7 +16,7 @@ from tests.cli.composed import settings
 
 
 def config_of(*words: str) -> TrainConfig:
-    config: TrainConfig = cli.compose("train", with_file(words)).config
+    config: TrainConfig = cli.compose("train", words).config
     return config
 
 

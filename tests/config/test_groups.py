@@ -36,6 +36,7 @@ class Declared:
         ({"length": True}, "length=true: must be a whole number, or max"),
         ({"words": ["c"]}, "words=c: one of a, b"),
         ({"pair": [1]}, r"pair=\[1\]: must be a list"),
+        ({"pair": [0, 1]}, r"pair=0\.0: a number above 0"),
         ({"other": 1}, "other is not a key"),
     ],
 )
@@ -45,10 +46,10 @@ def test_a_value_outside_its_declaration_is_refused(values: dict, message: str) 
 
 
 def test_values_get_the_type_of_their_declaration() -> None:
-    values = {"share": "1e-3", "norm": None, "sizes": ["4"], "length": "max", "pair": [0, 1]}
+    values = {"share": "1e-3", "norm": None, "sizes": ["4"], "length": "max", "pair": [1, 2]}
     config = build(Declared, values)
     check(config)
-    assert config == Declared(0.001, None, [4], "max", [], (0.0, 1.0))
+    assert config == Declared(0.001, None, [4], "max", [], (1.0, 2.0))
 
 
 @pytest.mark.parametrize("value", ["all", "0", "null", "4"])
@@ -62,11 +63,13 @@ def test_a_context_degree_divides_the_devices(value: str) -> None:
 
 def test_auto_offers_what_is_possible_and_a_choice_itself() -> None:
     auto = ContextConfig(degree="auto")
-    choices = [(one.degree, one.method) for one in auto.each(4, heads=6, backend="flash")]
+    choices = [(one.degree, one.method) for one in auto.each(4, heads=6, takes_intervals=True)]
     assert choices == [(1, "auto"), (2, "ulysses"), (2, "allgather"), (4, "allgather")]
-    assert [one.degree for one in auto.each(4, heads=6, backend="sdpa")] == [1, 2]
+    assert [one.degree for one in auto.each(4, heads=6, takes_intervals=False)] == [1, 2]
     ulysses = ContextConfig(degree=4, method="ulysses")
-    assert ulysses.each(4, heads=6, backend="flash") == [ulysses]  # refused by name, not replaced
+    assert ulysses.each(4, heads=6, takes_intervals=True) == [
+        ulysses
+    ]  # refused by name, not replaced
     with pytest.raises(ValueError, match=r"context\.method=ulysses"):
         ulysses.method_for(6)
 

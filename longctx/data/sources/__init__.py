@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from longctx.config.data_config import DataConfig
+from longctx.config.data_config import SOURCES, DataConfig
 from longctx.config.fields import refuse, shown
 from longctx.untrusted import named
 
@@ -127,9 +127,6 @@ class Source(ABC):
         """
 
 
-SOURCES: dict[str, Source] = {}
-
-
 def register(name: str) -> Callable[[type[Source]], type[Source]]:
     """Make a `Source` available as `data=name`. A file of the user's own may hold one:
 
@@ -167,7 +164,8 @@ def source_of(config: DataConfig) -> Source:
     """Return the source that `config` names; raise ValueError for an unknown name."""
     message = f"data.source={config.source}: not a source; use one of {', '.join(SOURCES)}"
     refuse((config.source not in SOURCES, message))
-    return SOURCES[config.source]
+    source: Source = SOURCES[config.source]
+    return source
 
 
 def check(config: DataConfig) -> None:

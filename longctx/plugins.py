@@ -1,0 +1,80 @@
+"""Plugins: Python files of the user's own, `plugins=[my_backend.py]`, that register attention
+backends, optimizers, data sources and objectives; docs/extend.md has one of each.
+
+A plugin is code, so only the command line, or the user's own file of keys on it, can name one.
+config.yaml of a run records the path and the hash of its plugins, and nothing ever runs from there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HASH = "@sha256:"  # between the path of a recorded plugin and its hash
+
+
+def load(plugins: Sequence[str]) -> list[str]:
+    """Import each plugin once, and return them as config.yaml records them: PATH@sha256:HASH.
+
+    ValueError or OSError, one line, for a file that is missing, fails, or is not the recorded one.
+    """
+    return [_load(*plugin.partition(HASH)[::2]) for plugin in plugins]
+
+
+def _load(given: str, expected: str) -> str:
+    path = Path(given).expanduser().absolute()
+    if not path.is_file():
+        raise FileNotFoundError(f"plugins={given}: no such file; give a Python file of yours")
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    if expected not in ("", found):
+        raise ValueError(f"plugins={given}: changed while the run started; start it again")
+    # Pickled objects name their module, so it stays in sys.modules. The hash keeps names apart.
+    name = f"{path.stem}_{found[:12]}"
+    if name not in sys.modules:
+        _import(name, path, given)
+    return f"{path}{HASH}{found}"
+
+
+def _import(name: str, path: Path, given: str) -> None:
+    """Import the file at `path` as the module `name`; ValueError names the line that fails."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"plugins={given}: not a Python file; give one that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+        line = error.lineno if isinstance(error, SyntaxError) else lines[-1]
+        reason = error.msg if isinstance(error, SyntaxError) else error
+        raise ValueError(
+            f"plugins={given}: line {line}: {type(error).__name__}: {reason}"
+        ) from error
+
+
+def check_named(recorded: Any, given: Sequence[str] | None, run: Path) -> None:
+    """Raise ValueError if `run` recorded plugins and the command line has no plugins=.
+
+    `given` are those of the command line, loaded. Warn if one has changed since it was recorded.
+    """
+    if not recorded:
+        return
+    paths = [str(entry).partition(HASH)[0] for entry in recorded]
+    if given is None:
+        raise ValueError(
+            f"{run}: its code includes plugins, which run only if you name them: "
+            f"plugins=[{','.join(paths)}], or plugins=[] to go without"
+        )
+    names = {Path(path).name for path in paths}
+    for entry in given:
+        path = Path(entry.partition(HASH)[0])
+        if path.name in names and entry.partition(HASH)[2] not in str(recorded):
+            print(f"warning: plugins={path}: changed since {run} recorded it", file=sys.stderr)

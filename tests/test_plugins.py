@@ -1,0 +1,160 @@
+"""Plugins: files of the user's own register names, and never run because a run recorded them."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from longctx import cli, plugins
+from longctx.attention import description, registry
+from longctx.data import sources
+from longctx.runs import metrics_file
+from tests.processes import PYTHONPATH, ROOT
+
+PLUGIN = '''
+from longctx.attention import register
+from longctx.attention.naive import Naive
+from longctx.data import sources
+
+
+class Mine(Naive):
+    """naive by another name."""
+
+
+register("mine", Mine())
+
+
+@sources.register("poems")
+class Poems(sources.Source):
+    def open(self, config, without):
+        def read():
+            for number in range(40):
+                yield sources.Document(f"poem {number}", f"Line {number} of a poem. " * 30)
+
+        return sources.Corpus("poems", [sources.Shard("poems", read)], 40)
+'''
+RUN = [
+    *("data=poems", "data.vocab_size=300", "seq_len=64", "max_steps=2", "val_rows=4", "workers=0"),
+    *("batch_size=1", "accumulate=2", "device=cpu", "wandb.mode=disabled", "model.layers=1"),
+]
+
+
+def forget() -> None:
+    """Forget the names of the plugin, as a new process does not know them."""
+    for names in (registry._backends, description.DESCRIPTIONS):
+        names.pop("mine", None)
+    sources.SOURCES.pop("poems", None)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A current folder with my.py, whose names are forgotten after the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "my.py").write_text(PLUGIN)
+    yield tmp_path
+    forget()
+    for name in [name for name in sys.modules if name.startswith("my_")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def a_run(here: Path) -> Path:
+    assert cli.main(["train", "plugins=[my.py]", "attention=mine", "name=a", *RUN]) == 0
+    return here / "runs" / "a"
+
+
+def test_names_of_a_plugin_train_and_are_recorded(a_run: Path) -> None:
+    config = yaml.safe_load((a_run / "config.yaml").read_text())
+    assert (config["attention"]["backend"], config["data"]["source"]) == ("mine", "poems")
+    path, _, digest = config["plugins"][0].partition(plugins.HASH)
+    assert (Path(path).name, len(digest)) == ("my.py", 64)
+
+
+def test_a_recorded_plugin_runs_only_if_it_is_named(
+    a_run: Path, refused: Callable[[int, str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (a_run.parents[1] / "my.py").write_text("raise AssertionError('it ran')")
+    for command in (
+        ["train", f"resume={a_run}", "max_steps=3"],
+        ["train", f"{a_run}/config.yaml", "max_steps=3"],
+        ["eval", f"checkpoint={a_run}", "device=cpu"],
+        ["generate", f"{a_run}", "device=cpu"],
+        ["export", f"{a_run}", "out"],
+    ):
+        refused(cli.main(command), f"plugins=[{a_run.parents[1]}/my.py]")
+
+
+def test_a_run_resumes_and_is_evaluated_with_its_plugin(
+    a_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (a_run.parents[1] / "my.py").open("a") as file:
+        file.write("# edited\n")
+    forget()
+    assert cli.main(["train", f"resume={a_run}", "max_steps=3", "plugins=[my.py]"]) == 0
+    assert "my.py: changed since" in capsys.readouterr().err
+    assert cli.main(["export", f"{a_run}", "out", "plugins=[]"]) == 0
+    words = [f"checkpoint={a_run}", "plugins=[my.py]", "attention=mine", "device=cpu"]
+    assert cli.main(["eval", *words, "documents=1"]) == 0
+
+
+def test_names_of_a_plugin_are_listed(
+    here: Path, refused: Callable[[int, str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(cli.main(["train", "plugins=[my.py]", "attention=min"]), "did you mean mine?")
+    assert cli.main(["train", "plugins=[my.py]", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "| mine |" in text and "poems" in text
+
+
+def test_a_file_of_keys_names_plugins_and_a_sweep_varies_their_names(here: Path) -> None:
+    (here / "keys.yaml").write_text("plugins: [my.py]\ndata: poems\n")
+    jobs = cli.checked_jobs(["keys.yaml", "attention=mine,flash", "device=cpu"])
+    assert jobs == [["keys.yaml", f"attention={name}", "device=cpu"] for name in ("mine", "flash")]
+    assert cli.compose("train", jobs[0]).config.data.source == "poems"
+
+
+def test_plan_knows_a_backend_of_a_plugin(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plugins=[my.py]", "attention=mine", "gpu=H200", "gpu_memory=139", "seq_len=4096"]
+    assert cli.main(["plan", "model=124m", *words]) == 0
+    assert "mine" in capsys.readouterr().out
+
+
+@pytest.mark.slow  # two processes import torch
+def test_every_process_loads_the_plugins(here: Path) -> None:
+    words = ["plugins=[my.py]", "attention=mine", "devices=2", "name=two", *RUN]
+    command = [sys.executable, str(ROOT / "train.py"), *words]
+    process = subprocess.run(command, env=os.environ | {"PYTHONPATH": PYTHONPATH})
+    assert process.returncode == 0
+    rows = metrics_file.read(here / "runs" / "two")
+    assert rows[-1]["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("bad.py", "x = 1\nif x\n", "plugins=bad.py: line 2: SyntaxError"),
+        ("bad.py", "x = 1\n\nraise KeyError('a\\nb')\n", "plugins=bad.py: line 3: KeyError"),
+        ("bad.py", "import nowhere.at.all\n", "plugins=bad.py: line 1: ModuleNotFoundError"),
+        ("bad.txt", "", "plugins=bad.txt: not a Python file"),
+        ("none.py", None, "plugins=none.py: no such file"),
+    ],
+)
+def test_a_bad_plugin_is_one_line_that_names_it(
+    name: str, text: str | None, message: str, here: Path, refused: Callable[[int, str], str]
+) -> None:
+    if text is not None:
+        (here / name).write_text(text)
+    refused(cli.main(["train", f"plugins=[{name}]"]), message)
+
+
+def test_a_plugin_that_changes_under_a_start_is_refused(here: Path) -> None:
+    (recorded,) = plugins.load(["my.py"])
+    assert plugins.load([recorded]) == [recorded]
+    (here / "my.py").write_text("x = 2\n")
+    with pytest.raises(ValueError, match=r"plugins=.*my\.py"):
+        plugins.load([recorded])
