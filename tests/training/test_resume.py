@@ -169,7 +169,7 @@ def test_seq_len_schedule_resumes_exactly(
     changes = {"seq_len_schedule": "[[16,2],[32,2]]", "max_steps": 7, "val_every": 100}
     straight, cut = tmp_path / "runs" / "straight", tmp_path / "runs" / "cut"
     assert train.main(overrides(name="straight", **changes)) == 0
-    assert "2 steps with rows of 16, 2 steps with rows of 32 first" in capsys.readouterr().out
+    assert "first 2 steps at 16, 2 steps at 32 tokens per sequence" in capsys.readouterr().out
     rows = steps(straight)
     assert rows[0]["tokens_seen"] / (1 - rows[0]["padding_share"]) == pytest.approx(64 * 2 * 2)
     epochs = [row["epoch"] for row in rows]
