@@ -275,7 +275,7 @@ def measure_perplexity(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any
     }
     documents = config.split if setup.scores_own_split else config.data.source
     backend, context = config.attention.backend, setup.context
-    stem = evaluations.perplexity_stem(documents, setup.model.name, context, result.stride, backend)
+    stem = evaluations.stem(documents, setup.model.name, context, result.stride, backend)
     return stem, content
 
 
@@ -295,7 +295,7 @@ def measure_passkeys(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]
         keys.kinds,
         progress=True,
     )
-    stem = evaluations.passkey_stem(model.name, longest, setup.config.attention.backend)
+    stem = evaluations.stem("passkey", model.name, longest, setup.config.attention.backend)
     return stem, {"filler": setup.source, **passkey.content(cells)}
 
 
@@ -331,7 +331,7 @@ def measure_ruler(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
         "made": config.ruler.made,
         **ruler.content(answers),
     }
-    return evaluations.ruler_stem(model.name, longest, config.attention.backend), content
+    return evaluations.stem("ruler", model.name, longest, config.attention.backend), content
 
 
 def measure_tasks(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
@@ -346,7 +346,7 @@ def measure_tasks(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
         harness, config.tasks, model.folder, folder, config.documents, config.fewshot
     )
     sizes = {"context": context, "stride": stride, "documents": config.documents}
-    return evaluations.tasks_stem(config.tasks, model.name, context), sizes | content
+    return evaluations.stem("tasks", "-".join(config.tasks), model.name, context), sizes | content
 
 
 def explain(error: Exception, request: EvalRequest, parallel: Parallel) -> str | None:

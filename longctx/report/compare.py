@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from statistics import fmean
@@ -23,10 +23,11 @@ from longctx.report.run_view import Run, read
 from longctx.runs.metrics import METRICS, STEP_PARTS, Metric, Row, Shown, finite, shown
 from longctx.tables import console, show
 
-# Points in all curves of a page together: 7 MB.
-POINTS = 250_000
-# Keys for the place of a run, which change nothing of its results.
-NOT_COMPARED = {"name", "runs", "resume"}
+POINTS = 250_000  # in all curves of a page together: 7 MB
+NOT_COMPARED = {"name", "runs", "resume"}  # the place of a run changes none of its results
+
+
+Pivoted = tuple[list[str], Mapping[Any, str]]  # first cells of a row, and other cells by column
 
 
 class Table(NamedTuple):
@@ -37,7 +38,7 @@ class Table(NamedTuple):
     title: str
     headings: list[str]
     rows: list[list[str]]
-    best: set[tuple[int, int]]
+    best: Collection[tuple[int, int]] = ()
     keys: int = 1  # columns that name a row
 
 
@@ -49,7 +50,7 @@ def compare(paths: Sequence[Path], out: Path) -> None:
     """
     runs, notes = read_all(paths)
     tables = all_tables(runs)
-    # Before anything is printed: a mistake in `out` is one line.
+    # Before anything is printed: a mistake in `out` is one line
     write_page(out, runs, tables, notes)
     for table in tables:
         show(rendered(table), table.keys)
@@ -77,7 +78,7 @@ def read_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
             problems.append(problem)
     if not runs:
         raise problems[0]
-    # Runs in different folders can have the same name.
+    # Runs in different folders can have the same name
     counts = Counter(run.label for run in runs)
     for run in runs:
         if counts[run.label] > 1:
@@ -124,11 +125,23 @@ def configured(run: Run, key: str) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def pivot(title: str, headings: list[str], rows: Sequence[Pivoted]) -> Table:
+    """Return a table of (cells of `headings`, cells by column): a column for each key of any row,
+    lengths in ascending order.
+    """
+    columns = list(dict.fromkeys(column for _, cells in rows for column in cells))
+    if all(isinstance(column, int) for column in columns):
+        columns.sort()
+    titles = [f"{column:,}" if isinstance(column, int) else column for column in columns]
+    filled = [[*names, *(cells.get(column, "") for column in columns)] for names, cells in rows]
+    return Table(title, headings + titles, filled, keys=len(headings))
+
+
 def differences(runs: list[Run]) -> Table:
     """Return a column for each key of the configuration that differs."""
     keys = differing(runs)
-    rows = [[run.label, *(configured(run, key) for key in keys)] for run in runs] if keys else []
-    return Table("what differs", ["run", *keys], rows, set())
+    rows = [([run.label], {key: configured(run, key) for key in keys}) for run in runs if keys]
+    return pivot("what differs", ["run"], rows)
 
 
 def not_ranked(runs: list[Run]) -> list[str]:
@@ -229,68 +242,51 @@ def best_bits(runs: list[Run], column: int) -> set[tuple[int, int]]:
 
 def tasks(runs: list[Run]) -> Table:
     """Return the scores of lm-evaluation-harness, a column for each task and metric."""
-    names = list(dict.fromkeys(score["name"] for run in runs for score in run.evaluations.tasks))
-    rows = []
+    rows: list[Pivoted] = []
     for run in runs:
         by_context: dict[int, dict[str, str]] = {}
         for score in run.evaluations.tasks:
             by_context.setdefault(score["context"], {})[score["name"]] = f"{score['value']:,.4f}"
-        for context, cells in by_context.items():
-            rows.append([run.label, f"{context:,}", *(cells.get(name, "") for name in names)])
-    return Table("tasks", ["run", "context", *names], rows, set(), keys=2)
+        rows += [([run.label, f"{context:,}"], cells) for context, cells in by_context.items()]
+    return pivot("tasks", ["run", "context"], rows)
 
 
 def passkeys(runs: list[Run]) -> Table:
     """Return the share of pass keys that the last validation and eval.py found over all depths, for
     each length.
     """
-    shares: list[tuple[str, str, str, dict[int, float]]] = []
+    rows: list[Pivoted] = []
     for run in runs:
         for kind, by_length in run.facts.items():
-            shares.append((run.label, "last validation", kind, by_length))
+            cells = {length: f"{share:.0%}" for length, share in by_length.items()}
+            rows.append(([run.label, "last validation", kind], cells))
         for grid in run.evaluations.passkeys:
-            means = dict(zip(grid["lengths"], map(fmean, grid["accuracy"]), strict=True))
-            shares.append((run.label, grid["file"], grid["kind"], means))
-    return _by_length("facts found again", "kind", shares, "{:.0%}".format)
+            by_depth = zip(grid["lengths"], grid["accuracy"], strict=True)
+            cells = {length: f"{fmean(shares):.0%}" for length, shares in by_depth}
+            rows.append(([run.label, grid["file"], grid["kind"]], cells))
+    return pivot("facts found again", ["run", "evaluation", "kind"], rows)
 
 
 def rulers(runs: list[Run]) -> Table:
     """Return RULER's scores in percent, a row for each run and task, a column for each length."""
-    scores = [
-        (run.label, ruler["file"], task, dict(zip(ruler["lengths"], of_task, strict=True)))
-        for run in runs
-        for ruler in run.evaluations.rulers
-        for task, of_task in ruler["scores"].items()
-    ]
-    return _by_length("RULER (%)", "task", scores, lambda share: f"{100 * share:.1f}")
-
-
-def _by_length(
-    title: str,
-    what: str,
-    scores: list[tuple[str, str, str, dict[int, float]]],
-    written: Callable[[float], str],
-) -> Table:
-    """Return a row for each (run, evaluation, `what`, scores), a column for each length."""
-    lengths = sorted({length for *_, by_length in scores for length in by_length})
-    rows = [
-        [*names, *(written(by_length[n]) if n in by_length else "" for n in lengths)]
-        for *names, by_length in scores
-    ]
-    headings = ["run", "evaluation", what, *(f"{length:,}" for length in lengths)]
-    return Table(title, headings, rows, set(), keys=3)
+    rows: list[Pivoted] = []
+    for run in runs:
+        for ruler in run.evaluations.rulers:
+            for task, scores in ruler["scores"].items():
+                shares = zip(ruler["lengths"], scores, strict=True)
+                cells = {length: f"{100 * share:.1f}" for length, share in shares}
+                rows.append(([run.label, ruler["file"], task], cells))
+    return pivot("RULER (%)", ["run", "evaluation", "task"], rows)
 
 
 def kernel_locks(runs: list[Run]) -> Table:
     """Return the kernels of the runs that recorded them."""
-    keys = list(dict.fromkeys(key for run in runs for key in run.lock))
-    rows = [[run.label, *(run.lock.get(key, "") for key in keys)] for run in runs if run.lock]
-    return Table("kernel locks", ["run", *keys], rows, set())
+    return pivot("kernel locks", ["run"], [([run.label], run.lock) for run in runs if run.lock])
 
 
 def lock_differences(runs: list[Run]) -> list[str]:
     """Return a warning for each field in which kernel locks of one backend differ."""
-    # Fingerprints depend on the shape of the model, the precision and the length.
+    # Fingerprints depend on the shape of the model, the precision and the length
     model = (f"model.{key}" for key in ("channels", "heads", "kv_heads", "head_dim"))
     shape = ("seq_len", "precision", *model)
     # (backend, field, shape) → value → the runs that have it

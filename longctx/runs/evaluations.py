@@ -17,10 +17,8 @@ from longctx import files, untrusted
 from longctx.runs.metrics import Row
 
 FOLDER = "eval"  # next to the checkpoints of a run, or in a Hugging Face folder
-# Largest file in bytes: RULER's holds every answer.
-SIZE = 1 << 30
-# Characters of the tasks in a file's name.
-LONGEST_TASKS = 80
+SIZE = 1 << 30  # bytes of the largest file: RULER's holds every answer
+LONGEST_PART = 80  # characters of a setting in a file's name
 Content = dict[str, Any]  # of one JSON
 Line = dict[str, list[float]]  # points to draw: "x", such as tokens before, and "y", the losses
 # standard_error is of the mean nats per token, over documents.
@@ -36,26 +34,11 @@ class TaskScore(NamedTuple):
     error: float | None  # standard error
 
 
-def perplexity_stem(
-    documents: str, checkpoint: str, context: int, stride: int, backend: str
-) -> str:
-    """Name a perplexity's files, such as val-step-00000900-16384-8192-flash."""
-    return f"{documents}-{checkpoint}-{context}-{stride}-{backend}"
-
-
-def passkey_stem(checkpoint: str, longest: int, backend: str) -> str:
-    """Name the files about pass keys in texts of up to `longest` tokens."""
-    return f"passkey-{checkpoint}-{longest}-{backend}"
-
-
-def ruler_stem(checkpoint: str, longest: int, backend: str) -> str:
-    """Name the files about RULER's tasks in texts of up to `longest` tokens."""
-    return f"ruler-{checkpoint}-{longest}-{backend}"
-
-
-def tasks_stem(tasks: list[str], checkpoint: str, context: int) -> str:
-    """Name the file with the scores of `tasks`."""
-    return f"tasks-{'-'.join(tasks)[:LONGEST_TASKS]}-{checkpoint}-{context}"
+def stem(*parts: object) -> str:
+    """Name the files of an evaluation by its decisive settings, such as
+    val-step-00000900-16384-8192-flash.
+    """
+    return "-".join(str(part)[:LONGEST_PART] for part in parts)
 
 
 def place(folder: Path, stem: str, keys: Content) -> Path:
