@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedConfig
 
 from longctx import cli
 from longctx.attention import Mask
@@ -27,6 +27,7 @@ SMALL = GPTConfig(
 )
 FEATURES: dict[str, dict[str, Any]] = {
     "sandwich": {"norms": "sandwich"},
+    "two ropes": {"window_rope_theta": 300.0, "rope_theta": 40000.0},
 }
 POLICIES = {
     "none": MemoryConfig("fast"),
@@ -72,7 +73,7 @@ def formula(model: GPT, tokens: Tensor, documents: Tensor) -> Tensor:
         q, k, v = qkv.split((c.heads, c.kv_heads, c.kv_heads), dim=1)
         q, k = (rms(t, of[f"attention.{s}_norm.weight"]) for t, s in ((q, "q"), (k, "k")))
         window = c.window_of(n)
-        theta = (window and getattr(c, "window_rope_theta", None)) or c.rope_theta
+        theta = (window and c.window_rope_theta) or c.rope_theta
         q, k = rotated(q, positions, theta), rotated(k, positions, theta)
         k, v = (t.repeat_interleave(c.heads // c.kv_heads, dim=1) for t in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q, k) * D**-0.5
@@ -142,7 +143,7 @@ def test_decoding_continues_the_formula(feature: str) -> None:
 def test_no_class_of_transformers_is_claimed_for_it(feature: str) -> None:
     key = next(iter(FEATURES[feature]))
     with pytest.raises(ValueError, match=rf"model\.{key}="):
-        architecture(replace(SMALL, window_layers=None, window=None, **FEATURES[feature]), 64)
+        architecture(replace(SMALL, **FEATURES[feature]), 64)
 
 
 def saved_activations(**changes: Any) -> float:
@@ -190,3 +191,23 @@ def check_as_in_transformers(config: PreTrainedConfig, changes: dict[str, Any]) 
         ours["head.weight"].copy_(weights["lm_head.weight"])
     expected = theirs(TOKENS).logits
     torch.testing.assert_close(model(TOKENS), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_gemma3_blocks_compute_as_in_transformers() -> None:
+    ropes = {
+        "full_attention": {"rope_type": "default", "rope_theta": 40000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+    }
+    config = Gemma3TextConfig(**GEMMA, tie_word_embeddings=False, rope_parameters=ropes)
+    check_as_in_transformers(config, FEATURES["sandwich"] | FEATURES["two ropes"])
+
+
+def test_scaling_leaves_the_base_of_windows_alone() -> None:
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    model = replace(SMALL, rope_scaling=scaling, window_rope_theta=300.0)
+    assert [(rope.theta, rope.scaling) for rope in model.ropes()] == [
+        (300.0, {}),
+        (model.rope_theta, scaling),
+    ]
+    with pytest.raises(ValueError, match=r"model\.window_rope_theta=300\.0: give model\.window"):
+        replace(model, window=None, window_layers=None).validate()
