@@ -58,6 +58,11 @@ class GPTConfig:
     out_bias: bool = key(False, "a bias in attention's output projection")
     mlp_bias: bool = key(False, "biases in the projections of SwiGLU")
     qk_norm: bool = key(False, "RMSNorm on every head of q and k, as in Qwen3")
+    softcap: float | None = key(
+        None,
+        "c: attention's scores become c · tanh(score / c), as in Gemma 2; null: as they are",
+        above=0,
+    )
     context: int | None = key(
         None,
         "tokens that weights from elsewhere were made for, see init; null: those of seq_len",
@@ -101,6 +106,7 @@ class GPTConfig:
             window=window,
             rope=rope,
             rotates=layer not in self.nope_layers,
+            softcap=self.softcap,
         )
         mlp = FeedForward("mlp", "mlp", C, inner=self.ffn, has_bias=self.mlp_bias)
         attention_norm = Norm("attention_norm", "input_layernorm", C, eps)
