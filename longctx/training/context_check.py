@@ -1,14 +1,14 @@
-"""context.check: before a run, small, whether its ranks together compute what one of them does.
+"""context.check: before a run, compare a small step of all ranks with the same step of one rank.
 
-The run's own step on the run's own rows, cut short, with few layers and random weights:
+It is the run's own step on the run's own sequences, cut short, with few layers and random weights:
 
 1. The leak probe changes a token. Logits of later tokens of its document may change, and no others.
-   Packed rows that ranks share have leaked elsewhere without a word (trl#6843).
-2. Loss, gradient norm and every gradient of a step over all ranks, against the same step on each
-   rank alone. In fp32 they agree but for the order of sums. A run in bf16 is compared in bf16 too:
-   all ranks may be no further from one rank's fp32 than one rank's bf16 is.
+   In another library packed sequences have leaked between ranks without an error (trl#6843).
+2. Loss, gradient norm and every gradient of a step over all ranks are compared with the same step
+   on each rank alone. In fp32 they agree but for the order of sums. A run in bf16 is compared in
+   bf16 too: all ranks may be no further from one rank's fp32 than one rank's bf16 is.
 
-A second step leaves out targets so that some ranks have none. The row's length is not divisible.
+A second step leaves out targets so that some ranks have none. The length is not divisible.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from longctx.attention.description import AttentionConfig
-from longctx.data import Data, Mixture
+from longctx.data import Data
 from longctx.data.rows import IGNORED
 from longctx.distributed import sharding
 from longctx.distributed.devices import check_attention
@@ -96,7 +96,7 @@ class Result(NamedTuple):
     places: dict[str, slice]
 
 
-def compare_with_one(run: Run, data: Data | Mixture, parallel: Parallel) -> Finding:
+def compare_with_one(run: Run, data: Data, parallel: Parallel) -> Finding:
     """Check `run` before its first step, and leave no trace; every rank calls it.
 
     Raises CheckFailed, whose line names the difference and its size.
@@ -153,9 +153,7 @@ def has_fp32(run: Run) -> bool:
     return True
 
 
-def rows_of_groups(
-    run: Run, data: Data | Mixture, parallel: Parallel
-) -> tuple[list[list[Row]], int]:
+def rows_of_groups(run: Run, data: Data, parallel: Parallel) -> tuple[list[list[Row]], int]:
     """Return the first rows of each data rank, cut short, and how many were given a border."""
     every = parallel.all_gather_objects(cut_rows(run, data, parallel.data_rank))
     context = run.workload.context
@@ -370,7 +368,7 @@ def in_fp32(run: Run) -> Run:
     return replace(run, workload=workload, config=replace(run.config, precision="fp32"))
 
 
-def cut_rows(run: Run, data: Data | Mixture, data_rank: int) -> tuple[list[str], list[Row], int]:
+def cut_rows(run: Run, data: Data, data_rank: int) -> tuple[list[str], list[Row], int]:
     """Return the first rows of this data rank: their hashes, the rows cut short, and how many of
     them were given a border.
     """

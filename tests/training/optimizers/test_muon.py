@@ -15,7 +15,8 @@ from longctx.config.optimizer_config import OptimizerConfig
 from longctx.config.train_config import TrainConfig
 from longctx.model import GPT, GPTConfig
 from longctx.planner import optimizer_cost
-from longctx.training.optimizers import build, clip_gradients, muon
+from longctx.training.module import clip_gradients
+from longctx.training.optimizers import build, muon
 from longctx.training.run import Run
 from tests.largest_tensor import LiveMemory
 from tests.processes import ROOT
