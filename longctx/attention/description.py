@@ -143,8 +143,9 @@ class Naive(Description):
         if layer.is_compiled and layer.recompute == "none":
             # raw scores and probabilities; the compiler computes the rest again
             return 2 * layer.itemsize
-        # masked scores, exp of them, probabilities
-        return 2 * FP32 + layer.itemsize
+        # masked scores, exp of them, probabilities; tanh of the scores
+        capped = 0 if layer.part.softcap is None else FP32
+        return 2 * FP32 + layer.itemsize + capped
 
 
 class Flash(Description):

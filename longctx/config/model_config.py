@@ -31,6 +31,11 @@ class GPTConfig:
     )
     ffn: int = key(384, "inner width of SwiGLU", between=(1, 2**20))
     rope_theta: float = key(500000.0, "base of the rotary frequencies")
+    window_rope_theta: float | None = key(
+        None,
+        "base in layers that have the window, never scaled, as in Gemma 3; null: as all layers",
+        above=0,
+    )
     rope_scaling: dict[str, Any] = key({}, "transformers' rope_parameters; {}: not scaled")
     nope_layers: list[int] = key(
         [], "layers without rotary embedding, as in SmolLM3; first is 0", between=(0, 4095)
@@ -56,6 +61,11 @@ class GPTConfig:
     out_bias: bool = key(False, "a bias in attention's output projection")
     mlp_bias: bool = key(False, "biases in the projections of SwiGLU")
     qk_norm: bool = key(False, "RMSNorm on every head of q and k, as in Qwen3")
+    softcap: float | None = key(
+        None,
+        "c: attention's scores become c · tanh(score / c), as in Gemma 2; null: as they are",
+        above=0,
+    )
     context: int | None = key(
         None,
         "tokens that weights from elsewhere were made for, see init; null: those of seq_len",
@@ -83,6 +93,9 @@ class GPTConfig:
         """Return the parts of block `layer`, the first is 0."""
         C, eps = self.channels, self.norm_eps
         rope = Rope(self.head_size, self.rope_theta, self.rope_scaling, self.context)
+        window = self.window_of(layer)
+        if window is not None and self.window_rope_theta is not None:
+            rope = Rope(self.head_size, self.window_rope_theta, {}, None)
         attention = Attention(
             "attention",
             "self_attn",
@@ -93,9 +106,10 @@ class GPTConfig:
             qkv_bias=self.qkv_bias,
             out_bias=self.out_bias,
             norm_eps=eps if self.qk_norm else None,
-            window=self.window_of(layer),
+            window=window,
             rope=rope,
             rotates=layer not in self.nope_layers,
+            softcap=self.softcap,
         )
         mlp = FeedForward("mlp", "mlp", C, inner=self.ffn, has_bias=self.mlp_bias)
         attention_norm = Norm("attention_norm", "input_layernorm", C, eps)
@@ -168,8 +182,9 @@ class GPTConfig:
         check_scaling("model.rope_scaling", self.rope_scaling, self.head_size, self.context)
 
     def _validate_layers(self) -> None:
-        if self.window is None and self.window_layers is not None:
-            raise ValueError(f"model.window_layers={self.window_layers}: give model.window too")
+        for name in ("window_layers", "window_rope_theta"):
+            if self.window is None and getattr(self, name) is not None:
+                raise ValueError(f"model.{name}={getattr(self, name)}: give model.window too")
         for name in ("nope_layers", "window_layers"):
             layers = getattr(self, name) or []
             if list(layers) != sorted(set(layers)) or any(not 0 <= n < self.layers for n in layers):

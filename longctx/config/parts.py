@@ -149,6 +149,7 @@ class Attention(Part):
     window: int | None  # keys that a query sees; None: all before it
     rope: Rope
     rotates: bool  # False: a layer without positions, as in SmolLM3
+    softcap: float | None  # scores become softcap · tanh(score / softcap)
     module = "longctx.model.layers.SelfAttention"
 
     @property
@@ -177,7 +178,7 @@ class Attention(Part):
 
     def required(self) -> dict[str, Any]:
         """Return what its backend must be able to do, as arguments of `attention.check`."""
-        return {"head_dim": self.head_size}
+        return {"head_dim": self.head_size, "softcap": self.softcap}
 
     def flops(self, pairs: float) -> float:
         """Return the FLOPs of `pairs` of a query and a visible key, forward and backward."""

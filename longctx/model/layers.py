@@ -105,7 +105,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = part.heads, part.kv_heads, part.head_size
         self.rotates = part.rotates
-        self.attend = Attention(backend.backend, backend.options)
+        self.attend = Attention(backend.backend, backend.options, softcap=part.softcap)
         self.qkv, self.out = linears(part)
         eps = part.norm_eps
         self.q_norm = nn.Identity() if eps is None else RMSNorm(self.head_dim, eps)

@@ -3,13 +3,14 @@ trained, and decoding, memory and checkpoints follow.
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, PreTrainedConfig
 
 from longctx import cli
 from longctx.attention import Mask
@@ -27,6 +28,8 @@ SMALL = GPTConfig(
 )
 FEATURES: dict[str, dict[str, Any]] = {
     "sandwich": {"norms": "sandwich"},
+    "two ropes": {"window_rope_theta": 300.0, "rope_theta": 40000.0},
+    "softcap": {"softcap": 0.7},
 }
 POLICIES = {
     "none": MemoryConfig("fast"),
@@ -72,11 +75,11 @@ def formula(model: GPT, tokens: Tensor, documents: Tensor) -> Tensor:
         q, k, v = qkv.split((c.heads, c.kv_heads, c.kv_heads), dim=1)
         q, k = (rms(t, of[f"attention.{s}_norm.weight"]) for t, s in ((q, "q"), (k, "k")))
         window = c.window_of(n)
-        theta = (window and getattr(c, "window_rope_theta", None)) or c.rope_theta
+        theta = (window and c.window_rope_theta) or c.rope_theta
         q, k = rotated(q, positions, theta), rotated(k, positions, theta)
         k, v = (t.repeat_interleave(c.heads // c.kv_heads, dim=1) for t in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q, k) * D**-0.5
-        if cap := getattr(c, "softcap", None):
+        if cap := c.softcap:
             scores = cap * torch.tanh(scores / cap)
         distance = place[:, None] - place
         seen = (distance >= 0) & (distance < (window or T)) & (documents[:, None] == documents)
@@ -142,12 +145,13 @@ def test_decoding_continues_the_formula(feature: str) -> None:
 def test_no_class_of_transformers_is_claimed_for_it(feature: str) -> None:
     key = next(iter(FEATURES[feature]))
     with pytest.raises(ValueError, match=rf"model\.{key}="):
-        architecture(replace(SMALL, window_layers=None, window=None, **FEATURES[feature]), 64)
+        architecture(replace(SMALL, **FEATURES[feature]), 64)
 
 
-def saved_activations(**changes: Any) -> float:
-    """Return the bytes that blocks are predicted to save, in fp32 on a GPU."""
-    config = cli.compose("train", ["model=tiny", "precision=fp32", "seq_len=512"]).config
+def saved_activations(attention: str = "flash", **changes: Any) -> float:
+    """Return the bytes that blocks are predicted to save, uncompiled in fp32 on a GPU."""
+    overrides = ["model=tiny", "precision=fp32", "seq_len=512", "compile=false"]
+    config = cli.compose("train", [*overrides, f"attention={attention}"]).config
     model = replace(config.model, vocab_size=512, **changes)
     work = replace(workload_of(config, "cuda", 512, model), memory=POLICIES["none"])
     return predict(work).gpu[KEPT]
@@ -190,3 +194,49 @@ def check_as_in_transformers(config: PreTrainedConfig, changes: dict[str, Any]) 
         ours["head.weight"].copy_(weights["lm_head.weight"])
     expected = theirs(TOKENS).logits
     torch.testing.assert_close(model(TOKENS), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_gemma3_blocks_compute_as_in_transformers() -> None:
+    ropes = {
+        "full_attention": {"rope_type": "default", "rope_theta": 40000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+    }
+    config = Gemma3TextConfig(**GEMMA, tie_word_embeddings=False, rope_parameters=ropes)
+    check_as_in_transformers(config, FEATURES["sandwich"] | FEATURES["two ropes"])
+
+
+def test_scaling_leaves_the_base_of_windows_alone() -> None:
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    model = replace(SMALL, rope_scaling=scaling, window_rope_theta=300.0)
+    assert [(rope.theta, rope.scaling) for rope in model.ropes()] == [
+        (300.0, {}),
+        (model.rope_theta, scaling),
+    ]
+    with pytest.raises(ValueError, match=r"model\.window_rope_theta=300\.0: give model\.window"):
+        replace(model, window=None, window_layers=None).validate()
+
+
+def test_gemma2_blocks_compute_as_in_transformers() -> None:
+    capped = {"attn_logit_softcapping": 0.7, "final_logit_softcapping": None}
+    rope = {"rope_type": "default", "rope_theta": SMALL.rope_theta}
+    config = Gemma2Config(**GEMMA, **capped, tie_word_embeddings=False, rope_parameters=rope)
+    check_as_in_transformers(
+        config, FEATURES["sandwich"] | FEATURES["softcap"] | {"qk_norm": False}
+    )
+
+
+def test_a_backend_without_softcap_is_refused_at_the_door(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["model=tiny", "model.softcap=30", "device=cpu", "attention=sdpa"]
+    assert cli.main(["train", *overrides, f"runs={tmp_path}"]) == 2
+    error = capsys.readouterr().err
+    assert "softcap" in error and "attention=flash" in error
+    assert not any(tmp_path.iterdir())
+
+
+def test_scores_that_are_capped_are_counted() -> None:
+    naive = {"attention": "naive"}
+    more = saved_activations(**naive, softcap=30.0) - saved_activations(**naive)
+    # tanh of 4 heads' scores in 4 layers, 512 keys for each of the tokens
+    assert more == 4 * 4 * 4 * 512 * 512 * 32
