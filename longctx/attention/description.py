@@ -1,8 +1,8 @@
-"""What each attention backend is, for code that plans, checks or locks a run. Free of torch.
+"""Descriptions of the attention backends, for planning, checking and locking a run. No torch here.
 
-A backend's file computes; its description here answers everything else: options, what a CPU lacks,
-bytes that it saves, its workspace, its speed. `register` adds the description of a backend from
-elsewhere, so no other file knows a backend by name.
+A backend's file computes; its description answers everything else: options, need of a GPU, saved
+bytes, workspace, speed. `register` adds the description of a user's backend, so no other file knows
+a backend by name.
 
 Letters: N tokens of a micro-batch on one device, T keys of a sequence, H and Hkv heads of D
 channels, e bytes of an activation.
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from longctx.config.fields import key
+from longctx.config.parts import FP32, Attention
 from longctx.kernels.attention import HOPPER_HEAD_SIZES, hopper_size
 
-FP32 = 4  # bytes of a number
 # Head size → share of the chip's peak that forward and backward reach on long sequences. A share
 # holds up to its head size, the last one above it too (results/attention.json).
 Rates = Mapping[int, tuple[float, float]]
@@ -28,9 +28,7 @@ class Layer(NamedTuple):
 
     tokens: int  # N
     keys: int  # T
-    heads: int
-    kv_heads: int
-    head_size: int
+    part: Attention
     itemsize: int  # e
     recompute: str  # none | mlp | block
     is_compiled: bool
@@ -41,17 +39,17 @@ class Layer(NamedTuple):
     @property
     def q_size(self) -> int:
         """Bytes of q, or of the output."""
-        return self.itemsize * self.heads * self.head_size * self.tokens
+        return self.itemsize * self.part.query_size * self.tokens
 
     @property
     def kv_size(self) -> int:
         """Bytes of k, or of v."""
-        return self.itemsize * self.kv_heads * self.head_size * self.tokens
+        return self.itemsize * self.part.key_size * self.tokens
 
     @property
     def scores(self) -> int:
         """Scores of all heads."""
-        return self.heads * self.tokens * self.keys
+        return self.part.heads * self.tokens * self.keys
 
 
 @dataclass(frozen=True)
@@ -100,21 +98,21 @@ class Description:
 
     def rates_for(self, layer: Layer, on_hopper: bool) -> tuple[float, float]:
         """Return the shares of the chip's peak that forward and backward reach."""
-        return _rates(self.rates, layer.head_size)
+        return _rates(self.rates, layer.part.head_size)
 
     def saved(self, layer: Layer) -> float:
         """Return the bytes that forward leaves for backward, if nothing of it is recomputed."""
         # rotated q and k; v is a part of the projection's output, which is saved whole
         inputs = 2 * layer.q_size + 3 * layer.kv_size
-        return layer.q_size + FP32 * layer.heads * layer.tokens + inputs
+        return layer.q_size + FP32 * layer.part.heads * layer.tokens + inputs
 
     def workspace(self, layer: Layer) -> float:
         """Return the bytes that backward takes besides its inputs and outputs."""
-        lse_and_delta = 2 * FP32 * layer.heads * layer.tokens
-        sums_of_dq = FP32 * layer.heads * layer.head_size * layer.tokens
+        lse_and_delta = 2 * FP32 * layer.part.heads * layer.tokens
+        sums_of_dq = FP32 * layer.part.query_size * layer.tokens
         again = layer.q_size if layer.recompute == "block" else 0
         # dk and dv of every query head, before they are summed
-        repeated = 2 * layer.q_size if layer.heads != layer.kv_heads else 0
+        repeated = 2 * layer.q_size if layer.part.heads != layer.part.kv_heads else 0
         return lse_and_delta + sums_of_dq + repeated + again
 
     def forward_workspace(self, layer: Layer) -> float:
@@ -127,7 +125,7 @@ class Naive(Description):
 
     def saved(self, layer: Layer) -> float:
         inputs = layer.q_size + 2 * layer.kv_size
-        output = layer.q_size + FP32 * layer.heads * layer.tokens
+        output = layer.q_size + FP32 * layer.part.heads * layer.tokens
         return output + inputs + self._saved_of_score(layer) * layer.scores
 
     def workspace(self, layer: Layer) -> float:
@@ -154,14 +152,14 @@ class Flash(Description):
 
     def rates_for(self, layer: Layer, on_hopper: bool) -> tuple[float, float]:
         is_hopper = on_hopper and self._runs_hopper(layer)
-        return _rates(self.rates if is_hopper else PORTABLE, layer.head_size)
+        return _rates(self.rates if is_hopper else PORTABLE, layer.part.head_size)
 
     def workspace(self, layer: Layer) -> float:
-        lse_and_delta = 2 * FP32 * layer.heads * layer.tokens
+        lse_and_delta = 2 * FP32 * layer.part.heads * layer.tokens
         if not layer.on_gpu or not self._runs_hopper(layer):
             return lse_and_delta
-        padded = hopper_size(layer.head_size)
-        sums_of_dq = FP32 * layer.heads * padded * layer.tokens / layer.head_parts
+        padded = hopper_size(layer.part.head_size)
+        sums_of_dq = FP32 * layer.part.heads * padded * layer.tokens / layer.head_parts
         return lse_and_delta + sums_of_dq
 
     def _runs_hopper(self, layer: Layer) -> bool:
@@ -171,7 +169,7 @@ class Flash(Description):
         unless attention.options.kernel=portable.
         """
         kernel = layer.options.get("kernel", "auto")
-        fits = layer.itemsize == 2 and layer.head_size in HOPPER_HEAD_SIZES
+        fits = layer.itemsize == 2 and layer.part.head_size in HOPPER_HEAD_SIZES
         return fits if kernel == "auto" else kernel == "hopper"
 
 
@@ -264,7 +262,7 @@ class AttentionConfig:
             check_options(self.backend, self.options)
 
     def check_without_gpu(self) -> None:
-        """Raise ValueError, saying what to use instead, for what needs a GPU."""
+        """Raise ValueError, with a remedy, if the backend or its options need a GPU."""
         if reason := self.description.without_gpu(self.options):
             raise ValueError(f"attention={self.backend} cannot run here: {reason}")
 

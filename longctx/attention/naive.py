@@ -1,7 +1,7 @@
 """naive: scores, softmax and weighted sum as the formula says, with the (Tq, Tk) matrix in memory.
 
 The oracle of the others. `cached_attention` is the same formula for one new token per sequence over
-the keys and values of those before it; on a GPU a Triton kernel splits the keys instead
+a cache of keys and values; on a GPU a Triton kernel splits the keys instead
 (kernels/attention/decoding.py).
 """
 
@@ -53,30 +53,34 @@ class Naive(Backend):
 
 
 def visible(mask: Mask, Tk: int) -> Tensor:
-    """(B or 1, 1, Tq, Tk) bool of a bound mask."""
+    """Return (B or 1, 1, Tq, Tk) bool of a bound mask."""
     assert mask.first is not None and mask.last is not None
     j = torch.arange(Tk, device=mask.first.device)
     return ((j >= mask.first[..., None]) & (j <= mask.last[..., None]))[:, None]
 
 
 class Visible(NamedTuple):
-    """The keys that the new token of each row sees: first .. last (B,) int32 of the `keys` that any
-    of them may see.
-    """
+    """Visible keys of each row's new token: first .. last (B,) int32; no row sees beyond `keys`."""
 
     first: Tensor
     last: Tensor
     keys: int
 
 
-def decode_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """ "triton" or "torch", as `name` asks for it; auto is triton on a GPU.
+def decode_kernel(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    softcap: float | None = None,
+) -> str:
+    """Return "triton" or "torch", as `name` asks; auto is triton on a GPU, torch with a softcap.
 
-    Raises ValueError, saying what to use instead, where such tensors cannot be served here.
+    Raises ValueError with a remedy if the kernel cannot serve such tensors here.
     """
     runs_triton = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
     if name == "auto":
-        name = "triton" if runs_triton else "torch"
+        name = "triton" if runs_triton and softcap is None else "torch"
     if name == "torch":
         return name
     reason = None
@@ -88,6 +92,8 @@ def decode_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim:
         reason = f"takes fp32, bf16 and fp16, not {dtype}"
     elif device.type == "cpu" and dtype == torch.bfloat16:
         reason = "Triton's interpreter computes bf16 products wrongly"
+    elif softcap is not None:
+        reason = "has no softcap"
     elif head_dim not in HEAD_SIZES:
         reason = f"takes heads of {HEAD_SIZES[0]} to {HEAD_SIZES[-1]} channels, not {head_dim}"
     if reason is not None:
@@ -95,9 +101,17 @@ def decode_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim:
     return name
 
 
-def cached_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visible, kernel: str) -> Tensor:
-    """out (B, Hq, D) of q (B, Hq, D) over a cache k, v (B, T, Hkv, D); `kernel` as `decode_kernel`
-    gives it. Scores are divided by sqrt(D).
+def cached_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Visible,
+    kernel: str,
+    softcap: float | None = None,
+) -> Tensor:
+    """Return out (B, Hq, D) of q (B, Hq, D) over a cache k, v (B, T, Hkv, D).
+
+    `kernel` is as `decode_kernel` returned it. Scores are divided by sqrt(D).
     """
     scale = q.shape[-1] ** -0.5
     if kernel == "triton":
@@ -108,7 +122,7 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visible, kernel: 
     mask = Mask("intervals", first=visible.first[:, None], last=visible.last[:, None])
     k, v = k[:, : visible.keys], v[:, : visible.keys]
     with torch.autocast(q.device.type, enabled=False):
-        return Naive().run(q[:, None], k, v, mask, scale)[0][:, 0]
+        return Naive().run(q[:, None], k, v, mask, scale, softcap)[0][:, 0]
 
 
 register("naive", Naive())

@@ -45,7 +45,7 @@ def check_weights(path: Path, checkpoint: dict[str, Any], model: GPT) -> None:
 
 
 def lora_of(checkpoint: dict[str, Any]) -> LoraConfig:
-    """What LoRA trained beside the weights of a checkpoint; older ones do not say, and had none."""
+    """Return the LoRA that a checkpoint was trained with."""
     return LoraConfig(**checkpoint["longctx"]["config"].get("lora", {}))
 
 

@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 from longctx.config.parallel_config import kv_copies
+from longctx.config.parts import FP32, Block, Pass
 from longctx.planner import links, optimizer_cost
-from longctx.planner.workload import FP32, Workload
+from longctx.planner.workload import Workload
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 KEPT, ATTENTION, MLP, LOSS, BATCH = (
@@ -63,6 +65,16 @@ def predict(workload: Workload) -> Memory:
     return Memory(moment, terms, step.host(), step.saved())
 
 
+class _Costs(NamedTuple):
+    """Bytes of one block: saved for backward, alive in its two halves, freed between them."""
+
+    saved: float
+    saved_without_input: float
+    mlp: float
+    attention: float
+    freed: float
+
+
 class _Step:
     """The inventory of one training step."""
 
@@ -71,51 +83,71 @@ class _Step:
         workload = replace(workload, memory=workload.memory.filled(workload.memory.policy))
         self.workload, self.model, self.memory = workload, m, workload.memory
         self.device, self.libraries = device, CUBLAS if device == "cuda" else 0
+        self.blocks = workload.blocks
+        self.block = self.blocks[0]  # all have the same sizes
         self.B, self.T = workload.batch_size, workload.seq_len
         self.N = self.B * -(-self.T // workload.context)
+        self.backend, self.layer = workload.attention.description, workload.layer(self.B, self.T)
+        self.C, self.L, self.V = m.channels, m.layers, int(m.vocab_size or 0)
+        self.e = workload.activation_bytes
         # fsdp: a slice of weights, gradients and optimizer state, and gathered weights in 16 bits
         self.sharded, self.slices = workload.sharing.shards_weights, workload.slices
-        self.C, self.F, self.L, self.V = m.channels, m.ffn, m.layers, int(m.vocab_size or 0)
-        # Q, kv: channels
-        self.H, self.q, self.kv = (
-            m.heads,
-            m.heads * m.head_size,
-            m.kv_heads * m.head_size,
-        )
-        self.e = workload.activation_bytes
-        self.compiled = workload.compile
-        self.backend, self.layer = workload.attention.description, workload.layer(self.B, self.T)
-        # Of a block's products, before and after attention
-        self.before_weights = self.C * (self.q + 2 * self.kv)
-        self.after_weights = self.q * self.C + 3 * self.C * self.F
         # LoRA: these are trained, in fp32, and the model's own weights are frozen
-        self.added = workload.lora.parameters(m)
-        self.trained = self.added or m.parameters()
+        self.added = workload.added
+        self.trained = self.added or workload.parameters
         # Bytes of the gradient of one of the model's own weights
         self.gradient = 0 if self.added else self.e if self.sharded else FP32
         in_16_bits = self.e < FP32 and not self.added and not self.sharded
         self.copy = self.e if in_16_bits else 0  # and of its copy in 16 bits
-        # In FP8 a weight has no copy that waits for backward, but in a step that holds all
-        # of them from its beginning, as they lie and transposed.
+        # In FP8 no weight has a copy that waits for backward. A step with several micro-batches may
+        # hold all of them from its beginning, as they are and transposed.
         in_bf16 = {n % self.L for n in workload.bf16_layers}
         is_fp8 = workload.precision == "fp8"
         self.in_8_bits = [is_fp8 and n not in in_bf16 for n in range(self.L)]
-        once = workload.quantizes_once
-        self.held = 2.0 * sum(self.in_8_bits) * (self.before_weights + self.after_weights) * once
-        # One kernel makes the product of gate and up again in backward, see swiglu.py.
-        targets = workload.lora.targets if self.added else []
+        held = 2.0 * sum(self.in_8_bits) * self.block.weights
+        self.held = held if workload.quantizes_once else 0.0
         self.kernels = device == "cuda" and self.e < FP32
-        self.fused = self.kernels and "down" not in targets
-        # Of N × F elements, where a product has a thin one beside it and both are there before they
-        # are added up:
-        self.lora_product = 1 if "down" in targets else 0  # the gradient of gate and up's product
-        self.lora_gate_up = 6 if "gate_up" in targets else 0  # gate and up, uncompiled
         self.tile = self.tile_of(self.memory.mlp_tile or self.N)
-        # Bytes that the first 0, 1, ... blocks keep on the GPU
         self.exchanged = self.exchange()
-        self.kept_by_block = [self.kept_by(layer) for layer in range(self.L)]
-        here = [0.0] * self.away() + self.kept_by_block[self.away() :]
-        self.kept_by_first = [0.0, *accumulate(here)]
+        # Blocks that are alike have one object
+        kinds = list(zip(map(id, self.blocks), self.in_8_bits, strict=True))
+        by_kind = {
+            kind: self.costs_of(block, self.pass_of(kind[1]))
+            for kind, block in dict(zip(kinds, self.blocks, strict=True)).items()
+        }
+        self.costs = [by_kind[kind] for kind in kinds]
+        # Bytes that the first 0, 1, ... blocks save on the GPU
+        self.saved_by_block = [self.saved_by(layer) for layer in range(self.L)]
+        here = [0.0] * self.away() + self.saved_by_block[self.away() :]
+        self.saved_by_first = [0.0, *accumulate(here)]
+
+    def pass_of(self, in_8_bits: bool) -> Pass:
+        """Return the pass of a micro-batch through a block, whose products may be in FP8."""
+        targets = tuple(self.workload.lora.targets) if self.added else ()
+        return Pass(
+            tokens=self.N,
+            tile=self.tile,
+            recompute=self.memory.recompute or "none",
+            activation=self.e,
+            fp8_input=1 if in_8_bits and not self.added else 0,
+            weight_copy=0 if in_8_bits else self.copy,
+            gradient=self.gradient,
+            is_fused=self.kernels and "down" not in targets,
+            adapted=targets,
+            attention=self.backend.saved(self.layer),
+            saves_lse=self.backend.has_backward,
+        )
+
+    def costs_of(self, block: Block, through: Pass) -> _Costs:
+        """Return the bytes of one block."""
+        attention = block.attention_backward(through) + self.exchanged
+        return _Costs(
+            saved=block.saved(through),
+            saved_without_input=block.saved(through, keeps_input=False),
+            mlp=block.mlp_backward(through),
+            attention=attention + self.backend.workspace(self.layer),
+            freed=block.freed_after_mlp(through) if self.memory.recompute == "none" else 0,
+        )
 
     def of_passes(self) -> Iterator[tuple[str, Terms]]:
         """Yield the moments of forward and backward."""
@@ -123,7 +155,7 @@ class _Step:
         gradients = FP32 * self.trained / self.slices
         embedding = self.gradient * self.V * self.C
         kept = FP32 / self.slices if self.sharded and self.gradient else self.gradient
-        block = kept * (self.before_weights + self.after_weights)
+        block = kept * self.block.weights
         block += FP32 * self.added / self.L / self.slices
         tied = self.model.tied
         # From the second micro-batch on every gradient is there all the time, and always where DDP
@@ -193,7 +225,7 @@ class _Step:
         # Tokens, targets, doc_ids, int64; CUDA graphs read those of a micro-batch from one place.
         batch = 24 * row_tokens * (self.workload.accumulate + self.workload.captured)
         mask = (16 + 8) * row_tokens  # first, last of queries and of keys; positions
-        rope = FP32 * self.N * self.model.head_size  # cos and sin
+        rope = FP32 * self.N * sum(rope.head_size for rope in self.model.ropes())  # cos and sin
         return {
             PARAMETERS: self.weights() / self.slices + self.gathered(),
             OPTIMIZER: optimizer_cost.state_on_gpu(self.workload) / self.slices,
@@ -202,7 +234,7 @@ class _Step:
 
     def weights(self) -> float:
         """Bytes of all weights: fp32 master copies, and frozen ones as they are used."""
-        return (self.e if self.added else FP32) * self.model.parameters() + FP32 * self.added
+        return (self.e if self.added else FP32) * self.workload.parameters + FP32 * self.added
 
     def saved(self) -> float:
         """Bytes of a checkpoint that this process writes."""
@@ -217,7 +249,7 @@ class _Step:
         if not self.sharded:
             return 0.0
         outside = (1 if self.model.tied else 2) * self.V * self.C
-        block = self.before_weights + self.after_weights
+        block = self.block.weights
         added = 0 if self.added else FP32 * block
         return float(self.e * (outside + 2 * block) + added)
 
@@ -231,25 +263,26 @@ class _Step:
 
     def exchange_of(self, window: int | None) -> float:
         """`exchange` of a layer with this `window`."""
-        ranks, heads = self.workload.context, self.model.kv_heads
+        ranks, attention = self.workload.context, self.block.attention
+        heads, q, kv = attention.kv_heads, attention.query_size, attention.key_size
         if links.exchanges_halo(self.workload, window):
             keys = self.N + self.B * ((window or 1) - 1)
-            return 4.0 * self.e * self.kv * keys  # k and v with the neighbour's, dk and dv
+            return 4.0 * self.e * kv * keys  # k and v with the neighbour's, dk and dv
         parts = self.workload.head_parts
         if self.workload.context_method == "allgather":
             # Of a group of heads, k and v of all tokens: in order, their gradients, those in one
             # tensor, by rank and as received; and their sum in fp32
-            group = self.kv / parts * ranks * self.N
+            group = kv / parts * ranks * self.N
             return 2.0 * (5 * self.e * group + FP32 * group / ranks)
         # Ulysses: q, the output and its gradient, and k and v twice, as sent and as received
-        copies = kv_copies(self.model.heads, heads, ranks)
-        return 2.0 * self.e * (3 * self.q + 2 * copies * self.kv) * self.N / parts
+        copies = kv_copies(attention.heads, heads, ranks)
+        return 2.0 * self.e * (3 * q + 2 * copies * kv) * self.N / parts
 
     def host(self) -> Terms:
         """Bytes of host memory that grow with the run: the optimizer's, and kept activations in
         pinned memory.
         """
-        away = self.kept_by_block[: self.away()]
+        away = self.saved_by_block[: self.away()]
         optimizer = optimizer_cost.state_on_host(self.workload) / self.slices
         return {OPTIMIZER: optimizer, KEPT: float(sum(away))}
 
@@ -257,35 +290,16 @@ class _Step:
         """Layers whose kept activations lie on the host: the first so many."""
         return round((self.memory.offload or 0.0) * self.L)
 
-    def kept_by(self, layer: int) -> float:
-        """Bytes that block `layer`, from 0, keeps."""
-        N, C, F, e = self.N, self.C, self.F, self.e
-        if self.memory.recompute == "block":
-            x = float(e * C * N) if layer % (self.memory.keep_every or 1) == 0 else 0.0
-            # The others run forward again
-            lse = FP32 * self.H * N if self.backend.has_backward else 0
-            return x + e * self.q * N + lse  # with attention's output
-        attention = self.backend.saved(self.layer)
-        copy, x8 = self.copies(layer)
-        norm = (x8 or e) * C * N + FP32 * N  # its output, and 1 / rms
-        weights = copy * self.before_weights  # in 16 bits, for backward
-        kept = e * C * N + norm + attention + weights  # with the block's input
-        if self.memory.recompute == "mlp":
-            return kept
-        weights = copy * self.after_weights + x8 * self.q * N  # and attention's output in 8 bits
-        inner = 2 * F if self.fused else 3 * F  # gate and up, and their product
-        return kept + e * C * N + norm + e * inner * N + weights  # with attention's projection
-
-    def copies(self, layer: int) -> tuple[int, int]:
-        """Bytes of a weight's copy that block `layer`, from 0, keeps for backward; and of an input
-        of a product in FP8, 0 where it is kept as it is: in bf16, or for LoRA's factors.
-        """
-        in_8_bits = self.in_8_bits[layer]
-        return 0 if in_8_bits else self.copy, 1 if in_8_bits and not self.added else 0
+    def saved_by(self, layer: int) -> float:
+        """Return the bytes that block `layer`, from 0, saves for backward."""
+        costs = self.costs[layer]
+        # Without its input a block before it runs forward again.
+        keeps_input = layer % (self.memory.keep_every or 1) == 0
+        return float(costs.saved if keeps_input else costs.saved_without_input)
 
     def kept(self, layers: int) -> Terms:
         """What the first `layers` blocks keep on the GPU."""
-        return {KEPT: self.kept_by_first[layers]}
+        return {KEPT: self.saved_by_first[layers]}
 
     def logits(self, bytes_each: int) -> float:
         """The logits of a chunk: all chunks of the loss are about equal, none larger than
@@ -303,31 +317,8 @@ class _Step:
         return {LOSS: weight + hidden + self.logits(self.e) + FP32 * self.N}
 
     def mlp_backward(self, layer: int) -> Terms:
-        """Backward of the part after attention, when the gradients of gate and up have just been
-        computed.
-
-        The gradient of their product is still there then, with LoRA on the down projection in two
-        parts. Fused, the product itself is too, and the down projection has no gradient yet but has
-        given up its copy in 16 bits; else the other way round.
-        """
-        N, C, F, e = self.N, self.C, self.F, self.e
-        copy, x8 = self.copies(layer - 1)
-        incoming = e * C * N
-        down = float(-copy if self.fused else self.gradient) * C * F
-        if self.memory.recompute == "none":
-            incoming += x8 * C * N  # transposed in FP8
-            return {MLP: incoming + e * (4 if self.fused else 2 + self.lora_product) * F * N + down}
-        n = self.tile
-        work = e * (3 * C + 2 * F) * n  # projection, norm, output; gate and up
-        work += x8 * (C + self.q) * n - (e - x8 if x8 else 0) * C * n
-        work += e * (4 if self.fused else 3 + self.lora_product) * F * n
-        weights = copy * self.after_weights + (down if self.fused else down - copy * C * F)
-        # Attention's output has its gradient for all tokens, the last tile's is there too;
-        # gradients of weights are sums.
-        if n < N:
-            work += e * self.q * N + e * (C + self.q) * n
-            weights += self.gradient * self.after_weights
-        return {MLP: incoming + work + weights, KEPT: self.again(layer)}
+        """Return the bytes of the part after attention when its backward takes most."""
+        return {MLP: self.costs[layer - 1].mlp, KEPT: self.again(layer)}
 
     def again(self, layer: int) -> float:
         """What is brought or computed back before a block's backward: an input not kept, what lay
@@ -338,41 +329,21 @@ class _Step:
         # Blocks to go back to the last input that was kept
         missing = (layer - 1) % (self.memory.keep_every or 1)
         needed = range(layer - 1 - max(1, missing), layer)
-        brought = sum(self.kept_by_block[i] for i in needed if 0 <= i < self.away())
+        brought = sum(self.saved_by_block[i] for i in needed if 0 <= i < self.away())
         return brought + min(missing, 2) * self.e * self.C * self.N
 
     def attention_backward(self, layer: int) -> Terms:
-        """Backward of attention, with what comes before it computed again where it was not kept."""
-        N, C, e, q, kv = self.N, self.C, self.e, self.q, self.kv
-        # Residual; do, dq, dk, dv
-        work = (
-            e * C * N
-            + e * (2 * q + 2 * kv) * N
-            + self.backend.workspace(self.layer)
-            + self.exchanged
-        )
-        if self.memory.recompute == "none":
-            copy, x8 = self.copies(layer - 1)
-            gone = (e * (2 if self.fused else 3) * self.F + (x8 or e) * C + x8 * q) * N + copy * (
-                self.after_weights - q * C
-            )
-            return {ATTENTION: work + self.gradient * self.after_weights, KEPT: -gone}
-        sums = self.gradient * self.after_weights
-        if self.memory.recompute == "mlp":
-            return {ATTENTION: work + sums}
-        untiled = self.tile == N
-        # With one tile the norm, and q and k before rotation too
-        qkv = e * (q + 2 * kv) * N + (e * (C + q + kv) * N if untiled else 0)
-        return {ATTENTION: work + qkv + sums, KEPT: self.again(layer)}
+        """Return the bytes of attention's backward, and of what is recomputed for it."""
+        costs = self.costs[layer - 1]
+        return {ATTENTION: costs.attention, KEPT: self.again(layer) - costs.freed}
 
     def validation(self, rows: int, length: int) -> Terms:
         """Return the bytes of a forward without gradient, in which blocks run uncompiled."""
-        C, F, e = self.C, self.F, self.e
-        N = rows * -(-length // self.workload.context)
+        tokens = rows * -(-length // self.workload.context)
+        tile = min(self.memory.mlp_tile or tokens, tokens)
         scores = self.backend.forward_workspace(self.workload.layer(rows, length))
-        inner = max(3 if self.fused else 4, self.lora_gate_up)
-        mlp = e * (2 * C + self.q) * N + e * (2 * C + inner * F) * min(self.memory.mlp_tile or N, N)
-        logits = self.logits(FP32) + self.copy * self.V * C + e * C * N
+        mlp = self.block.forward(self.pass_of(self.in_8_bits[0])._replace(tokens=tokens, tile=tile))
+        logits = self.logits(FP32) + self.copy * self.V * self.C + self.e * self.C * tokens
         return {MLP: mlp, ATTENTION: scores} if mlp + scores > logits else {LOSS: logits}
 
 

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -77,7 +76,7 @@ def on(device: int, task: Task) -> None:
 
 
 def attention_tasks(workload: Workload) -> list[Task]:
-    """Return what compiles the backend's kernels, for heads and lengths of `workload`."""
+    """Return tasks that compile the backend's kernels for heads and lengths of `workload`."""
     model, dtype = workload.model, dtype_of(workload.precision)
     device = torch.device("cuda", torch.cuda.current_device())
     element = torch.empty(1, 1, 1, 1, dtype=dtype, device=device)
@@ -112,15 +111,6 @@ def with_few_layers(model: GPTConfig, keep_every: int) -> GPTConfig:
     """Return `model` with the first layer of each sort, and the first few: the blocks that are
     recomputed together, and one more.
     """
-    kinds = [(model.window_of(n), n in model.nope_layers) for n in range(model.layers)]
+    kinds = model.blocks()
     first = {kinds.index(kind) for kind in kinds}
-    chosen = sorted(first | set(range(min(model.layers, keep_every + 1))))
-    windows = model.window_layers
-    return replace(
-        model,
-        layers=len(chosen),
-        nope_layers=[n for n, layer in enumerate(chosen) if layer in model.nope_layers],
-        window_layers=None
-        if windows is None
-        else [n for n, layer in enumerate(chosen) if layer in windows],
-    )
+    return model.with_layers(sorted(first | set(range(min(model.layers, keep_every + 1)))))

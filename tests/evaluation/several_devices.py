@@ -29,12 +29,11 @@ from longctx.config.train_config import TrainConfig
 from longctx.data.tokenizer import train
 from longctx.distributed import sharding
 from longctx.distributed.parallel import Parallel
-from longctx.evaluation.evaluate import build_scorer
+from longctx.evaluation.evaluate import build_scorer, resolve
+from longctx.evaluation.load import load_model
 from longctx.evaluation.passkey import recall
 from longctx.evaluation.perplexity import perplexity
-from longctx.evaluation.scorer import Scorer
-from longctx.evaluation.setup import resolve
-from longctx.evaluation.subject import load_model
+from longctx.evaluation.score import Scorer
 from longctx.evaluation.windows import Document
 from longctx.model import GPT, lora
 from longctx.planner.hardware import Machine

@@ -11,11 +11,9 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
 
 from longctx.config.eval_config import RULER_TASKS, EvalConfig, RulerConfig
 from longctx.data.tokenizer import Tokenizer, train
-from longctx.evaluation import ruler_table
 from longctx.evaluation.ruler import (
     TASKS,
     Texts,
@@ -26,11 +24,8 @@ from longctx.evaluation.ruler import (
     score,
     sentences,
 )
-from longctx.evaluation.scorer import Scorer
+from longctx.evaluation.score import Scorer
 from longctx.model import GPT, GPTConfig
-from longctx.report import run_view
-from longctx.report.compare import rulers
-from longctx.runs import evaluations
 
 LENGTH = 3001
 ESSAY = "The old dog walks home. " * 30 + "Nobody knows the way, but the river does! " * 40
@@ -157,54 +152,6 @@ def test_scores_are_those_of_lm_eval() -> None:
         assert score("qa_2", answer, [first]) == theirs
 
 
-def test_answers_are_greedy_and_end() -> None:
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=64, layers=2, channels=16, heads=2, ffn=16)).eval()
-    prompts = [[1, 2, 3, 4, 5], [7], [9, 8, 9]]
-    expected = []
-    for prompt in prompts:
-        ids = list(prompt)
-        for _ in range(6):
-            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
-        expected.append(ids[len(prompt) :])
-    assert Scorer(model).answers(prompts, 6, [63], 11) == expected
-    end = expected[0][2]
-    until = [row[: row.index(end)] if end in row else row for row in expected]
-    assert Scorer(model).answers(prompts, 6, [end], 11) == until
-
-
-def test_batches_of_one_room_share_a_cache_and_answer_as_alone() -> None:
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=64, layers=2, channels=16, heads=2, ffn=16, init_std=0.3))
-    model.eval()
-    batches = [[[1, 2, 3, 4, 5], [7], [9, 8, 9]], [[6, 5], [4]], [[3, 2, 1], [8] * 5, [9, 1, 9, 1]]]
-    scorer = Scorer(model)
-    decoders = set()
-    for prompts in batches:
-        alone = [Scorer(model).answers([prompt], 6, [63], 11)[0] for prompt in prompts]
-        assert scorer.answers(prompts, 6, [63], 11) == alone
-        decoders.add(scorer.decoder)
-    assert len(decoders) == 1
-    scorer.answers([*batches[0], [5]], 6, [63], 11)  # more rows
-    decoders.add(scorer.decoder)
-    scorer.answers(batches[0], 6, [63], 12)  # longer ones
-    assert len({*decoders, scorer.decoder}) == 3
-
-
-def test_rows_stop_when_each_has_ended() -> None:
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=64, layers=2, channels=16, heads=2, ffn=16)).eval()
-    seen: list[tuple[int, int]] = []
-
-    def has_ended(row: int, tokens: list[int]) -> bool:
-        seen.append((row, len(tokens)))
-        return len(tokens) == 2 + row
-
-    answers = Scorer(model).answers([[1, 2], [7]], 9, [63], 11, has_ended)
-    assert list(map(len, answers)) == [2, 3]
-    assert max(count for _, count in seen) == 3
-
-
 def test_essays_are_cut_into_sentences_wherever_there_are_some() -> None:
     assert sentences(essay_words("A dog.  A\ncat! End")) == ["A dog.", "A cat!", "End"]
     assert len(sentences(essay_words("x " * 100))) == 3
@@ -287,33 +234,3 @@ def test_mistakes_name_the_key(
     config = EvalConfig(checkpoint="x", ruler=RulerConfig(enabled=True, **of_ruler), **keys)
     with pytest.raises(ValueError, match=f"^{message}"):
         config.validate()
-
-
-def test_tables_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    scored = [
-        {"task": task, "length": length, "score": score}
-        for task, score in (("niah_single_2", 1.0), ("qa_1", 0.5))
-        for length in (512, 2048)
-        for _ in range(2)
-    ]
-    content = {"made": ["qa_1"], **ruler_table.content(scored)}
-    assert content["ruler"]["scores"] == {"niah_single_2": [1.0, 1.0], "qa_1": [0.5, 0.5]}
-    ruler_table.show(content)
-    printed = capsys.readouterr().out
-    assert "qa_1 (own text)" in printed
-    assert "75.0" in printed
-    assert "not RULER's data" in printed
-    ruler_table.draw(content, tmp_path / "x.png")
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-
-    (tmp_path / "eval").mkdir()
-    evaluations.write(content, tmp_path / "eval" / "ruler-x.json")
-    (tmp_path / "config.yaml").write_text("seq_len: 512\n")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens_seen": 64, "elapsed_s": 1.0}\n')
-    table = rulers([run_view.read(tmp_path, 100)])
-    assert table.headings[-2:] == ["512", "2,048"]
-    assert [row[2:] for row in table.rows] == [
-        ["niah_single_2", "100.0", "100.0"],
-        ["qa_1 (own text)", "50.0", "50.0"],
-        ["mean", "75.0", "75.0"],
-    ]
