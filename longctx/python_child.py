@@ -11,12 +11,12 @@ from pathlib import Path
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """`python -m module arguments`, without the current folder among the places of modules."""
+    """Return `python -m module arguments`; modules of the current folder are not imported."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's environment with `variables`, in which the child finds this package first."""
+    """Return this process's environment with `variables`; the child finds this package first."""
     root = str(Path(__file__).parents[1])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     return os.environ | {"PYTHONPATH": path} | variables
@@ -35,7 +35,7 @@ def typed_command() -> str:
 
 
 def _shown(path: Path) -> str:
-    """A path as short as it can be typed from the current folder."""
+    """Return a path as short as it can be typed from the current folder."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 

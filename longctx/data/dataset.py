@@ -160,7 +160,7 @@ class Part:
             counts[f"{split}_tokens"] = int((stops - starts).sum())
             counts[f"{split}_rows"] = packing.rows
             counts[f"{split}_efficiency"] = round(packing.efficiency(self.seq_len), 6)
-        # Documents that are trained on and whose ends validate
+        # Documents with a trained beginning and a validating end
         counts["val_ends"] = int(np.count_nonzero(self.trained[self.split["val"]]))
         return counts
 

@@ -1,8 +1,8 @@
-"""Documents into rows of a fixed length: cut what is longer, pack the pieces by best-fit
+"""Documents into sequences of a fixed length: cut longer ones, pack the pieces by best-fit
 decreasing.
 
-Best-fit decreasing puts each piece, longest first, into the fullest row that still holds it
-(Johnson 1973: at most 11/9 of the fewest rows possible). Rows lie on stacks by the room left in
+Best-fit decreasing puts each piece, longest first, into the fullest sequence that still holds it
+(Johnson 1973: at most 11/9 of the fewest possible). Sequences are on stacks by the room left in
 them, so a million documents take a second. For language models: Ding et al. 2024, arXiv 2404.10830.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Packing:
-    """Which piece of which document lies where.
+    """The position of each piece of a document in the sequences.
 
     Row r holds the pieces `row_starts[r]` to `row_starts[r + 1] - 1`, in order.
     """
@@ -32,7 +32,7 @@ class Packing:
         return len(self.row_starts) - 1
 
     def efficiency(self, seq_len: int) -> float:
-        """Share of row positions that hold a document's token rather than padding."""
+        """Return the share of positions that hold a document's token rather than padding."""
         return float(self.length.sum()) / (self.rows * seq_len) if self.rows else 1.0
 
     def save(self, path: Path) -> None:

@@ -132,8 +132,8 @@ def _wanted(total: int, fraction: float | None) -> int:
 def _validating_groups(order: np.ndarray, sizes: np.ndarray, wanted: Sequence[int]) -> np.ndarray:
     """Choose the groups that validate whole, (groups,) bool.
 
-    Takes each group that fits into the bytes still wanted of each store, then for each store one
-    more group if that brings it closer.
+    Takes each group that fits into the bytes still wanted of each store. Then each store gets one
+    more group, if that brings it closer.
     """
     validates = np.zeros(len(sizes), bool)
     room = np.array(wanted, np.int64)

@@ -1,6 +1,6 @@
 """Text to token ids and back: a byte-level BPE trained here, or any tokenizer.json.
 
-Hugging Face `tokenizers` with the token that ends a document, which tokenizer.json does not name.
+Hugging Face `tokenizers`, and the token that ends a document: tokenizer.json does not name it.
 Text never turns into special tokens: a document that quotes `<|endoftext|>` does not end there.
 """
 
@@ -29,7 +29,7 @@ _SEGMENT = 1 << 20
 _BOUNDARY = re.compile(r"[^\W_]\n")
 # Characters; the time of the BPE trainer is quadratic in the length of a word.
 _LONGEST_RUN = 1000
-_BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of one byte, where others are of characters
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of one byte, if other tokens are of characters
 _BYTE_LETTERS = frozenset(tokenizers.pre_tokenizers.ByteLevel.alphabet())  # each writes a byte
 _FAILED = ("the tokenizer does not get through a text", "use another ({})", (Exception,))
 _ENDLESS = re.compile(rf"\S{{{_LONGEST_RUN},}}|\s{{{_LONGEST_RUN},}}")

@@ -3,6 +3,7 @@ GPU.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 
@@ -10,46 +11,94 @@ from benchmarks.attention import Options
 from benchmarks.words import BENCHMARKS, main
 from longctx import cli
 
+# Command line → the part of the message that names the mistake.
+MISTAKES = {
+    "atention": "atention is not a benchmark",
+    "plan": "longctx plan",
+    "attention length=4": "lengths",
+    "attention lengths=abc": "lengths=",
+    "attention lengths=0": "lengths=0",
+    "attention lengths=": "lengths=",
+    "attention masks=diagonal": "masks=diagonal: ",
+    "attention backends=flahs": "backends=flahs: ",
+    "attention lengths": "lengths: ",
+    "attention repeats=x": "repeats=x: ",
+    "attention reference=cudnn": "reference=cudnn: ",
+    "attention channels=100": "channels=100: ",
+    "attention group=5": "group=5",
+    "context backends=flahs": "backends=flahs: ",
+    "devices cases=2b": "cases=2b: ",
+    "devices gpus=0,x": "gpus=0,x: ",
+    "devices cases=1b-64k-4 gpus=0": "4 GPUs",
+    "devices devices=2": "devices=2: is set for each point",
+    "extension short=2048 long=2048": "long=2048: ",
+    "extension samples=0": "samples=0",
+    "extension path=nowhere": "path=nowhere: ",
+    "extension device=tpu": "device=tpu",
+    "memory model=8b": "model=8b: is set for each point; use models=",
+    "optimizers optimizers=adam": "optimizers=adam: ",
+    "optimizers lr=0.1": "lr=0.1: is set for each point; use rates=",
+    "optimizers seq_len=abc": "seq_len=abc",
+    "optimizers rates=0": "rates=0",
+    "outgrown checkpoint=": "give a run",
+    "outgrown checkpoint=nowhere": "nowhere",
+    "peers minutes=x": "minutes=x: ",
+    "peers minutes=-1": "minutes=-1",
+    "peers minutes=nan": "minutes=nan",
+    "peers peers=longctx,nanogtp": "peers=nanogtp: ",
+    "peers nanogpt=/no/such/folder": "nanogpt=/no/such/folder: ",
+    "peers checkpointing=yes": "checkpointing=yes: ",
+    "peers step_tokens=many": "step_tokens=many: ",
+    "peers seq_len=4096": "seq_len=4096: is set for each point; use lengths=",
+    "peers accumulate=3": "accumulate=3: ",
+    "peers model.window=1024": "model.window=1024: ",
+    "peers modell=1b": "did you mean model",
+    "step steps=0": "steps=0",
+    "step backends=flahs": "backends=flahs: ",
+    "step modell=tiny": "did you mean model",
+    "step seq_len=64": "seq_len=64: is set for each point; use lengths=",
+    "step attention=flash": "attention=flash: is set for each point; use backends=",
+    "tune kernels=fast": "kernels=fast",
+    "tune head_sizes=8": "head_sizes=8",
+    "tune head_sizes=96,128": "head_sizes=96,128",
+    "tune dtype=fp32": "dtype=fp32",
+    "tune length=4": "lengths",
+    "tune lengths=": "lengths=",
+}
 
-def test_overrides_fill_the_options():
-    options = cli.options(Options, ["lengths=512,1024", "head_sizes=64", "masks=full", "repeats=3"])
-    assert options == dataclasses.replace(
-        Options(), lengths=(512, 1024), head_sizes=(64,), masks=("full",), repeats=3
-    )
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_mistake_is_one_line(words: str, refused: Callable[[int, str], str]) -> None:
+    refused(main(words.split()), MISTAKES[words])
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["atention"], "atention is not a benchmark"),
-        (["plan"], "longctx plan"),
-        (["attention", "length=4"], "did you mean lengths?"),
-        (["attention", "lengths=abc"], "lengths=[abc]: must be a list of whole numbers"),
-        (["attention", "lengths=0"], "lengths=0: a number above 0"),
-        (["attention", "lengths="], "lengths=null: not allowed"),
-        (["attention", "masks=diagonal"], "masks=diagonal: choose from causal"),
-        (["attention", "backends=flahs"], "backends=flahs: choose from flash"),
-        (["attention", "lengths"], "lengths: not of the form key=value"),
-        (["attention", "repeats=x"], "repeats=x: must be a whole number"),
-        (["peers", "minutes=x"], "minutes=x: must be a number"),
-        (["step", "steps=0"], "steps=0: a number above 0"),
-        (["peers", "minutes=-1"], "minutes=-1.0: a number above 0"),
-        (["peers", "minutes=nan"], "minutes=nan: a number above 0"),
-        (["step", "backends=flahs"], "backends=flahs: choose from flash"),
-        (["context", "backends=flahs"], "backends=flahs: choose from flash"),
-    ],
-)
-def test_mistakes_are_one_line(argv, message, refused):
-    refused(main(argv), message)
+@pytest.mark.parametrize("name", ["extension", "optimizers"])
+def test_a_mistake_writes_nothing(name: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([name, "seq_len=abc", "samples=0"]) == 2
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.no_gpu
-def test_no_gpu_is_refused(capsys):
-    assert main(["attention"]) == 2
-    assert "no CUDA GPU" in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["attention", "context", "memory", "tune"])
+def test_no_gpu_is_refused(name: str, refused: Callable[[int, str], str]) -> None:
+    refused(main([name]), "no CUDA GPU")
 
 
-def test_help_names_every_benchmark_and_of_one_every_key(capsys):
+@pytest.mark.parametrize("words", ["device=cpu", "attention=sdpa backends=naive"])
+def test_plan_refuses_keys_of_its_own(words: str, refused: Callable[[int, str], str]) -> None:
+    refused(cli.main(["plan", *words.split()]), words.split()[0])
+
+
+def test_overrides_fill_the_options() -> None:
+    words = ["lengths=512,1024", "head_sizes=64", "masks=full", "repeats=3"]
+    expected = dataclasses.replace(
+        Options(), lengths=(512, 1024), head_sizes=(64,), masks=("full",), repeats=3
+    )
+    assert cli.options(Options, words) == expected
+
+
+def test_help_names_benchmarks_and_keys(capsys) -> None:
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in BENCHMARKS)

@@ -1,7 +1,7 @@
 """Sources of documents: the door behind `data=NAME`, and the checks of a data configuration.
 
-A source is a class with the keys of `data` that it uses and a method that opens its documents;
-`register` shows a whole one. Importing this package stays cheap, because every command line is
+A source is a class with its keys of `data` and a method that opens its documents; `register` shows
+a whole one. Importing this package stays cheap, because every command line is
 checked by it: datasets, pyarrow, tokenizers and torch are imported by the functions that read.
 """
 

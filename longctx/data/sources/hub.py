@@ -85,7 +85,7 @@ class Hub(Source):
 
 
 class _Dataset(NamedTuple):
-    """The name, builder or folder that data.path means, and the files that data.files means.
+    """The name, builder or folder of data.path, and the files of data.files.
 
     Files of a builder or a folder are on this machine, other files are in the data set of the Hub.
     """

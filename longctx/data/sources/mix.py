@@ -27,7 +27,7 @@ class Member(NamedTuple):
 
 @register("mix")
 class Mix(Source):
-    """The members that data.mix names; keys that a member does not set are those of the mix."""
+    """The members that data.mix names; a key that a member does not set comes from the mix."""
 
     keys = frozenset({"mix"})
 
@@ -96,7 +96,7 @@ def _typed_keys(place: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _member(place: str, config: DataConfig, own: Mapping[str, Any]) -> DataConfig:
-    """Return the configuration of a member: its `own` keys, else those of the mix that it uses."""
+    """Return the configuration of a member: its `own` keys, else keys of the mix."""
     name = own.get("source") or ("text" if own.get("path") else "embedded")
     with untrusted.named(place):
         refuse((name == "mix", "data.source=mix: no member of a mix; name the sources themselves"))

@@ -4,8 +4,8 @@ use its context.
 Facts and questions are hidden in the text of another source: data.path, else the embedded one.
 Every document follows from its number alone. Evaluation hides the same facts, drawn from other
 seeds, so that no answer was seen. passkey: one number, told once (Mohtashami & Jaggi 2023, arXiv
-2305.16300). needle: the number of one city among those of others, so that the question must be
-matched and not only the form (RULER, arXiv 2404.06654).
+2305.16300). needle: the number of one city among numbers of others, so that the question must
+be matched and not only the form (RULER, arXiv 2404.06654).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _documents(corpus: Corpus, count: int, length: int) -> Iterator[Document]:
 
 
 class Task(NamedTuple):
-    """A fact to hide, the question that it answers, and other facts that do not.
+    """A fact to hide, the question that it answers, and other facts.
 
     `question + answer` is the text that the model is to continue, and how.
     """

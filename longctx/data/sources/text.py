@@ -1,8 +1,8 @@
 """data=text: local .txt and .md files (one document each), .jsonl (or .ndjson) and .parquet files
 (a document per line or row), compressed or not.
 
-A folder is searched for files with these endings. A file that the user names, or that a glob finds,
-may have any other ending and is then plain text. Links are followed, and every folder and file is
+A folder is searched for files with these endings. A file of any other ending is plain text if the
+user names it or a glob finds it. Links are followed, and every folder and file is
 read once, so loops of links end. (fsspec and glob cannot do that.)
 """
 
@@ -71,7 +71,7 @@ class _Reader(io.RawIOBase):
 def _open_xz(file: IO[bytes]) -> Any:
     """Read every stream of an .xz file.
 
-    lzma.open stops at the padding that may stand between streams and drops what follows it.
+    lzma.open stops at padding between streams and drops the rest of the file.
     """
     stream = lzma.LZMADecompressor()
 
