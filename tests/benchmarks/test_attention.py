@@ -5,8 +5,6 @@ that it may take is kept.
 import dataclasses
 import json
 
-import matplotlib.image
-import numpy as np
 import pytest
 import torch
 
@@ -21,8 +19,6 @@ from benchmarks.attention import (
     fill,
     left_out,
     measure,
-    packed_rows,
-    plot,
 )
 from benchmarks.words import main
 from longctx.attention import attention
@@ -121,53 +117,6 @@ def test_rounds_are_fewer_where_time_is_short_and_shuffled():
     order.clear()
     timing.medians(calls, 1000, seconds=0.0, least=2)
     assert len(order) == 6 + 3 + 6
-
-
-def test_packed_rows_are_full_of_documents():
-    rows = packed_rows(3, 4096)
-    assert rows.shape == (3, 4096)
-    assert (np.diff(rows, axis=1) >= 0).all()
-    documents = [len(np.unique(row)) for row in rows]
-    assert documents[0] >= documents[1] >= documents[2] >= 1
-    assert documents[0] > 1
-    assert (packed_rows(3, 4096) == rows).all()
-
-
-def test_plot_draws_one_and_two_masks(tmp_path):
-    rows = [
-        {
-            "mask": mask,
-            "head_size": 64,
-            "tokens": n,
-            "backend": b,
-            "forward_tflops": n / 10,
-            "backward_tflops": n / 20,
-        }
-        for mask in ("causal", "full")
-        for n in (512, 1024)
-        for b in ("flash", "sdpa-flash")
-    ]
-    rows.append(
-        {"mask": "causal", "head_size": 64, "tokens": 512, "backend": "flex", "skipped": "no GPU"}
-    )
-    report = {"rows": rows, "matmul_tflops": 100.0, "gpu": "test", "torch": "2", "triton": "3"}
-    for name, shown in (("two", rows), ("one", [row for row in rows if row["mask"] == "full"])):
-        plot(report | {"rows": shown}, tmp_path / "deep" / f"{name}.png")
-        assert matplotlib.image.imread(tmp_path / "deep" / f"{name}.png").std() > 0.01
-    assert {p.name for p in (tmp_path / "deep").iterdir()} == {"one.png", "two.png"}
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["reference=cudnn"], "reference=cudnn: choose from flash, flash-deterministic"),
-        (["channels=100"], "channels=100: 1.5625 heads of size 64 are no multiple of group=1"),
-        (["group=5"], "32 heads of size 64 are no multiple of group=5"),
-    ],
-)
-def test_mistakes_are_refused_before_the_gpu_is_looked_for(overrides, message, capsys):
-    assert main(["attention", *overrides]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_benchmark_writes_tables_json_and_plot(tmp_path, monkeypatch, capsys):

@@ -4,7 +4,6 @@ found.
 
 import json
 import time
-from unittest.mock import MagicMock
 
 import matplotlib.image
 import pytest
@@ -20,13 +19,6 @@ from longctx.training import dry_run
 from longctx.training.dry_run import OUT_OF_MEMORY, DryRun
 
 FOUND = (9, "predicted"), (1, "given"), (2, "given")
-
-
-def test_lengths_double_up_to_the_longest() -> None:
-    assert context.ladder(4096, 20000) == [4096, 8192, 16384, 20000]
-    assert context.ladder(4096, 8192) == [4096, 8192]
-    assert context.ladder(4096, 3000) == [3000]
-    assert context.ladder(4096, 0) == []
 
 
 @pytest.fixture
@@ -108,15 +100,6 @@ def test_points_of_several_commands_stand_in_one_file(
     assert "begins anew: its points are of another gpu" in capsys.readouterr().out
 
 
-def test_a_length_that_is_given_replaces_none_that_fits() -> None:
-    fits, first, second = ({"tokens": n, "how": how} for n, how in FOUND)
-    assert context.merged({"a": fits, "b": first}, {"a": second, "b": second}) == {
-        "a": fits,
-        "b": second,
-    }
-    assert context.merged({"b": first}, {"b": fits}) == {"b": fits}
-
-
 def test_the_longest_is_found_by_probes(card: hardware.Chip) -> None:
     run = training_run(["model=1b", "attention=flash", "memory=balanced", "batch_size=1"], "cuda")
     best = context.find_longest(run, context.Options(), end=1e12)
@@ -145,21 +128,3 @@ def test_as_many_steps_as_show_the_memory(card: hardware.Chip) -> None:
     ):
         run = decided(training_run([*one_row, *keys], "cuda"))
         assert context.least_steps(run.workload) == least
-
-
-def test_a_copy_at_wandb_that_failed_is_said(tmp_path, monkeypatch, capsys) -> None:
-    def copy(*_: object) -> MagicMock:
-        return MagicMock(news=lambda: "wandb is off: why")
-
-    monkeypatch.setattr("longctx.runs.tracking.Copy", copy)
-    run = training_run(["model=124m", f"runs={tmp_path}", "wandb.mode=offline"], "cuda")
-    row = {"backend": "flash", "tokens": 4096, "kernel": "made up", "memory": "fast"}
-    context.report(row | {"tokens_per_second": 1.0}, run)
-    assert capsys.readouterr().out == "wandb is off: why\n"
-
-
-@pytest.mark.no_gpu
-@pytest.mark.parametrize("name", ["context", "memory"])
-def test_no_gpu_is_refused(name: str, capsys) -> None:
-    assert main([name]) == 2
-    assert "no CUDA GPU" in capsys.readouterr().err

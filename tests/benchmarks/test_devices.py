@@ -12,7 +12,7 @@ import pytest
 from benchmarks import device_runs
 from benchmarks.device_cases import CASES, PACKED, Case
 from benchmarks.device_runs import MEASURES, Place, Started
-from benchmarks.devices import compare, free_for
+from benchmarks.devices import compare
 from benchmarks.process_group import group
 from benchmarks.words import main
 from longctx.planner import fitting, hardware
@@ -75,32 +75,6 @@ def test_a_case_is_compared_with_the_same_rows_on_one_gpu(works: dict[str, Workl
     assert rows[3]["longctx_over_it"] == 2.0
 
 
-def test_cases_have_gpus_of_their_own_unless_they_share() -> None:
-    one, two, shared = (Case(1, 1, "train"), Case(2, 1, "train"), Case(4, 1, "lost", shared=True))
-    four = (0, 1, 2, 3)
-    assert free_for(two, [(one, (0,))], four) == (1, 2)
-    assert free_for(two, [(one, (0,)), (two, (1, 2))], four) is None
-    assert free_for(one, [(one, (0,)), (two, (1, 2))], four) == (3,)
-    assert free_for(shared, [(shared, four)], four) == four
-    assert free_for(shared, [(one, (0,))], four) is None
-    assert free_for(one, [(shared, four)], four) is None
-
-
-def test_the_steps_after_the_first_count() -> None:
-    rows = [
-        {"step": 5, "ms_per_step": 900.0, "loss": 3.0, "memory_peak_gib": 2.0},
-        {"step": 10, "ms_per_step": 100.0, "loss": 2.0, "memory_peak_gib": 4.0, "extra": 7},
-        {"step": 15, "ms_per_step": 300.0, "loss": 1.0, "memory_peak_gib": 3.0},
-    ]
-    row = device_runs.measured(rows)
-    assert row["seconds"] == 0.2
-    assert row["first_seconds"] == 4.5
-    assert row["memory_peak_gib"] == 4.0
-    assert row["extra"] == 7
-    assert row["loss"] == [3.0, 2.0, 1.0]
-    assert device_runs.measured([]) == {}
-
-
 def test_a_command_leaves_no_process(place: Place) -> None:
     with Started(["bash", "-c", "sleep 60 & echo out; wait"], place.folder / "log", place) as one:
         assert one.wait(lambda: "out" in one.log.read_text())
@@ -120,19 +94,6 @@ def test_why_a_command_shows_nothing(command: str, problem: str, place: Place) -
     with Started(["bash", "-c", command], place.folder / "log", place) as one:
         assert not one.wait(end=None if command.startswith("echo") else 0.0)
         assert one.problem().startswith(problem)
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["cases=2b"], "cases=2b: choose from"),
-        (["gpus=0,x"], "gpus=0,x: of 0"),
-        (["cases=1b-64k-4", "gpus=0"], "needs 4 GPUs"),
-        (["devices=2"], "devices=2: is set for each point"),
-    ],
-)
-def test_mistakes_are_one_line(argv, message, refused):
-    refused(main(["devices", *argv]), message)
 
 
 @pytest.mark.slow

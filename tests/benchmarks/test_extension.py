@@ -3,12 +3,11 @@ plot of docs/long-context.md shows.
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from benchmarks.extension import Options, check, draw
+from benchmarks.extension import draw
 from benchmarks.words import main
 
 
@@ -65,23 +64,3 @@ def test_small_run_writes_report_and_plot(tmp_path: Path, monkeypatch: pytest.Mo
     }
     draw(report, tmp_path / "again.png")
     assert main(["extension", f"out={out}"]) == 2
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["short=2048", "long=2048"], "long=2048: a multiple of short=2048"),
-        (["samples=0"], "samples=0: must be above 0"),
-        (["path=nowhere"], "path=nowhere: no such file or folder"),
-        (["device=tpu"], "device=tpu"),
-    ],
-)
-def test_mistake_is_refused_before_anything_is_written(
-    overrides: list[str], message: str, refused: Callable[[int, str], str], tmp_path: Path
-) -> None:
-    refused(main(["extension", *overrides, f"out={tmp_path / 'x'}"]), message)
-    assert not (tmp_path / "x").exists()
-
-
-def test_default_options_are_valid(tmp_path: Path) -> None:
-    check(Options(), tmp_path / "x")

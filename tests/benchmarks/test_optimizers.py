@@ -1,7 +1,6 @@
 """The comparison of optimizers, tiny and on a CPU, and what it makes of losses."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,22 +26,6 @@ def test_the_target_is_a_loss_that_the_best_run_of_each_reaches() -> None:
     assert shared_target(rows) == 2.7
     with pytest.raises(ValueError, match="optimizers=b"):
         shared_target([row for row in rows if row["optimizer"] == "a" or row["lr"] == 2])
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["optimizers=adam"], "optimizers=adam: choose from adamw, muon"),
-        (["lr=0.1"], "lr=0.1: is set for each point; use rates="),
-        (["seq_len=abc"], "seq_len=abc"),
-        (["rates=0"], "rates=0"),
-    ],
-)
-def test_mistake_is_refused_before_anything_runs(
-    overrides: list[str], message: str, refused: Callable[[int, str], str], tmp_path: Path
-) -> None:
-    refused(main(["optimizers", *overrides, f"runs={tmp_path}"]), message)
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

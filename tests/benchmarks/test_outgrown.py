@@ -15,7 +15,6 @@ import torch
 import train
 from benchmarks.outgrown import Watched, growth
 from benchmarks.process_group import ROOT
-from benchmarks.words import main
 from longctx.attention import Mask
 
 BM, BN = 32, 16
@@ -99,11 +98,3 @@ def test_a_far_key_that_draws_all_weight_outgrows() -> None:
     assert (watched.rows, watched.outgrown_rows) == (64, 32)
     assert (watched.tiles, watched.outgrown_tiles) == (2, 1)
     assert watched.largest_nats == pytest.approx(30, abs=0.1)
-
-
-@pytest.mark.parametrize(
-    ("word", "said"), [("checkpoint=", "give a run"), ("checkpoint=nowhere", "nowhere")]
-)
-def test_no_model_is_one_line(word: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["outgrown", word]) == 2
-    assert said in capsys.readouterr().err

@@ -250,16 +250,6 @@ def test_checkpointing_where_memory_runs_out_without(card: list[dict[str, Any]])
     assert rows[1]["mfu"] == pytest.approx(rows[1]["mfu_6n"], rel=0.01)
 
 
-def test_long_steps_are_timed_once(card: list[dict[str, Any]]) -> None:
-    points("transformers", (4096, 81920), ["model=1b"], checkpointing="always")
-    points("transformers", (131072,), ["model=8b", "lora.rank=16"], checkpointing="never")
-    assert [(request["warm"], request["timed"], request["bf16"]) for request in card] == [
-        (3, 5, True),
-        (3, 3, True),
-        (1, 1, True),
-    ]
-
-
 def test_longctx_row_runs_the_requested_and_the_pinned_recipe(
     card: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,26 +328,6 @@ def test_what_cannot_be_measured_says_why(
     assert (
         peers.point("transformers", run, late, [], [], 0.0)["how"] == "skipped: 2 minutes were over"
     )
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("peers=longctx,nanogtp", "peers=nanogtp: one or several of longctx,"),
-        ("nanogpt=/no/such/folder", "nanogpt=/no/such/folder: no model.py there"),
-        ("checkpointing=yes", "checkpointing=yes: one of auto, always, never"),
-        ("step_tokens=many", "step_tokens=many: a number of tokens"),
-        ("seq_len=4096", "seq_len=4096: is set for each point; use lengths="),
-        ("accumulate=3", "accumulate=3: does not divide the 16 rows"),
-        ("model.window=1024", "model.window=1024: peers compares whole causal attention"),
-        ("modell=1b", "did you mean model"),
-    ],
-)
-def test_mistake_is_one_line(
-    override: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["peers", override]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_interruption_keeps_the_measured_points(

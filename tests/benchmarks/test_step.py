@@ -97,19 +97,6 @@ def test_a_profiled_step_sums_to_the_step(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["step", "modell=tiny"], "did you mean model"),
-        (["step", "seq_len=64"], "seq_len=64: is set for each point; use lengths="),
-        (["step", "attention=flash"], "attention=flash: is set for each point; use backends="),
-        (["memory", "model=8b"], "model=8b: is set for each point; use models="),
-    ],
-)
-def test_a_training_key_that_is_wrong_or_would_do_nothing_is_one_line(argv, message, refused):
-    refused(main(argv), message)
-
-
-@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["device=cpu"], "device=cpu: is set for each point; it is a GPU"),

@@ -2,8 +2,6 @@
 compiler fused by its name.
 """
 
-import pytest
-
 from benchmarks import trace
 from benchmarks.trace import (
     ATTENTION,
@@ -112,10 +110,3 @@ def test_kernels_of_a_captured_step_count_by_their_names():
             event(name, 10, 7, "kernel", tid=7, correlation=1),
         )
         assert times == {part: 7}, name
-
-
-@pytest.mark.parametrize("times", [[(0, 10), (5, 20), (2, 4), (30, 40), (15, 35)]])
-def test_free_parts_are_disjoint(times):
-    busy: list[tuple[float, float]] = []
-    assert sum(b - a for start, end in times for a, b in trace._free(busy, start, end)) == 40
-    assert busy == sorted(busy)

@@ -107,12 +107,6 @@ def test_without_ncu_the_closed_forms_and_what_is_missing(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.no_gpu
-def test_no_gpu_is_refused(tmp_path, capsys):
-    assert main(["traffic", f"ncu={fake_ncu(tmp_path, [])}", f"out={tmp_path}/t"]) == 2
-    assert "no CUDA GPU" in capsys.readouterr().err
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(
     not shutil.which("ncu"),

@@ -89,12 +89,6 @@ def test_candidates_are_tiles(kernel):
     assert all(launch._is_config(kernel, list(config)) for config in candidates)
 
 
-def test_variations_of_a_hopper_config():
-    configs = list(tune.variations(Config(128, 2, True)))
-    assert configs == [Config(128, 3, True), Config(128, 2, False)]
-    assert Config(128, 2, True) in tune.variations(Config(128, 3, True))
-
-
 def test_hopper_config_is_varied_until_none_is_faster(monkeypatch):
     start, best = Config(128, 2, True), Config(128, 4, False)
     module = type(launch)("module")
@@ -194,26 +188,6 @@ def test_tune_on_a_gpu(monkeypatch, tmp_path, capsys):
     assert list(launch_config("forward", q, 1024)) == tables["forward"]["64"]["0"]
     for function in (measured, launch.configure):
         function.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["kernels=fast"], "kernels=fast"),
-        (["head_sizes=8"], "head_sizes=8"),
-        (["head_sizes=96,128"], "head_sizes=96,128"),
-        (["dtype=fp32"], "dtype=fp32"),
-        (["length=4"], "lengths"),
-        (["lengths="], "lengths="),
-    ],
-)
-def test_mistakes_are_one_line(argv, message, refused):
-    refused(main(["tune", *argv]), message)
-
-
-@pytest.mark.no_gpu
-def test_tune_needs_a_gpu(refused):
-    refused(main(["tune"]), "no CUDA GPU")
 
 
 @pytest.mark.parametrize(

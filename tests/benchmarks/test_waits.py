@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.waits import disk_seconds, step_seconds
 from benchmarks.words import main
 
 TINY = ["model=tiny", "model.layers=1", "model.channels=32", "model.ffn=48", "model.heads=2"]
@@ -48,22 +47,3 @@ def test_a_folder_with_other_things_is_left_alone(
     assert main(["waits", *TINY, f"folder={tmp_path}", f"out={tmp_path}/w"]) == 2
     assert "folder=" in capsys.readouterr().err
     assert (tmp_path / "mine").read_text() == "x"
-
-
-def test_a_step_that_follows_a_save_is_timed_with_it() -> None:
-    rows = [{"step": n, "seconds": n + 5.0 * (n > 3), "ms_per_step": 1000.0} for n in range(1, 6)]
-    assert step_seconds([{"step": 0, "val_loss": 2.0}, *rows]) == {2: 1, 3: 1, 4: 6, 5: 1}
-
-
-def test_the_disk_takes_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = []
-    unlink = Path.unlink
-
-    def look(path: Path) -> None:
-        sizes.append(path.stat().st_size)
-        unlink(path)
-
-    monkeypatch.setattr(Path, "unlink", look)
-    size = 2**25 + 6
-    assert all(seconds > 0 for seconds in disk_seconds(tmp_path, size, 2).values())
-    assert sizes == [size // 2] * 2
