@@ -284,7 +284,7 @@ def _generate(argv: list[str]) -> int:
     if chosen.device != "cpu":
         hardware.start_gpu(0)
     with libraries():
-        from longctx.generation.generate import generate
+        from longctx.generation import generate
     return generate(chosen)
 
 

@@ -199,7 +199,7 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     again: float = {"none": 0, "mlp": after, "block": before + after}[memory.recompute or "none"]
     again += after * (1 - 1 / (memory.keep_every or 1)) if memory.recompute == "block" else 0
     rate = PRODUCTS * C / (C + SMALL) * peak
-    added = workload.lora.parameters(m)
+    added = workload.added
     each = 4 if added else 6  # frozen weights have no gradient
     in_8_bits = workload.fp8_layers / m.layers
     each_flop = (1 - in_8_bits) / rate + in_8_bits / (FP8 * C / (C + SMALL_FP8) * peak)

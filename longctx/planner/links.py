@@ -105,8 +105,8 @@ def waiting_for_weights(workload: Workload, chip: Chip, compute: float) -> float
     if ranks == 1:
         return 0.0
     outside = int(m.vocab_size or 0) * m.channels * (1 if m.tied else 2)
-    blocks = m.parameters() - outside
-    added = workload.lora.parameters(m)
+    blocks = workload.parameters - outside
+    added = workload.added
     trained, trained_outside = (added, 0) if added else (blocks, outside)
 
     def shared(size: float, pieces: int) -> float:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from longctx.attention.description import AttentionConfig, Layer, capturable_backends
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.config.optimizer_config import OptimizerConfig
 from longctx.config.parallel_config import STRATEGIES, Strategy, allgather_group, ulysses_parts
+from longctx.config.parts import Block
 from longctx.config.train_config import TrainConfig
 
 # Defaults by device, in tokens: a GPU is kept busy by 16,384 tokens at a time.
@@ -46,6 +48,21 @@ class Workload:
     bf16_layers: tuple[int, ...] = ()  # that stay in bf16 under precision=fp8
     passkey_length: int = 0  # the longest of passkey.lengths; 0: none given
 
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """The parts of every block."""
+        return self.model.blocks()
+
+    @cached_property
+    def parameters(self) -> int:
+        """Parameters of the model, without those that LoRA adds."""
+        return self.model.parameters()
+
+    @cached_property
+    def added(self) -> int:
+        """Parameters that LoRA adds and trains alone; 0 without LoRA."""
+        return self.lora.parameters(self.model)
+
     @property
     def captured(self) -> bool:
         """Return True if the decided step runs as CUDA graphs."""
@@ -59,7 +76,7 @@ class Workload:
         if self.device != "cuda":
             return False
         tokens = self.batch_size * self.seq_len
-        per_token = self.model.flops_per_token(self.seq_len / 2, self.lora.parameters(self.model))
+        per_token = self.model.flops_per_token(self.seq_len / 2, self.added)
         return tokens * per_token / self.model.layers < HOST_BOUND
 
     @property
@@ -115,7 +132,7 @@ class Workload:
         return Layer(
             tokens=sequences * -(-length // self.context),
             keys=length,
-            part=self.model.block(0).attention,
+            part=self.blocks[0].attention,
             itemsize=self.activation_bytes,
             recompute=self.memory.recompute or "none",
             is_compiled=self.compile,
