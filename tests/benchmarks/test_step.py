@@ -10,7 +10,6 @@ import pytest
 from benchmarks.step import gains, of, turning_length
 from benchmarks.trace import ATTENTION, IDLE, MATRICES, OTHER, PARTS
 from benchmarks.words import main
-from longctx import cli
 
 
 def row(tokens, attention, matrices, backend="flash", failed=None):
@@ -94,14 +93,3 @@ def test_a_profiled_step_sums_to_the_step(tmp_path, capsys):
     assert report["turns_by_flops"] == pytest.approx((2 * per_layer + 512 * 128) / (2 * 128))
     assert matplotlib.image.imread(tmp_path / "s.png").std() > 0.01
     assert "over naive" in capsys.readouterr().out.replace("_", " ")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["device=cpu"], "device=cpu: is set for each point; it is a GPU"),
-        (["attention=sdpa", "backends=naive"], "attention=sdpa: backends=naive is given too"),
-    ],
-)
-def test_plan_refuses_keys_that_it_sets_itself(overrides, message, refused):
-    refused(cli.main(["plan", *overrides]), message)

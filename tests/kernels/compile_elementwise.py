@@ -58,7 +58,7 @@ def of_one_dtype(capability, dtype):
     # GPUs before 8.9 have no FP8
     if capability >= 89:
         tile = {"ROWS": True, "COLUMNS": True, "LARGEST": 448.0, "SCALED": False}
-        tile |= dict(zip(("BR", "BC"), quantize.TILE, strict=True))
+        tile = tile | dict(zip(("BR", "BC"), quantize.TILE, strict=True))
         aligned = ("x", "rows", "columns", "R", "C", "padded")
         yield "quantize", quantize.quantize_kernel, quantize.WARPS, aligned, tile
     tile = {"CLIPPED": True, "BLOCK": adamw_update.BLOCK}
@@ -76,7 +76,7 @@ def in_16_bits():
         rows, block, warps, _ = rms_norm.launch_config(C)
         tile = {"ROWS": rows, "BLOCK": block, "ADD": True}
         yield f"rms norm {C}", rms_norm.rms_norm_kernel, warps, (), tile
-        tile |= {"STAGES": rms_norm.stages(block)}
+        tile = tile | {"STAGES": rms_norm.stages(block)}
         yield f"rms norm backward {C}", rms_norm.rms_norm_backward_kernel, warps, (), tile
     for D in (64, 128, 256):
         tokens, heads, block, warps = rotary.launch_config(32, 8, D)
