@@ -57,7 +57,7 @@ def test_free_intervals_are_refused():
         (("4",), "auto", 9, None),
     ],
 )
-def test_a_gpu_that_runs_no_installed_version_is_refused(
+def test_gpu_without_a_fitting_version_is_refused(
     monkeypatch, installed, wanted, generation, refused
 ) -> None:
     monkeypatch.setattr(flash_attn, "INSTALLED", installed)

@@ -42,7 +42,7 @@ def test_rule(case):
 
 
 @pytest.mark.gpu
-def test_scores_never_exist_where_compiling_is_forbidden():
+def test_scores_never_exist_without_compiling():
     T = 16384
     q, k, v = torch.randn(3, 1, T, 4, 64, device="cuda", dtype=torch.bfloat16)
     mask = Mask.causal().bind(1, T, T, "cuda")

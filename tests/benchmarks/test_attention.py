@@ -103,7 +103,7 @@ def test_rows_after_the_time_limit_say_so():
     assert reasons[over[0]["skipped"]][0] == "flash in 1 of 2 cases"
 
 
-def test_rounds_are_fewer_where_time_is_short_and_shuffled():
+def test_rounds_are_shuffled_and_fit_the_time():
     order = []
     calls = {name: lambda name=name: order.append(name) for name in "abc"}
     medians = timing.medians(calls, 5)

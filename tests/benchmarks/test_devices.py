@@ -50,7 +50,7 @@ def test_every_run_is_one_that_fits(name: str, works: dict[str, Workload], place
     assert fitting.fits(works[name], place.chip.usable, place.host * CASES[name].gpus)
 
 
-def test_a_case_is_compared_with_the_same_rows_on_one_gpu(works: dict[str, Workload]) -> None:
+def test_a_case_is_compared_with_one_gpu(works: dict[str, Workload]) -> None:
     for name, case in CASES.items():
         assert case.what in MEASURES
         assert not case.ours or CASES[case.ours].gpus == case.gpus

@@ -14,7 +14,7 @@ from longctx.planner.peak_memory import predict
 
 
 @pytest.mark.slow
-def test_by_default_there_are_points_of_every_kind_and_all_fit() -> None:
+def test_default_points_are_of_every_kind_and_fit() -> None:
     usual = memory.Options()
     longest = {
         name: (max(getattr(usual, name)),) for name in ("lengths", "long_lengths", "naive_lengths")

@@ -9,7 +9,7 @@ from benchmarks.optimizers import shared_target, tokens_to
 from benchmarks.words import main
 
 
-def test_the_tokens_to_a_loss_lie_on_a_straight_line_between_validations() -> None:
+def test_tokens_to_a_loss_are_interpolated() -> None:
     losses = [(0, 6.0), (100, 4.0), (200, 3.0), (300, 3.5)]
     assert tokens_to(losses, 6.5) == 0
     assert tokens_to(losses, 5.0) == 50
@@ -17,7 +17,7 @@ def test_the_tokens_to_a_loss_lie_on_a_straight_line_between_validations() -> No
     assert tokens_to(losses, 2.9) is None
 
 
-def test_the_target_is_a_loss_that_the_best_run_of_each_reaches() -> None:
+def test_each_optimizer_reaches_the_target() -> None:
     ends = {("a", 1): 3.0, ("a", 2): 2.5, ("b", 1): 2.7, ("b", 2): None}
     rows = [
         {"optimizer": name, "lr": lr, "last_loss": loss, "validations": [(9, loss)] if loss else []}

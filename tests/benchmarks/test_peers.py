@@ -137,7 +137,7 @@ def test_a_bare_step_is_one_micro_batch(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_transformers_learns_nothing_from_random_tokens(checkpointing: bool) -> None:
+def test_random_tokens_teach_nothing(checkpointing: bool) -> None:
     result = trainers.measure(job([], checkpointing=checkpointing))
     assert result["failed"] is None
     assert result["loss"] == pytest.approx(math.log(512), rel=0.1)
@@ -145,7 +145,7 @@ def test_transformers_learns_nothing_from_random_tokens(checkpointing: bool) -> 
     assert set(result["versions"]) == {"transformers"}
 
 
-def test_every_step_has_the_learning_rate_that_train_py_gives_it() -> None:
+def test_steps_have_train_pys_learning_rates() -> None:
     weight, rates = torch.nn.Parameter(torch.ones(1)), []
 
     class RecordingSGD(torch.optim.SGD):
@@ -158,7 +158,7 @@ def test_every_step_has_the_learning_rate_that_train_py_gives_it() -> None:
     assert rates == [0.1, 0.2, 0.3]
 
 
-def test_other_trainers_are_asked_for_the_learning_rates_of_train_py(
+def test_other_trainers_get_our_learning_rates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     requests: list[dict[str, Any]] = []
@@ -228,7 +228,7 @@ def points(
     return rows
 
 
-def test_checkpointing_where_memory_runs_out_without(card: list[dict[str, Any]]) -> None:
+def test_checkpointing_if_memory_runs_out(card: list[dict[str, Any]]) -> None:
     rows = points("transformers-liger", (4096, 16384, 65536, 131072), ["model=1b"])
     tried = [(request["tokens"], request["rows"], request["checkpointing"]) for request in card]
     # 65,536 tokens are more than those that did not fit: not tried again
@@ -250,7 +250,7 @@ def test_checkpointing_where_memory_runs_out_without(card: list[dict[str, Any]])
     assert rows[1]["mfu"] == pytest.approx(rows[1]["mfu_6n"], rel=0.01)
 
 
-def test_longctx_row_runs_the_requested_and_the_pinned_recipe(
+def test_longctx_runs_requested_and_pinned_recipes(
     card: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran = []
@@ -298,7 +298,7 @@ def test_utilization_is_that_of_others(card: list[dict[str, Any]]) -> None:
     assert peers.utilization(training_run(overrides, "cpu"), 431_049, 123_550_464) == {}
 
 
-def test_what_cannot_be_measured_says_why(
+def test_unmeasured_points_say_why(
     card: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def how(peer: str, *overrides: str, **options: Any) -> str:

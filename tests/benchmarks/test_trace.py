@@ -57,7 +57,7 @@ def test_backward_belongs_where_forward_was():
     assert times == {LOSS: 14}
 
 
-def test_the_last_operator_of_a_number_is_the_one_that_used_it():
+def test_the_last_operator_used_a_number():
     times = spent(
         event(trace.RANGE + LOSS, 0, 10, "user_annotation"),
         event("aten::ones", 1, 9, **{"Sequence number": 7}),
@@ -68,7 +68,7 @@ def test_the_last_operator_of_a_number_is_the_one_that_used_it():
     assert times == {LOSS: 10, ATTENTION: 14}
 
 
-def test_gpu_kernels_count_by_their_launch_and_only_once():
+def test_gpu_kernels_count_once_by_their_launch():
     times = spent(
         event(trace.MODEL, 0, 50, "user_annotation"),
         event("longctx::flash_forward", 5, 10),
@@ -93,7 +93,7 @@ def test_gpu_kernels_count_by_their_launch_and_only_once():
     assert times == {ATTENTION: 100, MATRICES: 80, SMALL: 10, COPIES: 10, DATA: 15}
 
 
-def test_kernels_of_a_captured_step_count_by_their_names():
+def test_captured_kernels_count_by_their_names():
     names = {
         "forward_kernel": ATTENTION,
         "wide_backward_kernel": ATTENTION,

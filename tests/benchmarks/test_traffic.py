@@ -99,7 +99,7 @@ def test_heads_are_left_out_until_scores_fit():
     assert [case["heads"] for case in cases] == [32, 32, 8, 8, 1, 1]
 
 
-def test_without_ncu_the_closed_forms_and_what_is_missing(tmp_path, capsys):
+def test_without_ncu_there_are_closed_forms(tmp_path, capsys):
     assert main(["traffic", f"ncu={tmp_path}/none", f"out={tmp_path}/t"]) == 2
     printed = capsys.readouterr()
     assert "129 KiB" in printed.out
@@ -112,7 +112,7 @@ def test_without_ncu_the_closed_forms_and_what_is_missing(tmp_path, capsys):
     not shutil.which("ncu"),
     reason="counts bytes by ncu (NVIDIA Nsight Compute), which is not on PATH here",
 )
-def test_counted_bytes_are_at_least_those_that_must_move(tmp_path):
+def test_counted_bytes_cover_the_least_traffic(tmp_path):
     assert (
         main(["traffic", "lengths=2048", "heads=8", "backends=naive,flash", f"out={tmp_path}/t"])
         == 0

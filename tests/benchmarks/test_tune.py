@@ -202,7 +202,7 @@ def test_malformed_table_is_refused(gpu, row):
         launch_config("forward", q, 100)
 
 
-def test_where_tables_are_looked_up(monkeypatch, tmp_path, gpu):
+def test_tables_are_looked_up_by_environment(monkeypatch, tmp_path, gpu):
     q, path = gpu
     monkeypatch.setenv("LONGCTX_LAUNCH", "")
     assert measured_file() is None

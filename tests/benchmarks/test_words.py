@@ -86,7 +86,7 @@ def test_no_gpu_is_refused(name, refused):
     refused(main([name]), "no CUDA GPU")
 
 
-def test_help_names_every_benchmark_and_of_one_every_key(capsys):
+def test_help_names_benchmarks_and_keys(capsys):
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in BENCHMARKS)

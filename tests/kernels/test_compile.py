@@ -48,7 +48,7 @@ def compile_all(names, script="compile_report.py"):
 @pytest.mark.parametrize(
     "kernels", [FAST, pytest.param(SLOW, marks=pytest.mark.slow)], ids=("fast", "slow")
 )
-def test_products_stay_asynchronous_fit_and_nothing_spills(kernels):
+def test_hopper_products_stay_asynchronous(kernels):
     reports = compile_all(kernels)
     assert reports.keys() == set(kernels)
     warnings = {name: report["warnings"] for name, report in reports.items()}
