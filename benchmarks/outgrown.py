@@ -123,7 +123,7 @@ def rows_of(
 
 def tile_of(head_size: int) -> tuple[int, int]:
     """Queries and keys of a tile of the Hopper forward for heads of that size."""
-    from longctx.config.model_config import hopper_size
+    from longctx.kernels.attention import hopper_size
     from longctx.kernels.attention.hopper_forward import CONFIGS
 
     config = CONFIGS[hopper_size(head_size)]

@@ -40,7 +40,6 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def save_figure(figure: Any, path: Path) -> None:
     """Write a matplotlib figure to `path`, a .png, whole or not at all."""
-    from longctx.evaluation import plots
-
     path.parent.mkdir(parents=True, exist_ok=True)
-    plots.save(figure, path)
+    with files.atomic(path) as partial:
+        figure.savefig(partial, dpi=120)
