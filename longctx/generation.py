@@ -151,7 +151,8 @@ def too_little_memory(source: Source, sequences: int, length: int, device: str) 
             f": weights take {needs}, keys and values of {sequences} "
             f"text{'s' if sequences > 1 else ''} of up to {length:,} tokens {cache / GIB:.1f}"
         )
-        changes += ["attention=flash"] if source.attention.backend == "naive" else []
+        has_scores = source.attention.description.score_bytes is not None
+        changes += ["attention=flash"] if has_scores else []
         changes += [f"batch_size={sequences // 2}"] if sequences > 1 else []
         changes += ["a smaller max_new_tokens", "shorter prompts"]
     return f"{problem}, and there are {there / GIB:.1f}; give {' or '.join(changes)}"

@@ -56,6 +56,7 @@ class Context:
         if self.ranks.count == 1 or self.method == "ulysses":
             return 1
         each = length // self.ranks.count
+        # small chunks balance the ranks, large ones keep tiles whole
         tokens = max(1, min(LARGEST, max(each // CHUNKS, min(TILE, each // 4))))
         return 1 << (tokens.bit_length() - 1)
 
@@ -129,6 +130,7 @@ def dealt(mask: Mask, chunks: int, ranks: int) -> Tensor:
     """
     assert mask.first is not None and mask.last is not None
     pairs = (mask.last - mask.first + 1).clamp(min=0).unflatten(1, (chunks, -1)).sum(2)
+    # a draft in turns: every second round goes backwards
     ranked = pairs.argsort(dim=1, descending=True, stable=True).unflatten(1, (-1, ranks))
     is_backwards = torch.arange(ranked.shape[1], device=ranked.device)[:, None] % 2 == 1
     drafted = torch.where(is_backwards, ranked.flip(2), ranked)

@@ -91,6 +91,7 @@ class Ulysses(Exchange):
 
     def parts(self, q: Tensor, k: Tensor, v: Tensor, *like_q: Tensor) -> Iterable[tuple[Any, ...]]:
         P = self.ranks.count
+        # fewer key-value heads than ranks: each rank gets a copy of its own
         copies = kv_copies(q.shape[2], k.shape[2], P)
         k, v = (x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (k, v))
         slots = [x.unflatten(2, (P, -1)) for x in (q, k, v, *like_q)]
@@ -98,6 +99,7 @@ class Ulysses(Exchange):
         if count == 1:
             return [self._to_heads(*slots)]
         parts = zip(*(x.chunk(count, dim=3) for x in slots), strict=True)
+        # lazily: a part is exchanged when attention has finished the one before
         return (self._to_heads(*part) for part in parts)
 
     def output(self, out: Tensor) -> Tensor:
@@ -122,6 +124,7 @@ class Ulysses(Exchange):
 
     def _to_heads(self, *slots: Tensor) -> tuple[Tensor, ...]:
         """Turn (B, n, P, heads, D) of this rank's tokens into (B, N, heads, D) of its heads."""
+        # one message for all tensors: NCCL's latency counts once
         sent = torch.cat(slots, dim=3).permute(2, 0, 1, 3, 4).contiguous()
         received = all_to_all(sent, self.ranks.group)
         heads = [x.shape[3] for x in slots]
@@ -167,6 +170,7 @@ class AllGather(Exchange):
     def gradients(
         self, dq: Tensor, dk: Tensor, dv: Tensor, kv_heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
+        # every rank has a share of all keys' gradients
         both = torch.cat([dk, dv], dim=2)
         dk, dv = sum_rows(both, self.order, self.ranks.count, self.ranks.group).chunk(2, dim=2)
         return dq, dk, dv
@@ -184,6 +188,7 @@ class HaloExchange(Exchange):
     def parts(self, q: Tensor, k: Tensor, v: Tensor, *like_q: Tensor) -> Iterable[tuple[Any, ...]]:
         if self.width:
             n = k.shape[1]
+            # a query sees at most `width` keys of the rank before
             tail = torch.stack([x[:, n - self.width :] for x in (k, v)])
             before = from_neighbour(tail, 1, self.ranks.group)
             k, v = (torch.cat([b, x], dim=1) for b, x in zip(before, (k, v), strict=True))
@@ -195,6 +200,7 @@ class HaloExchange(Exchange):
         if not self.width:
             return dq, dk, dv
         w = self.width
+        # gradients of the borrowed keys belong to the rank before
         after = from_neighbour(torch.stack([x[:, :w] for x in (dk, dv)]), -1, self.ranks.group)
         dk, dv = (x[:, w:].float() for x in (dk, dv))
         n = dk.shape[1]
@@ -226,6 +232,7 @@ def all_to_all(x: Tensor, group: str) -> Tensor:
 @torch.library.custom_op("longctx::all_gather_rows", mutates_args=())
 def all_gather_rows(x: Tensor, order: Tensor, places: Tensor, ranks: int, group: str) -> Tensor:
     """Return (B, N, H, D) in the sequence's order, of every rank's x (B, n, H, D)."""
+    # the ranks' parts arrive in the order of the ranks
     received = x.new_empty(ranks, *x.shape)
     x = x.contiguous()
     with measured():
@@ -242,6 +249,7 @@ def sum_rows(x: Tensor, order: Tensor, ranks: int, group: str) -> Tensor:
     """
     rows = in_order(x, order, x.shape[1] // order.shape[1])
     sent = rows.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
+    # an all-to-all and a sum of our own: a reduce-scatter adds in any order
     received = torch.empty_like(sent)
     with measured():
         dist.all_to_all_single(received, sent, group=_groups[group])

@@ -79,6 +79,7 @@ class FlashAttn(Backend):
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, version: str | int = "auto"
     ) -> tuple[Tensor, Tensor, str]:
+        # the newest version that this GPU runs
         generation = torch.cuda.get_device_properties(q.device).major
         chosen = str(version)
         if version == "auto":
@@ -91,6 +92,7 @@ class FlashAttn(Backend):
         options[api.lse_flag] = True
         B, Tq, Hq, _ = q.shape
         q, k, v = aligned(q), aligned(k), aligned(v)
+        # packed documents go to the kernel for sequences of several lengths
         if mask.kind == "documents":
             options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), mask.offsets)
             options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), mask.longest)

@@ -83,6 +83,7 @@ def block_mask(mask: Mask, Tk: int) -> BlockMask:
     """Return FlexAttention's block mask of the intervals: (T / BLOCK)² booleans, never T²."""
     first, last = mask.first, mask.last
     assert first is not None and last is not None
+    # a block is touched if its last query reaches its first key, and the reverse
     starts = torch.arange(0, first.shape[1], BLOCK, device=first.device)
     ends = (starts + BLOCK).clamp(max=first.shape[1]) - 1
     keys = torch.arange(0, Tk, BLOCK, device=first.device)

@@ -78,6 +78,7 @@ class Mask:
                 "sort the documents of each row, or renumber them"
             )
         B, T = doc_ids.shape
+        # a document begins with the row, or with another id
         changes = torch.ones(B, T, dtype=torch.bool, device=doc_ids.device)
         changes[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
         starts = changes.flatten().nonzero().flatten()
@@ -85,6 +86,7 @@ class Mask:
         lengths, window = offsets.diff().long(), _checked(window)
         pairs = causal_pairs(lengths, window)
         visible = int(pairs.sum()) if pairs.numel() else 0
+        # a power of two: torch.compile specializes on it
         longest = 1 << (int(lengths.max()) - 1).bit_length() if lengths.numel() else 0
         return Mask(
             "documents",
@@ -151,6 +153,7 @@ class Mask:
         if self.qfirst is None:
             return replace(self, window=window, visible=-1, cache={})
         assert self.first is not None and self.last is not None
+        # intervals are bound already: only the first keys move
         first = torch.maximum(self.first, self.last - (window - 1))
         keys = torch.arange(self.qfirst.shape[1], device=first.device, dtype=torch.int32).expand(
             self.qfirst.shape
@@ -169,6 +172,7 @@ class Mask:
             return Mask.causal(self.window)
         if self.doc_ids is not None:
             ids = self.doc_ids.long()
+            # padding is a document of its own
             more = (ids[:, -1:] + 1).expand(-1, N - T)
             return Mask.documents(torch.cat([ids, more], dim=1), self.window)
         rows = 1 if self.first is None else self.first.shape[0]
@@ -245,6 +249,7 @@ class Mask:
             first = _document_starts(self.doc_ids.to(device)).int()
             last = i.expand(B, Tq).contiguous()
         else:
+            # the last query sees the last key
             last = (i + (Tk - Tq)).clamp(min=-1)
             first = torch.zeros_like(last)
         if self.window is not None:
@@ -268,6 +273,7 @@ def _transposed(first: Tensor, last: Tensor, Tk: int) -> tuple[Tensor, Tensor]:
     """Return qfirst, qlast (B or 1, Tk): the queries that see each key."""
     keys = torch.arange(Tk, device=first.device, dtype=torch.int32)
     keys = keys.expand(first.shape[0], Tk).contiguous()
+    # intervals do not decrease, so a binary search finds both ends
     qfirst = torch.searchsorted(last, keys, right=False, out_int32=True)
     qlast = torch.searchsorted(first, keys, right=True, out_int32=True) - 1
     return qfirst, qlast

@@ -39,14 +39,17 @@ class Naive(Backend):
     ) -> tuple[Tensor, Tensor, str]:
         B, Tq, Hq, D = q.shape
         Tk, Hkv = k.shape[1], k.shape[2]
+        # query heads of a group become rows, so k is not repeated
         qh = q.transpose(1, 2).reshape(B, Hkv, Hq // Hkv * Tq, D)
         scores = (qh @ k.permute(0, 2, 3, 1)).reshape(B, Hq, Tq, Tk)
+        # softmax in fp32 at least
         accumulate = torch.promote_types(scores.dtype, torch.float32)
         scores = scores.to(accumulate) * scale
         if softcap is not None:
             scores = softcap * (scores / softcap).tanh()
         scores = scores.masked_fill(~visible(mask, Tk), float("-inf"))
         lse = scores.logsumexp(dim=-1)
+        # a blind query's lse is -inf: its exponentials are 0, not NaN
         p = (scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp().to(v.dtype)
         out = p.reshape(B, Hkv, Hq // Hkv * Tq, Tk) @ v.transpose(1, 2)
         return out.reshape(B, Hq, Tq, D).transpose(1, 2), lse.float(), "torch matmul and softmax"

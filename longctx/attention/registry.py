@@ -99,6 +99,7 @@ def register(name: str, backend: Backend) -> None:
 
     Raises ValueError if the name is taken, TypeError unless `backend` is a `Backend`.
     """
+    # a class instead of an object is the usual mistake
     if not isinstance(backend, Backend):
         raise TypeError(f"attention backend {name!r} must derive from longctx.attention.Backend")
     if name in _backends and type(_backends[name]) is not type(backend):
@@ -125,6 +126,7 @@ def registered() -> dict[str, Backend]:
 def backends() -> dict[str, str | None]:
     """Return name → None for each backend that runs on this machine, else the reason why not."""
     load_backends()
+    # the usual dtype of this machine
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return {name: b.refusal(Request(device, dtype, 64)) for name, b in sorted(_backends.items())}
@@ -192,6 +194,7 @@ class Attention:
         If ranks share sequences, q, k, v and out have this rank's tokens; mask and lse belong to
         attention after the exchange.
         """
+        # a custom operator is not cast by autocast itself
         autocast = torch.is_autocast_enabled(q.device.type)
         if autocast:
             dtype = torch.get_autocast_dtype(q.device.type)
@@ -228,11 +231,13 @@ class Attention:
         Unless `saves_output`, it runs the forward again and needs no lse.
         """
         if lse is None or not self.saves_output:
+            # the forward again, with a graph of its own
             with torch.enable_grad():
                 leaves = [x.detach().requires_grad_() for x in (q, k, v)]
                 again = self(leaves[0], leaves[1], leaves[2], mask)
             dq, dk, dv = torch.autograd.grad(again, leaves, do)
             return dq, dk, dv
+        # autocast: saved tensors may be wider than the kernel's inputs
         q16, k16, v16 = (x.to(out.dtype) for x in (q, k, v))
         exchange, scale, heads = mask.exchange or WHOLE_ROWS, self._scale(q.shape[3]), 0
         parts: list[Gradients] = []
@@ -251,6 +256,7 @@ class Attention:
 
     def _check_served(self, q: Tensor, mask: Mask) -> None:
         """Raise ValueError if the backend cannot serve such a call; its answers are remembered."""
+        # read at each call: a program may change it
         deterministic = torch.are_deterministic_algorithms_enabled()
         properties = (q.device, q.dtype, q.shape[3], mask.kind, mask.window, deterministic)
         is_compiling = torch.compiler.is_compiling()  # compiled code asks again at each trace
@@ -364,6 +370,7 @@ def _bound(mask: Mask, q: Tensor, keys: int, reuses: bool) -> Mask:
     would pay for them in every call. Such masks depend on lengths alone, so the last ones are
     reused, on the same stream: other streams do not wait for those kernels.
     """
+    # packed documents change with every batch, and are bound by the caller
     is_plain = mask.qfirst is None and mask.exchange is None and mask.kind in ("causal", "full")
     if not (reuses and is_plain and unobserved(q)):
         return mask.bind(q.shape[0], q.shape[1], keys, q.device)

@@ -90,6 +90,7 @@ def without_fp8(device: str) -> str:
 
 def chip(name: str, memory: float) -> Chip:
     """Return the chip that torch calls `name`, with so many bytes of memory."""
+    # the most specific name comes first
     figures = (CHIPS[of] for of in CHIPS if is_named(name, of))
     flops, bandwidth, link = next(figures, (None, None, SLOWEST))
     if is_named(name, "MIG"):  # a part of the chip
@@ -109,6 +110,7 @@ def here() -> Chip | None:
     except OSError:
         return None
     device, size, name = ctypes.c_int(), ctypes.c_size_t(), ctypes.create_string_buffer(256)
+    # the driver's own calls: torch would take seconds to import
     if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
         return None
     if driver.cuDeviceGetName(name, 256, device) or driver.cuDeviceTotalMem_v2(
@@ -124,6 +126,7 @@ def may_be_here() -> bool:
     The driver is asked only if its device file is missing: asking starts an idle GPU, and
     takes seconds.
     """
+    # an empty list hides all GPUs from CUDA
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     return (CONTROL.exists() and not hidden) or here() is not None
 
@@ -170,6 +173,7 @@ def available_memory() -> float:
     available = host_memory()
     with suppress(OSError, ValueError), open("/proc/meminfo", encoding="ascii") as file:
         (kib,) = (line.split()[1] for line in file if line.startswith("MemAvailable:"))
+        # a container's limit may be below the machine's free memory
         available = min(available, 1024.0 * int(kib))
     for group, limit, used, cache in (
         ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),

@@ -52,6 +52,7 @@ def choose(candidates: Sequence[Workload], chip: Chip, host: float, merge: bool 
     decided = [fitting.decide(candidate, chip, host, merge) for candidate in candidates]
     fit = [work for work in decided if fitting.fits(work, fitting.room(chip), host)]
     if not fit:
+        # the run is still tried: a prediction is no proof
         least = min(decided, key=lambda work: predict(work).peak)
         return Choice(least, "takes least, though none is predicted to fit")
     speeds = [tokens_per_second(work, chip) for work in fit]
@@ -82,6 +83,7 @@ def longest(
     """
     best: Workload | None = None
     for at in reversed(candidates):  # the longest come last
+        # ranks have equal shares
         unit = lcm(multiple, at(multiple).context)
         longer = unit if best is None else (best.seq_len // unit + 1) * unit
         if fitting.first_that_fits(at(longer), fitting.room(chip), host):

@@ -77,6 +77,7 @@ def exchanges_halo(workload: Workload, window: int | None) -> bool:
 def all_to_all(sent: float, workload: Workload, chip: Chip) -> float:
     """Return the seconds in which each rank sends `sent` bytes in equal parts to all ranks."""
     ranks, here = workload.context, min(workload.context, workload.devices_per_machine)
+    # both networks work at the same time: the slower one counts
     part = sent / ranks
     return max((here - 1) * part / chip.link, (ranks - here) * part / chip.network)
 
@@ -90,6 +91,7 @@ def ring(size: float, pieces: int, ranks: int, workload: Workload, chip: Chip) -
     machines = -(-ranks // here)
     outside = machines if machines > 1 else 0
     slowest = min(chip.link, here * chip.network) if outside else chip.link
+    # a ring has a step for each other rank
     hops = max(0, ranks - 1 - outside) * HOP + outside * HOP_OUTSIDE
     return (1 - 1 / ranks) * size / slowest + pieces * hops
 
@@ -104,6 +106,7 @@ def waiting_for_weights(workload: Workload, chip: Chip, compute: float) -> float
     m, ranks = workload.model, workload.devices
     if ranks == 1:
         return 0.0
+    # embedding and lm_head are not part of a block
     outside = int(m.vocab_size or 0) * m.channels * (1 if m.tied else 2)
     blocks = workload.parameters - outside
     added = workload.added

@@ -195,6 +195,7 @@ def count_of(number: int, noun: str) -> str:
 
 def machine(options: PlanOptions, devices: int) -> tuple[Chip, float, str]:
     """Return the GPU to plan for, the bytes of its host's memory, and their source if assumed."""
+    # if the named GPU is not here, its host's memory is assumed
     there = hardware.here()
     if options.gpu != "auto":
         if hardware.chip(options.gpu, 0).flops is None:

@@ -75,6 +75,7 @@ class Workload:
         """Return True if the GPU is predicted to wait for the launches of small kernels."""
         if self.device != "cuda":
             return False
+        # all blocks are about equal: one of them decides
         tokens = self.batch_size * self.seq_len
         per_token = self.model.flops_per_token(self.seq_len / 2, self.added)
         return tokens * per_token / self.model.layers < HOST_BOUND

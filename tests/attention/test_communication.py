@@ -27,7 +27,7 @@ def test_a_span_inside_another_counts_once(now: list[float]) -> None:
     assert clock.take() == 0.0
 
 
-def test_what_is_set_aside_does_not_count(now: list[float]) -> None:
+def test_time_set_aside_does_not_count(now: list[float]) -> None:
     clock = Clock(torch.device("cpu"))
     with clock.aside(), clock:
         now[0] += 1.0

@@ -85,7 +85,7 @@ def assert_transposed(mask: Mask) -> None:
         assert torch.equal(sees, among)
 
 
-def test_windows_are_fetched_where_the_backend_takes_intervals() -> None:
+def test_windows_are_fetched_by_free_intervals() -> None:
     for fetches, exchange in ((True, HaloExchange), (False, Ulysses)):
         context = context_of(1, 2, "ulysses", fetches)
         mask = Mask.causal().bind(1, 64, 64, "cpu")

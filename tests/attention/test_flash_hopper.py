@@ -178,7 +178,7 @@ def test_the_order_of_dq_is_all_that_varies(head_dim):
 
 @on_hopper
 @pytest.mark.filterwarnings("error:.*lru_cache")
-def test_auto_on_hopper_is_ordered_where_runs_must_repeat():
+def test_auto_is_ordered_if_runs_must_repeat():
     q = torch.randn(1, 100, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     attend = torch.compile(attention, fullgraph=True)
     for call in (attention, attend):
@@ -283,7 +283,7 @@ def test_errors_where_one_key_draws_nearly_all_weight(place, score_scale, head_d
 @on_hopper
 @both_dtypes
 @every_size
-def test_later_calls_of_a_shape_give_the_bits_of_the_first(head_dim, dtype, deterministic):
+def test_relaunches_give_the_first_calls_bits(head_dim, dtype, deterministic):
     """They go another way, with what the first call kept, and other tensors."""
     case = Case(2, 333, 333, Hq=4, Hkv=2, D=head_dim)
     mask = case.build_mask().bind(2, 333, 333, DEVICE)

@@ -56,7 +56,7 @@ def test_growth_is_that_of_the_formula(documents: list[int], tile: tuple[int, in
             assert float(nats[h, i]) == pytest.approx(by_hand(q, k, mask, h, i, tile), abs=1e-4)
 
 
-def test_tiles_that_the_mask_covers_whole_are_not_checked() -> None:
+def test_masked_tiles_are_not_checked() -> None:
     q = torch.zeros(1, 64, 1, 8)
     mask = Mask.causal().bind(1, 64, 64, "cpu")
     last, first = growth(q, q, mask, 0, (BM, BN))

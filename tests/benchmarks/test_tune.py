@@ -89,12 +89,6 @@ def test_candidates_are_tiles(kernel):
     assert all(launch._is_config(kernel, list(config)) for config in candidates)
 
 
-def test_variations_of_a_hopper_config():
-    configs = list(tune.variations(Config(128, 2, True)))
-    assert configs == [Config(128, 3, True), Config(128, 2, False)]
-    assert Config(128, 2, True) in tune.variations(Config(128, 3, True))
-
-
 def test_hopper_config_is_varied_until_none_is_faster(monkeypatch):
     start, best = Config(128, 2, True), Config(128, 4, False)
     module = type(launch)("module")
@@ -208,7 +202,7 @@ def test_malformed_table_is_refused(gpu, row):
         launch_config("forward", q, 100)
 
 
-def test_where_tables_are_looked_up(monkeypatch, tmp_path, gpu):
+def test_tables_are_looked_up_by_environment(monkeypatch, tmp_path, gpu):
     q, path = gpu
     monkeypatch.setenv("LONGCTX_LAUNCH", "")
     assert measured_file() is None

@@ -71,7 +71,7 @@ def test_one_launch_for_all_gives_the_bits_of_one_each(
         assert all(torch.equal(x, y) for x, y in zip(wanted, got, strict=True))
 
 
-def test_what_one_launch_cannot_update_is_left_to_others() -> None:
+def test_one_launch_refuses_other_tensors() -> None:
     p, grad, m, v = (draw(65, seed).to(DEVICE) for seed in range(4))
     assert table_of([(p[:64], grad[:64], m[:64], v[:64], rates(1))]) is not None
     assert table_of([(p[:64], grad[1:], m[:64], v[:64], rates(1))]) is None  # not aligned

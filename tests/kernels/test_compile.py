@@ -32,9 +32,9 @@ SLOW = (
 WIDE = ("backward 256", "ordered backward 256")  # take more, and need little L1 cache
 
 
-def compile_all(names):
-    """What the compiler says of each name of compile_report.py."""
-    script = Path(__file__).with_name("compile_report.py")
+def compile_all(names, script="compile_report.py"):
+    """Return the compiler's report on each name, by a script of this folder."""
+    script = Path(__file__).with_name(script)
     # a process of its own: there is only one Triton in each, the compiler or the interpreter
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     folders = [str(script.parents[2]), env.get("PYTHONPATH")]
@@ -48,7 +48,7 @@ def compile_all(names):
 @pytest.mark.parametrize(
     "kernels", [FAST, pytest.param(SLOW, marks=pytest.mark.slow)], ids=("fast", "slow")
 )
-def test_products_stay_asynchronous_fit_and_nothing_spills(kernels):
+def test_hopper_products_stay_asynchronous(kernels):
     reports = compile_all(kernels)
     assert reports.keys() == set(kernels)
     warnings = {name: report["warnings"] for name, report in reports.items()}
@@ -67,3 +67,10 @@ def test_every_shipped_tile_fits():
     for arch, sizes in compile_all(SHARED_MEMORY).items():
         assert sizes
         assert {key: size for key, size in sizes.items() if size > SHARED_MEMORY[arch]} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["90", "80"])
+def test_nothing_spills_between_the_matmuls(capability):
+    spilled = compile_all([capability], "compile_elementwise.py")
+    assert spilled and set(spilled.values()) == {0}

@@ -23,7 +23,7 @@ class Descriptor:
         self.base, self.shape = base, [3, 5]
 
 
-def test_a_map_is_made_once_for_an_address_and_holds_no_tensor():
+def test_a_map_is_made_once_and_holds_no_tensor():
     calls = []
 
     def made(descriptor, metadata):

@@ -103,9 +103,7 @@ def test_more_elements_than_an_int32_counts() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fast", pytest.param("balanced", marks=pytest.mark.slow)])
-def test_a_compiled_block_has_the_gradients_of_the_formula(
-    policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_block_has_exact_gradients(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from longctx.model import GPT
 
     config = GPTConfig(layers=2, channels=24, heads=3, kv_heads=1, ffn=40, vocab_size=61)

@@ -131,7 +131,7 @@ def test_threads_that_ask_at_once_test_once(compiled):
     assert compiled.tests == 1
 
 
-def test_failure_names_kernel_machine_and_remedy_every_time(compiled):
+def test_failure_names_kernel_machine_and_remedy(compiled):
     compiled.wrong = True
     q = torch.randn(1, 4, 1, 16)
     for _ in range(2):

@@ -30,7 +30,7 @@ def steps(config: TrainConfig) -> list[Workload]:
     ]
 
 
-def test_layouts_are_those_that_devices_heads_and_backend_allow() -> None:
+def test_layouts_follow_devices_heads_and_backend() -> None:
     def possible(*overrides: str) -> set[tuple[str, int, str]]:
         each = steps(request(*overrides))
         return {(work.strategy, work.context, work.context_method) for work in each}
@@ -61,7 +61,7 @@ def test_short_rows_are_not_shared() -> None:
         assert (chosen.strategy, chosen.context) == ("ddp", 1)
 
 
-def test_what_is_chosen_fits_and_is_about_the_fastest() -> None:
+def test_the_choice_fits_and_is_about_the_fastest() -> None:
     for words in (
         ["seq_len=262144"],
         ["seq_len=1048576", "batch_size=1"],
@@ -91,7 +91,7 @@ def test_a_row_that_one_gpu_cannot_hold_is_shared() -> None:
     assert reason == "fsdp does not fit"
 
 
-def test_where_nothing_fits_or_the_gpu_is_not_known() -> None:
+def test_choice_if_nothing_fits_or_gpu_is_unknown() -> None:
     each = steps(request("devices=8", "seq_len=16777216"))
     chosen, reason = layouts.choose(each, replace(H200, memory=8 * GIB), HOST)
     assert chosen.context == 8 and chosen.strategy == "fsdp"
@@ -101,7 +101,7 @@ def test_where_nothing_fits_or_the_gpu_is_not_known() -> None:
     assert chosen.context == 1
 
 
-def test_ulysses_stands_where_both_methods_are_about_as_fast() -> None:
+def test_ulysses_wins_a_tie() -> None:
     for method in ("auto", "ulysses", "allgather"):
         config = request("devices=8", "seq_len=1048576", f"context.method={method}")
         config = replace(config, context=replace(config.context, degree=8))
@@ -110,7 +110,7 @@ def test_ulysses_stands_where_both_methods_are_about_as_fast() -> None:
 
 
 @pytest.mark.parametrize("words", [("strategy.name=fsdp",), ("context.degree=8",), ()])
-def test_the_longest_row_of_all_layouts_fits_and_a_longer_one_in_none(
+def test_the_longest_sequence_of_all_layouts_fits(
     words: tuple[str, ...],
 ) -> None:
     config = request("devices=8", "batch_size=1", "accumulate=1", *words)

@@ -39,7 +39,7 @@ MEASURED = [
 
 
 @pytest.mark.parametrize(("work", "seconds", "gib"), MEASURED)
-def test_steps_measured_on_two_gpus_take_the_time_and_memory_predicted(
+def test_two_gpus_take_predicted_time_and_memory(
     work: Workload, seconds: float, gib: float
 ) -> None:
     time = fitting.seconds(work, H200)
@@ -74,7 +74,7 @@ def test_a_window_needs_the_end_of_the_neighbour_only() -> None:
     assert links.attention_exchange(sdpa, chip) == links.attention_exchange(shared(4), chip)
 
 
-def test_a_row_within_a_machine_does_not_know_the_network() -> None:
+def test_one_machine_does_not_use_the_network() -> None:
     slow = replace(H200, network=1e9)
     row = replace(shared(8), devices=16, machines=2)
     assert links.attention_exchange(row, slow) == links.attention_exchange(row, H200)
@@ -85,7 +85,7 @@ def test_a_row_within_a_machine_does_not_know_the_network() -> None:
         assert links.attention_exchange(wide, H200) > links.attention_exchange(inside, H200)
 
 
-def test_weights_travel_behind_blocks_that_compute_long_enough() -> None:
+def test_weights_travel_behind_computing_blocks() -> None:
     work = replace(shared(16), machines=2)
     times = [links.waiting_for_weights(work, H200, compute) for compute in (0.0, 0.01, 10.0)]
     assert times[0] > times[1] > times[2] > 0  # what comes first and last is never hidden

@@ -84,10 +84,6 @@ def test_backends_and_attention_together_are_a_mistake(
     refused(main(["plan", "backends=naive", "attention=sdpa"]), "attention=sdpa: backends=naive")
 
 
-def test_gib_with_and_without_its_name() -> None:
-    assert plan.gib("gpu_memory", "139.8GiB") == 139.8 * GIB == plan.gib("gpu_memory", "139.8")
-
-
 def test_too_little_host_memory_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "gpu=H200",

@@ -72,7 +72,7 @@ def test_the_policy_long_keeps_the_rest_on_the_host() -> None:
     assert memory.peak == sum(memory.gpu.values())
 
 
-def test_peaks_measured_on_a_gpu_are_within_three_percent() -> None:
+def test_measured_peaks_are_within_three_percent() -> None:
     measured = json.loads((ROOT / "results" / "memory.json").read_text())["rows"]
     points = [row for row in measured if not row["failed"]]
     assert len(points) >= 60
@@ -120,7 +120,7 @@ WHOLE = [
 
 
 @pytest.mark.parametrize(("model", "policy", "rows", "tokens", "gib", "speed", "kernel"), WHOLE)
-def test_whole_models_take_the_memory_and_time_measured(
+def test_models_take_measured_memory_and_time(
     model: str, policy: str, rows: int, tokens: int, gib: float, speed: float, kernel: str
 ) -> None:
     config = workload(
@@ -137,7 +137,7 @@ def test_whole_models_take_the_memory_and_time_measured(
     assert time.tokens / time.total == pytest.approx(speed, rel=0.1)
 
 
-def test_longer_rows_more_rows_and_more_layers_take_more() -> None:
+def test_larger_steps_take_more_memory() -> None:
     for policy in ("fast", "balanced", "long"):
         base = one_b(f"memory={policy}", seq_len=8192, batch_size=2, accumulate=1)
         more = [replace(base, seq_len=16384), replace(base, batch_size=4)]
@@ -165,14 +165,14 @@ def test_texts_with_pass_keys_longer_than_rows_count() -> None:
     assert predict(longer).gpu[ATTENTION] == 12 * 32768**2 * 12
 
 
-def test_lora_needs_no_gradients_and_averages_of_resting_weights() -> None:
+def test_lora_saves_gradients_and_moments() -> None:
     full = one_b("memory=fast", seq_len=4096)
     thin = replace(full, lora=replace(full.lora, rank=8))
     assert predict(thin).gpu[OPTIMIZER] == 8 * thin.lora.parameters(thin.model)
     assert predict(full).peak - predict(thin).peak > 12 * full.model.parameters()
 
 
-def test_the_sum_of_dq_is_counted_where_the_hopper_kernels_may_run() -> None:
+def test_hoppers_sums_of_dq_are_counted() -> None:
     def workspace(*overrides: str) -> float:
         base = ("model=124m", "model.layers=3", "memory=long")
         predicted = predict(workload(*base, *overrides, seq_len=262144, batch_size=1))
@@ -216,7 +216,7 @@ def test_auto_takes_the_first_policy_that_fits() -> None:
     assert fitting.decide(narrow, H200, 128 * GIB).memory.optimizer_state == "bf16"
 
 
-def test_a_step_has_as_few_micro_batches_as_fit_with_the_fastest_policy() -> None:
+def test_a_step_has_few_micro_batches() -> None:
     def decided(gib: float, *overrides: str, **changes: Any) -> tuple[int, int, str]:
         chip = hardware.chip("NVIDIA H200", gib * GIB)
         work = fitting.decide(workload(*overrides, **changes), chip, 128 * GIB, merge=True)
@@ -311,7 +311,7 @@ def test_this_machine_has_memory() -> None:
     assert hardware.host_memory() > GIB
 
 
-def test_a_memory_key_that_a_policy_cannot_have_is_passed_over() -> None:
+def test_impossible_policies_are_passed_over() -> None:
     config = one_b("memory.recompute=none")
     assert "long" not in [chosen.memory.policy for chosen in fitting.policies(config)]
     with pytest.raises(ValueError, match=r"memory\.offload"):
@@ -327,7 +327,7 @@ def test_every_process_of_a_machine_takes_host_memory() -> None:
     assert fitting.fits(replace(config, devices=8), gpu, 8.1 * host + fitting.HOST_LEFT)
 
 
-def test_a_copy_of_what_is_saved_is_counted_where_there_is_room_for_it() -> None:
+def test_a_checkpoints_copy_is_counted_if_it_fits() -> None:
     config = fitting.with_policy(one_b("memory=fast", seq_len=4096), "fast")
     saved = 12.0 * config.model.parameters()  # fp32 weights and two averages
     assert predict(config).saved == saved
@@ -350,7 +350,7 @@ def test_ddp_keeps_all_gradients_all_the_time() -> None:
     assert (alone, shared) == (0.0, 4 * config.model.parameters())
 
 
-def test_a_tied_weights_second_gradient_takes_room_only_where_sums_have_an_order() -> None:
+def test_ordered_sums_take_a_second_tied_gradient() -> None:
     config = one_b("memory=fast", seq_len=4096, batch_size=1, accumulate=1)
     configs = config, replace(config, deterministic=True)
     any_order, one_order = (
@@ -359,7 +359,7 @@ def test_a_tied_weights_second_gradient_takes_room_only_where_sums_have_an_order
     assert one_order - any_order == 4 * config.model.vocab_size * config.model.channels
 
 
-def test_eight_bits_take_the_time_and_memory_that_a_gpu_measured() -> None:
+def test_fp8_takes_measured_time_and_memory() -> None:
     shapes = (
         (["model=1b"], 16384, 0.2808, 31.81),
         (["model=8b", "model.layers=22"], 8192, 0.4013, 89.19),
@@ -372,7 +372,7 @@ def test_eight_bits_take_the_time_and_memory_that_a_gpu_measured() -> None:
         assert predict(fp8).peak / GIB == pytest.approx(peak, rel=0.01)
 
 
-def test_eight_bits_hold_weights_only_where_micro_batches_share_them() -> None:
+def test_fp8_holds_weights_for_micro_batches() -> None:
     fp8 = one_b("memory=fast", "precision=fp8", seq_len=16384, batch_size=1, accumulate=1)
     block = 16 * (2048 * 3072 + 2048 * 2048 + 3 * 2048 * 8192)
     shared = dict(_Step(replace(fp8, accumulate=2)).moments())

@@ -30,13 +30,13 @@ from longctx.distributed.parallel import Parallel
 from longctx.model import GPT
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import with_vocabulary, workload_of
-from longctx.training import context_check, optimizers
+from longctx.training import context_check, module
 from longctx.training.resolve import scheduled
 from longctx.training.run import Run
 from longctx.training.train_step import TrainState
 
 begin, attend, forward, masks = TrainState.__init__, Attention.__call__, GPT.forward, GPT._masks
-clip, order = optimizers.clip_gradients, Data.order
+clip, order = module.clip_gradients, Data.order
 read_row = Rows.__getitem__
 loss_weight, accumulates = Parallel.loss_weight, Parallel.accumulates
 work: Any = None  # of the model that computes now: faults are of several ranks alone
@@ -166,7 +166,7 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "means of ranks": lambda: patch.object(Parallel, "loss_weight", means_of_ranks),
     "counted twice": lambda: patch.object(Parallel, "counted_once", lambda self, count: count),
     "no number": lambda: patch.object(GPT, "forward", no_number),
-    "larger norm": lambda: patch.object(optimizers, "clip_gradients", larger_norm),
+    "larger norm": lambda: patch.object(module, "clip_gradients", larger_norm),
     "no average": lambda: patch.object(
         Parallel, "accumulates", lambda self, module, last: accumulates(self, module, False)
     ),

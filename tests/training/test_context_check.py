@@ -71,7 +71,7 @@ def test_a_run_that_fails_the_check_does_not_begin(
         ({"context.check": True, "devices": 2, "seq_len": 4}, "seq_len=4: too short"),
     ],
 )
-def test_what_cannot_be_checked_is_refused(
+def test_unchecked_layouts_are_refused(
     changes: dict[str, object], message: str, overrides: Overrides, refused: Refused, tmp_path: Path
 ) -> None:
     refused(train.main(overrides(name="r", **changes)), message)

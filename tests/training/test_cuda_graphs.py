@@ -147,7 +147,7 @@ def test_graphs_are_automatic_for_small_micro_batches() -> None:
         (["model.rope_scaling={rope_type: dynamic, factor: 2.0}", "model.context=64"], "dynamic"),
     ],
 )
-def test_what_cannot_be_captured_is_named(keys: list[str], named: str) -> None:
+def test_uncapturable_steps_are_named(keys: list[str], named: str) -> None:
     automatic = work("seq_len=1024", "batch_size=4", *keys)
     assert automatic.is_host_bound
     assert not automatic.captured
@@ -156,7 +156,7 @@ def test_what_cannot_be_captured_is_named(keys: list[str], named: str) -> None:
         work("seq_len=1024", "batch_size=4", *keys, "graphs=true").check_graphs()
 
 
-def test_graphs_keep_their_memory_while_a_run_validates() -> None:
+def test_graphs_keep_their_memory_in_validation() -> None:
     captured = work("seq_len=1024", "batch_size=4")
     eager = _Step(replace(captured, graphs="false"))
     validation = dict(eager.moments())["validation"]
@@ -266,7 +266,7 @@ def test_unordered_embedding_gradients_are_captured(overrides: Overrides, tmp_pa
 
 
 @pytest.mark.gpu
-def test_what_cannot_be_captured_is_one_line(overrides: Overrides) -> None:
+def test_a_failed_capture_is_one_line(overrides: Overrides) -> None:
     keys = overrides(**SMALL | {"deterministic": False, "graphs": True})
     # A process of its own: a capture that fails leaves torch's generators unusable.
     process = finished(Path(__file__).with_name("waiting_run.py"), keys, ROOT)

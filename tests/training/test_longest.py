@@ -53,7 +53,7 @@ def test_longest_length_is_confirmed_near_the_limit(factor: float) -> None:
         assert length >= 0.95 * limit.seq_len
 
 
-def test_where_nothing_fits_that_is_said() -> None:
+def test_no_fitting_length_is_an_error() -> None:
     with pytest.raises(ValueError, match="seq_len=max: no length fits"):
         longest.find(request(), Card(1.0), replace(GPU, memory=2 * GIB), HOST, print)
     with pytest.raises(ValueError, match="no length fits"):

@@ -72,11 +72,13 @@ def part_kernel(
         j = n + tl.arange(0, BN)
         inside = (j < end)[:, None] & (d < D)[None, :]
         at = j.to(tl.int64)[:, None]
+        # keys and values of the tile, each read once for the whole group
         kj = tl.load(k + at * stride_kt + d[None, :], mask=inside, other=0.0)
         vj = tl.load(v + at * stride_vt + d[None, :], mask=inside, other=0.0)
         s = tl.dot(qi, kj.T, input_precision=PRECISION) * scale_log2
         s = tl.where((j < end)[None, :], s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
+        # exponentials in base 2; old sums are scaled to the new maximum
         p = tl.exp2(s - m_new[:, None])
         alpha = tl.exp2(m - m_new)
         l = l * alpha + tl.sum(p, 1)
@@ -107,6 +109,7 @@ def combine_kernel(
         lse = tl.load(part_lse + s, mask=s < parts, other=float("-inf"))
         inside = (s < parts)[:, None] & (d < D)[None, :]
         o = tl.load(part_out + s[:, None] * D + d[None, :], mask=inside, other=0.0)
+        # parts weigh by exp(lse), relative to the largest so far
         m_new = tl.maximum(m, tl.max(lse, 0))
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # parts of nothing
         w = tl.exp2(lse - shift)
@@ -120,6 +123,7 @@ def combine_kernel(
 
 def launch_config(group: int, head_dim: int, itemsize: int) -> tuple[int, int, int]:
     """Return ROWS, PAD and BN for heads of `head_dim` channels of `itemsize` bytes."""
+    # products take tiles of 16 at least; small groups are padded to that
     pad = max(16, triton.next_power_of_2(head_dim))
     return max(16, triton.next_power_of_2(group)), pad, min(128, TILE // (pad * itemsize))
 
@@ -128,6 +132,7 @@ def parts_of(rows: int, length: int, kv_heads: int, tile: int, device: torch.dev
     """Return the parts of each row's keys: enough to keep every multiprocessor busy, each at least
     a tile of the `length` keys.
     """
+    # one wave of programs, so that none waits for another
     programs = PROGRAMS * multiprocessors(device)
     return max(1, min(-(-length // tile), programs // (rows * kv_heads)))
 
@@ -148,6 +153,7 @@ def decode(
     """
     (B, Hq, D), (T, Hkv) = q.shape, k.shape[1:3]
     group = Hq // Hkv
+    # the same launch serves every length, in a CUDA graph too
     rows, pad, tile = launch_config(group, D, q.element_size())
     parts = parts or parts_of(B, T, Hkv, tile, q.device)
     q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)

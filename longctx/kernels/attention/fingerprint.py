@@ -51,6 +51,7 @@ def fingerprint(
     TOKENS. Of out, dq, dk, dv only the `names` are hashed: the others may change from run to run.
     """
     length = bucket + TOKENS
+    # one sequence, one key-value head: they choose the kernel as a run does
     shapes = [(1, length, heads, head_dim) for heads in (group, 1, 1, group)]
     # The same values on every device; made on the GPU, since long sequences need millions of them
     with torch.device(device):
@@ -69,6 +70,7 @@ def fingerprint(
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     with torch.enable_grad():
         out, names = run(q, k, v, doc_ids)
+    # gradients only if some of them have the same bits every time
     results = {"out": out}
     if set(names) - {"out"}:
         gradients = torch.autograd.grad(out, (q, k, v), do)

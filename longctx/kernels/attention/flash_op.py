@@ -136,6 +136,7 @@ def backward_op(
 def _forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     """Run the forward kernels, with the arguments of `forward_op`."""
     *intervals, scale, softcap, implementation = others
+    # self-tested once per process
     run = trusted("forward", implementation, q, k)
     output: tuple[Tensor, Tensor] = run(q, k, v, Intervals(*intervals), scale, softcap)
     return output
@@ -219,6 +220,7 @@ class _Flash(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
         *intervals, scale, softcap, implementation = others
         ctx.others = Intervals(*intervals), scale, softcap, implementation
+        # no dispatcher between this call and the kernels
         out, lse = trusted("forward", implementation, q, k)(q, k, v, *ctx.others[:-1])
         # the intervals have no gradient and need not be saved by autograd
         ctx.save_for_backward(q, k, v, out, lse)
@@ -239,12 +241,14 @@ def forward_for(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., tuple[Tensor, 
     derivatives that the kernels do not have.
     """
     is_compiling = torch.compiler.is_compiling()
+    # a dual tensor's derivative would be dropped without an error
     if not is_compiling and forward_ad._current_level >= 0:
         _refuse_tangents(q, k, v)
     if not unobserved(q, k, v):
         if not is_compiling:
             _refuse_transforms(q, k, v)
         return forward_op
+    # without gradients autograd's Function would cost time for nothing
     needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad
     return _Flash.apply if torch.is_grad_enabled() and needs_gradient else _forward
 

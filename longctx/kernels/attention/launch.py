@@ -66,6 +66,7 @@ def longest_bucket(kernels: Iterable[str], q: Tensor, length: int) -> int:
 
 def rows_of(kernel: str, q: Tensor) -> dict[str, list[Any]]:
     """Return the configs of `kernel` for q's type, head size and device, by shortest length."""
+    # measurements on this GPU come before the shipped table
     size = padded(q.shape[3])
     if q.element_size() == 2 and q.is_cuda:
         rows: dict[str, list[Any]] | None = measured(_name(q.device)).get(kernel, {}).get(size)
@@ -96,6 +97,7 @@ def measured_file() -> Path | None:
     name = os.environ.get("LONGCTX_LAUNCH")
     if name is not None:
         return Path(name).expanduser() if name else None
+    # a table of the user's, wherever the program is started
     home = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
     return home / "longctx" / "launch.json"
 
@@ -112,6 +114,7 @@ def measured(gpu: str) -> Table:
             )
         return {}
     try:
+        # a broken table must not end in a strange launch error
         kernels = dict(json.loads(path.read_text()).get(gpu, {}))
         kernels.pop("measured", None)
         for kernel, sizes in kernels.items():

@@ -181,6 +181,7 @@ def _forward_tile(
     TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Return m, l, acc after one more tile of keys, from n on, by online softmax."""
+    # s = q·k, in fp32
     kj = _load(k, k_row, k_col, n, Tk, stride_kt, D, PAD, BN, TMA)
     s = tl.dot(q, kj.T, input_precision=PRECISION)
     if SOFTCAP is not None:
@@ -188,11 +189,14 @@ def _forward_tile(
     vj = _load(v, v_row, v_col, n, Tk, stride_vt, D, PAD, BN, TMA)
     if MASKED:
         j = n + tl.arange(0, BN)
+        # a value that is not finite makes the scores of its key NaN for the rows that see it;
+        # in the product it is 0, so other rows stay clean
         good = _finite(vj)
         s += tl.where(tl.sum((good != vj).to(tl.int32), 1) > 0, float("nan"), 0.0)[None, :]
         vj = good
         visible = (j[None, :] >= first_i[:, None]) & (j[None, :] <= last_i[:, None])
         s = tl.where(visible, s, float("-inf"))
+    # online softmax: scale the old sums to the new maximum
     m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
     shift = m_new
     if MASKED:
@@ -279,6 +283,7 @@ def delta_kernel(
     at = bh.to(tl.int64) * Tq + i
     if HAS_DLSE:
         total -= tl.load(dlse + at, mask=i < Tq, other=0.0)
+    # base 2, as the other kernels take it
     x = tl.load(lse + at, mask=i < Tq, other=float("-inf"))
     at = bh.to(tl.int64) * tiles * ROW + i
     tl.store(lse2 + at, tl.where(x == float("-inf"), float("inf"), x * LOG2E))
@@ -298,6 +303,7 @@ def _dkv_tile(
     Scores are transposed, so that p and ds are register operands.
     """
     i = m0 + tl.arange(0, BM)
+    # s and p of the tile, from the saved lse: no second softmax
     qi = _load(q, q_row, q_col, m0, Tq, stride_qt, D, PAD, BM, TMA)
     if MASKED:
         qi = _finite(qi)
@@ -312,6 +318,7 @@ def _dkv_tile(
         do_i = _finite(do_i)
         visible = (i[None, :] >= qfirst_j[:, None]) & (i[None, :] <= qlast_j[:, None])
         p = tl.where(visible, p + 0.0 * delta_i[None, :], 0.0)
+    # dv += pᵀ·do, dk += dsᵀ·q
     dv = tl.dot(p.to(do_i.dtype), do_i, dv, input_precision=PRECISION)
     ds = p * (tl.dot(v, do_i.T, input_precision=PRECISION) - delta_i[None, :])
     if SOFTCAP is not None:
@@ -346,6 +353,7 @@ def dkv_kernel(
     qlast += b * stride_ib
     qfirst_j = tl.load(qfirst + j, mask=j < Tk, other=0)
     qlast_j = tl.load(qlast + j, mask=j < Tk, other=-1)
+    # the transposed intervals give the queries in sight of these keys
     lo, full_lo, full_hi, masked = visible_tiles(qfirst, qlast, n0, tl.minimum(n0 + BN, Tk), BM)
 
     k, k_row, k_col = _head(k, b, hk, Tk, stride_kb, stride_kh, TMA)
@@ -358,6 +366,7 @@ def dkv_kernel(
         h = hk * GROUP + g
         qh, q_row, q_col = _head(q, b, h, Tq, stride_qb, stride_qh, TMA)
         doh, do_row, do_col = _head(do, b, h, Tq, stride_gb, stride_gh, TMA)
+        # lse2 and delta have rows padded to a multiple of ROW
         row = (b * Hq + h).to(tl.int64) * tl.cdiv(Tq, ROW) * ROW
 
         # steady state: tiles that need no mask
@@ -394,6 +403,7 @@ def _dq_tile(
     TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Return dq of a tile of queries after one more tile of keys, from n on."""
+    # p again from the saved lse, then ds
     kj = _load(k, k_row, k_col, n, Tk, stride_kt, D, PAD, BN, TMA)
     vj = _load(v, v_row, v_col, n, Tk, stride_vt, D, PAD, BN, TMA)
     if MASKED:
@@ -483,6 +493,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return out like q, contiguous, and lse (B, Hq, Tq) float32."""
     B, Tq, Hq, _ = q.shape
+    # tensor maps load whole tiles, from Hopper on
     tma = _use_tma(q)
     q, k, v = (_addressable(x, tma) for x in (q, k, v))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -88,6 +88,7 @@ class Relaunch:
         """Launch with tensor maps of the addresses `mapped`, then `addresses`, in the kernel's
         order.
         """
+        # the first call finds the launcher; it needs the driver's context
         if self.runner is None:
             # in this order: another thread may launch meanwhile
             self.direct = _direct_launcher(self.compiled, self.likes)
@@ -99,6 +100,7 @@ class Relaunch:
             assert self.runner is not None
             self.runner(*maps, *addresses, *self.tail, stream=stream)
             return
+        # maps of known addresses come from a cache
         for maker, address in zip(direct.makers, mapped, strict=True):
             maps += tensor_map(maker, address)
         direct.launch(
@@ -117,7 +119,7 @@ def _direct_launcher(compiled: Any, likes: Sequence[Any]) -> _Direct | None:
         return None
     launch, metadata = run.launch, []
     if likes:
-        # a Python function around the C function makes the tensor maps
+        # a Python function makes the tensor maps; the C function below it takes them ready-made
         inner = inspect.getclosurevars(launch).nonlocals
         launch, metadata = inner["launcher"], inner["tensordesc_meta"]
     assert not run.global_scratch_size and not run.profile_scratch_size
@@ -149,6 +151,7 @@ def first_launch(
     Its parameters are tensor maps, pointers, scalars and constants, in this order. The last of the
     maps may be None.
     """
+    # Triton compiles, or finds the compiled kernel
     compiled = kernel[(programs,)](*maps, *pointers, *scalars, **constants, num_warps=num_warps)
     if compiled is None:
         return None
@@ -205,6 +208,7 @@ def load_one_at_a_time() -> None:
 
 def keep(launches: dict[Hashable, Any], key: Hashable, value: Any) -> None:
     """Put `value` into `launches`, which never holds more than LAUNCHES."""
+    # dropping all is rare, and simpler than an order of use
     if len(launches) >= LAUNCHES:
         launches.clear()
     launches[key] = value

@@ -73,6 +73,7 @@ def trust(part: str, implementation: str, q: Tensor, k: Tensor, run: Callable[..
     Once per process, whatever thread asks; inside a CUDA graph capture nothing is tested. Raises
     SelfTestFailed, which names the kernel, the machine and the remedy.
     """
+    # a compiled kernel serves one dtype, head size and group
     bucket, group = 0, q.shape[2] // k.shape[2]
     # its configs, and so its compiled kernels, depend on the length
     if implementation == "triton-portable":
@@ -85,6 +86,7 @@ def trust(part: str, implementation: str, q: Tensor, k: Tensor, run: Callable[..
     with _testing[part], torch.no_grad():
         if key in _trusted:  # since another thread's test has ended
             return
+        # longer problems in fewer copies: the test takes about the same time
         copies = max(2, max(COPIES // group, 20) * QUERIES // (bucket + QUERIES))
         error = check(part, run, q.device, q.dtype, q.shape[3], group, bucket, copies)
         if error:
@@ -105,6 +107,7 @@ def check(
     """Return the first mistake of `run`, the `part` of some `Kernels`, or None."""
     with _making, torch.device("cpu"), one_thread():  # whatever the default device is
         x = problem(head_dim, group, bucket)
+    # copies of one problem keep all multiprocessors busy, and must agree
     inputs = (x.q, x.k, x.v, x.do, x.given_out)
     q, k, v, do, out = (t.to(device, dtype).repeat(copies, 1, 1, 1) for t in inputs)
     keys = torch.arange(k.shape[1], dtype=torch.int32, device="cpu")[None]
@@ -133,6 +136,7 @@ def _difference(actual: Tensor, exact: Tensor, dtype: torch.dtype) -> str | None
     if not torch.equal(actual == float("-inf"), empty):
         return "is -inf in the wrong places"
     actual, exact = actual.masked_fill(empty, 0), exact.masked_fill(empty, 0)
+    # half a unit in the last place, and a few of fp32 for logarithms
     allowed = exact.abs() * (torch.finfo(dtype).eps / 2) + exact.abs().max() * 1e-5
     error = (actual - exact).abs()
     wrong = ~(error <= allowed)  # NaN is wrong too
@@ -173,6 +177,7 @@ def problem(head_dim: int, group: int, bucket: int) -> Problem:
     first = torch.where(i < BLIND, 0, torch.where(i < CHANGE, bucket, bucket + 130)).int()
     given_lse = torch.where(i < BLIND, -math.inf, LSE2 * SCALE).expand(1, group, Tq).contiguous()
 
+    # the formula, in numbers that fp32 holds exactly
     j = torch.arange(bucket, Tk)
     visible = (j >= first[:, None]) & (j <= last[:, None])
     out, dq = torch.zeros_like(q, dtype=torch.float64), torch.zeros_like(q, dtype=torch.float64)
@@ -185,6 +190,7 @@ def problem(head_dim: int, group: int, bucket: int) -> Problem:
         total = p.sum(1).double()
         out[0, :, h] = (p @ vj).double() / total.clamp(min=1e-9)[:, None]
         lse[0, h] = total.log()
+        # backward: lse and out are given, whatever forward computed
         p = p * 2.0**-LSE2
         ds = p * (doi @ vj.T - (doi * given_out[0, :, h]).sum(1, keepdim=True))
         dv[0, bucket:, 0] += (p.T @ doi).double()

@@ -33,6 +33,7 @@ def forward(
 
     The last dimension of q, k and v must be contiguous: torch's kernel assumes it.
     """
+    # each sequence by itself: its documents are its own
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
     for b in range(q.shape[0]):
@@ -67,6 +68,7 @@ def backward(
     """Return dq, dk, dv for the gradients do of out and dlse of lse."""
     do = do.contiguous()
     q, k, v, out, lse = saved
+    # keys out of sight of all queries keep zero gradients
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     for b in range(q.shape[0]):
         ends = _of_sequence(intervals, b)
@@ -113,6 +115,7 @@ def fused_documents(first: Tensor, last: Tensor, Tk: int) -> list[tuple[int, int
     Tq = first.shape[0]
     if bool((first == 0).all()) and bool((last == Tk - 1).all()):
         return [(0, Tq, False)]
+    # a document begins with each new first key
     starts = torch.nonzero(torch.cat([first.new_ones(1), first.diff()])).flatten()
     causal = Tq == Tk and torch.equal(last, torch.arange(Tq, dtype=last.dtype))
     if not causal or not torch.equal(first[starts].long(), starts):
@@ -163,6 +166,7 @@ def _forward_tiles(
 ) -> None:
     """Write out and lse of one sequence (T, H, D), with online softmax over tiles of keys."""
     G = x.q.shape[1] // x.k.shape[1]
+    # query heads of a group share their key-value head
     qg, og = x.q.unflatten(1, (-1, G)), x.out.unflatten(1, (-1, G))
     m = torch.full((x.k.shape[1], G, x.q.shape[0]), float("-inf"))
     l = torch.zeros_like(m)
@@ -194,6 +198,7 @@ def _backward_tiles(
     q, k, v, _, lse = saved
     G = q.shape[1] // k.shape[1]
     qg, dog = (x.unflatten(1, (-1, G)) for x in (q, do))
+    # the same grouping for the saved sums
     lse, delta = (x.unflatten(0, (-1, G)) for x in (lse, delta))
     # p of a query that sees nothing is exp(-inf) = 0
     lse = lse.masked_fill(lse == float("-inf"), float("inf"))

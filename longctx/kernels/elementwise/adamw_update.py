@@ -26,6 +26,7 @@ ALIGNED = 16  # bytes, of every tensor's address in one launch for all
 @triton.jit
 def updated(x, g, m, v, shrink, rate, root, beta1, beta2, eps):
     """Return p, m and v after a step; `shrink`, `rate` and `root` as of `rates_of`."""
+    # moments may be stored in bf16; arithmetic is fp32
     mean, square = m.to(tl.float32), v.to(tl.float32)
     mean += (1 - beta1) * (g - mean)
     square = beta2 * square + (1 - beta2) * g * g
@@ -44,7 +45,9 @@ def update_block(
     A whole block needs no mask, and is read 16 bytes at a time.
     """
     at = start + tl.arange(0, BLOCK)
+    # read on the device: a CUDA graph serves every step
     shrink, rate, root = tl.load(rates), tl.load(rates + 1), tl.load(rates + 2)
+    # every block but the last is whole
     if start + BLOCK <= N:
         g = tl.load(grad + at).to(tl.float32)
         if CLIPPED:
@@ -90,7 +93,9 @@ def multi_tensor_adamw_kernel(
 ):  # fmt: skip
     """Update BLOCK elements of one of many tensors; `places` and `owners` as in `TensorTable`."""
     block = tl.program_id(0)
+    # a block finds its tensor by `owners`, its place in it by the first block
     place = places + tl.load(owners + block).to(tl.int64) * COLUMNS
+    # addresses come from memory, so the compiler must be told that they are aligned
     p = tl.multiple_of(tl.load(place).to(tl.pointer_type(tl.float32)), 16)
     grad = tl.multiple_of(tl.load(place + 1).to(tl.pointer_type(tl.float32)), 16)
     m = tl.multiple_of(tl.load(place + 2).to(tl.pointer_type(MOMENT)), 16)
@@ -155,6 +160,7 @@ def table_of(
         for p, grad, m, v, _ in tensors
     ):
         return None
+    # a block is of one tensor: small tensors have one each
     blocks = torch.tensor([triton.cdiv(p.numel(), BLOCK) for p, *_ in tensors])
     firsts = (blocks.cumsum(0) - blocks).tolist()
     rows = [

@@ -107,6 +107,7 @@ def multiply_(x: Tensor, by: Tensor) -> Tensor:
 
     If that is 1, x is not read; the host does not wait to know.
     """
+    # few programs with loops: most calls find a factor of 1 and end at once
     programs = min(1024, triton.cdiv(x.numel(), MULTIPLIED))
     with torch.cuda.device_of(x):
         multiply_kernel[(programs,)](x, by, x.numel(), MULTIPLIED)
@@ -115,5 +116,6 @@ def multiply_(x: Tensor, by: Tensor) -> Tensor:
 
 def launch_config(V: int) -> tuple[int, int]:
     """Return columns per iteration and warps of a program."""
+    # a row is read in blocks that fit into registers
     block = min(16384, max(128, triton.next_power_of_2(V)))
     return block, max(1, block // 512)

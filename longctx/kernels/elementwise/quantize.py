@@ -30,8 +30,10 @@ def amax_kernel(x, amax, numel, BLOCK: tl.constexpr, TILES: tl.constexpr):
     start, most = tl.program_id(0).to(tl.int64) * BLOCK * TILES, tl.zeros([BLOCK], tl.float32)
     for tile in range(TILES):
         at = start + tile * BLOCK + tl.arange(0, BLOCK)
+        # NaN would be lost in a maximum: it counts as inf
         size = tl.abs(tl.load(x + at, mask=at < numel, other=0.0).to(tl.float32))
         most = tl.maximum(most, tl.where(size == size, size, float("inf")))
+    # a maximum is the same in any order
     tl.atomic_max(amax, tl.max(most, 0))
 
 
@@ -41,6 +43,7 @@ def unit_of(amax, scale, LARGEST: tl.constexpr, SCALED: tl.constexpr):
     if SCALED:
         unit = tl.load(scale, volatile=True)
     else:
+        # volatile: the compiler must not share one rounding between both copies
         most = tl.maximum(tl.load(amax, volatile=True), LEAST)
         unit = tl.div_rn(tl.where(most < float("inf"), most, float("nan")), LARGEST)
     return unit
@@ -70,6 +73,7 @@ def quantize_kernel(
     r = (tile // tiles).to(tl.int64) * BR + tl.arange(0, BR)
     c = (tile % tiles) * BC + tl.arange(0, BC)
     unit = unit_of(amax, scale, LARGEST, SCALED)
+    # all programs compute the same scale; one writes it
     if tile == 0:
         tl.store(scale, unit)
     inside = (r < R)[:, None] & (c < C)[None, :]
@@ -79,6 +83,7 @@ def quantize_kernel(
         tl.store(rows + r[:, None] * C + c[None, :], q, mask=inside)
     if COLUMNS:
         q = rounded(value.T, unit_of(amax, scale, LARGEST, SCALED), LARGEST, columns)
+        # zeros pad the transposed rows, as the product requires
         to = columns + c[:, None].to(tl.int64) * padded + r[None, :]
         tl.store(to, q, mask=(c < C)[:, None] & (r < padded)[None, :])
 
@@ -101,6 +106,7 @@ def quantize(
     outputs = _outputs(x, scale, dtype, rows, columns)
     with torch.cuda.device_of(x):
         amax = x.new_zeros((), dtype=torch.float32)
+        # a given scale spares the pass for the largest number
         if scale is not None:
             outputs[2].copy_(scale)
         else:

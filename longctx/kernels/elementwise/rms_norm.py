@@ -32,12 +32,15 @@ def rms_norm_kernel(
     row, c = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     at, inside = row[:, None] * C + c[None, :], (row < N)[:, None] & (c < C)[None, :]
     w = tl.load(weight + c, mask=c < C, other=0.0).to(tl.float32)
+    # arithmetic is fp32, whatever is stored
     a = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         a += tl.load(branch + at, mask=inside, other=0.0).to(tl.float32)
+        # the norm is of x as stored, so that backward finds the same numbers
         rounded = a.to(x.dtype.element_ty)
         tl.store(x + at, rounded, mask=inside)
         a = rounded.to(tl.float32)
+    # r is saved: backward needs no second sum of squares
     scale = tl.rsqrt(tl.sum(a * a, 1) / C + eps)
     tl.store(r + row, scale, mask=row < N)
     tl.store(y + at, (a * scale[:, None] * w[None, :]).to(y.dtype.element_ty), mask=inside)
@@ -51,12 +54,14 @@ def rms_norm_backward_kernel(
     """Compute dx, and dw (programs, C) over this program's rows; with ADD dresidual counts."""
     program, programs, c = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK)
     w = tl.load(weight + c, mask=c < C, other=0.0).to(tl.float32)
+    # this program's share of dw stays in registers over all of its rows
     share = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in tl.range(program * ROWS, N, programs * ROWS, num_stages=STAGES):
         row = start + tl.arange(0, ROWS).to(tl.int64)
         at, inside = row[:, None] * C + c[None, :], (row < N)[:, None] & (c < C)[None, :]
         scale = tl.load(r + row, mask=row < N, other=0.0)[:, None]
         g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        # x r is computed again: reading x is cheaper than storing y
         normed = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale
         wg = g * w[None, :]
         d = scale * (wg - normed * (tl.sum(wg * normed, 1) / C)[:, None])
@@ -64,6 +69,7 @@ def rms_norm_backward_kernel(
             d += tl.load(dresidual + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx + at, d.to(dx.dtype.element_ty), mask=inside)
         share += g * normed
+    # one row of dw per program; the host adds them up in one order
     tl.store(dw + program.to(tl.int64) * C + c, tl.sum(share, 0), mask=c < C)
 
 
@@ -94,6 +100,7 @@ def add_rms_norm(
     residual: Tensor, branch: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return x, y (N, C) and r (N,) of a residual and a branch (N, C), contiguous."""
+    # x may be the residual of the next branch, so it has its own memory
     x, y = torch.empty_like(residual), torch.empty_like(residual)
     r = residual.new_empty(residual.shape[0], dtype=torch.float32)
     _launch(residual, branch, weight, x, y, r, eps)
@@ -177,6 +184,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        # x may have no other use than the norm
         dresidual, dy = gradients if ctx.both else (None, *gradients)
         x, r, weight = ctx.saved_tensors
         if dy is None:

@@ -28,6 +28,7 @@ def _program_tile(PARTS, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.co
 
     Heads are counted over q's, then k's, then v's; a program has HEADS of one of them.
     """
+    # programs of the same tokens are neighbours: cos and sin stay in cache
     part, row = tl.program_id(0) % PARTS, tl.arange(0, TOKENS * HEADS)
     n = (tl.program_id(0) // PARTS).to(tl.int64) * TOKENS + row // HEADS
     first, h = part * HEADS, part * HEADS + row % HEADS
@@ -43,11 +44,13 @@ def rope_kernel(
     first, n, h, c = _program_tile((H + G) // HEADS, TOKENS, HEADS, BLOCK)
     inside = (n < N) & (c < HALF)
     at = (n * (H + 2 * G) + h) * (2 * HALF) + c
+    # the two halves of a head rotate together
     x1 = tl.load(qkv + at, mask=inside, other=0.0).to(tl.float32)
     x2 = tl.load(qkv + at + HALF, mask=inside, other=0.0).to(tl.float32)
     co = tl.load(cos + n * HALF + c, mask=inside, other=0.0)
     si = tl.load(sin + n * HALF + c, mask=inside, other=0.0)
     if first < H:  # noqa: SIM108, longer as one line
+        # a program has heads of q or of k, never of both
         to = q + (n * H + h) * (2 * HALF) + c
     else:
         to = k + (n * G + h - H) * (2 * HALF) + c
@@ -64,12 +67,14 @@ def rope_backward_kernel(
     first, n, h, c = _program_tile((H + 2 * G) // HEADS, TOKENS, HEADS, BLOCK)
     inside = (n < N) & (c < HALF)
     if first < H:
+        # q's heads come first in the projection, then k's, then v's
         at = dq + (n * H + h) * (2 * HALF) + c
     elif first < H + G:
         at = dk + (n * G + h - H) * (2 * HALF) + c
     else:
         at = dv + (n * G + h - H - G) * (2 * HALF) + c
     x1, x2 = tl.load(at, mask=inside, other=0.0), tl.load(at + HALF, mask=inside, other=0.0)
+    # dv passes through unrotated
     if first < H + G:
         co = tl.load(cos + n * HALF + c, mask=inside, other=0.0)
         si = tl.load(sin + n * HALF + c, mask=inside, other=0.0)
@@ -84,6 +89,7 @@ def launch_config(H: int, G: int, D: int) -> tuple[int, int, int, int]:
     """Return tokens and heads of a program, the width of a half, and warps; heads divide H, G."""
     both = math.gcd(H, G)
     block, heads = triton.next_power_of_2(D // 2), both & -both
+    # about 1,024 channels of half heads keep a program's loads wide
     heads = min(heads, max(1, TILE // block))
     tokens = max(1, TILE // (heads * block))
     return tokens, heads, block, max(1, tokens * heads * block // 256)

@@ -27,6 +27,7 @@ def swiglu_kernel(gate_up, act, width, BLOCK: tl.constexpr):
     """Compute BLOCK columns of one row of act."""
     row, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(gate_up + row * 2 * width + c, mask=c < width, other=0.0).to(tl.float32)
+    # up is `width` numbers behind gate in the same row
     u = tl.load(gate_up + row * 2 * width + width + c, mask=c < width, other=0.0).to(tl.float32)
     to = act + row * width + c
     tl.store(to, (g * tl.sigmoid(g) * u).to(act.dtype.element_ty), mask=c < width)
@@ -39,12 +40,14 @@ def swiglu_backward_kernel(gate_up, dact, dgate_up, act, width, BLOCK: tl.conste
     g = tl.load(gate_up + row * 2 * width + c, mask=c < width, other=0.0).to(tl.float32)
     u = tl.load(gate_up + row * 2 * width + width + c, mask=c < width, other=0.0).to(tl.float32)
     d = tl.load(dact + row * width + c, mask=c < width, other=0.0).to(tl.float32)
+    # one sigmoid serves silu and its derivative
     s = tl.sigmoid(g)
     silu = g * s
     dg = d * u * (s + silu * (1.0 - s))
     to = dgate_up.dtype.element_ty
     tl.store(dgate_up + row * 2 * width + c, dg.to(to), mask=c < width)
     tl.store(dgate_up + row * 2 * width + width + c, (d * silu).to(to), mask=c < width)
+    # act again, as the down projection's weight gradient needs it
     tl.store(act + row * width + c, (silu * u).to(to), mask=c < width)
 
 
@@ -81,6 +84,7 @@ def _(gate_up: Tensor, dact: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _grid(N: int, width: int) -> tuple[tuple[int, int], int]:
+    # a program of four warps has at most 2,048 columns
     block = min(2048, triton.next_power_of_2(width))
     return (N, triton.cdiv(width, block)), block
 
@@ -90,10 +94,12 @@ class _GatedDown(torch.autograd.Function):
     def forward(
         ctx: Any, gate_up: Tensor, weight: Tensor, bias: Tensor | None, with_output: bool
     ) -> Tensor:
+        # saved in 16 bits, as the product takes it
         narrow = weight.to(gate_up.dtype)
         ctx.save_for_backward(gate_up, narrow)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         if not with_output:
+            # the recomputation in backward needs no output
             return gate_up.new_zeros(1).expand(len(gate_up), len(weight))
         return F.linear(swiglu(gate_up), narrow, None if bias is None else bias.to(gate_up.dtype))
 

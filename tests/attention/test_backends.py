@@ -1,0 +1,141 @@
+"""The correctness rule for every backend but flash, and what naive, flex and flash_attn promise."""
+
+import importlib
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from longctx.attention import Mask, attention, backends, flash_attn, kernels_run
+from longctx.attention.flash_attn import APIS, INSTALLED
+from longctx.attention.flex import BLOCK, block_mask
+from longctx.attention.naive import visible
+from longctx.attention.registry import Request
+from tests.attention.rule import FREE, GRID, ON_GPU, Case, check, inputs
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+needs_flash_attn = pytest.mark.skipif(
+    not INSTALLED or not ON_GPU, reason="needs FlashAttention and a GPU"
+)
+
+
+@pytest.mark.parametrize("case", GRID + FREE, ids=str)
+def test_naive(case):
+    check(case, "naive", FP32)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16] if ON_GPU else [FP32, BF16], ids=str)
+@pytest.mark.parametrize("case", GRID, ids=str)
+def test_sdpa(case, dtype):
+    check(case, "sdpa", dtype)
+
+
+@pytest.mark.skipif(ON_GPU, reason="free intervals are refused on a GPU")
+@pytest.mark.parametrize("case", FREE, ids=str)
+def test_sdpa_on_free_intervals(case):
+    check(case, "sdpa")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GRID + FREE, ids=str)
+def test_flex(case):
+    check(case, "flex", BF16)
+
+
+@needs_flash_attn
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GRID, ids=str)
+def test_flash_attn(case):
+    check(replace(case, D=64), "flash_attn", BF16)
+
+
+def test_naive_is_the_loop_in_the_textbook():
+    """The oracle itself, against softmax written out query by query in fp64."""
+    case = Case(2, 7, 9, Hq=4, Hkv=2, D=8, mask="intervals")
+    q, k, v, _ = inputs(case, torch.float64)
+    mask = case.build_mask()
+    out, lse = attention(q, k, v, mask=mask, backend="naive", scale=0.3, return_lse=True)
+    for b, h, i in torch.cartesian_prod(*map(torch.arange, (2, 4, 7))).tolist():
+        keys = slice(int(mask.first[b, i]), int(mask.last[b, i]) + 1)
+        s = 0.3 * (k[b, keys, h // 2] @ q[b, i, h])
+        # an empty sum is 0, the log of one -inf
+        torch.testing.assert_close(out[b, i, h], torch.softmax(s, 0) @ v[b, keys, h // 2])
+        assert lse[b, h, i].item() == pytest.approx(torch.logsumexp(s, 0).item(), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 300, 300, mask="documents"),
+        Case(1, 257, 513, window=200),
+        Case(2, 300, 400, mask="intervals"),
+    ],
+    ids=str,
+)
+def test_flex_block_mask_covers_the_intervals(case):
+    mask = case.build_mask().bind(case.B, case.Tq, case.Tk, "cpu")
+    blocks = block_mask(mask, case.Tk)
+    is_visible = visible(mask, case.Tk)[:, 0]
+    for b in range(is_visible.shape[0]):
+        for i in range(-(-case.Tq // BLOCK)):
+            partial = set(blocks.kv_indices[b, 0, i, : blocks.kv_num_blocks[b, 0, i]].tolist())
+            count = blocks.full_kv_num_blocks[b, 0, i]
+            full = set(blocks.full_kv_indices[b, 0, i, :count].tolist())
+            assert not partial & full
+            for j in range(-(-case.Tk // BLOCK)):
+                tile = is_visible[b, i * BLOCK : (i + 1) * BLOCK, j * BLOCK : (j + 1) * BLOCK]
+                assert j not in full or (bool(tile.all()) and tile.shape == (BLOCK, BLOCK))
+                assert not tile.any() or j in partial | full
+
+
+@pytest.mark.gpu
+def test_flex_scores_never_exist_without_compiling():
+    T = 16384
+    q, k, v = torch.randn(3, 1, T, 4, 64, device="cuda", dtype=BF16)
+    mask = Mask.causal().bind(1, T, T, "cuda")
+    before = torch.cuda.max_memory_allocated()
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        attention(q, k, v, mask=mask, backend="flex")
+    assert torch.cuda.max_memory_allocated() - before < 4 * T * T
+
+
+def test_flash_attn_versions_import():
+    for version in INSTALLED:
+        assert callable(importlib.import_module(APIS[version][0]).flash_attn_varlen_func)
+    if not ON_GPU:
+        assert "CUDA GPU" in backends()["flash_attn"]
+
+
+@needs_flash_attn
+@pytest.mark.gpu
+def test_flash_attn_refuses_free_intervals():
+    q, k, v, _ = inputs(FREE[0], BF16)
+    with pytest.raises(ValueError, match="use attention=flash"):
+        attention(q, k, v, mask=FREE[0].build_mask(), backend="flash_attn")
+    attention(q, q, q, mask=Mask.causal(), backend="flash_attn")
+    assert kernels_run()["flash_attn"].startswith("flash-attention-")
+
+
+@pytest.mark.parametrize(
+    ("installed", "wanted", "generation", "refused"),
+    [
+        (("4", "3"), "auto", 8, "FlashAttention 4 or 3 does not run on GPUs of"),
+        (("4", "2"), "4", 8, "FlashAttention 4 does not run on GPUs of"),
+        (("2",), "3", 9, "FlashAttention 3 is not installed"),
+        ((), "auto", 9, "FlashAttention is not installed"),
+        (("3",), "auto", 10, "FlashAttention 3 does not run on GPUs of compute capability 10"),
+        (("4", "2"), "auto", 8, None),
+        (("3", "2"), "auto", 10, None),
+        (("4",), "auto", 9, None),
+    ],
+)
+def test_flash_attn_needs_a_version_for_the_gpu(
+    monkeypatch, installed, wanted, generation, refused
+):
+    monkeypatch.setattr(flash_attn, "INSTALLED", installed)
+    gpu = SimpleNamespace(major=generation)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    request = Request(torch.device("cuda"), BF16, 64, None, {"version": wanted})
+    answer = flash_attn.FlashAttn().refusal(request)
+    assert answer is None if refused is None else (answer or "").startswith(refused)
