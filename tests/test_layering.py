@@ -19,19 +19,19 @@ MAY_IMPORT = {
     "attention": GROUND | {"kernels"},
     "model": GROUND | {"attention", "kernels"},
     "data": GROUND,
-    "distributed": GROUND | {"planner", "model", "attention"},
-    "evaluation": GROUND | {"planner", "distributed", "model", "attention", "kernels", "data"},
+    "parallel": GROUND | {"planner", "model", "attention"},
+    "evaluation": GROUND | {"planner", "parallel", "model", "attention", "kernels", "data"},
     "generation": GROUND
-    | {"planner", "distributed", "model", "attention", "kernels", "data", "evaluation"},
+    | {"planner", "parallel", "model", "attention", "kernels", "data", "evaluation"},
     # Training validates with evaluation.
     "training": GROUND
-    | {"planner", "distributed", "model", "attention", "kernels", "data", "evaluation"},
+    | {"planner", "parallel", "model", "attention", "kernels", "data", "evaluation"},
     "report": GROUND,
 }
 MAY_IMPORT["cli"] = GROUND | MAY_IMPORT.keys()
 ONLY_IN = {
     "triton": ("longctx/kernels/",),
-    "lightning": ("longctx/distributed/", "longctx/training/"),
+    "lightning": ("longctx/parallel/", "longctx/training/"),
     "datasets": ("longctx/data/",),
     "tokenizers": ("longctx/data/",),
     "wandb": ("longctx/runs/wandb_process.py", "longctx/report/dashboard.py"),

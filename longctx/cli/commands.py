@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import textwrap
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,12 +25,12 @@ from longctx import files, garbage, stop_signal
 from longctx.cli import early_checks, parse
 from longctx.cli.parse import SCHEMAS, options
 from longctx.config import command_config, fields, presets
-from longctx.config.eval_config import EvalRequest
+from longctx.config.eval_config import EvalConfig, EvalRequest
 from longctx.config.generate_config import GenerateConfig
 from longctx.config.model_config import AttentionConfig
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
-from longctx.distributed.launched import launched, leave_to_first, number_here
+from longctx.parallel.launch import GRACE, Launched, launched, number_here, started
 from longctx.planner import hardware
 from longctx.runs import run_folder
 
@@ -98,6 +99,9 @@ def answer(
                 raise
             if os.environ.get("LONGCTX_TRACEBACK"):
                 traceback.print_exception(error)
+            if number_here():  # rank 0 prints the problem; torchrun ends all after the first end
+                time.sleep(GRACE)
+                return files.exit_code(error)
             line = files.printable(" ".join(str(error).split()))
             print(f"error: {line}", file=sys.stderr)
             return files.exit_code(error)
@@ -106,7 +110,6 @@ def answer(
 def check_home() -> None:
     """Raise ValueError if this user has no home folder, which holds the caches."""
     if os.path.expanduser("~") == "~":
-        leave_to_first()
         raise ValueError(
             f"HOME: not set, and user {os.getuid()} has no entry in /etc/passwd; set HOME to a "
             "folder in which this user may write"
@@ -203,26 +206,25 @@ def _train(argv: list[str]) -> int:
         from longctx.training.sweep import sweep
 
         return sweep(sweep_jobs)
-    try:
-        request = _resumed(words) or parse.compose("train", words)
-        early_checks.check_training(request.config)
-        # The length "max" is found by processes of their own.
-        _start_gpu(request.config, is_used=request.config.seq_len != "max")
-    except (ValueError, OSError):
-        leave_to_first()
-        raise
-    with libraries():
-        from longctx.training.life_cycle import train
-    return train(request)
+    request = _resumed(words) or parse.compose("train", words)
+    early_checks.check_training(request.config)
+    # The length "max" is found by processes of their own
+    with _processes(request.config, uses_gpu=request.config.seq_len != "max") as processes:
+        with libraries():
+            from longctx.training.life_cycle import train
+        return train(request, processes)
 
 
-def _start_gpu(config: Any, is_used: bool = True) -> None:
-    """Let the driver start while torch is imported, and keep torch quiet about lost processes."""
+@contextmanager
+def _processes(config: TrainConfig | EvalConfig, uses_gpu: bool = True) -> Iterator[Launched]:
+    """Yield the processes of a run. They and CUDA's driver start while torch is imported."""
     processes = launched(config)
-    if processes.ranks > 1:  # its warnings bury the line that names the process
+    if processes.ranks > 1:  # torch's warnings bury the line that names a lost process
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if config.device != "cpu" and is_used:
-        hardware.start_gpu(processes.local_rank)
+    with started(processes) as processes:
+        if config.device != "cpu" and uses_gpu:
+            hardware.start_gpu(processes.local_rank)
+        yield processes
 
 
 def _resumed(words: list[str]) -> Request[TrainConfig] | None:
@@ -267,15 +269,11 @@ def _evaluate(argv: list[str]) -> int:
     """Run one evaluation, print its tables and write its files."""
     config, _, given = parse.compose("eval", _without_sweep("eval", argv))
     request = EvalRequest.of(config, given)
-    try:
-        early_checks.check_evaluation(request)
-        _start_gpu(request.config)
-    except (ValueError, OSError):
-        leave_to_first()
-        raise
-    with libraries():
-        from longctx.evaluation.evaluate import evaluate
-    return evaluate(request)
+    early_checks.check_evaluation(request)
+    with _processes(request.config) as processes:
+        with libraries():
+            from longctx.evaluation.evaluate import evaluate
+        return evaluate(request, processes)
 
 
 def _generate(argv: list[str]) -> int:

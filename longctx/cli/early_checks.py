@@ -11,7 +11,7 @@ from longctx import hub_snapshot
 from longctx.config.eval_config import EvalConfig, EvalRequest
 from longctx.config.train_config import TrainConfig, check_warmup
 from longctx.data import sources
-from longctx.distributed.launched import launched, number_here
+from longctx.parallel.launch import launched, number_here
 from longctx.planner import hardware
 from longctx.planner.workload import workload_of
 from longctx.runs import run_folder
@@ -110,16 +110,13 @@ def check_device(config: TrainConfig | EvalConfig) -> None:
     config.attention.check_without_gpu()
     if isinstance(config, TrainConfig) and config.seq_len == "max":
         raise ValueError(hardware.NO_LONGEST)
-    processes, cores = launched(config), hardware.cores()
-    here = processes.local_ranks
+    here, cores = launched(config).local_ranks, hardware.cores()
     if here > PROCESSES_PER_CORE * cores:
         raise ValueError(
             f"devices={here}: {here} processes on {cores} cores; give at most devices="
             f"{PROCESSES_PER_CORE * cores}, {PROCESSES_PER_CORE} a core"
         )
-    if (
-        here > cores and number_here() == 0 and processes.nodes == 1
-    ):  # several nodes: warned once all are here
+    if here > cores and number_here() == 0:
         print(
             f"warning: devices={here}: {here} processes share the {cores} "
             f"core{'s' if cores > 1 else ''} of this machine, which is slower than "

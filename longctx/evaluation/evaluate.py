@@ -2,63 +2,62 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from longctx import files
 from longctx.config.eval_config import EvalRequest
-from longctx.distributed.devices import (
-    dtype_of,
-    is_out_of_memory,
-    this_machine,
-    within_memory,
-)
-from longctx.distributed.heartbeat import EVERY
-from longctx.distributed.parallel import Parallel, parallel_of
 from longctx.evaluation.measure import measure
 from longctx.evaluation.results import save
 from longctx.evaluation.scorer import Scorer
 from longctx.evaluation.setup import Setup, layout_of, resolve
 from longctx.evaluation.weights import build_model
+from longctx.parallel.devices import (
+    dtype_of,
+    is_out_of_memory,
+    this_machine,
+    within_memory,
+)
+from longctx.parallel.launch import Launched
+from longctx.parallel.mesh import Parallel, parallel_of
 
 
-def evaluate(request: EvalRequest) -> int:
-    """Evaluate as `request` says, print the tables, write the files and return the exit code.
+def evaluate(request: EvalRequest, processes: Launched) -> int:
+    """Evaluate as `request` says on these `processes`: print the tables, write the files, return
+    the exit code.
 
     Raises ValueError or OSError, one line, for whatever is wrong with the request.
     """
     machine = this_machine()
-    parallel = parallel_of(request.config, machine)
+    parallel = parallel_of(request.config, machine, processes)
     try:
         request = request._replace(config=replace(request.config, devices=parallel.ranks))
         device = parallel.device.type
         setup = resolve(request, device, machine) if parallel.is_first else None
-        parallel.launch("")
-    except (ValueError, OSError) as error:
-        parallel.fail(str(error), code=2)
-        raise
-    try:
+        parallel.launch()
         scorer = build_scorer(request, setup, parallel)
         if setup is None:
             scorer.serve()
         else:
-            with within_memory(parallel.device.type):
+            with within_memory(device):
                 result = measure(setup, scorer)
             result.show(result.content)
             print(save(result, setup))
             scorer.end()  # once nothing can fail any more: then the others leave
         parallel.shut_down()
     except KeyboardInterrupt:
-        parallel.abandon()
+        parallel.fail("stopped by a signal", code=128 + signal.SIGINT)
         raise
     except Exception as error:
         problem = why(error, request, parallel)
-        parallel.fail(problem or str(error))
+        if problem is not None and parallel.is_first:
+            print(f"error: {problem}", file=sys.stderr, flush=True)
+        parallel.fail(problem or str(error), files.exit_code(error))
         if problem is None:
             raise
-        print(f"error: {problem}", file=sys.stderr, flush=True)
         return 1
     return 0
 
@@ -75,7 +74,7 @@ def build_scorer(request: EvalRequest, setup: Setup | None, parallel: Parallel) 
         }
     decided = parallel.broadcast(decided)
     config = request.config
-    parallel.init_mesh(layout_of(config, decided["strategy"], decided["heads"]), "")
+    parallel.init_mesh(layout_of(config, decided["strategy"], decided["heads"]))
     dtype = dtype_of(decided["precision"])
     model = build_model(
         Path(decided["file"]),
@@ -104,8 +103,7 @@ def why(error: Exception, request: EvalRequest, parallel: Parallel) -> str | Non
             "(context=N) or the model (strategy=fsdp), or give a smaller batch_size or seq_len"
         )
     if parallel.is_lost_connection(error):
-        time.sleep(3 * EVERY)  # for the heartbeat, which names the process and ends this one
-        return f"a process of the evaluation is gone ({str(error).splitlines()[0]})"
+        return f"a process of the evaluation does not answer ({str(error).splitlines()[0]})"
     if parallel.is_first:
         return None
     return f"process {parallel.rank}: {' '.join(str(error).split())}"

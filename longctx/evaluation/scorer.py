@@ -21,10 +21,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from longctx.attention import Mask
 from longctx.data.rows import PADDING_PIECE
-from longctx.distributed import sharding
-from longctx.distributed.parallel import Parallel
 from longctx.model import GPT
 from longctx.model.decoder import Decoder, continuations
+from longctx.parallel import sharding
+from longctx.parallel.mesh import Parallel
 
 # The first process may load a data set between two batches. Who is lost, the heartbeat notices.
 PATIENCE = timedelta(days=7)

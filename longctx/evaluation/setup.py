@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from longctx.config.eval_config import TOKENS_PER_BATCH, EvalConfig, EvalRequest
 from longctx.config.model_config import AttentionConfig
-from longctx.distributed.devices import check_attention, dtype_of
 from longctx.evaluation.forward_memory import (
     check_fits,
     choose_strategy,
@@ -18,6 +17,7 @@ from longctx.evaluation.forward_memory import (
     text_lengths,
 )
 from longctx.evaluation.subject import Subject, open_subject
+from longctx.parallel.devices import check_attention, dtype_of
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import precision_of
 from longctx.runs import evaluations

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from longctx.config.model_config import AttentionConfig, GPTConfig
-from longctx.distributed import sharding
 from longctx.model import GPT, huggingface
 from longctx.model.restore import copy_weights
+from longctx.parallel import sharding
 from longctx.runs import checkpoints, run_folder
 
 

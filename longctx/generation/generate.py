@@ -18,13 +18,6 @@ from longctx import attention, files
 from longctx.config import presets
 from longctx.config.generate_config import GenerateConfig
 from longctx.config.model_config import AttentionConfig
-from longctx.distributed.devices import (
-    choose_device,
-    dtype_of,
-    is_out_of_memory,
-    this_machine,
-    within_memory,
-)
 from longctx.evaluation.subject import Subject, open_model, place_of
 from longctx.evaluation.weights import build_model
 from longctx.generation.answer_file import AnswerFile
@@ -34,6 +27,13 @@ from longctx.model import GPT
 from longctx.model.decoder import Decoder, continuations
 from longctx.model.kv_cache import KVCache
 from longctx.model.sampling import Sampler
+from longctx.parallel.devices import (
+    choose_device,
+    dtype_of,
+    is_out_of_memory,
+    this_machine,
+    within_memory,
+)
 from longctx.planner.hardware import GIB
 from longctx.planner.workload import precision_of
 

@@ -16,9 +16,9 @@ from functools import partial
 import torch
 
 from longctx.config.model_config import GPTConfig
-from longctx.distributed.devices import dtype_of
 from longctx.kernels import HAS_TRITON, flash_op, relaunch
 from longctx.model import GPT, compile_cache
+from longctx.parallel.devices import dtype_of
 from longctx.planner.workload import Workload
 from longctx.stop_signal import UNNEEDED
 

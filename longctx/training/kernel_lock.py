@@ -22,8 +22,8 @@ from torch import Tensor
 from longctx import files
 from longctx.attention import Mask, attention, kernels_run, reproducible
 from longctx.config.train_config import TrainConfig
-from longctx.distributed.devices import dtype_of
 from longctx.kernels import SelfTestFailed, fingerprint, launch, machine, sources
+from longctx.parallel.devices import dtype_of
 from longctx.planner.workload import Workload
 from longctx.runs import run_folder
 

@@ -26,10 +26,11 @@ import torch
 from longctx import files, stop_signal
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
-from longctx.distributed.devices import is_out_of_memory, this_machine, within_memory
-from longctx.distributed.heartbeat import go_on
-from longctx.distributed.parallel import EXIT, Parallel, exit_within, parallel_of
 from longctx.kernels import SelfTestFailed
+from longctx.parallel.devices import is_out_of_memory, this_machine, within_memory
+from longctx.parallel.launch import Launched
+from longctx.parallel.meeting import go_on
+from longctx.parallel.mesh import Parallel, parallel_of
 from longctx.planner.hardware import Machine
 from longctx.runs import run_folder
 from longctx.stop_signal import StopSignal
@@ -59,14 +60,14 @@ class Phase(enum.Enum):
     OVER = enum.auto()
 
 
-def train(request: Request[TrainConfig]) -> int:
-    """Train as `request` says and return the exit code.
+def train(request: Request[TrainConfig], processes: Launched) -> int:
+    """Train as `request` says, on these `processes`, and return the exit code.
 
     Raises ValueError or OSError, one line, if the request cannot be trained.
     """
     sys.excepthook = without_lost_connections(sys.excepthook)
     machine = this_machine()
-    parallel = parallel_of(request.config, machine)
+    parallel = parallel_of(request.config, machine, processes)
     with stop_signal.caught() as stop:
         return LifeCycle(parallel, stop).live(request, machine)
 
@@ -101,10 +102,10 @@ class LifeCycle:
         if request.config.resume and is_first:  # before its newest checkpoint is read
             locks.enter_context(run_folder.locked(Path(request.config.resume)))
         self.run = resolve(request, machine) if is_first else None
-        parallel.launch("" if self.run is None else str(self.run.folder))
+        parallel.launch()
         shared = parallel.broadcast({} if self.run is None else self.run.shared())
         run = self.run = self.run or of_shared(shared)
-        parallel.init_mesh(run.workload, str(run.folder))
+        parallel.init_mesh(run.workload, run.folder)
         if is_first:
             if run.checkpoint is None:
                 locks.enter_context(run_folder.locked(run.folder))
@@ -131,7 +132,7 @@ class LifeCycle:
             parallel.shut_down()
             code = self.stop.code if self._has_stopped(log) else 0
         except KeyboardInterrupt:
-            parallel.abandon()
+            parallel.fail(f"stopped by {self.stop.name}", self.stop.code)
             saver.cancel_removal()
             code = self.stop.code
             raise
@@ -211,8 +212,8 @@ class LifeCycle:
             return memory.explain(log.run.workload, log.steps_done)
         if self.parallel.is_lost_connection(error):
             reason = str(error).splitlines()[0].partition(". ")[0]
-            return f"a process of the run is gone ({reason}); {go_on()}"
-        return f"{lost_worker(error)}; {go_on()}" if is_lost_worker(error) else None
+            return f"a process of the run does not answer ({reason}); {go_on(log.run.folder)}"
+        return f"{lost_worker(error)}; {go_on(log.run.folder)}" if is_lost_worker(error) else None
 
     def _delete_old_checkpoints(self, log: RunLog, saver: Saver) -> None:
         """Wait until the checkpoints that the last one replaced are deleted, or a signal comes."""
@@ -228,13 +229,11 @@ class LifeCycle:
 
     def _interrupted(self) -> None:
         """Part from the other processes after a signal; remove the folder of an untrained run."""
-        self.parallel.abandon()
+        self.parallel.fail(f"stopped by {self.stop.name}", self.stop.code)
         run = self.run
         is_untrained = self.phase is Phase.STARTING and run is not None and run.checkpoint is None
         if run is not None and is_untrained and self.parallel.is_first:
             shutil.rmtree(run.folder, ignore_errors=True)
-        if self.parallel.ranks > 1:
-            exit_within(EXIT, self.stop.code)
 
 
 def without_lost_connections(show: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from longctx import attention
-from longctx.distributed.parallel import Parallel
+from longctx.parallel.mesh import Parallel
 from longctx.planner.hardware import GIB
 from longctx.planner.overview import count_of
 from longctx.planner.peak_memory import predict

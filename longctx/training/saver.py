@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.distributed import sharding
-from longctx.distributed.parallel import Parallel
 from longctx.model import restore
 from longctx.model.offload import pinned
+from longctx.parallel import sharding
+from longctx.parallel.mesh import Parallel
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB
 from longctx.runs import checkpoints, run_folder

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from longctx.distributed.parallel import Parallel
+from longctx.parallel.mesh import Parallel
 from longctx.planner import hardware
 from longctx.planner.workload import Workload
 from longctx.runs.metrics import BUSY_OF_RANK

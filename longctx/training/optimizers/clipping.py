@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longctx.distributed.sharding import full
+from longctx.parallel.sharding import full
 from longctx.training.optimizers.adamw import AdamW
 
 

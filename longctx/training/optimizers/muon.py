@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from longctx.config.optimizer_config import STACK
-from longctx.distributed.sharding import full, like, local, rows
 from longctx.model.layers import Linear
+from longctx.parallel.sharding import full, like, local, rows
 from longctx.training.optimizers.adamw import AdamW, count, groups
 from longctx.training.run import Run
 
